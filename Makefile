@@ -4,7 +4,7 @@
 #   make test       the tests (two workers, six minutes on two cores); samples of large matrices
 #   make test-all   slow tests too, and property tests at full counts
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
-#   make faults     apply each known fault to a copy; its test must notice
+#   make faults     bring each known fault back; its tests must notice
 #   make check      ruff, mypy --strict on the library, import direction, the site without warnings
 #   make docs       the site alone, in .build/site
 #   make test-gpu   the tests marked gpu

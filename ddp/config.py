@@ -1,6 +1,7 @@
 """Configuration of ``DistributedDataParallel``, in Megatron-core's field names where it has the field."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -43,6 +44,13 @@ class DistributedDataParallelConfig:
     """Every bucket ends at a multiple of 2^16 elements, at which NCCL's ring algorithms are fastest."""
     find_unused_parameters: bool = False
     """Walk the final microbatch's graph, so that buckets with unused parameters launch in backward. Needs overlap."""
+    forward_writes: Literal["refused", "alike"] = "refused"
+    """Parameters written in place in a forward (``nn.Embedding(max_norm=...)``, a codebook, ActNorm's first batch).
+    "refused": a forward that has written one raises, if other ranks hold the parameter too. "alike": all ranks write
+    the same values, and nothing is checked."""
+    check_replicas_every: int | None = None
+    """Compare the bits of all parameters between ranks in every such iteration and in the first, before the update.
+    The error names parameter and ranks. The host waits for the GPU. None: never."""
 
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.bucket_size < 1:
@@ -66,6 +74,10 @@ class DistributedDataParallelConfig:
                 "find_unused_parameters has no effect without overlap_grad_reduce: finish_grad_sync reduces zeros for "
                 "unused parameters anyway; turn overlap on, or drop the option"
             )
+        if self.forward_writes not in ("refused", "alike"):
+            raise ValueError(f"forward_writes is 'refused' or 'alike', got {self.forward_writes!r}")
+        if self.check_replicas_every is not None and self.check_replicas_every < 1:
+            raise ValueError(f"check_replicas_every must be at least 1, got {self.check_replicas_every}")
         if self.copy_engine_param_gather and not self.overlap_param_gather:
             raise ValueError(
                 "copy_engine_param_gather has no effect without overlap_param_gather: turn it on, or drop the option"
@@ -81,7 +93,7 @@ class DistributedDataParallelConfig:
     @property
     def can_wait_by_bucket(self) -> bool:
         """Whether ``finish_grad_sync`` does nothing after its waits, so that buckets may be waited for one by one."""
-        return not (self.check_for_nan_in_grad or self.calculate_per_token_loss)
+        return not (self.check_for_nan_in_grad or self.calculate_per_token_loss or self.check_replicas_every)
 
     def _refuse_without_shards(self) -> None:
         for name, neutral in (

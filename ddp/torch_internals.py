@@ -1,51 +1,42 @@
 """torch's private names that ``ddp`` and ``fsdp`` use. Each has a comment that names the public function torch lacks.
 
-``kernels/compat.py`` and ``te_integration/torch_internals.py`` hold the private names of their folders. If a torch
-version renames one, its test in ``tests/ddp/test_torch_internals.py`` fails and says which name is gone.
+``distributed_internals.py`` holds those of torch.distributed; ``kernels/compat.py`` and
+``te_integration/torch_internals.py`` those of their folders. If a torch version renames one, the import warns of what
+is lost (``kernels/private_names.py``), and the name's test in ``tests/ddp/test_torch_internals.py`` fails.
 
 Some names with an underscore are used in other files all the same:
 
-- ``torch._foreach_*`` and ``Tensor._version``, which torch documents.
+- ``torch._foreach_*``, of which torch's own optimizers consist, and ``Tensor._version``, which torch documents.
 - The tables of ``nn.Module`` and ``Optimizer`` (``_parameters``, ``_buffers``, ``_modules``, ``_forward_pre_hooks``,
   ``_compiled_call_impl`` and the like). Subclasses outside torch read them, and torch has kept them since they exist.
-- ``GradScaler._unscale_grads_`` (``ddp/wrapper/own_ranks.py``): the method that torch's own scaler for FSDP overrides.
+- ``GradScaler._unscale_grads_`` (``ddp/wrapper/own_ranks.py``, ``ddp/stock/optimizer.py``): the method that torch's own
+  scaler for FSDP overrides.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass, _disabled_torch_function_impl
-from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils, checkpoint
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch import Tensor, nn
+from torch.utils import checkpoint
 
-if dist.is_available():
-    from torch.distributed import distributed_c10d as c10d
+from ..kernels.private_names import private_name, raise_where_absent
 
 __all__ = [
     "NO_BACKWARD",
     "DisableTorchFunctionSubclass",
-    "accumulated_by_fsdp2",
-    "active_torch_ddp",
+    "TorchDispatchMode",
     "allow_storage_reads",
-    "backend_on",
     "call_when_backward_ends",
+    "check_wrappers_can_run",
     "checkpointed_region",
     "checkpointed_regions",
     "current_backward",
     "current_raw_stream",
-    "default_store",
     "delivers_to_all",
     "disabled_torch_function",
     "end_allocations",
-    "gathered_by_fsdp2",
+    "foreach_norms",
     "grad_of_tensor",
     "has_one_hook",
     "has_tensor_hooks",
@@ -56,64 +47,84 @@ __all__ = [
     "let_foreach_take",
     "let_optimizers_take",
     "make_subclass",
-    "params_of_torch_ddp",
-    "premultiplied_sum",
     "refuse_storage_reads",
     "refuses_storage_reads",
-    "start_all_gather",
-    "start_reduce_scatter",
-    "storage_info",
-    "timeout_on",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_map_only",
     "tree_unflatten",
     "will_execute",
-    "zero_cta_options",
 ]
 
 # ---- Autograd. ----
 
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
+_NO_WRAPPER = "maingrad's wrappers and layers cannot follow a backward"
+
+current_backward: Callable[[], int] = private_name("torch._C._current_graph_task_id", loss=_NO_WRAPPER)
 """The number of the backward that this thread runs in, or ``NO_BACKWARD``. torch has no public name for a backward."""
 NO_BACKWARD = -1
 
 
-def call_when_backward_ends(callback: Callable[[], None]) -> None:
-    """Have the engine call ``callback`` once, at the end of the running backward. torch's DDP and FSDP2 use this call.
+call_when_backward_ends: Callable[[Callable[[], None]], None] = private_name(
+    "torch.autograd.Variable._execution_engine.queue_callback", loss=_NO_WRAPPER
+)
+"""Have the engine call a function once, at the end of the running backward. torch's DDP and FSDP2 use this call.
 
-    There is no public function.
-    """
-    Variable._execution_engine.queue_callback(callback)
+There is no public function."""
 
 
-will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+def _executes_all(node: Any) -> bool:
+    """``will_execute`` without the name: true in a plain backward, and an error where the answer is not known."""
+    if delivers_to_all():
+        return True
+    raise RuntimeError("the engine does not say which nodes it executes")
+
+
+will_execute: Callable[[Any], bool] = private_name(
+    "torch._C._will_engine_execute_node",
+    loss="autograd.grad and backward(inputs=...) compute the weight gradients of fused layers too, and are slower",
+    fallback=_executes_all,
+)
 """Whether the running backward executes a graph node. ``RuntimeError`` where ``autograd.grad`` captures that node.
 
 There is no public function."""
 
-delivers_to_all: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+delivers_to_all: Callable[[], bool] = private_name(
+    "torch.autograd._is_checkpoint_valid", loss="fully_shard cannot tell backward() from autograd.grad"
+)
 """Whether the running backward is a ``backward()`` without ``inputs``, which gives all leaves their gradients.
 
 False in ``autograd.grad``, in ``backward(inputs=...)``, and in backwards nested in them, whatever the graph is.
 Exception: True in a hook on a tensor at which ``autograd.grad`` ends because it returns that tensor's gradient.
 Reentrant checkpointing asks the same. There is no public function."""
 
-is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+is_profiling: Callable[[], bool] = private_name(
+    "torch._C._autograd._profiler_enabled",
+    loss="profiles have no labels with the names of buckets and parameters",
+    fallback=lambda: False,
+)
 """Whether a profiler runs. No public function says so, and ``record_function`` takes
 20 us in each hook without one, where this takes 0.1 us."""
 
-grad_of_tensor: Any = vars(torch._C.TensorBase)["grad"]
+grad_of_tensor: Any = Tensor.grad
 """The descriptor of ``Tensor.grad``, for subclasses that define a property ``grad`` of their own."""
 
 
-def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether somebody called ``tensor.register_hook``. torch does not list a tensor's hooks."""
+_HOOKS_UNSEEN = "a weight's hooks cannot be seen, and fused layers would pass them by"
+
+
+def _has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def hook_keys(params: Iterable[Tensor]) -> list[int]:
-    """Numbers of the hooks that somebody has registered on ``params``: another hook has another number."""
+has_tensor_hooks: Callable[[Tensor], bool] = private_name(
+    "torch.Tensor._backward_hooks", loss=_HOOKS_UNSEEN, use=_has_tensor_hooks
+)
+"""Whether somebody called ``tensor.register_hook``. torch does not list a tensor's hooks."""
+
+
+def _hook_keys(params: Iterable[Tensor]) -> list[int]:
     keys: list[int] = []
     for param in params:
         if hooks := param._backward_hooks:
@@ -121,6 +132,12 @@ def hook_keys(params: Iterable[Tensor]) -> list[int]:
         if hooks := param._post_accumulate_grad_hooks:
             keys += hooks
     return keys
+
+
+hook_keys: Callable[[Iterable[Tensor]], list[int]] = private_name(
+    "torch.Tensor._post_accumulate_grad_hooks", loss=_HOOKS_UNSEEN, use=_hook_keys
+)
+"""Numbers of the hooks that somebody has registered on parameters: another hook has another number."""
 
 
 def is_hooked(param: Tensor) -> bool:
@@ -133,13 +150,36 @@ def has_one_hook(param: Tensor) -> bool:
     return not has_tensor_hooks(param) and len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) == 1
 
 
+_compile_context: Callable[[], Any] = private_name(
+    "torch._guards.CompileContext.try_get",
+    loss="threads that read parameters while another thread compiles are taken for compilers, and are slower",
+    fallback=lambda: torch.compiler.is_compiling() or None,
+)
+
+
 def is_tracing() -> bool:
     """Whether ``torch.compile`` works on a frame in this thread, inside or outside of the traced code.
 
     ``torch.compiler.is_compiling()`` does not say: torch 2.13 sets its flag for all threads of the process, and threads
     that only read parameters would be taken for compilers.
     """
-    return torch._guards.CompileContext.try_get() is not None
+    return _compile_context() is not None
+
+
+def _unknown_region(*args: Any) -> Any:
+    raise LookupError("which checkpointed region a forward belongs to")
+
+
+_NO_REGIONS = "delayed_wgrad and autocast cannot tell a recompute of torch.utils.checkpoint from a forward"
+_top_hooks: Any = private_name(
+    "torch._C._autograd._top_saved_tensors_default_hooks", loss=_NO_REGIONS, fallback=_unknown_region
+)
+_pop_hooks: Any = private_name(
+    "torch._C._autograd._pop_saved_tensors_default_hooks", loss=_NO_REGIONS, fallback=_unknown_region
+)
+_push_hooks: Any = private_name(
+    "torch._C._autograd._push_saved_tensors_default_hooks", loss=_NO_REGIONS, fallback=_unknown_region
+)
 
 
 def checkpointed_region() -> tuple[Any, bool] | None:
@@ -149,7 +189,7 @@ def checkpointed_region() -> tuple[Any, bool] | None:
     A region is an object that lives as long as the graph of its first forward. torch has no public function: the
     object is found in the closure of the innermost saved-tensor hook. ``LookupError`` where that hook has another form.
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: Any = _top_hooks(False)
     return None if hooks is None else _region_of(hooks)
 
 
@@ -158,17 +198,16 @@ def checkpointed_regions() -> list[tuple[Any, bool]]:
 
     Hooks of others may lie between them. torch shows the innermost hooks alone: those are taken off, and put back.
     """
-    autograd: Any = torch._C._autograd
     found, taken = [], []
     try:
-        while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
-            autograd._pop_saved_tensors_default_hooks()
+        while (hooks := _top_hooks(False)) is not None:
+            _pop_hooks()
             taken.append(hooks)
             if (region := _region_of(hooks)) is not None:
                 found.append(region)
     finally:
         for hooks in reversed(taken):
-            autograd._push_saved_tensors_default_hooks(*hooks)
+            _push_hooks(*hooks)
     return found
 
 
@@ -182,76 +221,118 @@ def _region_of(hooks: Any) -> tuple[Any, bool] | None:
         return cells["frame"].cell_contents, False
     if "target_frame_ref" in cells:
         return cells["target_frame_ref"].cell_contents(), True
-    raise LookupError("which checkpointed region a forward belongs to")
+    return _unknown_region()  # type: ignore[no-any-return]
 
 
 # ---- Subclasses of Tensor. torch documents ``__torch_function__``, and has only private names to switch it off. ----
 
-disabled_torch_function: Any = _disabled_torch_function_impl
+DisableTorchFunctionSubclass: Any = private_name(
+    "torch._C.DisableTorchFunctionSubclass", loss="maingrad's parameters cannot be taken for plain tensors"
+)
+"""A ``with`` block in which subclasses go through torch's functions as plain tensors."""
+
+disabled_torch_function: Any = nn.Parameter.__torch_function__
 """A class with this ``__torch_function__`` goes through torch's functions as a plain tensor."""
 
-make_subclass: Callable[..., Any] = Tensor._make_subclass
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    TorchDispatchMode = private_name(
+        "torch.utils._python_dispatch.TorchDispatchMode", loss="operations cannot be recorded, nor their random draws"
+    )
+"""A ``with`` block that sees every operation."""
+
+make_subclass: Callable[..., Any] = private_name(
+    "torch.Tensor._make_subclass", loss="parameters of a class of maingrad's cannot be made"
+)
 """``make_subclass(cls, data, requires_grad)``: a leaf of class ``cls`` that shares the memory of ``data``.
 
 ``nn.Parameter`` is made by this call. The public ``Tensor.as_subclass`` returns a view with a graph."""
 
 
+_foreach_types: list[type] = private_name(
+    "torch.utils._foreach_utils._foreach_supported_types",
+    loss="clip_grad_norm_ takes gradients of sharded parameters one by one, slowly",
+    fallback=[],
+)
+_optimized_types: list[type] = private_name(
+    "torch.optim.optimizer._foreach_supported_types",
+    loss="optimizers take masters and sharded parameters one by one unless foreach=True or fused=True, slowly",
+    fallback=[],
+)
+
+
 def let_foreach_take(cls: type[Tensor]) -> None:
     """Have ``clip_grad_norm_`` and optimizers use their ``foreach`` forms for gradients of this class."""
-    if cls not in _foreach_utils._foreach_supported_types:
-        _foreach_utils._foreach_supported_types.append(cls)
+    if cls not in _foreach_types:
+        _foreach_types.append(cls)
 
 
 def let_optimizers_take(cls: type[Tensor]) -> None:
     """Have optimizers use their ``foreach`` and ``fused`` forms by default for parameters of this class."""
-    if cls not in torch_optimizer._foreach_supported_types:
-        torch_optimizer._foreach_supported_types.append(cls)
+    if cls not in _optimized_types:
+        _optimized_types.append(cls)
 
 
-# ---- torch's own DistributedDataParallel. Neither attribute has a public reader. ----
+def _norms_one_by_one(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
-def active_torch_ddp() -> TorchDDP | None:
-    """The wrapper whose forward runs now. torch's compiler reads the same attribute."""
-    return TorchDDP._active_ddp_module
+foreach_norms: Any = private_name(
+    "torch._foreach_norm", loss="norms of gradients take one kernel each, slowly", fallback=_norms_one_by_one
+)
+"""``foreach_norms(tensors, ord, dtype)``: the norm of each tensor."""
+
+# ---- Containers: what a module takes and returns. ``torch.utils.pytree`` is not public in every version. ----
+
+_NO_TREES = "tensors in a module's inputs and outputs cannot be found"
+tree_flatten: Any = private_name("torch.utils._pytree.tree_flatten", loss=_NO_TREES)
+tree_leaves: Any = private_name("torch.utils._pytree.tree_leaves", loss=_NO_TREES)
+tree_map: Any = private_name("torch.utils._pytree.tree_map", loss=_NO_TREES)
+tree_map_only: Any = private_name("torch.utils._pytree.tree_map_only", loss=_NO_TREES)
+tree_unflatten: Any = private_name("torch.utils._pytree.tree_unflatten", loss=_NO_TREES)
 
 
-def params_of_torch_ddp(wrapper: TorchDDP) -> Sequence[Tensor] | None:
-    """The parameters whose gradients ``wrapper`` reduces. None while its constructor still collects them."""
-    return vars(wrapper).get("_module_parameters")
+def check_wrappers_can_run(*more: Any) -> None:
+    """Raise ``RuntimeError`` where this torch lacks a name without which a wrapper would train wrongly.
 
-
-# ---- torch.distributed.fsdp.fully_shard (FSDP2) tells nobody which weight belongs to which sharded parameter. The
-# ---- names are those of torch 2.11 and 2.13. Nothing of FSDP2 is imported here: torch loads its registry before FSDP2.
-
-
-def gathered_by_fsdp2() -> Iterator[tuple[Any, Tensor]]:
-    """Every weight that FSDP2 holds gathered in this process, each after FSDP2's record of the parameter."""
-    registry = sys.modules.get("torch.distributed._composable_state")
-    for reference in list(getattr(registry, "_module_state_mapping", {}).values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11 has one group for each module
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            for param in getattr(group, "fsdp_params", ()):
-                gathered = getattr(param, "_unsharded_param", None)
-                if gathered is not None:
-                    yield param, gathered
-
-
-def accumulated_by_fsdp2(param: Any) -> Tensor | None:
-    """The gradient that FSDP2 sums outside of ``.grad``, in its ``reduce_dtype``; ``param`` is FSDP2's record."""
-    found: Tensor | None = getattr(param, "unsharded_accumulated_grad", None)
-    return found
+    more  names of this file that one wrapper alone needs
+    """
+    raise_where_absent(
+        *more,
+        current_backward, call_when_backward_ends, has_tensor_hooks, hook_keys,
+        DisableTorchFunctionSubclass, make_subclass, tree_flatten, tree_leaves, tree_map, tree_unflatten,
+    )  # fmt: skip
 
 
 # ---- Streams. ----
 
-current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+def _address_of_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# Builds without CUDA lack both names, and nothing is lost.
+current_raw_stream: Callable[[int], int] = (
+    private_name(
+        "torch._C._cuda_getCurrentRawStream",
+        loss="reading the current stream takes the host more time",
+        fallback=_address_of_stream,
+    )
+    if torch.backends.cuda.is_built()
+    else lambda index: 0
+)
 """The address of a CUDA device's current stream. ``torch.cuda.current_stream()`` makes an object."""
 
-_end_allocations: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+_end_allocations: Any = (
+    private_name(
+        "torch._C._cuda_endAllocateToPool",
+        loss="after a capture that failed, other allocations may come from its pool",
+        fallback=None,
+    )
+    if torch.backends.cuda.is_built()
+    else None
+)
 
 
 def end_allocations(device: torch.device, pool: Any) -> None:
@@ -261,88 +342,6 @@ def end_allocations(device: torch.device, pool: Any) -> None:
     """
     if _end_allocations is not None:
         _end_allocations(device.index, pool)
-
-
-# ---- Process groups. ----
-
-# torch.distributed's public functions around these two methods cost 90 us of host time on torch 2.11, for counters and
-# checks. torch 2.13 renamed the methods.
-if dist.is_available():
-    _GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-    _SCATTER = (
-        "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
-    )
-
-
-def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, on_stream: bool = False) -> Any:
-    """Start to fill ``output`` [n] with every rank's ``input`` [n / ranks]; returns the ``Work``.
-
-    on_stream  NCCL runs on the current CUDA stream instead of torch's own stream, which saves the host two events
-    """
-    options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
-    options.asyncOp = not on_stream
-    return getattr(group, _GATHER)(_real(output), _real(input), options) or _OnStream()
-
-
-def start_reduce_scatter(
-    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, on_stream: bool = False
-) -> Any:
-    """Start to fill ``output`` [n / ranks] with this rank's shard of the reduced ``input`` [n]; returns the ``Work``.
-
-    on_stream  as for ``start_all_gather``
-    """
-    options = c10d.ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = not on_stream
-    return getattr(group, _SCATTER)(_real(output), _real(input), options) or _OnStream()
-
-
-class _OnStream:
-    """The ``Work`` of a collective on the current stream, for which torch returns None: the stream itself waits."""
-
-    def wait(self) -> bool:
-        """Return at once."""
-        return True
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def premultiplied_sum(factor: float) -> Any:
-    """NCCL's operation that multiplies each rank's values by ``factor`` and sums them. torch's FSDP uses this name."""
-    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
-
-
-def zero_cta_options() -> Any:
-    """Options of an NCCL group whose all-gathers occupy no multiprocessor. None where this torch has no such option."""
-    nccl = getattr(dist, "ProcessGroupNCCL", None)
-    policy = getattr(nccl, "NCCL_CTA_POLICY_ZERO", None)
-    if nccl is None or policy is None:
-        return None
-    options = nccl.Options()
-    options.config.cta_policy = policy
-    return options
-
-
-def default_store() -> Any:
-    """The key-value store of the default process group. ``torch.distributed`` has no public reader for it."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend (``ProcessGroupNCCL``, ``ProcessGroupGloo``) that runs a group's collectives on one kind of device.
-
-    ``dist.get_backend`` returns a name only.
-    """
-    return group._get_backend(device)
-
-
-def timeout_on(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long a collective of the group may take on this kind of device; None where the backend does not say."""
-    options = getattr(backend_on(group, device), "options", None)
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
 
 
 # ---- Memory. ----
@@ -367,10 +366,3 @@ def allow_storage_reads(address: int) -> None:
     """Undo ``refuse_storage_reads``."""
     if refuses_storage_reads:
         _allow_storage(address)
-
-
-def storage_info(file: str, position: int, length: int) -> Any:
-    """What torch.distributed.checkpoint's ``FileSystemWriter`` notes of a chunk. Its class has no public name."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # here: a torch without torch.distributed
-
-    return _StorageInfo(file, position, length)

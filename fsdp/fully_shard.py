@@ -1,7 +1,7 @@
 """``fully_shard``: checks a module, plans its buckets, shards its parameters and makes it a unit."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts
 from ..ddp.plan.parallel_marks import check_marks, is_marked_expert
 from ..ddp.stock.clipping import guard_stock_clipping
+from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all
 from ..ddp.wrapper.dropped import forget_dropped
 from ..ddp.wrapper.whose_experts import check_same_experts, check_same_slices
 from .module import make_unit
@@ -67,6 +68,7 @@ def fully_shard(
     copy_engine_gather: bool = False,
     init_fn: Callable[[nn.Module], None] | None = None,
     init_sync: bool = True,
+    forward_writes: Literal["refused", "alike"] = "refused",
     device: torch.device | str | None = None,
     ignored_params: Collection[nn.Parameter] = (),
 ) -> _Module:
@@ -97,24 +99,22 @@ def fully_shard(
                              take memory one after the other. None: max(40e6, 1e6 * number of shards)
     shard_atoms              what no border between shards may cut: "element" (no restriction), "row" (an entry of
                              dim 0), "whole" (a parameter; for optimizers of matrices), or a number of rows. One value
-                             for all parameters, or a dict from patterns of names in ``module``. Larger atoms need more
-                             padding
+                             for all parameters, or a dict from patterns of names. Larger atoms need more padding
     offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
-    copy_engine_gather       True on the outermost unit: all gathers of the model run on the GPU's copy engines, and no
-                             multiprocessor is taken from computation. Needs NCCL 2.28. Ranks that cannot map each
-                             other's memory (several nodes) gather by kernels. The process keeps the mapped memory, of
-                             the outermost unit and three others, until the process ends
+    copy_engine_gather       True on the outermost unit: all gathers of the model run on the GPU's copy engines and take
+                             no multiprocessor. Needs NCCL 2.28. Ranks that cannot map each other's memory (several
+                             nodes) gather by kernels. The mapped memory, of four units, is kept until the process ends
     init_fn                  initialises the own parameters and buffers of one module that was on the meta device; None:
                              the module's ``reset_parameters()``. The unit's parameters are whole during this call. With
                              ``init_sync`` the first rank's alone must write values
     init_sync                copy the first rank's parameters and buffers to all ranks
+    forward_writes           of parameters, in place (``nn.Embedding(max_norm=...)``, a codebook). "alike": all ranks
+                             write equal values, which the shards get. "refused": such a forward of several ranks raises
     device                   where the module computes; None: the DeviceMesh's device, or that of the parameters
     ignored_params           parameters that are neither sharded nor reduced
 
     Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
-
-    Raises ``ValueError`` if the module or mesh cannot be sharded (the error names the parameter), or if the module
-    differs between ranks.
+    Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
     policy, when = mixed_precision or MixedPrecisionPolicy(), (reshard_after_forward, reduce_every_microbatch)
     ignored = {id(param) for param in ignored_params}
@@ -123,14 +123,16 @@ def fully_shard(
     note_ignored(ignored_params, grid)
 
     def prepare() -> _Prepared:
-        wanted = _Wanted(row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync)
+        wanted = _Wanted(
+            row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync, forward_writes
+        )
         return _prepare(module, wanted, grid, mesh, device, init_fn, ignored, copy_engines=copy_engine_gather)
 
     name = type(module).__name__
     prepared = alike(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
     buckets = _make_buckets(name, prepared, grid, ignored, failures, named=mesh is not None)
     unit = Unit(module, name, buckets, policy, grid, prepared.device, prepared.inside, reshard_after_forward)
-    unit.copy_engines = copy_engine_gather
+    unit.copy_engines, unit.writes.served = copy_engine_gather, forward_writes == "alike" or grid.size == 1
     _take_over(module, unit)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
@@ -147,10 +149,13 @@ class _Wanted(NamedTuple):
     shard_atoms: ShardAtoms
     offload_to_cpu: bool
     init_sync: bool
+    forward_writes: Literal["refused", "alike"]
 
     def check(self, grid: RankGrid, device: torch.device) -> None:
         """Raise ``ValueError`` for options that contradict each other, or have no effect."""
         check_placements(self.placements, grid, self.reshard_after_forward, self.reduce_every_microbatch)
+        if self.forward_writes not in ("refused", "alike"):
+            raise ValueError(f"forward_writes is 'refused' or 'alike', got {self.forward_writes!r}")
         if self.offload_to_cpu:
             check_offload(device)
 
@@ -179,6 +184,7 @@ def _prepare(
     copy_engines: bool,
 ) -> _Prepared:
     """Check the module, materialise it and plan its buckets: every step that may fail on one rank alone."""
+    check_wrappers_can_run(delivers_to_all)
     check_module(module)
     inside = list(own_modules(module))
     on = device_of(device, mesh, grid, inside, ignored)

@@ -63,6 +63,7 @@ class FSDPModule(nn.Module):
         """Gather this unit's whole parameters and register them until ``reshard()``. Collective."""
         unit, root = unit_of(self), root_of(self)
         root.grads.check_delays_are_over("unshard()")
+        unit.registered.check_replaced()  # reshard() would put the shards back, and lose what the program has put there
         root.gathers.notice_changes()
         root.gathers.gather(unit)
         root.gathers.arrive(unit)
@@ -81,6 +82,7 @@ class FSDPModule(nn.Module):
         if was_read:
             unit.num_unshards -= 1
             unit.registered.show_shards()
+            unit.writes.note()
             for bucket in unit.buckets:
                 bucket.note_whole_changed()
         if not unit.registered.shows_whole:
@@ -145,6 +147,7 @@ class FSDPModule(nn.Module):
     def checkpoint_source(self) -> ShardedSource:
         """What ``save_checkpoint`` and ``load_checkpoint`` ask of this module and the units in it. Collective at the
         first call."""
+        root_of(self).grads.steps.read()  # weights that were mixed are not saved
         return ShardedSource(self, [pair for module in _sharded_inside(self) for pair in unit_of(module).pairs])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

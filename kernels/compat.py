@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .private_names import private_name
+
 __all__ = ["HAS_TRITON", "device_of", "runs_on_triton"]
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-"""Triton publishes wheels for Linux on x86-64 only."""
+HAS_TRITON: bool = importlib.util.find_spec("triton") is not None and private_name(
+    "triton.tools.tensor_descriptor.TensorDescriptor",
+    loss="all kernels run as plain PyTorch, slowly",
+    use=True,
+    fallback=False,
+)
+"""False without Triton, which publishes wheels for Linux on x86-64 only, and with one whose names are others."""
 
 
 def runs_on_triton(operation: str, tensor: Tensor) -> bool:
@@ -30,7 +37,7 @@ def runs_on_triton(operation: str, tensor: Tensor) -> bool:
 @functools.cache
 def _warn_without_triton(operation: str) -> None:
     warnings.warn(
-        f"{operation} runs as plain PyTorch, slowly and with waits for the device, since Triton is not installed: "
+        f"{operation} runs as plain PyTorch, slowly and with waits for the device, without a Triton that fits: "
         f"pip install triton",
         RuntimeWarning,
         stacklevel=4,

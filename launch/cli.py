@@ -231,6 +231,8 @@ class Export:
     """file to write, which ends with .safetensors; otherwise a new folder, of a run with model.hugging_face"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """of all weights, rounded from the fp32 masters where there are any; otherwise each weight keeps its dtype"""
+    trust_remote_code: bool = False
+    """run the code of the folder model.hugging_face that the checkpoint names, if its config.json asks for it"""
 
     def run(self, rest: list[str], stop: StopRequest) -> int:
         if rest:
@@ -241,8 +243,14 @@ class Export:
         from .safetensors_io import export_safetensors
 
         try:
-            export = export_safetensors if self.target.suffix == ".safetensors" else export_hugging_face
-            export(self.checkpoint, self.target, dtype=self.dtype and getattr(torch, self.dtype))
+            dtype = self.dtype and getattr(torch, self.dtype)
+            if self.target.suffix == ".safetensors":
+                export_safetensors(self.checkpoint, self.target, dtype=dtype)
+            else:
+                for name in export_hugging_face(
+                    self.checkpoint, self.target, dtype=dtype, trust_remote_code=self.trust_remote_code
+                ):
+                    print(f"'{name}' is a link out of model.hugging_face and was not copied", file=sys.stderr)
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from None
         print(self.target)

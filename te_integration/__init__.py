@@ -21,6 +21,7 @@ from .recipes import Float8CurrentScaling as Float8CurrentScaling
 from .recipes import Format as Format
 from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
+from .recipes import Recipe as Recipe
 from .recipes import autocast as autocast
 from .sequential import Sequential as Sequential
 from .wgrad_queue import WgradQueue as WgradQueue
@@ -39,6 +40,7 @@ __all__ = [
     "Linear",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "Recipe",
     "ScaledClampedQGeGLU",
     "ScaledSwiGLU",
     "Sequential",

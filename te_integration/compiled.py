@@ -11,9 +11,7 @@ The call runs ``CompilableModule.deliver_wgrad``, which writes as an eager backw
 - No flag and no first write of an iteration is part of the graph, so that microbatches need no second graph.
 """
 
-import functools
 import itertools
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias
@@ -151,34 +149,24 @@ def _quantized(tensors: Sequence[Tensor], recipe: int, columns: int) -> list[Qua
     return [restored(part, spec, columns) for part, spec in zip((tensors[:half], tensors[half:]), specs, strict=True)]
 
 
-wgrad = make_effectful_op(
-    "wgrad", "Tensor[] operands, Tensor key, int product, int recipe=-1, SymInt columns=0", _deliver
+_ARGUMENTS = "Tensor[] operands, Tensor key, int product, int recipe=-1, SymInt columns=0"
+wgrad = (
+    make_effectful_op("wgrad", _ARGUMENTS, _deliver)
+    if let_traces_call(WgradHandle, ("way", "recipe"), guarded=WgradHandle.guarded)
+    else None
 )
 """``wgrad(operands, key, product)``: the operator. None where this torch cannot compile it: see ``can_compile``.
 
 Under a recipe operands are the tensors of the two transposed quantised copies, and ``columns`` what they contract.
 """
-let_traces_call(WgradHandle, ("way", "recipe"), guarded=WgradHandle.guarded)
 
 
 def can_compile() -> bool:
-    """Whether this torch keeps the operator's effect. If not, a fused layer is a graph break, with one warning.
+    """Whether this torch keeps the operator's effect. If not, a fused layer is a graph break; the import has warned.
 
     Compiled autograd keeps no effect; a fused layer is a graph break there, without a warning.
     """
-    if wgrad is None:
-        _warn_of_graph_breaks()
     return wgrad is not None and not is_compiled_autograd_on()
-
-
-@functools.cache
-def _warn_of_graph_breaks() -> None:
-    warnings.warn(
-        f"torch {torch.__version__} has no operators with ordered effects: each maingrad layer under "
-        f"torch.compile is a graph break",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def weights_wanted(handle: WgradHandle, registered: Sequence[Tensor], first: int = 0) -> list[Tensor | None]:
@@ -189,6 +177,7 @@ def weights_wanted(handle: WgradHandle, registered: Sequence[Tensor], first: int
 
     Raises ``RuntimeError`` where the backward returns the gradient of a weight to the caller (``autograd.grad``).
     """
+    assert current_autograd_node is not None, "can_compile was asked"
     node = current_autograd_node()
     following = () if node is None else node.next_functions
     return [

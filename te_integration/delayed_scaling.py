@@ -6,14 +6,14 @@ A module keeps as buffers, n = 3 for each of its products: of the input, the wei
     fp8_amax_history  [L, n]  row 0: the largest amax of this iteration so far, -1 where there is none yet;
                               the last row: the last iteration's; row 1: the oldest
 
-Products of training record amaxes in row 0. Once an iteration the wrapper's ranks agree on the largest, the rows roll,
-and the scales follow. Nothing of that is read by the host.
+Products of training record amaxes, and those of the iteration are merged into row 0 (``amax_history.py``). Once an
+iteration the wrapper's ranks agree on the largest, the rows roll, and the scales follow. A skipped step takes that
+back. Nothing of it is read by the host.
 """
 
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,19 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ddp.buckets.iteration_ends import ends, is_in_wrapper, num_changes
+from ..ddp.buckets.iteration_ends import IterationWatcher, watch_iterations
 from ..ddp.collectives.streams import is_capturing
 from ..ddp.plan.parallel_marks import is_marked_expert
 from ..ddp.torch_internals import checkpointed_regions, current_backward
-from ..kernels.quantized import QuantSpec
-from .recipes import DelayedScaling, Operand, amax_group_now
+from .amax_history import NONE_YET, OPERANDS, Roll, commit, select
+from .product_scaling import ProductScaling, ScalingUse
+from .recipes import DelayedScaling, amax_group_now
 
-__all__ = ["ProductScaling", "ScaledModule", "refused", "update_scales"]
+__all__ = ["ScaledModule", "refused", "update_scales"]
 
 BUFFERS = ("fp8_scale", "fp8_amax_history")
-_OPERANDS: dict[Operand, int] = {"input": 0, "weight": 1, "grad": 2}
-_NONE = -1.0
-"""Row 0 of a history where no amax was recorded."""
 
 
 class _Refused(threading.local):
@@ -53,96 +51,12 @@ def refused(where: str) -> Iterator[None]:
         _refused.where = before
 
 
-class _Graph:
-    """A forward of training whose backward has not come: it lives as long as the forward's graph."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _Use:
-    """What the host knows of a module's scaling."""
-
-    def __init__(self) -> None:
-        self.recipe: DelayedScaling | None = None
-        """Of the last forward that has recorded; None: none has."""
-        self.group: dist.ProcessGroup | None = None
-        """``amax_reduction_group`` of that forward."""
-        self.recorded = True
-        """Row 0 may hold amaxes: those of this process, or of a state that was loaded."""
-        self.awaited: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        """Forwards whose backwards have not come."""
-        self._wrapped = (-1, False)
-
-    def is_in_wrapper(self, module: nn.Module) -> bool:
-        """Whether a wrapper of ours updates the scales."""
-        if self._wrapped[0] != num_changes():
-            self._wrapped = num_changes(), is_in_wrapper(module)
-        return self._wrapped[1]
-
-    def __reduce__(self) -> Any:
-        return _Use, ()  # a copied module has its own graphs, group and wrapper
-
-
-class ProductScaling:
-    """What quantises the operands of one product in one forward and its backward.
-
-    recipe   says elements and scales
-    scales   [n] the module's
-    product  its number in the module
-    history  [L, n] records amaxes; None: this forward records none
-    use      the module's, with a ``history``
-    """
-
-    __slots__ = ("_first", "_graph", "_has_weight", "_history", "_scales", "_use", "recipe")
-
-    def __init__(
-        self, recipe: DelayedScaling, scales: Tensor, product: int, history: Tensor | None = None, use: Any = None
-    ) -> None:
-        self.recipe = recipe
-        self._scales, self._history, self._use = scales, history, use
-        self._first = len(_OPERANDS) * product
-        self._has_weight = False
-        self._graph = _Graph()
-        if use is not None and torch.is_grad_enabled():
-            use.awaited.add(self._graph)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the same scales quantise: copies of a weight are kept by it."""
-        return (
-            isinstance(other, ProductScaling)
-            and self.recipe == other.recipe
-            and self._scales is other._scales
-            and self._first == other._first
-            and (self._history is None) is (other._history is None)  # a copy that is found again is not recorded
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.recipe, id(self._scales), self._first))
-
-    def specs(self, operand: Operand) -> tuple[QuantSpec, QuantSpec]:
-        """The recipe's."""
-        return self.recipe.specs(operand)
-
-    def scale_of(self, operand: Operand) -> Tensor:
-        """0-dim fp32."""
-        return self._scales[self._first + _OPERANDS[operand]]
-
-    def amax_of(self, operand: Operand) -> Tensor | None:
-        """See ``Recipe``. A weight that the backward quantises again is recorded once."""
-        if operand == "grad" and self._use is not None:
-            self._use.awaited.discard(self._graph)
-        if self._history is None or (operand == "weight" and self._has_weight):
-            return None
-        self._has_weight = self._has_weight or operand == "weight"
-        return self._history[0, self._first + _OPERANDS[operand]]
-
-
 class ScaledModule:
     """Mixin of modules whose products may have delayed scaling. Buffers are made by the first forward that records."""
 
     num_products = 1
     """0: delayed scaling is refused."""
-    _scaling_use: _Use | None = None
+    _scaling_use: ScalingUse | None = None
     training: bool
     weight_names: tuple[str, ...]
     _buffers: dict[str, Tensor | None]
@@ -166,25 +80,34 @@ class ScaledModule:
         if is_of_experts(self):
             raise RuntimeError(f"{self.describe()}: DelayedScaling is not supported with experts, whose ranks differ")
         use, scales, history = self.scaling_state(recipe.amax_history_len, device)
-        use.recipe, use.group = recipe, amax_group_now()
         assert isinstance(self, nn.Module)
-        if product == 0 and not use.is_in_wrapper(self):
+        waits = use.is_in_wrapper(self)
+        if product == 0 and not waits:
             if current_backward() != -1:
                 raise RuntimeError(
                     f"{self.describe()}: DelayedScaling in a reentrant checkpoint of a module without a wrapper, whose "
                     f"scales would change between the two forwards: use torch.utils.checkpoint(use_reentrant=False)"
                 )
             if use.recorded and not use.awaited:
-                update_scales([self], ())
-        use.recorded = True
-        return ProductScaling(recipe, scales, product, history, use)
+                use.recipe, use.group = recipe, amax_group_now()
+                self._end_own_iteration(use, history)
+        return ProductScaling(recipe, scales, product, history, use, waits=waits)
 
-    def scaling_state(self, length: int, device: torch.device) -> tuple[_Use, Tensor, Tensor]:
+    def _end_own_iteration(self, use: ScalingUse, history: Tensor) -> None:
+        """Without a wrapper: the iteration of the last backward is over. It was none if all was frozen for it alone."""
+        if use.frozen and any(weight.requires_grad for weight in _weights(self)):
+            with torch.no_grad():
+                history[0].fill_(NONE_YET)
+            use.recorded = False
+        else:
+            update_scales([self], ())
+        use.frozen = False
+
+    def scaling_state(self, length: int, device: torch.device) -> tuple[ScalingUse, Tensor, Tensor]:
         """What the host knows, the scales, and the history of ``length`` rows; made, moved or resized where needed."""
-        global _is_used
-        _is_used = True
+        watch_iterations(_watcher)
         if self._scaling_use is None:
-            self._scaling_use = _Use()
+            self._scaling_use = ScalingUse()
         scales, history = (self._buffers.get(name) for name in BUFFERS)
         if scales is None or history is None:
             if is_capturing():
@@ -219,7 +142,7 @@ class ScaledModule:
 
     def fits_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether these are shapes of ``on_demand_buffers``."""
-        width = (len(_OPERANDS) * self.num_products,)
+        width = (len(OPERANDS) * self.num_products,)
         found = tuple(shapes.get(name, ()) for name in BUFFERS)
         return found[0] == width and len(found[1]) == 2 and found[1][0] > 0 and found[1][1:] == width
 
@@ -232,10 +155,10 @@ class ScaledModule:
             _, scales, history = self.scaling_state(stored[BUFFERS[1]].shape[0], before.device)
             scales.copy_(stored[BUFFERS[0]])
             history.copy_(stored[BUFFERS[1]])
-            vars(self)["_scaling_use"].recorded = True
+            vars(self)["_scaling_use"].note_loaded()
         elif scales is not None and history is not None:
             scales.fill_(1.0)
-            history.zero_()[0] = _NONE
+            history.zero_()[0] = NONE_YET
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = [self._buffers.get(name) for name in BUFFERS]
@@ -251,15 +174,11 @@ class ScaledModule:
         device = next((weight.device for weight in _weights(self)), None)
         scales = self._buffers.get(BUFFERS[0])
         if device is not None and self.fits_stored(shapes):
-            self.scaling_state(shapes[BUFFERS[1]][0], device if scales is None else scales.device)[0].recorded = True
+            self.scaling_state(shapes[BUFFERS[1]][0], device if scales is None else scales.device)[0].note_loaded()
         elif not shapes and scales is not None:
             # A state of before the recipe, or of weights alone: nothing is missing, and scales stay.
             state_dict |= {prefix + name: self._buffers[name] for name in BUFFERS}
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]  # nn.Module's
-
-
-_is_used = False
-"""Whether any module of the process has scales."""
 
 
 def is_of_experts(module: ScaledModule) -> bool:
@@ -272,30 +191,59 @@ def _weights(module: ScaledModule) -> Any:
 
 
 def _ones(module: ScaledModule, device: torch.device) -> Tensor:
-    return torch.ones(len(_OPERANDS) * module.num_products, dtype=torch.float32, device=device)
+    return torch.ones(len(OPERANDS) * module.num_products, dtype=torch.float32, device=device)
 
 
 def _empty_history(module: ScaledModule, length: int, device: torch.device) -> Tensor:
-    history = torch.zeros(length, len(_OPERANDS) * module.num_products, dtype=torch.float32, device=device)
-    history[0] = _NONE
+    history = torch.zeros(length, len(OPERANDS) * module.num_products, dtype=torch.float32, device=device)
+    history[0] = NONE_YET
     return history
 
 
 # ---- The end of an iteration. ----
 
 
-def _end_iteration(model: nn.Module, axes: Sequence[dist.ProcessGroup]) -> None:
+class _Watcher(IterationWatcher):
+    """Ends the iterations of scales with those of their models."""
+
+    def __init__(self) -> None:
+        self._rolls: weakref.WeakKeyDictionary[nn.Module, Roll] = weakref.WeakKeyDictionary()
+
+    def ended(self, model: nn.Module, axes: Sequence[dist.ProcessGroup], trained: Collection[int]) -> None:
+        """Scales change."""
+        roll = _end_iteration(model, axes, trained)
+        if roll is not None:
+            if (earlier := self._rolls.get(model)) is not None:
+                roll.go_back_to(earlier)
+            self._rolls[model] = roll
+
+    def stepped(self, model: nn.Module, found_inf: Tensor | None) -> None:
+        """Scales stay; on the device they change back where the step is skipped."""
+        roll = self._rolls.pop(model, None)
+        if roll is not None and found_inf is not None:
+            roll.undo(found_inf)
+
+    def discarded(self, model: nn.Module, *, skipped: bool) -> None:
+        """Scales change back where a step should have come."""
+        roll = self._rolls.pop(model, None)
+        if roll is not None and skipped:
+            roll.undo()
+
+
+_watcher = _Watcher()
+
+
+def _end_iteration(model: nn.Module, axes: Sequence[dist.ProcessGroup], trained: Collection[int]) -> Roll | None:
     """Update all modules of a model. Modules that have run on other ranks alone take part: ranks send alike."""
-    if not _is_used:
-        return
     modules = [
         module
         for module in model.modules()
         if isinstance(module, ScaledModule) and module.num_products and not is_of_experts(module)
     ]
+    _merge_rows(modules, trained)
     uses = [use for module in modules if (use := module._scaling_use) is not None and use.recipe is not None]
     if not uses:
-        return
+        return None
     current = [use for use in uses if use.recorded] or uses
     first = current[0]
     assert first.recipe is not None
@@ -311,41 +259,47 @@ def _end_iteration(model: nn.Module, axes: Sequence[dist.ProcessGroup]) -> None:
         mine = module._buffers.get(BUFFERS[0])
         use, _, _ = module.scaling_state(first.recipe.amax_history_len, device if mine is None else mine.device)
         use.recipe, use.group = first.recipe, first.group
-    update_scales(modules, axes)
+    return update_scales(modules, axes)
 
 
-ends.append(_end_iteration)
+def _merge_rows(modules: Sequence[ScaledModule], trained: Collection[int]) -> None:
+    """Merge the iteration's amaxes into the histories, and forget others but those that wait for their backward."""
+    running = [(module, use) for module in modules if (use := module._scaling_use) is not None and use.rows]
+    belonging = select((row for _, use in running for row in use.rows), trained)
+    merged = [(_buffer(module, BUFFERS[1]), row) for module, use in running for row in use.rows if row in belonging]
+    commit(merged)
+    for _, use in running:
+        for row in use.rows:
+            if row in belonging:
+                use.note_recorded(row)
+        use.rows = [row for row in use.rows if row.waits]
 
 
 @torch.no_grad()
-def update_scales(modules: Sequence[ScaledModule], axes: Sequence[dist.ProcessGroup]) -> None:
-    """Agree on amaxes, roll the histories, and set the scales.
+def update_scales(modules: Sequence[ScaledModule], axes: Sequence[dist.ProcessGroup]) -> Roll:
+    """Agree on amaxes, roll the histories, and set the scales. Returns what takes that back.
 
-    modules  those of one model, in the same order on all ranks
-    axes     groups that join the model's ranks; a module's ``amax_reduction_group`` comes before them
+    modules  those of one model, in the same order on all ranks, with one recipe and ``amax_reduction_group``
+    axes     groups that join the model's ranks, where there is no such group
 
     One reduction of all modules' amaxes for each group.
     """
-    by_group: defaultdict[Any, list[Tensor]] = defaultdict(list)
-    by_recipe: defaultdict[DelayedScaling, list[ScaledModule]] = defaultdict(list)
+    rows = [_buffer(module, BUFFERS[1])[0] for module in modules]
     for module in modules:
         use = module._scaling_use
         assert use is not None and use.recipe is not None, "it has run"
         use.recorded = False
-        by_recipe[use.recipe].append(module)
-        groups = () if not use.recipe.reduce_amax else (use.group,) if use.group is not None else tuple(axes)
-        by_group[groups].append(_buffer(module, BUFFERS[1])[0])
-    for groups, rows in by_group.items():
-        # A NaN has no order, and two backends would reduce it to different values: Inf counts as it does.
-        amaxes = torch.nan_to_num(torch.cat(rows), nan=torch.inf, posinf=torch.inf)
-        for group in groups:
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        torch._foreach_copy_(rows, list(amaxes.split([row.numel() for row in rows])))
-    for recipe, found in by_recipe.items():
-        _roll(recipe, found)
+        recipe, group = use.recipe, use.group
+    # A NaN has no order, and two backends would reduce it to different values. A state that was loaded may have one.
+    amaxes = torch.nan_to_num(torch.cat(rows), nan=NONE_YET, posinf=torch.inf)
+    for axis in axes if group is None else (group,):
+        if recipe.reduce_amax:
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=axis)
+    torch._foreach_copy_(rows, list(amaxes.split([row.numel() for row in rows])))
+    return _roll(recipe, modules)
 
 
-def _roll(recipe: DelayedScaling, modules: Sequence[ScaledModule]) -> None:
+def _roll(recipe: DelayedScaling, modules: Sequence[ScaledModule]) -> Roll:
     histories = [_buffer(module, BUFFERS[1]) for module in modules]
     scales = [_buffer(module, BUFFERS[0]) for module in modules]
     before, old = torch.cat(histories, dim=1), torch.cat(scales)
@@ -353,13 +307,14 @@ def _roll(recipe: DelayedScaling, modules: Sequence[ScaledModule]) -> None:
     history = before.clone()
     history[0].clamp_(min=0.0)
     limit = torch.full_like(old, recipe.fp8_format.forward.max)
-    limit[_OPERANDS["grad"] :: len(_OPERANDS)] = recipe.fp8_format.backward.max
+    limit[OPERANDS["grad"] :: len(OPERANDS)] = recipe.fp8_format.backward.max
     new = recipe.new_scales(history, limit, old)
     history = history.roll(-1, 0)
-    history[0] = _NONE
+    history[0] = NONE_YET
     widths = [scale.numel() for scale in scales]
     torch._foreach_copy_(scales, list(torch.where(is_known, new, old).split(widths)))
     torch._foreach_copy_(histories, list(torch.where(is_known, history, before).split(widths, dim=1)))
+    return Roll(histories, scales, before, old)
 
 
 def _buffer(module: ScaledModule, name: str) -> Tensor:

@@ -20,9 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..ddp.graphs.surroundings import modes
+from ..ddp.graphs.surroundings import modes, switches
 from ..ddp.torch_internals import checkpointed_region, checkpointed_regions, current_backward
 from ..kernels.quantized import Element, QuantSpec, ScaleForm
+from .recipe_identity import ComparedByState
 
 __all__ = [
     "DelayedScaling",
@@ -60,8 +61,8 @@ class Format(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(ABC):
-    """How the operands of a linear layer's three products are quantised.
+class Recipe(ComparedByState, ABC):
+    """How the operands of a linear layer's three products are quantised. Equal where class and all attributes are.
 
     emulate  quantise, and multiply what the elements stand for in fp32. On a CPU all recipes run so. On a GPU a recipe
              without kernels there raises ``RuntimeError`` unless it is emulated
@@ -78,6 +79,7 @@ class Recipe(ABC):
         known: dict[Operand, tuple[QuantSpec, QuantSpec]] = self.__dict__.setdefault("_specs", {})
         found = known.get(operand)
         if found is None:
+            self.seal()
             rows, columns = self.spec(operand, columns=False), self.spec(operand, columns=True)
             found = known[operand] = rows, rows if rows == columns else columns
         return found
@@ -302,6 +304,8 @@ def autocast(
         raise ValueError("autocast: amax_reduction_group belongs to DelayedScaling; other recipes keep no amaxes")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast takes a recipe of maingrad.te_integration, not {type(recipe).__name__}")
+    if recipe is not None and not torch.compiler.is_compiling():
+        recipe.seal()
     before = _state.recipe, _state.region, _state.group
     is_traced = torch.compiler.is_compiling()
     region = None if is_traced else _region_untraced()
@@ -376,4 +380,5 @@ def _mode() -> Recipe | None:
     return _state.recipe
 
 
+switches.append("ignores_recipes")
 modes.append(_mode)  # a graphed step that is called under autocast has a graph of its own

@@ -3,6 +3,7 @@
 ``torch.distributed.pipelining`` is imported in a function: the import takes half a second, and only pipelines need it.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -11,22 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-    from torch._library import opaque_object
-
-    if hasattr(opaque_object, "register_custom_class"):  # torch 2.14
-        from torch._custom_class_base import CustomClassBase as _OpaqueBase
-
-        _register_opaque, _OPAQUE_KIND = opaque_object.register_custom_class, "symbolic"
-    else:
-        _OpaqueBase = opaque_object.OpaqueBase
-        _register_opaque, _OPAQUE_KIND = opaque_object.register_opaque_type, "reference"
-    Opaque: Any = _OpaqueBase
-    _HAS_EFFECTS = True
-except (ImportError, AttributeError):  # a later torch may move them: its canary is tests/te_integration/test_torch_internals.py
-    Opaque = object
-    _HAS_EFFECTS = False
+from ..kernels.private_names import TESTED_TORCH, on_first_use, private_name, raise_where_absent, warn_of_loss
 
 __all__ = [
     "Opaque",
@@ -40,12 +26,24 @@ __all__ = [
     "watch_prehooks",
 ]
 
-are_transforms_active = torch._C._are_functorch_transforms_active
+are_transforms_active: Callable[[], bool] = private_name(
+    "torch._C._are_functorch_transforms_active",
+    loss="torch.func's transforms stop at fused layers instead of taking their plain form",
+    fallback=lambda: False,
+)
 """Whether a ``torch.func`` transform runs in this thread. torch's public test needs a transformed tensor."""
 
+_GRAPH_BREAKS = "each fused layer under torch.compile is a graph break, which is slower, and fullgraph=True is refused"
 
-current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+current_autograd_node: Callable[[], Any] | None = private_name(
+    "torch._C._current_autograd_node", loss=_GRAPH_BREAKS, fallback=None
+)
 """The graph node that this thread's backward runs now, or None. Public hooks know their node; an operator does not."""
+
+_is_captured_by_default = on_first_use("torch._dynamo.config.compiled_autograd", loss=_GRAPH_BREAKS, fallback=True)
+_is_captured_now = on_first_use(
+    "torch._dynamo.compiled_autograd.compiled_autograd_enabled", loss=_GRAPH_BREAKS, fallback=True
+)
 
 
 @torch.compiler.assume_constant_result
@@ -54,9 +52,33 @@ def is_compiled_autograd_on() -> bool:
 
     Compiled autograd drops operators whose results nobody reads, also those with an effect. Call this in traced code.
     """
-    import torch._dynamo.compiled_autograd as captured
+    return bool(_is_captured_by_default() or _is_captured_now())
 
-    return bool(torch._dynamo.config.compiled_autograd or captured.compiled_autograd_enabled)
+
+# ---- Operators with effects, and objects that traced code calls. torch 2.14 renamed what an opaque object is. ----
+
+_effect_type: Any = private_name("torch._higher_order_ops.effects._EffectType", loss=_GRAPH_BREAKS, fallback=None)
+_give_effect: Any = private_name(
+    "torch._higher_order_ops.effects._register_effectful_op", loss=_GRAPH_BREAKS, fallback=None
+)
+_member_type: Any = private_name("torch._library.opaque_object.MemberType", loss=_GRAPH_BREAKS, fallback=None)
+_opaque_class: Any = private_name(
+    "torch._custom_class_base.CustomClassBase",
+    "torch._library.opaque_object.OpaqueBase",
+    loss=_GRAPH_BREAKS,
+    fallback=None,
+)
+_register_opaque: Any = private_name(
+    "torch._library.opaque_object.register_custom_class",
+    "torch._library.opaque_object.register_opaque_type",
+    loss=_GRAPH_BREAKS,
+    fallback=None,
+)
+_HAS_EFFECTS = None not in (
+    current_autograd_node, _effect_type, _give_effect, _member_type, _opaque_class, _register_opaque
+)  # fmt: skip
+Opaque: Any = _opaque_class if _HAS_EFFECTS else object
+"""The base of a class whose objects traced code may call."""
 
 
 _library: Any = None
@@ -89,21 +111,33 @@ def make_effectful_op(name: str, arguments: str, run: Callable[..., None]) -> Ca
     _library.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"maingrad::{name}", fake, lib=_library)
     op = getattr(torch.ops.maingrad, name).default
-    _register_effectful_op(op, _EffectType.ORDERED)
+    try:
+        _give_effect(op, _effect_type.ORDERED)
+    except Exception as error:  # whatever another version raises for arguments that it takes no more
+        warn_of_loss(f"has another torch._higher_order_ops.effects ({error})", _GRAPH_BREAKS)
+        return None
     return op  # type: ignore[no-any-return]
 
 
-def let_traces_call(cls: type, names: tuple[str, ...], *, guarded: Callable[[Any], list[Any]]) -> None:
+def let_traces_call(cls: type, names: tuple[str, ...], *, guarded: Callable[[Any], list[Any]]) -> bool:
     """Let traced code call methods of objects of ``cls``, a subclass of ``Opaque``. A compiler does not trace them.
+
+    Returns False where this torch lacks the names: a compiler traces the methods then.
 
     names    the methods. Arguments are constants, and results become constants of the traced code
     guarded  called with an object before compiled code runs; another result compiles the code again
 
     torch's public guards cover attributes, and no function of an object.
     """
-    if _HAS_EFFECTS:
-        members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
-        _register_opaque(cls, typ=_OPAQUE_KIND, members=members, guard_fn=guarded)
+    if not _HAS_EFFECTS:
+        return False
+    kind = "symbolic" if _register_opaque.__name__ == "register_custom_class" else "reference"  # before torch 2.14
+    try:
+        _register_opaque(cls, typ=kind, members=dict.fromkeys(names, _member_type.USE_REAL), guard_fn=guarded)
+    except Exception as error:  # as in make_effectful_op
+        warn_of_loss(f"has another torch._library.opaque_object ({error})", _GRAPH_BREAKS)
+        return False
+    return True
 
 
 def _register_prehook(node: Any, fn: Any) -> Any:
@@ -113,7 +147,25 @@ def _register_prehook(node: Any, fn: Any) -> Any:
 
 def watch_prehooks(function: Any) -> None:
     """Let nodes of an autograd function remember that they got a prehook. torch cannot list the hooks of a node."""
-    function._backward_cls.register_prehook = _register_prehook
+    node_class = getattr(function, "_backward_cls", None)
+    if hasattr(node_class, "register_prehook"):
+        node_class.register_prehook = _register_prehook
+    else:
+        _warn_of_prehooks()
+
+
+@functools.cache
+def _warn_of_prehooks() -> None:
+    warn_of_loss(
+        "has no _backward_cls.register_prehook of autograd functions",
+        "zero-bubble schedules over torch's own PipelineStage are not refused: use maingrad's PipelineStage",
+    )
+
+
+_schedule_class = on_first_use(
+    "torch.distributed.pipelining.schedules._PipelineSchedule",
+    loss="a PipelineStage cannot tell how many microbatches a step has, and gradients would be scaled wrongly",
+)
 
 
 class PipelineStep(NamedTuple):
@@ -130,21 +182,21 @@ def running_pipeline_step() -> PipelineStep | None:
     torch tells a stage its number of microbatches only when a schedule first runs the stage. If two schedules take
     turns on one stage, that number may belong to the other schedule. No argument that a schedule passes to its stages
     names the schedule, so the schedule is found on the call stack. Raises ``RuntimeError`` if this version of torch
-    names the two attributes differently.
+    names the class or its two attributes differently.
     """
-    from torch.distributed.pipelining import schedules
-
+    schedule_class = _schedule_class()
+    raise_where_absent(schedule_class)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found: Any = frame.f_locals.get("self")
-        if isinstance(found, schedules._PipelineSchedule):
+        if isinstance(found, schedule_class):
             try:
                 return PipelineStep(found._n_microbatches, found._internal_losses)
             except AttributeError as error:
                 raise RuntimeError(
                     f"torch {torch.__version__} does not show how many microbatches a step of "
-                    f"{type(found).__name__} has ({error}), and gradients would be scaled wrongly: use torch 2.11 to "
-                    f"2.13, or torch's PipelineStage under no_sync(), which needs no number"
+                    f"{type(found).__name__} has ({error}), and gradients would be scaled wrongly: use torch "
+                    f"{TESTED_TORCH}, or torch's PipelineStage under no_sync(), which needs no number"
                 ) from error
         frame = frame.f_back
     return None
@@ -156,7 +208,7 @@ def have_inputs_require_grad(stage: Any) -> None:
     Before torch 2.13, a stage whose first run is ``schedule.eval()`` creates buffers that require no gradient. The
     first step of the stage then raises, since there is no gradient to send back. Newer versions decide at each forward.
     """
-    for received in stage.args_recv_info.values():
+    for received in getattr(stage, "args_recv_info", {}).values():
         for info in received:
             buffer = getattr(info, "buffer", None)
             decided_later = hasattr(info, "tensor_meta")  # torch 2.13

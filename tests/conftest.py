@@ -4,10 +4,8 @@ import functools
 import gc
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 # Ranks, pytest workers and gloo processes share few cores: one thread each, set before torch reads it.
@@ -16,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from fault import load_faults
 from gloo import fork_server_here
 from interpreted import patch_language_once_a_launch
 from sampling import sample
@@ -79,11 +78,8 @@ def made_on(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @functools.cache
 def noticers() -> frozenset[str]:
-    """Combinations that alone notice a known fault, as the heads of the patches in tests/faults say."""
-    patches = (Path(__file__).parent / "faults").glob("*.patch")
-    return frozenset(
-        found for path in patches for found in re.findall(r"^Quick: (.*)$", path.read_text(), re.MULTILINE)
-    )
+    """Combinations that alone notice a known fault."""
+    return frozenset(nodeid for fault in load_faults() for nodeid in fault.quick)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from seeding import seed_as_in_a_new_process
 
 from maingrad import ddp
 
@@ -54,6 +55,7 @@ def as_launched(*arguments: str) -> Iterator[None]:
 def run(name: str, *arguments: str) -> list[str]:
     """A job for gloo processes: the lines that the program prints of its steps."""
     path, printed = str(FOLDER / f"{name}.py"), io.StringIO()
+    seed_as_in_a_new_process()
     with as_launched(path, *arguments), contextlib.redirect_stdout(printed):
         runpy.run_path(path, run_name="__main__")
     return steps_of(printed.getvalue())

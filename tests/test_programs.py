@@ -14,6 +14,7 @@ import pytest
 import torch
 from gloo import run_ranks
 from program_pages import WAYS, Program, lines_of, programs_of
+from seeding import seed_as_in_a_new_process
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel
@@ -30,6 +31,8 @@ ACCUMULATION = next(program for program in PROGRAMS if program.section == "Gradi
 def run(program: Program, way: str) -> dict[str, Any]:
     """Everything that the program has named; on each rank, or on none. What is wrapped to be trained is trained."""
     names: dict[str, Any] = {"__name__": "program"}
+    if way != "plain":  # that program runs in the process of the tests
+        seed_as_in_a_new_process()
     execute(BEFORE_EACH, way, names)
     wrapped = []
     wrap = names["wrap"]

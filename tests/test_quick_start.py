@@ -5,6 +5,7 @@ import io
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may download
@@ -12,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 import pytest
 import torch.distributed as dist
 from gloo import run_ranks
+from seeding import seed_as_in_a_new_process
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # noqa: F401  for the ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +43,7 @@ def printed(own: str, *runs: tuple[str, int]) -> list[str]:
         for folder, steps in runs:
             assert own.count("\nSTEPS, MICROBATCHES, SAVE_EVERY = 40, ") == 1
             program = own.replace("SAVE_EVERY = 40, ", f"SAVE_EVERY = {steps}, ")
+            seed_as_in_a_new_process()
             with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(program, "train.py", "exec"), {"__name__": "__main__"})
             said.append(out.getvalue())
@@ -63,6 +66,33 @@ def test_the_program_trains_and_goes_on(tmp_path: Path) -> None:
     for (step, promised), (number, loss) in zip(STEP.findall(PAGE), steps[:3], strict=True):
         assert step == number
         assert float(loss) == pytest.approx(float(promised), rel=0.1)
+
+
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu(2))]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_printed_command_trains_and_goes_on(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that share nothing but what the program gives them; on GPUs over NCCL, in bf16."""
+    if device == "cpu":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    _, command = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    arguments = command.split()
+    assert arguments[0] == "torchrun"
+    launcher = [sys.executable, "-m", "torch.distributed.run", *arguments[1:]]
+
+    def steps_in(folder: Path, steps: int) -> list[tuple[str, ...]]:
+        folder.mkdir(exist_ok=True)
+        (folder / "train.py").write_text(PROGRAM.replace("SAVE_EVERY = 40, ", f"SAVE_EVERY = {steps}, "))
+        ended = subprocess.run(launcher, cwd=folder, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        return STEP.findall(ended.stdout)
+
+    whole = steps_in(tmp_path / "whole", 40)
+    assert [int(step) for step, _ in whole] == list(range(1, 41))
+    assert float(whole[-1][1]) < 3.5
+    assert steps_in(tmp_path / "parts", 20) + steps_in(tmp_path / "parts", 40) == whole
 
 
 def test_another_model_goes_on_too_with_tied_embeddings_and_dropout(tmp_path: Path) -> None:

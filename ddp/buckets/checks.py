@@ -16,21 +16,13 @@ from .bucket import Phase
 from .wiring import WiredParam
 
 __all__ = [
+    "check_no_stranger",
     "check_nothing_bypassed",
     "check_nothing_pending",
     "check_scalable",
     "check_whole",
-    "check_wiring",
     "is_frozen",
 ]
-
-
-def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
-    """Raise unless the parameters of ``module`` that require gradients are the wrapped ones, and unchanged."""
-    with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
-        for entry in wired:
-            entry.check()
-        _check_no_stranger(module)
 
 
 @torch.compiler.disable
@@ -40,7 +32,8 @@ def is_frozen(wired: Iterable[WiredParam]) -> bool:
         return not any(entry.owned.param.requires_grad for entry in wired)
 
 
-def _check_no_stranger(module: nn.Module) -> None:
+def check_no_stranger(module: nn.Module) -> None:
+    """Raise ``RuntimeError`` for a parameter of ``module`` that requires a gradient and has no accumulator."""
     for prefix, owner in module.named_modules():
         for local, param in registered_params(owner).items():
             if param is not None and param.requires_grad and record_of(param) is None:
@@ -109,11 +102,11 @@ def _remedy_of(record: GradRecord) -> str:
     )
 
 
-def check_whole(config: DistributedDataParallelConfig) -> None:
+def check_whole(config: DistributedDataParallelConfig, caller: str) -> None:
     """Raise where reduced gradients are sharded."""
     if config.use_distributed_optimizer:
         raise RuntimeError(
-            "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
+            f"{caller} needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
             "use maingrad.ddp.DistributedOptimizer, or set use_distributed_optimizer=False"
         )
 

@@ -61,6 +61,11 @@ class BucketLauncher:
             for index in self._in_flight:
                 current_stream(self._device).wait_event(self._reduced[index])
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """CUDA: a stream of reductions. Small collectives behind them run here too, so that groups keep one order."""
+        return self._streams[0] if self._streams else None
+
     def note_ready(self, bucket: Bucket) -> None:
         """``bucket`` is ready: launch every ready bucket whose turn has come."""
         self.observer.bucket_ready(bucket.name)

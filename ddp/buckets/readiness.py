@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import take_grad_of_backward
 from ..contract.record import GradRecord
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .bucket import Bucket, Phase
 from .graph_walk import differentiable_tensors, walk_graph
+from .iteration_ends import TrainedBackwards, is_watched
 from .launcher import BucketLauncher
+from .model_watch import ModelWatch
 from .wiring import WiredParam
 
 __all__ = ["Readiness"]
@@ -36,8 +39,12 @@ class Readiness:
         launcher: BucketLauncher,
         config: DistributedDataParallelConfig,
         device: torch.device,
+        steps: StepCheck,
+        watch: ModelWatch,
     ) -> None:
         self._wired = wired
+        self._steps = steps
+        self._watch = watch
         self._launcher = launcher
         self._overlap = config.overlap_grad_reduce
         self._find_unused = config.find_unused_parameters
@@ -51,6 +58,9 @@ class Readiness:
         """Whether this is the final microbatch of the iteration."""
         self.completes: frozenset[int] | None = None
         """``id`` of the records whose last contribution comes in this backward; None: all that the backward reaches."""
+        self.trained = TrainedBackwards()
+
+        self._checked = False  # the model was checked before this iteration's first launch
 
         # State of the backward.
         self._outer_task: int | None = (
@@ -65,16 +75,22 @@ class Readiness:
     def reset(self) -> None:
         """Start a new iteration."""
         self._passed.clear()
+        self.trained.clear()
         self._unused = None
+        self._checked = False
 
     @torch.compiler.disable
-    def watch(self, outputs: Any) -> None:
-        """After a forward: have backward's start noticed, and find out which parameters backward will reach."""
-        if not (self._overlap or self._launcher.observer.recording):
+    def watch(self, outputs: Any, *, trains: bool) -> None:
+        """After a forward: have backward's start noticed, and find out which parameters backward will reach.
+
+        trains  the model is in training mode
+        """
+        watches = self._overlap or self._launcher.observer.recording
+        if not (watches or self._steps.active):
             return
         tensors = differentiable_tensors(outputs)
         find_unused = self._find_unused and self.sync
-        if find_unused or self._recomputes is None:
+        if find_unused or (watches and self._recomputes is None):
             walk = walk_graph(tensors)
             self._recomputes = bool(self._recomputes) or walk.recomputes
             if find_unused:
@@ -83,10 +99,19 @@ class Readiness:
                 hidden = walk.recomputes
                 self._unused = [w for w in candidates if not hidden and id(w.owned.param) not in walk.leaves]
         here = weakref.ref(self)
+        noted = trains and any(tensor.grad_fn is not None for tensor in tensors)
+        if noted:
+            self._steps.note_forward()
 
         def backward_enters(_: Tensor) -> None:
+            nonlocal noted
             live = here()
-            if live is not None:
+            if live is None:
+                return
+            if noted:
+                noted = False
+                live._steps.note_use()
+            if watches:
                 live._on_backward_start()
 
         for tensor in tensors:
@@ -134,6 +159,8 @@ class Readiness:
     def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
         """In the hook: a parameter's gradient of one backward is in ``.grad``, in ``main_grad``, or in a queue."""
         take_grad_of_backward(param, record)
+        if is_watched():
+            self.trained.add(current_backward())
         if bucket.idle or self._raw_stream is not None:
             self._note_write(bucket)
         if not (self.sync and self._overlap) or not self._is_last(record):
@@ -199,4 +226,7 @@ class Readiness:
             return
         bucket.mark_ready(record)
         if bucket.phase is Phase.READY:
+            if not self._checked:
+                self._watch.check_launch()
+                self._checked = True
             self._launcher.note_ready(bucket)

@@ -26,7 +26,7 @@ class WiredParam(NamedTuple):
     device: torch.device
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` if the module has another parameter now, or this one was moved, cast or frozen."""
+        """Raise ``RuntimeError`` if the module has another parameter now, or this one was moved or cast."""
         name, param, owners, _ = self.owned
         module, local = owners[0]
         found = registered_params(module).get(local)
@@ -47,14 +47,16 @@ class WiredParam(NamedTuple):
                 f"parameter '{name}' is {param.dtype} on {param.device}, and was {self.dtype} on {self.device} when it "
                 f"was wrapped: its main_grad did not move along; call .to() before wrapping"
             )
-        if not param.requires_grad:
-            raise RuntimeError(
-                f"parameter '{name}' was frozen (requires_grad_(False)) after wrapping: its gradient would be reduced "
-                f"as zero, and momentum or decay move it on; freeze before wrapping, or unwrap() and wrap again. "
-                f"Where a backward is to go through the model without training it (a generator's, through its "
-                f"discriminator), freeze all of its parameters and unfreeze them before finish_grad_sync(); or run "
-                f"that backward under no_sync() of this model, then its zero_grad()"
-            )
+
+    def refuse_frozen(self) -> None:
+        """Raise ``RuntimeError`` for a parameter that was frozen after wrapping, and has no gradient."""
+        raise RuntimeError(
+            f"parameter '{self.owned.name}' was frozen (requires_grad_(False)) after wrapping: its gradient would be "
+            f"reduced as zero, and momentum or decay move it on; freeze before wrapping, or unwrap() and wrap again. "
+            f"Where a backward is to go through the model without training it (a generator's, through its "
+            f"discriminator), freeze all of its parameters and unfreeze them before finish_grad_sync(); or run "
+            f"that backward under no_sync() of this model, then its zero_grad()"
+        )
 
 
 def allocate_buckets(
@@ -70,7 +72,7 @@ def allocate_buckets(
             records = [
                 GradRecord(
                     owned.name,
-                    buffer.param_view(slot),
+                    buffer.param_view(slot).data,  # with a version of its own, which tells of writes by hand
                     first_write_overwrites=owned.ours_alone,
                     shared=len(owned.owners) > 1,
                     bucket_index=layout.index,

@@ -85,6 +85,8 @@ class WrapperSource:
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds: the optimizer's slices; all elements of frozen parameters, and without an optimizer."""
         held = self._checked(optimizer)
+        if saving and isinstance(self._model, DistributedDataParallel):
+            self._model.steps.read()  # weights of ranks that have taken different steps are not saved
         if held is not None:
             held.settle()
             if saving:

@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ..torch_internals import default_store
+from ..distributed_internals import default_store
 from .rank_fates import Process, RankFates, announce, look_up
 from .rank_grid import RankGrid, all_groups
 
@@ -55,9 +55,10 @@ class FailureReporter:
         self.more_groups: Iterable[dist.ProcessGroup] = ()
         self._first: CollectiveError | None = None
         self._known: dict[int, Process] = {}
-        self.active = dist.is_available() and dist.is_initialized() and _on_processes()
+        self.active = dist.is_available() and dist.is_initialized() and _on_processes() and default_store is not None
         """False without ``torch.distributed``, and on simulated ranks, whose own errors say everything."""
         if self.active:
+            assert default_store is not None
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
             self._store = default_store()
             with suppress(RuntimeError):  # an unreachable store is reported when it is needed

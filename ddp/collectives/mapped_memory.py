@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ..torch_internals import backend_on, zero_cta_options
+from ..distributed_internals import backend_on, zero_cta_options
 
 __all__ = ["MappedPool", "check_copy_engines"]
 
@@ -29,6 +29,7 @@ class MappedPool:
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL makes the communicator now
         self._group = group
         self._device = device
+        assert backend_on is not None, "check_copy_engines"
         self._backend = backend_on(group, device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
         # The pool's destructor would run at exit, find the group gone, and abort. This reference keeps the pool alive.
@@ -56,7 +57,7 @@ def check_copy_engines(backends: Collection[str], device: torch.device, option: 
     option    that asks for copy engines, for the error
     """
     on_nccl = device.type == "cuda" and all("nccl" in backend for backend in backends)
-    if not (on_nccl and zero_cta_options() is not None):
+    if not (on_nccl and zero_cta_options() is not None and backend_on is not None):
         raise ValueError(
             f"{option} needs parameters on CUDA, NCCL 2.28 or newer, and a torch that knows its zero-CTA policy; got "
             f"{device} and {', '.join(sorted(backends)) or 'no process group'}; leave it False"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DistributedDataParallelConfig
-from ..torch_internals import premultiplied_sum, start_reduce_scatter
+from ..distributed_internals import premultiplied_sum, start_reduce_scatter
 from .in_flight import InFlight, backends_of, in_stages
 from .placements import Placements, placements_of
 from .rank_grid import RankGrid
@@ -58,7 +58,8 @@ class GradReduction:
         self.wire_dtype = wire_dtype
         if in_collective is None:
             backends = backends_of(grid.axes, device)
-            in_collective = wire_dtype is None and bool(backends) and all("nccl" in each for each in backends)
+            on_nccl = bool(backends) and all("nccl" in each for each in backends)
+            in_collective = wire_dtype is None and on_nccl and premultiplied_sum is not None
         self.in_collective = in_collective
 
     @property
@@ -176,7 +177,13 @@ class GradReduction:
 
 @functools.cache
 def _scaled_sum(factor: float, num_ranks: int) -> Any:
-    return dist.ReduceOp.AVG if factor == 1.0 / num_ranks else premultiplied_sum(factor)
+    if factor == 1.0 / num_ranks:
+        return dist.ReduceOp.AVG
+    if premultiplied_sum is None:
+        raise RuntimeError(
+            f"average_in_collective: torch {torch.__version__} does not show NCCL's scaled sum: leave it None"
+        )
+    return premultiplied_sum(factor)
 
 
 def make_reductions(

@@ -123,9 +123,10 @@ class GroupedWgradTarget:
 
     def deliver_in_graph(self, wanted: Sequence[bool], dy: Tensor, x: Tensor, offsets: Tensor, backward: int) -> None:
         """``resolve`` and ``deliver`` in a compiled backward: see ``WgradTarget.deliver_in_graph``."""
-        for own, target in zip(wanted, self._targets, strict=True):
-            if own:
-                target.check_in_graph()
+        wanted = [
+            own and target.check_in_graph().requires_grad  # False: frozen after the forward
+            for own, target in zip(wanted, self._targets, strict=True)
+        ]
         places = self.resolve(wanted)
         unwritten = [own and place is None for own, place in zip(wanted, places, strict=True)]
         if True in unwritten:  # FSDP2 has no accumulator, and takes ``.grad`` after this graph

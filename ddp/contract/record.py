@@ -68,6 +68,8 @@ class GradRecord:
         """Unfused delayed gradients of a microbatch were added to ``.grad``; ``hand_over_sum`` will absorb them."""
 
         # Per iteration: ``reset`` clears them.
+        self.version = view._version
+        """Of ``view`` when the iteration began: a write by the program raises it."""
         self.written = False
         """``view`` holds a contribution of this iteration."""
         self.closed: str | None = None
@@ -97,11 +99,28 @@ class GradRecord:
             f"save state_dict(), or copy.deepcopy(model) first, which gives a plain model"
         )
 
+    def note_version(self) -> None:
+        """What ``view`` holds now was not written by the program."""
+        self.version = self.view._version
+
+    def clear_touched(self) -> None:
+        """Nothing was written in this iteration: zero what the program has put into ``view`` by hand."""
+        if self.view._version != self.version:
+            self.view.zero_()
+            self.note_version()
+
     def open_for_write(self) -> bool:
         """Call before each write to ``view``. Returns whether the write overwrites (beta = 0) or adds.
 
-        Raises ``RuntimeError`` where the bucket was launched already.
+        Raises ``RuntimeError`` where the bucket was launched already, and before the first write of an iteration where
+        the program has put values into ``view``: some modules would overwrite them, and others add to them.
         """
+        if not self.written and self.view._version != self.version and self.make_room is None:
+            self._check_zero()
+        return self.open_after_write()
+
+    def open_after_write(self) -> bool:
+        """``open_for_write`` for a foreign module, which has written ``view`` already."""
         if self.make_room is not None and (self.closed is not None or not self.written):
             self.make_room()
         if self.closed is not None:
@@ -109,6 +128,16 @@ class GradRecord:
         overwrite = self.first_write_overwrites and not self.written
         self.written = True
         return overwrite
+
+    def _check_zero(self) -> None:
+        """Raise ``RuntimeError`` unless ``view`` holds zeros: a program may clear it by hand."""
+        if self.view.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing can be read in a capture; the eager iterations before it were checked
+        if self.view.any():
+            raise RuntimeError(
+                f"main_grad of parameter '{self.name}' was written to by hand before the iteration's first backward, "
+                f"and fused layers would overwrite it: call maingrad.ddp.add_grad(param, grad) in its place"
+            )
 
     def close(self, reason: str) -> None:
         """``view`` takes no more writes in this iteration."""
@@ -132,6 +161,7 @@ class GradRecord:
 
     def reset(self) -> None:
         """Start a new iteration."""
+        self.note_version()
         self.written = self.ready = self.passed = self.awaits_delayed = False
         self.closed = self.of_weight = None
 

@@ -118,6 +118,8 @@ class WgradTarget:
         if has_tensor_hooks(weight):  # registered after the forward: the hook must get the gradient
             self._refuse_hook_on_delayed()
             return None
+        if not weight.requires_grad:  # frozen after the forward: autograd drops the gradient
+            return None
         if self._fused and self._queue is None:
             return self.resolve_for_write()
         if self._fused:
@@ -176,6 +178,8 @@ class WgradTarget:
         Raises ``RuntimeError`` where autograd must have the gradient, for a reason that came after the compilation.
         """
         weight = self.check_in_graph()
+        if not weight.requires_grad:
+            return  # frozen after the forward
         if self._torch_shards is None and self._fused and self._queue is None:
             self.deliver(*self.resolve_for_write(), dy, x, backward)
             return

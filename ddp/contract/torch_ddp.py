@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..torch_internals import NO_BACKWARD, active_torch_ddp, current_backward, params_of_torch_ddp
+from ..distributed_internals import active_torch_ddp, params_of_torch_ddp
+from ..torch_internals import NO_BACKWARD, current_backward
 
 __all__ = [
     "check_none_inside",

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..torch_internals import tree_flatten, tree_unflatten
 
 __all__ = ["StaticInputs", "detached_copies", "signature"]
 

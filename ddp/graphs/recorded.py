@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..torch_internals import DisableTorchFunctionSubclass, tree_leaves, tree_map
+from ..torch_internals import DisableTorchFunctionSubclass, TorchDispatchMode, tree_leaves, tree_map
 
 __all__ = ["RecordedGraph", "RecordedLaunch", "record_call", "record_launch"]
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_map_only
 
 from ..collectives.observer import Observer
 from ..gathers.gathered_models import GatheredModel, gathered_models
+from ..torch_internals import tree_map_only
 from .capture import CapturedGraph, GraphPool
 from .inputs import StaticInputs, detached_copies, signature
 from .step_options import StepOptions

@@ -17,6 +17,10 @@ modes: list[Callable[[], Hashable]] = []
 """What else decides which kernels a forward runs: functions that rooms above ``ddp`` add."""
 
 
+switches: list[str] = []
+"""Names of switches of modules, by which a program says how they compute: rooms above ``ddp`` add theirs."""
+
+
 def surroundings(root: nn.Module, trained: Sequence[Tensor], kind: str) -> tuple[Hashable, ...]:
     """Autocast, and of each module: itself, its mode, hooks, buffers and parameters (places, and which are frozen).
 
@@ -25,11 +29,13 @@ def surroundings(root: nn.Module, trained: Sequence[Tensor], kind: str) -> tuple
     """
     seen: list[Hashable] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
     seen += [state() for state in modes]
+    names = tuple(switches)
     with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
         seen += hook_keys(trained)
         for module in _modules(root):
             own = module.__dict__
             seen += (id(module), module.training)
+            seen += [name for name in names if own.get(name, getattr(type(module), name, False))]
             for hooks in (own["_forward_hooks"], own["_backward_hooks"], own["_backward_pre_hooks"]):
                 if hooks:
                     seen += hooks

@@ -78,9 +78,10 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
     replayed; nothing may read a value of the device (``.item()``, printing): return tensors.
 
     Between calls the model and the optimizer are in the state that an eager step leaves. Refused by name: NaN checks
-    (``check_for_nan_in_grad``), optimizers without fused kernels, step hooks, a recorded timeline, numbers of tokens
-    that are no tensors, ``expandable_segments`` with several ranks, an iteration that began before the call,
-    a second optimizer in the step, and parameters read behind the update where their gathers come later.
+    (``check_for_nan_in_grad``), ``check_replicas_every``, optimizers without fused kernels, step hooks, a recorded
+    timeline, numbers of tokens that are no tensors, ``expandable_segments`` with several ranks, an iteration that began
+    before the call, a second optimizer in the step, and parameters read behind the update where their gathers come
+    later.
 
     On CPUs operations are recorded and run again in place of a CUDA graph: slower than eager, for tests.
     """
@@ -232,6 +233,11 @@ def check_graphable(model: DistributedDataParallel, optimizer: DistributedOptimi
         raise ValueError(
             "GraphedTrainingStep: check_for_nan_in_grad reads the result on the host in every step, which a graph "
             "cannot; switch it off, and look at optimizer.grad_norm after the step"
+        )
+    if model.ddp_config.check_replicas_every:
+        raise ValueError(
+            "GraphedTrainingStep: check_replicas_every compares parameters on the host, which a graph cannot; switch "
+            "it off, or train without the graph while you look for replicas that part"
         )
     if not (is_fused(optimizer.optimizer_class) and all(group["fused"] for group in optimizer.param_groups)):
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..buckets.iteration_ends import note_optimizer, note_step
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import alike
 from ..collectives.streams import is_capturing
@@ -135,6 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "on the host; make a GraphedTrainingStep for each optimizer, and call them in turn"
             )
         self.model.check_started("optimizer.step()")
+        self.model.steps.note_update()
         scaled = "found_inf" in vars(self)
         if scaled and self._agreed_in != self.model.iteration:
             raise RuntimeError(
@@ -153,6 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._update(flats, divisor)
             self._round(flats)
             self.param_sync.note_updated(flats)
+        note_step(self.model.module, vars(self).get("found_inf"))
         self._masters.note()
         self.param_sync.publish()
 
@@ -165,6 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a new iteration: ``model.zero_grad_buffer()``."""
+        note_optimizer(self.model.module)
         self.model.zero_grad_buffer()
 
     @torch.no_grad()
@@ -251,6 +255,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         refuse_scaler(self.model)
         self.model.check_reduced("unscaling")
         self._agreed_in = self.model.iteration
+        note_optimizer(self.model.module)
         found_inf = torch.zeros((), dtype=torch.float32, device=self.model.device)
         unscale([flat.grads for flat in self._flats], inv_scale, found_inf)
         with self.model.failures.watch("the search for Inf in scaled gradients"):

@@ -153,9 +153,13 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
 
 
 def check_flattenable(model: DistributedDataParallel) -> None:
-    """Raise ``ValueError`` for parameters that flat buffers cannot hold as they are."""
+    """Raise ``ValueError`` for parameters that flat buffers cannot hold as they are.
+
+    Raises ``RuntimeError`` for a parameter that was replaced, moved or cast after wrapping.
+    """
     names: dict[int, str] = {}
     for wired in model.wired:
+        wired.check()
         name, param = wired.owned.name, wired.owned.param
         if param.is_complex():
             raise ValueError(

@@ -56,8 +56,8 @@ def mark_of_partial_grad(param: Tensor) -> str | None:
     return next((name for name in _PARTIAL if getattr(param, name, False)), None)
 
 
-# ---- A wrapper knows the data-parallel ranks alone. What covers all elements of a model, or needs a whole matrix, would
-# ---- be computed from one rank's slices, and differ between the ranks that hold one model together.
+# ---- A wrapper knows the data-parallel ranks alone. What covers all elements of a model, or needs a whole matrix,
+# ---- would be computed from one rank's slices, and differ between the ranks that hold one model together.
 
 _REMEDY_FOR_SUMS = {
     "sequence_parallel": "all-reduce its reduced gradient over the tensor-parallel ranks",

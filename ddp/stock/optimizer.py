@@ -63,6 +63,15 @@ def guard_stock_optimizers(wrapper: object) -> None:
 @functools.cache
 def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    unscale = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def noting(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for parts in _parts_of(_records_of(optimizer)) if _guarding else ():
+            parts.note_optimizer()  # a scaler may skip its very first step
+        return unscale(scaler, optimizer, *args, **kwargs)
+
+    torch.amp.GradScaler._unscale_grads_ = noting  # type: ignore[method-assign]  # there is no hook
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -73,10 +82,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _guard_zero_grad(optimizer)
     if ours:
         prepare_skippable_step(optimizer)
-    check = functools.partial(_check_exposed, optimizer, ours)
-    with_closure = after_closure(args, kwargs, check) if ours else None
+    begin = functools.partial(_begin, optimizer, ours)
+    with_closure = after_closure(args, kwargs, begin) if ours else None
     if with_closure is None:
-        check()
+        begin()
     return with_closure
 
 
@@ -102,6 +111,14 @@ def after_closure(
     return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
 
 
+def _begin(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
+    """A step begins to read gradients. If the step has a closure, the closure has computed them before."""
+    _check_exposed(optimizer, ours)
+    for parts in {record.parts for record in ours}:
+        if parts is not None and (live := parts()) is not None:
+            live.note_update()
+
+
 def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
     for record in ours:
         if record.updater is not None:
@@ -117,6 +134,8 @@ def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
                 f"before clipping and stepping (a closure ends with them, and begins with model.zero_grad_buffer()), "
                 f"or use maingrad.ddp.DistributedOptimizer"
             )
+    for parts in _parts_of(ours):
+        parts.note_step(vars(optimizer).get("found_inf"))
 
 
 def _guard_zero_grad(optimizer: Optimizer) -> None:
@@ -138,6 +157,12 @@ def _guard_zero_grad(optimizer: Optimizer) -> None:
         type(live).zero_grad(live, set_to_none)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _parts_of(records: Sequence[GradRecord]) -> list[Any]:
+    """The ``Parts`` of the wrappers that reduce these gradients."""
+    references = {id(record.parts): record.parts for record in records if record.parts is not None}
+    return [parts for reference in references.values() if (parts := reference()) is not None]
 
 
 def _records_of(optimizer: Optimizer) -> list[GradRecord]:

@@ -20,18 +20,20 @@ from ..buckets.checks import (
     check_nothing_pending,
     check_scalable,
     check_whole,
-    check_wiring,
     is_frozen,
 )
-from ..buckets.iteration_ends import end_iteration
+from ..buckets.iteration_ends import discard_iteration, end_iteration, note_forward
 from ..buckets.launcher import BucketLauncher
+from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
+from ..buckets.replicas import Replicas
 from ..buckets.wiring import WiredParam, allocate_buckets
 from ..collectives.failure_report import FailureReporter
 from ..collectives.observer import Observer
 from ..collectives.rank_grid import RankGrid, make_grids
 from ..collectives.reduction import GradReduction, make_reductions
+from ..collectives.step_check import StepCheck
 from ..collectives.timeline import Timeline, recorded_on
 from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
@@ -43,6 +45,7 @@ from ..plan.owned_params import find_owned_params, find_tensors
 from ..stock.master_param import WatchedMasters
 from ..stock.optimizer import expose_grad
 from ..stock.torch_tools import refuse_scaling_by_stage
+from ..torch_internals import check_wrappers_can_run
 from .around_module import AroundModule
 from .attachment import attach_params, detach_params, discard_grads
 from .comparison import check_same_config, check_same_model
@@ -100,6 +103,7 @@ class DistributedDataParallel(AroundModule):
         backward_order: Sequence[str] | None = None,
         init_sync: bool = True,
     ) -> None:
+        check_wrappers_can_run()
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
@@ -132,6 +136,8 @@ class DistributedDataParallel(AroundModule):
 
         # Storage, and the collectives over it.
         self.buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
+        self.wired: Sequence[WiredParam] = self._wired
+        """Trainable parameters with their buckets and records, in the order of the buffers."""
         self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
@@ -139,18 +145,20 @@ class DistributedDataParallel(AroundModule):
         self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, failures, device=self.device)
+        self.steps = StepCheck(self.grids["dense"], failures, self.device, self._launcher.stream)
+        self._replicas = Replicas(module, self.grids, failures, config)
         self._gathers: Sequence[ParamGather] = ()
         self._masters: weakref.ref[WatchedMasters] | None = None
 
         # State of the iteration.
         self.iteration = 0
         """Number of iterations begun; ``zero_grad_buffer`` begins one."""
-        self._checked = False  # True once this iteration's first forward has checked the wiring
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
-        self.readiness = Readiness(self._wired, self._launcher, config, self.device)
+        self._watch = ModelWatch(self._wired, module)
+        self.readiness = Readiness(self._wired, self._launcher, config, self.device, self.steps, self._watch)
         hooks = self.readiness.listen()
         self._attachment = attach_params(self, self._wired, hooks, self.grids)
         self.grad_parts = BucketParts(self)
@@ -190,13 +198,13 @@ class DistributedDataParallel(AroundModule):
         ``.grad`` by hand: the reduction would lack both.
         """
         self.check_in_use("start_grad_sync()")
-        if is_frozen(self._wired):
-            self._wired[0].check()
-        self.check_before_forward()  # for programs that call a method of the module instead of the wrapper
+        check_not_inside((wired.owned.param for wired in self._wired), _OURS)
+        self._watch.check_sync()
         check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
         check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
         self._launcher.launch_rest()
+        self.steps.start()
 
     @torch.no_grad()
     def finish_grad_sync(self, num_tokens: Tensor | int | None = None, *, force_all_reduce: bool = False) -> None:
@@ -216,9 +224,10 @@ class DistributedDataParallel(AroundModule):
                 "zero_grad_buffer() after optimizer.step()"
             )
         if force_all_reduce:
-            check_whole(self.ddp_config)
+            check_whole(self.ddp_config, "finish_grad_sync(force_all_reduce=True)")
         self.start_grad_sync()
         self._launcher.wait()
+        self.steps.finish()
         if self._nan_check is not None:
             with self.failures.watch("the search for NaN and Inf"):
                 self._nan_check.raise_where_found(self.grids["dense"])
@@ -237,13 +246,15 @@ class DistributedDataParallel(AroundModule):
 
         ``DistributedOptimizer.step`` so updates buckets while others are reduced, if ``ddp_config.can_wait_by_bucket``.
         """
+        self.steps.finish()
         for bucket in buckets:
             self._launcher.wait_for(bucket)
         if not self._finished and all(bucket.phase is Phase.REDUCED for bucket in self.buckets):
             self._finish()
 
     def _finish(self) -> None:
-        end_iteration(self.module, self.grids["dense"], self.failures)
+        self._replicas.end_iteration()
+        end_iteration(self.module, self.grids["dense"], self.failures, self.readiness.trained)
         self._finished = True
 
     @property
@@ -257,31 +268,40 @@ class DistributedDataParallel(AroundModule):
         Accumulators that only our fused modules write are not zeroed, as their first GEMM overwrites. All others are.
         """
         if self.is_clear:
+            for record in self.records:
+                record.clear_touched()
             return
         check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
         check_nothing_under_way(self.buckets)
-        for bucket in self.buckets:
-            bucket.reset()
-        discard_grads(self._wired)
+        self.steps.next_iteration()
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
+        for bucket in self.buckets:  # after the zeroing, which raises versions
+            bucket.reset()
+        discard_grads(self._wired)
         self._launcher.reset()
         self.readiness.reset()
-        self._launched = self._checked = self._finished = False
+        if self._finished:
+            discard_iteration(self.module)
+        self._launched = self._finished = False
         self.iteration += 1
 
     def abandon_iteration(self) -> None:
         """``zero_grad_buffer`` after a backward that failed. Collective: launched buckets are reduced first."""
         check_nothing_pending(self.records, "abandon_iteration()")
+        self.steps.note_given_up()
         if self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()
+            self.steps.start()  # other ranks may have come to finish_grad_sync()
         self._launcher.wait()
         self.zero_grad_buffer()
 
     def note_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""
         self.iteration += 1
-        self._checked = False
+        if self.device.type == "cpu":  # whose replays run operations again, and raise versions
+            for record in self.records:
+                record.note_version()
 
     def forget_iteration(self) -> None:
         """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""
@@ -300,6 +320,7 @@ class DistributedDataParallel(AroundModule):
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
         broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
+        self.steps.forget()
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
         """Set ``.grad`` to the reduced gradients, for stock optimizers and ``clip_grad_norm_``.
@@ -310,7 +331,7 @@ class DistributedDataParallel(AroundModule):
         Raises ``RuntimeError`` before ``finish_grad_sync``, and where gradients are sharded.
         """
         self.check_reduced("expose_grads()")
-        check_whole(self.ddp_config)
+        check_whole(self.ddp_config, "expose_grads()")
         for wired in self._wired:
             expose_grad(wired.owned.param, wired.record, dtype or wired.dtype)
 
@@ -351,11 +372,6 @@ class DistributedDataParallel(AroundModule):
         """By ``DistributedOptimizer``: compiled forwards wait for ``gathers``, every forward checks ``masters``."""
         self._gathers, self._masters = gathers, weakref.ref(masters)
 
-    @property
-    def wired(self) -> Sequence[WiredParam]:
-        """Trainable parameters with their buckets and records, in the order of the buffers."""
-        return self._wired
-
     def unwrap(self) -> nn.Module:
         """Give the plain module back. Gradients of the running iteration are lost.
 
@@ -379,10 +395,11 @@ class DistributedDataParallel(AroundModule):
         elif self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
         if not torch.is_grad_enabled() or is_frozen(self._wired):
-            return self.module(*args, **kwargs)
+            return self._replicas.run(self.module, args, kwargs)
         self.check_before_forward()
-        outputs = self.module(*args, **kwargs)
-        self.readiness.watch(outputs)
+        note_forward()
+        outputs = self._replicas.run(self.module, args, kwargs)
+        self.readiness.watch(outputs, trains=self.module.training)
         return outputs
 
     @torch.compiler.disable
@@ -392,13 +409,10 @@ class DistributedDataParallel(AroundModule):
 
     @torch.compiler.disable
     def check_before_forward(self) -> None:
-        """The checks of an iteration's first forward."""
-        if self._checked:
-            return
+        """The checks of a forward that builds a graph."""
         self.check_in_use("forward")
         check_not_inside((wired.owned.param for wired in self._wired), _OURS)
-        check_wiring(self._wired, self.module)
-        self._checked = True
+        self._watch.check_forward()
 
     def check_in_use(self, caller: str) -> None:
         """Raise ``RuntimeError`` after ``unwrap``, and where ranks came after a world of one."""

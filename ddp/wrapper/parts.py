@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..buckets.checks import check_nothing_bypassed
+from ..buckets.iteration_ends import note_optimizer, note_step
 from ..contract.main_grad import record_of
 
 if TYPE_CHECKING:
@@ -151,6 +152,14 @@ class BucketParts(Parts):
         for wired in complete:
             wrapper.readiness.complete(wired)
 
+    def note_optimizer(self) -> None:
+        """A stock optimizer has parameters of the wrapper's model."""
+        note_optimizer(self.host.module)
+
+    def note_step(self, found_inf: Tensor | None) -> None:
+        """A stock optimizer takes its step, unless the device finds Inf."""
+        note_step(self.host.module, found_inf)
+
     @property
     def iteration(self) -> int:
         """See ``Parts``."""
@@ -164,6 +173,10 @@ class BucketParts(Parts):
     def no_sync(self) -> AbstractContextManager[None]:
         """See ``Parts``."""
         return self.host.no_sync()
+
+    def note_update(self) -> None:
+        """A stock optimizer steps over parameters of the wrapper."""
+        self.host.steps.note_update()
 
     def _abandon(self) -> None:
         self.host.abandon_iteration()

@@ -39,7 +39,7 @@ def microbatches(step):
 
 
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-model = AutoModelForCausalLM.from_pretrained(args.weights, dtype=dtype).to(device)
+model = AutoModelForCausalLM.from_pretrained(args.weights, dtype=dtype, trust_remote_code=False).to(device)
 convert_linears(model)  # weight gradients are written into the buckets
 sharded = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 model = ddp.DistributedDataParallel(model, ddp.DistributedDataParallelConfig(calculate_per_token_loss=True, **sharded))

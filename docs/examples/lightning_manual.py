@@ -27,6 +27,7 @@ STEPS, SAVE_EVERY, MICROBATCHES, ROWS, WIDTH = 40, 10, 2, 32, 64
 
 device, rank, ranks = ddp.init_process_group()
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+torch.manual_seed(0)  # the same weights on all ranks, and in each run
 
 
 class Counting(lightning.LightningModule):

@@ -15,6 +15,7 @@ from ...ddp.gathers.gathered_models import note_gathered_model
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import Meter
 from ..unit.unit import Unit
+from .unit_log import UnitLog
 
 __all__ = ["UnitGathers"]
 
@@ -31,6 +32,8 @@ class UnitGathers:
         self._device = device
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
         self.observer: Observer = UNOBSERVED
+        self.log: UnitLog | None = None
+        """Notes the order of gathers. None in a world of one."""
         self.meter = Meter()
         """Bytes of whole parameters."""
         for bucket in self._buckets:
@@ -47,6 +50,8 @@ class UnitGathers:
                 self.stream.wait_event(event)
             self._freed.clear()
         unit.gathered = True
+        if self.log is not None:
+            self.log.note_gather(unit)
         for bucket in unit.buckets:
             bucket.start_gather(self.stream, self.observer)
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...ddp.buckets.iteration_ends import is_watched, note_forward
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.observer import Observer
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
@@ -68,6 +69,7 @@ class Root:
         if self._copy_engines:
             self.gathers.map_memory(KEPT_UNITS + 1)
         self.grads = GradRounds(units, trainable, self.failures, self.device)
+        self.gathers.log = self.grads.log
 
         self.sync = True
         """False within ``no_sync``: in every microbatch but the iteration's last."""
@@ -75,7 +77,7 @@ class Root:
         """The interface of a pipeline schedule that runs the model, or parts of the model, by turns."""
         self.forward_order: ForwardOrder[Unit] = ForwardOrder()
         self._running: list[_Running] = []  # forwards under way, each inside the one before
-        self._checked = False  # _check_units has run in this iteration
+        self._checked = False  # _check_units has run since the last backward
         self._frozen = False  # the whole model was frozen in the last outermost forward
         self._backward: Backward | None = None
         self._named = (-1, False)  # cache of _is_named_in: graph task, answer
@@ -88,7 +90,7 @@ class Root:
         following: Unit | None = None
         if task == -1:  # not a recompute
             if not self._running:
-                self._begin()
+                self._begin(unit)
             following = self.forward_order.enter(unit)
         self.gathers.gather(unit)
         if unit.forward_prefetch is not None:
@@ -122,7 +124,15 @@ class Root:
         if not self._running and current_backward() == -1:
             if hooks is None:
                 self.gathers.release_all()
+            self._note_forward(running.trace)
             self.observer.forward_ended()
+
+    def _note_forward(self, trace: ForwardTrace) -> None:
+        """An outermost forward is over. Ranks compare how many of those that train no backward has used."""
+        module = self.module()
+        if trace.has_graph and not self._frozen and module is not None and module.training:
+            trace.awaits_backward = True
+            self.grads.steps.note_forward()
 
     def _trace_of(self, task: int) -> ForwardTrace:
         """The trace of the forward under way, or of the recomputes in this graph task so far."""
@@ -132,27 +142,49 @@ class Root:
             return ForwardTrace(task)
         return self._backward.recomputed.setdefault(task, ForwardTrace(task))
 
-    def _begin(self) -> None:
-        """An outermost forward starts."""
+    def _begin(self, unit: Unit) -> None:
+        """An outermost forward starts, of this unit."""
         self.observer.forward_started()
         if self._backward is not None:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # a forward gathers
-        self._check_units()
+        self._check_units(unit)
+        note_forward()
+        if self.grads.were_mixed:
+            self._forget_mixed()
         self.forward_order.begin()
         self.grads.begin()
         self.gathers.notice_changes()
 
-    def _check_units(self) -> None:
-        """Check all units once in an iteration, and before every forward without grad mode."""
+    def _forget_mixed(self) -> None:
+        """Ranks have run different units: gather all units anew, and predict nothing from the order of before."""
+        self.grads.were_mixed = False
+        self.forward_order = ForwardOrder()
+        for bucket in self.buckets:
+            bucket.note_change()
+
+    def _check_units(self, unit: Unit) -> None:
+        """In an outermost forward: raise for what the program has changed in the model since it was sharded.
+
+        Where the program calls the units one by one, the first call after a backward checks all of them, and each later
+        call its own unit.
+        """
         trains = torch.is_grad_enabled()
         self._frozen = self._is_frozen()
-        if self._frozen or (trains and self._checked):
+        if self._frozen:
             return
+        one_by_one = trains and self._checked and unit is not self.units[0]
         with DisableTorchFunctionSubclass():  # for speed: the checks read no values of shards
-            for unit in self.units:
-                unit.check()
+            for each in [unit] if one_by_one else self.units:
+                each.check()
         self._checked = trains
+
+    def _check_registered(self) -> None:
+        """In a backward that trains: raise for what the program has changed since the forward."""
+        self._checked = False
+        with DisableTorchFunctionSubclass():
+            for unit in self.units:
+                unit.registered.check(unit.label)
 
     def _is_frozen(self) -> bool:
         """Whether the program has frozen all trained parameters for now. A backward then only goes through."""
@@ -164,6 +196,9 @@ class Root:
     def enter_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
         """Backward in graph task ``task`` has reached the outputs of a unit's forward: gather the unit and the next."""
         unit = forward.unit
+        if trace.awaits_backward:
+            trace.awaits_backward = False
+            self.grads.steps.note_use()
         trains = forward.trains and (delivers or self._is_named_in(task))
         backward = self._enter(unit, task, trains=trains, delays=forward.delays)
         forwards = backward.entered[unit].forwards
@@ -205,8 +240,11 @@ class Root:
             backward = self._backward = Backward(task, final=self.sync)
             self.observer.backward_started()
         if trains and not backward.trains:
+            self._check_registered()
             backward.trains = True
             self.grads.backward_began()
+        if trains and is_watched():
+            self.grads.trained.add(task)
         if task not in backward.tasks:
             backward.tasks.add(task)
             call_when_backward_ends(_BackwardEnd(weakref.ref(self), task))
@@ -220,6 +258,7 @@ class Root:
         """Backward has passed the unit: register the shards, and free the whole parameters."""
         del backward.entered[unit]
         unit.registered.hide_after_backward()
+        unit.writes.take_over()  # a recompute inside the unit may have written
         if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
             self.gathers.release(unit)
 
@@ -251,7 +290,6 @@ class Root:
         if task != backward.task:
             return
         self._backward = None
-        self._checked = self._checked and not (backward.final and backward.trains)
         self.observer.backward_ended(backward.final and backward.trains)
         if not backward.keeps_graph:  # with create_graph whole parameters stay until the next forward
             self._release_after_backward(final=backward.final)
@@ -285,7 +323,7 @@ class Root:
 
     def begin_graphed(self) -> None:
         """Before an iteration that runs, is captured or is replayed as a whole; no ``.grad`` is set."""
-        self._begin()
+        self._begin(self.units[0])
         if self.grads.under_way:  # its .grad were set to None
             self.grads.give_up()
             self.grads.begin()
@@ -352,6 +390,7 @@ class Root:
         for unit in self.units:
             unit.root_reference = here
             for bucket in unit.buckets:
+                bucket.model = self.module
                 bucket.connect(numbers.get(id(bucket), -1), self.failures, events)
 
 

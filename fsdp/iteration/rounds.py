@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
-from ...ddp.buckets.iteration_ends import end_iteration
+from ...ddp.buckets.iteration_ends import TrainedBackwards, discard_iteration, end_iteration, is_watched
 from ...ddp.buckets.launcher import BucketLauncher
-from ...ddp.collectives.failure_report import FailureReporter
+from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.in_flight import InFlight, in_stages
+from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_internals import current_raw_stream
 from ..tensors.gradient import step_ended
@@ -27,6 +28,7 @@ from ..unit.memory import Meter
 from ..unit.round import Round, RoundPhase
 from ..unit.unit import Unit
 from .grad_pool import GradPool
+from .unit_log import UnitLog
 
 __all__ = ["GradRounds"]
 
@@ -73,13 +75,20 @@ class GradRounds:
             failures,
             device=device,
         )
+        self.steps = StepCheck(units[0].grid, failures, device, self.launcher.stream)
+        self.log = UnitLog(units, self.steps) if self.steps.active else None
+        for bucket in buckets:
+            bucket.steps = self.steps
         self._of: dict[Unit, list[_GradSet]] = {unit: _rounds_of(unit) for unit in units}
         self._all = [grad_set for unit in reversed(units) for grad_set in self._of[unit]]  # about in backward's order
+        self.were_mixed = False
+        """The iteration was refused because ranks had run different units. The next forward makes all ranks alike."""
         self._due: list[_GradSet] | None = None  # to be sent, after the iteration's last backward
         self._num_with_delays = 0  # rounds with delays in the last iteration
         self._sending = False  # stays True if a launch raises: the next forward gives the iteration up
         self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
         self._pool = GradPool(units)
+        self.trained = TrainedBackwards()
 
     # ---- The life of a round. ----
 
@@ -97,6 +106,8 @@ class GradRounds:
         if not self.under_way:
             for bucket in self._buckets:
                 bucket.grad_shard.free_if_cleared()
+            if is_watched() and all(bucket.grad_shard.is_cleared for bucket in self._buckets):
+                self.discarded()
 
     def backward_began(self) -> None:
         """A backward of the iteration begins. Discard earlier gradients whose ``.grad`` was set to None meanwhile."""
@@ -181,6 +192,7 @@ class GradRounds:
     def give_up(self) -> None:
         """Give the iteration up: wait for reductions under way, and discard the other gradients."""
         self._due = None
+        self.trained.clear()
         self._settle_all()
         for grad_set in self._all:
             grad_set.round.give_up()
@@ -218,7 +230,7 @@ class GradRounds:
                 self._finish()
 
     def _finish(self) -> None:
-        self._settle_all()
+        self._compare_steps()
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
             bucket.grad_shard.publish()
@@ -229,8 +241,29 @@ class GradRounds:
             current_stream(self._device).synchronize()  # offloaded: the optimizer reads .grad on the host
         with torch.no_grad():
             if (model := self._outermost.module()) is not None:
-                end_iteration(model, self._outermost.grid, self._failures)
+                end_iteration(model, self._outermost.grid, self._failures, self.trained)
+            self.trained.clear()
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
+
+    def _compare_steps(self) -> None:
+        """Compare the steps of ranks, and wait for all reductions. If ranks differ, discard the gradients and raise."""
+        try:
+            self.steps.start()
+            self.steps.next_iteration()
+            self._settle_all()  # before the host waits: without streams some collectives begin in the wait
+            self.steps.finish()
+        except RuntimeError as error:
+            if not isinstance(error, CollectiveError):
+                self._discard_mixed()
+            raise
+
+    def _discard_mixed(self) -> None:
+        """Gradients of other units may be in ``.grad``."""
+        self.give_up()
+        self.were_mixed = True
+        for bucket in self._buckets:
+            for pair in bucket.pairs:
+                pair.sharded.grad = None
 
     def check_delays_are_over(self, what: str) -> None:
         """Raise ``RuntimeError`` if ``what``, which gathers, comes before delayed gradients of an iteration are sent.
@@ -267,7 +300,14 @@ class GradRounds:
                 pair.whole.grad = None
             raise
 
+    def discarded(self) -> None:
+        """``.grad`` of all shards were set to None after an iteration."""
+        if (model := self._outermost.module()) is not None:
+            discard_iteration(model)
+
     def _notice_all_cleared(self) -> None:
+        if self.trained and self.is_clear:
+            self.trained.clear()
         for grad_set in self._all:
             if grad_set.round.is_left:
                 self._notice_cleared(grad_set)
@@ -299,6 +339,8 @@ class GradRounds:
         if kept:
             self._bound_pool(bucket)
         self._sending = True
+        if self.log is not None:
+            self.log.note_reduction(bucket, inside=inside, across=across)
         adds_to_total = self._claim(bucket)
         self.launcher.launch(
             bucket.grad_bucket, partial(_reduce, bucket, adds_to_total=adds_to_total, inside=inside, across=across)

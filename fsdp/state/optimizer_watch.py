@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...ddp.buckets.iteration_ends import discard_iteration, is_watched, note_optimizer, note_step
 from ...ddp.optimizer.param_groups import is_elementwise, why_not_over
 from ...ddp.stock.optimizer import after_closure
 from ...ddp.stock.skipped_steps import prepare_skippable_step
@@ -60,6 +61,7 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
     for verb in ("state_dict", "load_state_dict"):
         setattr(Optimizer, verb, _translating(getattr(Optimizer, verb)))
+    Optimizer.zero_grad = _noting(Optimizer.zero_grad)  # type: ignore[method-assign]
 
 
 def _translating(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +74,24 @@ def _translating(verb: Callable[..., Any]) -> Callable[..., Any]:
         return verb(optimizer, *args, **kwargs)
 
     return translating
+
+
+def _noting(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """``Optimizer.zero_grad`` that also tells watchers that the gradients of shards are gone."""
+
+    @functools.wraps(zero_grad)
+    def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        zero_grad(optimizer, *args, **kwargs)
+        for model in _models_of(_buckets_of(optimizer)) if is_watched() else ():
+            note_optimizer(model)
+            discard_iteration(model)
+
+    return noting
+
+
+def _models_of(buckets: Sequence["ShardedBucket"]) -> list[nn.Module]:
+    references = {bucket.model for bucket in buckets if bucket.model is not None}
+    return [model for reference in references if (model := reference()) is not None]
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -118,6 +138,8 @@ def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
     for bucket in buckets:
         if bucket.round is not None:
             bucket.round.had_delays = False
+    for model in _models_of(buckets) if is_watched() else ():
+        note_step(model, vars(optimizer).get("found_inf"))
     if buckets or any(isinstance(param, ShardedParameter) for param in _params_of(optimizer)):
         step_began(optimizer)
 
@@ -148,5 +170,8 @@ def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> No
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     step_ended(optimizer)
-    for bucket in _buckets_of(optimizer):
+    buckets = _buckets_of(optimizer)
+    for bucket in buckets:
         bucket.note_change()
+    for steps in {bucket.steps for bucket in buckets if bucket.steps is not None}:
+        steps.note_update()

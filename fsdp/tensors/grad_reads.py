@@ -18,7 +18,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from ...ddp.torch_internals import DisableTorchFunctionSubclass
+from ...ddp.torch_internals import DisableTorchFunctionSubclass, foreach_norms
 from .over_ranks import everyone_of, extremum, max_over, mean_and_variance, norms, reduced, sums, whole
 from .shard_info import ShardInfo
 
@@ -138,7 +138,7 @@ def _foreach_norm(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | N
     for key, indices in by_grid.items():
         tensors = [self[index] for index in indices]
         if key is None:
-            found |= zip(indices, torch._foreach_norm(tensors, ord, dtype=dtype), strict=True)
+            found |= zip(indices, foreach_norms(tensors, ord, dtype=dtype), strict=True)
         else:
             found |= zip(indices, _norms(tensors, ord, dtype), strict=True)
     return [found[index] for index in range(len(self))]
@@ -205,7 +205,7 @@ def _check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Ten
 
 
 NORMS: dict[Any, Callable[..., Any]] = {
-    torch._foreach_norm: _foreach_norm,
+    foreach_norms: _foreach_norm,
     torch.linalg.vector_norm: _vector_norm,
     torch.linalg.norm: _linalg_norm,
     torch.norm: _torch_norm,
@@ -213,7 +213,7 @@ NORMS: dict[Any, Callable[..., Any]] = {
     torch.linalg.matrix_norm: _matrix_norm,
     torch.nuclear_norm: _matrix_norm,
     torch.frobenius_norm: _matrix_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_: _check_and_unscale,
+    getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None): _check_and_unscale,
 }
 
 

@@ -56,12 +56,19 @@ class ForwardTrace:
     task  id of the graph task that recomputes; a recomputed forward is passed once. -1: not a recompute
     """
 
-    __slots__ = ("_forwards", "_forwards_of", "task")
+    __slots__ = ("_forwards", "_forwards_of", "awaits_backward", "task")
 
     def __init__(self, task: int) -> None:
         self.task = task
         self._forwards: list[UnitForward] = []
         self._forwards_of: dict[int, list[UnitForward]] = {}
+        self.awaits_backward = False
+        """An outermost forward that trains has ended, and no backward has reached it."""
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a forward has left a graph."""
+        return bool(self._forwards)
 
     def add(self, forward: UnitForward) -> None:
         """Append a forward that has ended and left a graph."""

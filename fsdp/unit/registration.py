@@ -3,15 +3,19 @@
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from ...ddp.buckets.model_watch import ModuleTables
 from ...ddp.contract.main_grad import record_of
 from ..tensors.parameter import ShardedParameter
 from .bucket import ShardedPair
 
 __all__ = ["Registration"]
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class _Place(NamedTuple):
@@ -54,10 +58,12 @@ class Registration:
     def __init__(self, module: nn.Module, inside: Sequence[nn.Module], pairs: Sequence[ShardedPair]) -> None:
         self._module = weakref.ref(module)
         self._places = [_Place.of(pair, owner, local) for pair in pairs for owner, local in pair.owned.owners]
-        self._contents = [
-            (found._parameters, len(found._parameters), found._modules, tuple(found._modules.values()))
-            for found in inside
-        ]
+        self._tables = ModuleTables(inside)
+        self._other_form = {id(pair.sharded): pair.whole for pair in pairs}
+        self._forms = [form for pair in pairs for form in (pair.sharded, pair.whole)]
+        self._trainable = [*map(_requires_grad, self._forms)]
+        self._note_contents()
+        self._replaced: str | None = None  # name of a parameter that was replaced while whole ones were registered
         self._plain = {id(param) for param in module.parameters()} - {id(pair.before) for pair in pairs}
         self._trained = [place for place in self._places if place.trainable]
         self._num_shown = 0  # calls of show_whole() without show_shards(): forwards nest, and unshard() counts
@@ -77,19 +83,43 @@ class Registration:
     def check(self, label: str) -> None:
         """Raise ``RuntimeError`` if a parameter was replaced, frozen, unfrozen or added after the unit was made."""
         shown = self.shows_whole
-        for parameters, _, local, _, sharded, whole, trainable in self._places:
-            if parameters.get(local) is not (whole if shown else sharded):
-                raise RuntimeError(
-                    f"parameter '{sharded.shard.name}' was replaced after fully_shard (a new nn.Parameter, a tie, "
-                    f"torch.nn.utils.parametrize): no unit gathers it or reduces its gradient; change the model "
-                    f"before fully_shard, and values in place, under torch.no_grad()"
-                )
-            if sharded.requires_grad is not trainable or whole.requires_grad is not trainable:
+        if (
+            self._replaced is None
+            and [*map(_requires_grad, self._forms)] == self._trainable
+            and self._tables.hold(self._contents[shown])
+        ):
+            return
+        self.check_replaced()
+        for _, _, _, _, sharded, whole, trainable in self._places:
+            frozen_here = self._shown_frozen and trainable  # by a backward that goes through the unit
+            if sharded.requires_grad is not trainable or whole.requires_grad is not (trainable and not frozen_here):
                 raise RuntimeError(_changed(sharded.shard.name, frozen=trainable))
-        for index, (parameters, size, children, found) in enumerate(self._contents):
-            if len(parameters) != size or tuple(children.values()) != found:
-                self._check_no_stranger(label)
-                self._contents[index] = parameters, len(parameters), children, tuple(children.values())
+        self._check_no_stranger(label)
+        if not shown:
+            self._note_contents()
+
+    def check_replaced(self) -> None:
+        """Raise ``RuntimeError`` if a module registers another parameter now than the unit has put there."""
+        name = self._replaced or self._find_replaced()
+        if name is not None:
+            raise RuntimeError(
+                f"parameter '{name}' was replaced after fully_shard (a new nn.Parameter, a tie, "
+                f"torch.nn.utils.parametrize): no unit gathers it or reduces its gradient; change the model "
+                f"before fully_shard, and values in place, under torch.no_grad()"
+            )
+
+    def _find_replaced(self) -> str | None:
+        """Name of a parameter that was replaced; None if there is none."""
+        shown = self.shows_whole
+        for place in self._places:
+            if place.parameters.get(place.local) is not (place.whole if shown else place.sharded):
+                return place.sharded.shard.name
+        return None
+
+    def _note_contents(self) -> None:
+        """Note what the modules register now, which are shards; and what they register with whole parameters shown."""
+        entries = self._tables.entries()
+        self._contents = entries, [self._other_form.get(id(entry), entry) for entry in entries]
 
     def _check_no_stranger(self, label: str) -> None:
         module = self._module()
@@ -113,6 +143,8 @@ class Registration:
 
     def show_shards(self) -> None:
         """Undo one ``show_whole()``; the last registers the shards again."""
+        if self._num_shown == 1:  # a parameter that has replaced a whole one is lost below: the next check says so
+            self._replaced = self._replaced or self._find_replaced()
         self._num_shown -= 1
         if self._num_shown == 0:
             if self._shown_frozen:

@@ -18,6 +18,7 @@ from .forwards import BackwardHooks, ForwardTrace, UnitForward
 from .mixed_precision import MixedPrecisionPolicy, cast_floating, cast_inputs
 from .registration import Registration
 from .surroundings import check_surroundings
+from .whole_writes import WholeWrites, write_back
 
 __all__ = ["Unit"]
 
@@ -89,6 +90,8 @@ class Unit:
         """Number of ``unshard()`` calls without ``reshard()``. If not 0, the unit stays gathered."""
         self.registered = Registration(module, inside, self.pairs)
         """Which form of the parameters the modules register."""
+        self.writes = WholeWrites(self.pairs)
+        """Writes to whole parameters in forwards."""
 
     @property
     def root(self) -> Listener:
@@ -144,6 +147,10 @@ class Unit:
         """
         hooks = root.enter_forward(self)
         self.registered.show_whole(frozen=not hooks.forward.trains)
+        if self.num_unshards:
+            self.writes.note()  # writes after unshard() are lost, unless unsharded() writes back
+        module = self.module()
+        self.writes.forward_begins(training=module is not None and module.training)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = cast_inputs(args, kwargs, dtype)
@@ -154,6 +161,13 @@ class Unit:
 
     def after_forward(self, root: Listener, outputs: Any, hooks: BackwardHooks | None) -> Any:
         """Register the shards, and free the whole parameters unless backward begins with this unit. Returns outputs."""
+        try:
+            self.writes.forward_ends()
+        except RuntimeError:
+            self.forward_failed(root)
+            for bucket in self.buckets:
+                bucket.note_change()  # the next forward gathers what was there before the write
+            raise
         self._end_forward()
         if self.policy.output_dtype is not None:
             outputs = cast_floating(outputs, self.policy.output_dtype)
@@ -166,6 +180,7 @@ class Unit:
 
     def forward_failed(self, root: Listener) -> None:
         """Forward has raised, or a recompute has stopped it early."""
+        self.writes.forward_failed()
         self._end_forward()
         root.leave_forward(self, None)
 
@@ -190,10 +205,6 @@ class Unit:
             )
         self.reshard_after_forward = reshard_after_forward
 
-    @torch.no_grad()
     def write_back(self) -> None:
         """Copy this rank's part of the whole parameters to the shards."""
-        for pair in self.pairs:
-            info = pair.sharded.shard
-            part = pair.whole.detach().reshape(-1)[info.start : info.end]
-            pair.sharded.copy_(part.view(pair.sharded.shape))
+        write_back(self.pairs)

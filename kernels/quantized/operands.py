@@ -30,8 +30,8 @@ def quantize_both(
     nothing else is written. Elsewhere, and for emulated specs, the reference runs; the bits are the same.
 
     scale  see ``quantize``
-    amax   0-dim fp32, with a ``scale``: raised in place to the largest magnitude in x, where that is larger. A NaN in x
-           makes it NaN, and it stays so
+    amax   0-dim fp32, with a ``scale``: raised in place to the largest magnitude in x, where that is larger. NaN counts
+           as 0
 
     Raises ``ValueError`` unless x is a matrix with elements, for a ``scale`` with another form of scales, and for an
     ``amax`` without a ``scale``.

@@ -61,8 +61,8 @@ def quantize(x: Tensor, spec: QuantSpec, *, scale: Tensor | None = None) -> Quan
 
 
 def record_amax(x: Tensor, amax: Tensor) -> None:
-    """Raise ``amax``, 0-dim fp32, to the largest magnitude in x [R, C]. A NaN makes it NaN, and it stays so."""
-    torch.maximum(amax, x.abs().amax().float(), out=amax)
+    """Raise ``amax``, 0-dim fp32, to the largest magnitude in x [R, C]. NaN counts as 0."""
+    torch.maximum(amax, x.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax().float(), out=amax)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -175,7 +175,7 @@ def elements_of(values: tl.tensor, MAX: tl.constexpr, dtype: tl.constexpr) -> tl
 def _record(amax: tl.tensor, bits: tl.tensor) -> None:
     """Raise ``amax`` to the magnitude whose bits are given: as integers they are ordered as magnitudes are.
 
-    NaN comes last, and -1, which stands for none, first. Few programs find more than is recorded, and only those write.
+    -1, which stands for none, comes first. Few programs find more than is recorded, and only those write.
     """
     place = amax.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_max(place, bits, bits > tl.load(place), sem="relaxed")
@@ -220,6 +220,7 @@ def _tile_kernel(
             encode = tl.load(given)
         if amax is not None:
             bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            bits = tl.where(bits > _INF_BITS, 0, bits)  # NaN
             _record(amax, tl.max(tl.max(bits, 1), 0))
         if (row_block == 0) & (column_block == 0):
             tl.store(row_scales, tl.div_rn(1.0, encode))

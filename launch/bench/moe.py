@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ...kernels.private_names import private_name
 from ...te_integration import ScaledSwiGLU
 from ..config.run import ModelConfig
 from ..model.gpt import GPT, build_model
@@ -35,7 +36,9 @@ from .steps import accumulate, free_memory, peak_gib, random_tokens, reset_peak
 
 __all__ = ["GroupedMMExperts", "MoEBench", "MoERow", "bench_moe", "write_moe_report"]
 
-_grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
+_grouped_mm: Callable[..., Tensor] = private_name(
+    "torch.nn.functional.grouped_mm", "torch._grouped_mm", loss="torch's grouped products cannot be measured"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

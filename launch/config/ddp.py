@@ -73,6 +73,11 @@ class DdpConfig:
     """Pad every bucket to a multiple of 2^16 elements, for which NCCL's rings are fastest."""
     find_unused_parameters: bool = False
     """Walk the graph of the last microbatch, so that unused parameters delay no bucket. Needs overlap_grad_reduce."""
+    forward_writes: Literal["refused", "alike"] = "refused"
+    """Parameters that a model of Hugging Face writes in its forward. "refused": the run ends with the parameter's name.
+    "alike": all ranks write the same values."""
+    check_replicas_every: int | None = None
+    """Compare all parameters between ranks every so many steps, and end the run where they differ. None: never."""
 
     def check_unused(self, parallel: Parallel) -> None:
         """Raise ``ConfigError`` for a value that has an effect only under ``DistributedDataParallel``."""

@@ -20,7 +20,7 @@ from cattrs.errors import AttributeValidationNote, IterableValidationNote
 from .optimizer import OptionValue
 from .run import Config, ConfigError
 
-__all__ = ["config_to_dict", "flat", "load_config", "override", "structure"]
+__all__ = ["config_to_dict", "flat", "load_config", "override", "structure", "structure_of_run"]
 
 _PARALLEL = (
     'parallel = "ddp", "zero1", "hybrid", "fsdp" or "hsdp" stands at the top of the file, before the first table'
@@ -66,6 +66,12 @@ def structure(document: Mapping[str, Any]) -> Config:
         return _structure_converter().structure(document, Config)
     except cattrs.BaseValidationError as group:
         raise _first_cause(group) from None
+
+
+def structure_of_run(document: Mapping[str, Any]) -> Config:
+    """``structure`` of what the records of a run hold. They may be a stranger's, and cannot let code run."""
+    config = structure(document)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, trust_remote_code=False))
 
 
 def override(config: Config, arguments: Sequence[str]) -> Config:

@@ -17,11 +17,14 @@ class ModelConfig:
 
     hugging_face: str | None = None
     """Folder with the ``config.json`` of a causal language model of Hugging Face; it gives the shape, and ``[model]``
-    may only have the next three keys, ``param_dtype`` and ``fuse_wgrad_accumulation`` beside it. None: the GPT."""
+    may only have the next four keys, ``param_dtype`` and ``fuse_wgrad_accumulation`` beside it. None: the GPT."""
     pretrained: bool = True
     """Load the weights in the folder ``hugging_face`` (safetensors). False: draw new ones."""
     attention: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = None
     """Implementation of attention in ``hugging_face``. None: what transformers chooses."""
+    trust_remote_code: bool = False
+    """Run the code that the ``config.json`` of ``hugging_face`` asks for. Of this key, nothing counts that checkpoints
+    and records of runs say."""
     save_hugging_face: bool = True
     """After the last step, write the model to ``train.out_dir``/hugging_face, a folder that transformers loads."""
     vocab_size: int = 256
@@ -149,7 +152,7 @@ class ModelConfig:
     def _check_hugging_face(self) -> None:
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            if self.hugging_face is None and entry.name in ("pretrained", "attention", "save_hugging_face"):
+            if self.hugging_face is None and entry.name in _OF_HUGGING_FACE:
                 remedy = "has no effect without model.hugging_face; leave it out"
                 require(value == entry.default, f"model.{entry.name}", value, remedy)
             if self.hugging_face is not None and entry.name not in _BESIDE_HUGGING_FACE:
@@ -195,6 +198,5 @@ _EXPERT_KEYS = {
 }
 """Keys that describe experts, with their values for a model without experts."""
 
-_BESIDE_HUGGING_FACE = frozenset(
-    {"hugging_face", "pretrained", "attention", "save_hugging_face", "param_dtype", "fuse_wgrad_accumulation"}
-)
+_OF_HUGGING_FACE = frozenset({"pretrained", "attention", "trust_remote_code", "save_hugging_face"})
+_BESIDE_HUGGING_FACE = _OF_HUGGING_FACE | {"hugging_face", "param_dtype", "fuse_wgrad_accumulation"}

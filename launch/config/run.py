@@ -106,10 +106,10 @@ class Config:
             "memory is not the graph's",
         )
         require(
-            not (self.train.cuda_graph and self.ddp.check_for_nan_in_grad),
+            not (self.train.cuda_graph and (self.ddp.check_for_nan_in_grad or self.ddp.check_replicas_every)),
             "train.cuda_graph",
             True,
-            "does not go with ddp.check_for_nan_in_grad, which reads each step's result on the host",
+            "does not go with ddp.check_for_nan_in_grad and ddp.check_replicas_every, which read results on the host",
         )
         require(
             not (self.train.cuda_graph and self.data.documents != "join"),

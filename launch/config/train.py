@@ -58,8 +58,8 @@ class TrainConfig:
     """Recompute every so many-th block, beginning with the first; 1: each."""
     cuda_graph: bool = False
     """Capture each step as one CUDA graph (``GraphedTrainingStep``), after two eager steps. Not with
-    ``fsdp.offload_to_cpu``, ``fsdp.copy_engine_gather`` and ``ddp.check_for_nan_in_grad``. On a CPU recorded operations
-    stand in for the graph, for tests."""
+    ``fsdp.offload_to_cpu``, ``fsdp.copy_engine_gather``, ``ddp.check_for_nan_in_grad`` or ``ddp.check_replicas_every``.
+    On a CPU recorded operations stand in for the graph, for tests."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA if there is a GPU."""
     out_dir: str = "runs/default"

@@ -10,6 +10,8 @@ The index, little-endian:
     int32    [S] tokens in each sequence
     int64    [S] byte in PREFIX.bin at which each sequence begins
     int64    [D] sequence with which each document begins; first 0, last S
+
+A document that is longer than an int32 can say is several sequences.
 """
 
 import os
@@ -40,6 +42,10 @@ _DTYPES: dict[int, type[np.unsignedinteger]] = {
 }
 """Token ids are not negative: signed types are read as the unsigned ones of their size."""
 _CODES = {"uint8": 1, "int32": 4, "uint16": 8}
+_LONGEST = 2**31 - 1
+"""Most tokens of a sequence: lengths are int32."""
+_BLOCK = 2**24
+"""Tokens that are converted at once."""
 
 
 class IndexedTokens(NamedTuple):
@@ -106,20 +112,25 @@ class IndexedWriter:
         self._stem, self._name = os.fspath(prefix), dtype
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._lengths: list[int] = []
+        """Tokens of each sequence."""
+        self._documents = [0]
+        """The sequence with which each document begins, and at last the number of sequences."""
         Path(self._stem).parent.mkdir(parents=True, exist_ok=True)
         self._staging = f"{self._stem}.{uuid.uuid4().hex}"
         self._file: BinaryIO = open(f"{self._staging}.bin", "wb")  # noqa: SIM115  closed by __exit__
 
     def add(self, tokens: ArrayLike) -> None:
-        """One document of one sequence. Raises ``DataError`` for an id that the dtype cannot hold."""
+        """One document, of as few sequences as can be. Raises ``DataError`` for an id that the dtype cannot hold."""
         ids = np.asarray(tokens, dtype=np.int64)
         if not len(ids):
             return
         limit = np.iinfo(self._dtype).max
         if ids.min() < 0 or ids.max() > limit:
             raise DataError(f"token ids {ids.min()} to {ids.max()} do not fit {self._name}; choose a wider dtype")
-        self._file.write(ids.astype(self._dtype).tobytes())
-        self._lengths.append(len(ids))
+        for start in range(0, len(ids), _BLOCK):
+            self._file.write(ids[start : start + _BLOCK].astype(self._dtype).tobytes())
+        self._lengths += _sequences_of(len(ids))
+        self._documents.append(len(self._lengths))
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -136,12 +147,18 @@ class IndexedWriter:
         count = len(lengths)
         pointers = (np.cumsum(lengths) - lengths) * self._dtype.itemsize
         with index.open("wb") as file:
-            file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._name], count, count + 1))
+            file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._name], count, len(self._documents)))
             file.write(lengths.astype("<i4").tobytes())
             file.write(pointers.astype("<i8").tobytes())
-            file.write(np.arange(count + 1, dtype="<i8").tobytes())
+            file.write(np.asarray(self._documents, dtype="<i8").tobytes())
         binary.replace(f"{self._stem}.bin")
         index.replace(f"{self._stem}.idx")
+
+
+def _sequences_of(length: int) -> list[int]:
+    """Lengths of the sequences of a document of ``length`` tokens."""
+    full, rest = divmod(length, _LONGEST)
+    return [_LONGEST] * full + [rest] * bool(rest)
 
 
 def write_indexed(prefix: str | os.PathLike[str], documents: Iterable[ArrayLike], *, dtype: str) -> None:

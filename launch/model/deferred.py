@@ -6,7 +6,6 @@ that are in no file (rotary frequencies) come from ``_init_weights`` too, as in 
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..config.error import ConfigError
+from .hugging_face_folder import shard_files
 
 __all__ = ["DeferredValues", "stored_tensors"]
 
@@ -124,6 +124,8 @@ def stored_tensors(model: Any, folder: str, dtype: torch.dtype) -> dict[str, Pat
     try:
         files = _files_of(Path(folder))
         shapes = {name: shape for path in set(files.values()) for name, shape in _shapes(path)}
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         return f"its safetensors cannot be listed ({error})"
     if set(shapes) != set(files):
@@ -157,8 +159,7 @@ def _converted(model: Any, names: Iterable[str]) -> str | None:
 def _files_of(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in listed.items()}
+        return shard_files(index)
     path = folder / "model.safetensors"
     return {name: path for name, _ in _shapes(path)}
 

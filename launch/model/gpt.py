@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...te_integration import autocast
 from ..config.run import ModelConfig
 from .feed_forward import FeedForward, make_linear
-from .loss import mean_loss
+from .loss import find_padding, mean_loss
 from .moe import MixtureOfExperts, RouterLoss
 
 __all__ = [
@@ -123,12 +123,20 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        is_padding: Tensor | None = None,
     ) -> tuple[Tensor, RouterLoss | None]:
-        """``x`` [B, T, D] -> [B, T, D], and in training the router's losses of a block with experts."""
+        """``x`` [B, T, D] -> [B, T, D], and in training the router's losses of a block with experts.
+
+        is_padding  [B, T] bool: what a block with experts leaves out
+        """
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
         normed = self.ffn_norm(x)
-        y, router_loss = self.ffn(normed) if self.has_experts else (self.ffn(normed), None)
+        y, router_loss = self.ffn(normed, is_padding) if self.has_experts else (self.ffn(normed), None)
         return x + self.dropout(y), router_loss
 
 
@@ -223,7 +231,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.
 
-        Negative targets do not count. With ``positions`` [B, T] int64, which begin at 0 with each document, attention
+        Negative targets do not count, and experts and their routers leave out padding: the places of a row behind its
+        last target that counts. With ``positions`` [B, T] int64, which begin at 0 with each document, attention
         stays within documents; rotary positions are relative, so those of the sequence serve all documents.
 
         In training, the returned loss includes the losses of all routers; ``loss_parts`` holds the parts.
@@ -236,10 +245,11 @@ class GPT(nn.Module):
             )
         cos, sin = self.rotary_cos[:length], self.rotary_sin[:length]
         mask = None if positions is None else _within_documents(positions)
+        is_padding = None if targets is None or not self.config.num_experts else find_padding(targets)
         x = self.dropout(self.embedding(tokens))
         router_losses = []
         for block in self.blocks:
-            x, router_loss = block(x, cos, sin) if mask is None else block(x, cos, sin, mask)
+            x, router_loss = block(x, cos, sin, mask, is_padding)
             if router_loss is not None:
                 router_losses.append(router_loss)
         with autocast(enabled=False):  # recipes leave the head as it is: its errors are the loss's

@@ -4,7 +4,6 @@ No architecture is named here. The decoder layers are the longest ``nn.ModuleLis
 """
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from ..config.error import ConfigError
 from ..config.model import ModelConfig
 from .deferred import DeferredValues, stored_tensors
 from .gpt import GPT, build_model
+from .hugging_face_folder import copy_tokenizer, load_settings, stays_inside, transformers_package
+from .hugging_face_routers import RouterLoss
 from .loss import mean_loss
 
 __all__ = ["HuggingFaceModel", "LanguageModel", "build_language_model", "check_documents", "save_hugging_face"]
@@ -37,6 +38,8 @@ class HuggingFaceModel(nn.Module):
         self.loss_parts = None
         self.blocks = decoder_layers(model)
         """The decoder layers, a list that registers nothing."""
+        self.router_loss = RouterLoss(model)
+        """The model's own auxiliary loss."""
         self.values: DeferredValues | None = None
         """Gives values to a model whose tensors are still on meta; None: they have them."""
         self.whole_because: str | None = None
@@ -63,16 +66,17 @@ class HuggingFaceModel(nn.Module):
 
         positions  [B, T] int64, beginning at 0 with each document: attention stays within documents
 
-        In training, the loss includes the model's own auxiliary loss, if ``config.json`` asks for router logits.
+        In training, the loss includes the model's own auxiliary loss, if ``config.json`` asks for router logits. It
+        leaves out padding, the places of a row behind its last target that counts.
         """
         outputs = self.model(input_ids=tokens, position_ids=positions, use_cache=False)
         if targets is None:
             logits: Tensor = outputs.logits
             return logits
         loss = mean_loss(outputs.logits, targets)
-        auxiliary = getattr(outputs, "aux_loss", None)
-        if self.training and isinstance(auxiliary, Tensor):
-            loss = loss + getattr(self.model.config, "router_aux_loss_coef", 0.0) * auxiliary
+        if self.training:
+            auxiliary = self.router_loss.of(outputs, targets)
+            loss = loss if auxiliary is None else loss + auxiliary
         return loss
 
 
@@ -108,7 +112,7 @@ def build_language_model(
     """
     if config.hugging_face is None:
         return build_model(config, seed=seed, device=device)
-    transformers = _transformers()
+    transformers = transformers_package()
     device = torch.device("cpu") if device is None else device
     folder = config.hugging_face
     if not Path(folder).is_dir():
@@ -116,8 +120,8 @@ def build_language_model(
     values: DeferredValues | None = None
     whole_because: str | None = None
     try:
-        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        arguments: dict[str, Any] = {"dtype": config.torch_dtype}
+        settings = load_settings(folder, trust_remote_code=config.trust_remote_code)
+        arguments: dict[str, Any] = {"dtype": config.torch_dtype, "trust_remote_code": config.trust_remote_code}
         if config.attention is not None:
             arguments["attn_implementation"] = config.attention
         with torch.device("meta"):
@@ -133,6 +137,8 @@ def build_language_model(
                     model = model.to(device)
             else:
                 values = DeferredValues(model, files, seed=seed, device=device)
+    except ConfigError:
+        raise
     except (OSError, ValueError, ImportError, KeyError) as error:
         remedy = "; model.pretrained = false draws new weights from config.json" if config.pretrained else ""
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
@@ -154,14 +160,6 @@ def _leave_head_unquantised(model: Any) -> None:
     for module in () if head is None else head.modules():
         if isinstance(module, LinearModule):
             module.ignores_recipes = True
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(f"{_KEY}: the package is missing; pip install 'transformers>=5.0'") from None
-    return transformers
 
 
 @torch.no_grad()
@@ -193,42 +191,35 @@ def check_documents(model: HuggingFaceModel, device: torch.device) -> None:
         )
 
 
-def save_hugging_face(weights: Mapping[str, Tensor], source: str, target: str | os.PathLike[str]) -> None:
+def save_hugging_face(
+    weights: Mapping[str, Tensor], source: str, target: str | os.PathLike[str], *, trust_remote_code: bool = False
+) -> list[str]:
     """Write a folder that ``transformers`` loads: ``config.json``, weights as safetensors, and what ``source`` has of a
-    generation config and a tokenizer.
+    generation config and a tokenizer. Returns the names of its files that lie elsewhere, behind links, and are left
+    out.
 
-    weights  every tensor of ``HuggingFaceModel.state_dict()``, on the CPU
-    source   ``model.hugging_face`` of the run
+    weights            every tensor of ``HuggingFaceModel.state_dict()``, on the CPU
+    source             ``model.hugging_face`` of the run
+    trust_remote_code  whether code of ``source`` may run: a decision of the user, never of a file
     """
-    transformers = _transformers()
-    settings = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+    transformers = transformers_package()
+    settings = load_settings(source, trust_remote_code=trust_remote_code)
     stored = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     dtype = next(tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, trust_remote_code=trust_remote_code
+        )
     model.load_state_dict(stored, strict=False, assign=True)
     model.tie_weights()
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if left:
         raise ValueError(f"no weights of '{left[0]}' are there to write to '{target}'")
-    if model.can_generate() and (Path(source) / "generation_config.json").is_file():  # else made of config.json
-        model.generation_config = transformers.GenerationConfig.from_pretrained(source, local_files_only=True)
+    generation, left_out = Path(source) / "generation_config.json", list[str]()
+    if model.can_generate() and generation.is_file():  # else made of config.json
+        if stays_inside(generation):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(source, local_files_only=True)
+        else:
+            left_out.append(generation.name)
     model.save_pretrained(target)
-    for path in Path(source).glob("*"):
-        is_of_tokenizer = path.name.startswith("tokenizer") or path.name in _TOKENIZER_FILES
-        if is_of_tokenizer and path.is_file() and Path(target).resolve() != Path(source).resolve():
-            shutil.copy2(path, Path(target) / path.name)
-
-
-_TOKENIZER_FILES = (
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
+    return left_out + copy_tokenizer(Path(source), Path(target))

@@ -1,9 +1,10 @@
-"""The mean of a loss over the targets that count."""
+"""The mean of a loss over the targets that count, and the places that no loss depends on."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["mean_loss"]
+__all__ = ["find_padding", "mean_loss"]
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -14,3 +15,14 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     flat = targets.reshape(-1)
     total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), flat, ignore_index=-100, reduction="sum")
     return total / (flat >= 0).sum().clamp(min=1)
+
+
+def find_padding(targets: Tensor) -> Tensor:
+    """Which places of ``targets`` [B, T] lie behind the last target of their row that is not negative; bool [B, T].
+
+    No loss depends on these inputs where attention is causal. A negative target before that place may be that of a
+    prompt, which later tokens attend to.
+    """
+    places = torch.arange(targets.shape[1], device=targets.device)
+    last = torch.where(targets >= 0, places, -1).amax(1, keepdim=True)
+    return places > last

@@ -100,41 +100,60 @@ class MixtureOfExperts(nn.Module):
         if config.shared_expert_ffn_dim:
             self.shared = FeedForward(config, config.shared_expert_ffn_dim, device, delay_wgrad=delay_wgrad)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, RouterLoss | None]:
-        """``x`` [..., D] -> [..., D], and in training the router's losses for these tokens."""
+    def forward(self, x: Tensor, is_padding: Tensor | None = None) -> tuple[Tensor, RouterLoss | None]:
+        """``x`` [..., D] -> [..., D], and in training the router's losses for these tokens.
+
+        is_padding  [...] bool: these tokens go to no expert, and the router's losses leave them out. None: no token
+        """
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
-        rows, row_probs, sorting = moe_permute_with_probs(tokens, routing.probs, routing.expert_ids, self.num_experts)
+        expert_ids = routing.expert_ids
+        if is_padding is not None:
+            is_padding = is_padding.reshape(-1)
+            expert_ids = expert_ids.masked_fill(is_padding[:, None], self.num_experts)
+        rows, row_probs, sorting = moe_permute_with_probs(tokens, routing.probs, expert_ids, self.num_experts)
         y = moe_unpermute(self.experts(rows, sorting.splits, row_probs), sorting).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        return y, self._losses(routing, sorting.splits) if self.training else None
+        return y, self._losses(routing, sorting.splits, is_padding) if self.training else None
 
-    def _losses(self, routing: Routing, splits: Tensor) -> RouterLoss:
-        balance = load_balancing_loss(routing.all_probs, splits)
-        z = router_z_loss(routing.logits)
+    def _losses(self, routing: Routing, splits: Tensor, is_padding: Tensor | None) -> RouterLoss:
+        balance = load_balancing_loss(routing.all_probs, splits, is_padding)
+        z = router_z_loss(routing.logits, is_padding)
         weighted = self.aux_loss_coefficient * balance
         if self.router_z_loss_coefficient:
             weighted = weighted + self.router_z_loss_coefficient * z
-        even_share = routing.expert_ids.numel() / self.num_experts
-        return RouterLoss(weighted, balance.detach(), z.detach(), splits.max().float() / even_share)
+        max_load = splits.max() * self.num_experts / splits.sum().clamp(min=1)
+        return RouterLoss(weighted, balance.detach(), z.detach(), max_load.float())
 
 
-def load_balancing_loss(probs: Tensor, splits: Tensor) -> Tensor:
-    """``E * sum over e of f_e P_e``, which is 1 at perfect balance.
+def load_balancing_loss(probs: Tensor, splits: Tensor, is_padding: Tensor | None = None) -> Tensor:
+    """``E * sum over e of f_e P_e``, which is 1 at perfect balance and 0 without tokens.
 
     f_e is expert e's part of all rows, P_e is its mean probability.
 
-    probs   [T, E]  fp32, over all experts
-    splits  [E]     rows of each expert, integers: no gradient flows through them
+    probs       [T, E]  fp32, over all experts
+    splits      [E]     rows of each expert, integers: no gradient flows through them
+    is_padding  [T]     bool: tokens that P_e leaves out; ``splits`` must not count them either
 
     This is the Switch Transformer's loss (Fedus et al., 2021), with f counted over the k choices of each token. The
     tokens are those of one microbatch on one rank.
     """
-    share = splits.to(probs.dtype) / splits.sum()
-    return probs.shape[1] * (share * probs.mean(0)).sum()
+    share = splits.to(probs.dtype) / splits.sum().clamp(min=1)
+    return probs.shape[1] * (share * _token_mean(probs, is_padding)).sum()
 
 
-def router_z_loss(logits: Tensor) -> Tensor:
-    """Mean over tokens of ``logsumexp(logits)^2`` for logits [T, E]; keeps logits small. ST-MoE, Zoph et al., 2022."""
-    return logits.logsumexp(-1).square().mean()
+def router_z_loss(logits: Tensor, is_padding: Tensor | None = None) -> Tensor:
+    """Mean over tokens of ``logsumexp(logits)^2`` for logits [T, E]; keeps logits small. ST-MoE, Zoph et al., 2022.
+
+    is_padding  [T] bool: tokens that the mean leaves out; the mean of no token is 0
+    """
+    return _token_mean(logits.logsumexp(-1).square(), is_padding)
+
+
+def _token_mean(values: Tensor, is_padding: Tensor | None) -> Tensor:
+    """Mean of ``values`` [T, ...] over the tokens that are no padding."""
+    if is_padding is None:
+        return values.mean(0)
+    kept = values.masked_fill(is_padding.view(-1, *[1] * (values.dim() - 1)), 0.0)
+    return kept.sum(0) / is_padding.logical_not().sum().clamp(min=1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config.file import config_to_dict, flat, structure
+from ..config.file import config_to_dict, flat, structure_of_run
 from ..config.run import Config, ConfigError
 from ..plan.parameter_count import ParameterCount, count_parameters
 from ..training.metrics import read_metrics
@@ -93,7 +93,7 @@ def _read_run(folder: Path) -> _Run:
         raise ConfigError(f"'{folder}' is not the folder of a run: {error.filename} does not exist") from None
     if not any(record["kind"] == "final" for record in records):
         raise ConfigError(f"the run in '{folder}' has not come to its end; train it again, or wait for it")
-    config = structure(resolved["config"])
+    config = structure_of_run(resolved["config"])
     return _Run(
         folder.resolve().name,
         config,

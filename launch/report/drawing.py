@@ -9,6 +9,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..files import replacing
+
 __all__ = [
     "BACKWARD",
     "DRAIN",
@@ -48,6 +50,7 @@ def dress(axes: Axes, title: str) -> None:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write ``figure`` to ``path``, close it, and return ``path``."""
-    figure.savefig(path)
+    with replacing(path, "wb") as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."))
     plt.close(figure)
     return path

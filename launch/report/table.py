@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..files import replacing
+
 __all__ = ["Column", "machine", "markdown_table", "write_csv", "write_table"]
 
 Column = tuple[str, Callable[[Any], str]]
@@ -25,7 +27,7 @@ def machine() -> str:
 def write_csv(folder: Path, stem: str, rows: Sequence[Any]) -> None:
     """Write ``stem.csv``: every field of ``rows``, dataclasses of one class."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{stem}.csv").open("w", newline="") as file:
+    with replacing(folder / f"{stem}.csv", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(rows[0])])
         writer.writeheader()
         writer.writerows(dataclasses.asdict(row) for row in rows)
@@ -67,5 +69,6 @@ def write_table(
         *([notes, ""] if notes else []),
     ]
     table = "\n".join(lines)
-    (folder / f"{stem}.md").write_text(table)
+    with replacing(folder / f"{stem}.md") as file:
+        file.write(table)
     return table

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from ...ddp.graphs.recorded import RecordedLaunch, record_launch
@@ -122,7 +121,7 @@ def _sum_unless_given(opts: Any) -> Any:
 class SimulatedProcessGroup(dist.ProcessGroup):
     """One rank's end of a group. The methods have the names that torch.distributed calls on its own backends."""
 
-    def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: Store, desc: str) -> None:
+    def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: dist.Store, desc: str) -> None:
         super().__init__(rank, len(shared.members))  # type: ignore[call-arg]  # subclasses take no store
         self._store = store
         self._desc = desc
@@ -146,7 +145,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._desc
 
-    def get_group_store(self) -> Store:
+    def get_group_store(self) -> dist.Store:
         return self._store
 
     @property

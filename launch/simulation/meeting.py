@@ -6,16 +6,26 @@ sender, receiver and tag, in launch order. As with gloo and NCCL, a send is done
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from ...ddp.torch_internals import tree_leaves
+from ...kernels.private_names import private_name
 from ..simulation import collectives as move
 from .collectives import Operation, Payload
 from .schedule import SimulatedRank
 
 __all__ = ["CollectiveMismatchError", "Pending", "SharedGroup", "Transfer", "describe_launch"]
+
+
+_DisableTorchDispatch: Any = private_name(
+    "torch._C._DisableTorchDispatch",
+    loss="modes of the rank that arrives last see the data that simulated ranks exchange",
+    fallback=nullcontext,
+)
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -164,7 +174,7 @@ def _move(operation: Operation, payloads: Sequence[Payload]) -> None:
         torch.cuda.synchronize()
     # A real backend works outside this thread, where this thread's modes do not see it. Grad mode and autocast do not
     # matter here: the operations work on .data and call nothing that autocast changes.
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with _DisableTorchDispatch(), torch._C.DisableTorchFunction():
         operation(payloads)
     if on_cuda:
         torch.cuda.synchronize()

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...kernels.private_names import private_name, raise_where_absent
 from .group import BACKEND, SimulatedProcessGroup
 from .meeting import CollectiveMismatchError, SharedGroup
 from .schedule import Scheduler, SimulatedDeadlockError, current_rank
@@ -28,6 +29,19 @@ from .store import SimulatedStore
 __all__ = ["CollectiveMismatchError", "SimulatedDeadlockError", "SimulatedRankError", "simulate"]
 
 T = TypeVar("T")
+
+_REPLACED = [
+    private_name(f"torch.{name}", loss="no ranks can be simulated")
+    for name in (
+        "distributed.distributed_c10d._world",
+        "distributed.distributed_c10d._new_process_group_helper",
+        "distributed.distributed_c10d._update_default_pg",
+        "_C._distributed_c10d._register_process_group",
+        "_C._distributed_c10d._unregister_all_process_groups",
+        "_C._distributed_c10d._set_thread_isolation_mode",
+    )
+]
+"""What ``_simulated_distributed`` replaces of torch.distributed, as it is at import."""
 
 _running = threading.Lock()
 """Held while a simulation owns the torch.distributed state of the process."""
@@ -149,6 +163,7 @@ def _simulated_distributed(
     which torch's Python code looks groups up; the function behind ``new_group``, so that every backend becomes the
     simulated one; and the C++ registry of group names, which torch can keep per thread.
     """
+    raise_where_absent(*_REPLACED)
     c10d: Any = dist.distributed_c10d
     c10d_cpp: Any = torch._C._distributed_c10d
     process_world, process_helper = c10d._world, c10d._new_process_group_helper

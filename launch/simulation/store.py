@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+import torch.distributed as dist
 
 from .schedule import Scheduler, current_rank
 
@@ -28,7 +28,7 @@ class _Key:
         return ()
 
 
-class SimulatedStore(Store):
+class SimulatedStore(dist.Store):
     """One store for all ranks. Values are bytes, counters are decimal digits, as in torch's own stores."""
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -16,7 +16,8 @@ __all__ = ["check_model", "load_model", "make_sampler", "validation_batch"]
 
 
 def check_model(config: Config, model: LanguageModel) -> None:
-    """Raise ``ConfigError`` if a model of Hugging Face would be overwritten, or is too short for the sequences.
+    """Raise ``ConfigError`` if a model of Hugging Face would be overwritten, is too short for the sequences, or would
+    have padding in its routers' loss.
 
     model  may be on meta
     """
@@ -29,6 +30,13 @@ def check_model(config: Config, model: LanguageModel) -> None:
         "model.hugging_face",
         source,
         "would be overwritten by the trained model; set another train.out_dir, or model.save_hugging_face = false",
+    )
+    require(
+        config.data.documents != "pad" or not model.router_loss.counts_padding,
+        "data.documents",
+        "pad",
+        "would have padding in the auxiliary loss of this model's routers, which its class computes in a way of its "
+        'own; set "mask", or output_router_logits to false in config.json',
     )
     longest = model.context_length
     require(

@@ -53,6 +53,7 @@ class MetricsWriter:
             kept = self._records_to_keep(self._path)
             # Write a temporary file, then rename it: a killed process leaves either the old records or the new ones.
             staging = self._path.with_name(f"{self._path.name}.incomplete")
+            staging.unlink(missing_ok=True)  # of a run that was killed, or a link
             self._file = staging.open("w", encoding="utf-8")
             self._file.writelines(json.dumps(record) + "\n" for record in kept)
             self._file.flush()

@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...ddp.checkpoint.background import PendingSave
 from ...ddp.checkpoint.checkpoint import load_checkpoint, prepare_background_saves, save_checkpoint
-from ...ddp.checkpoint.files.folder import find, is_being_deleted, remove
+from ...ddp.checkpoint.files.folder import find, is_being_deleted, is_complete, is_left_to_delete, remove
 from ...ddp.checkpoint.files.storage import open_checkpoint
 from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
 from ..data.tokens import Digest
+from ..files import replacing
 from .pace import Pace
 from .runtime import versions
 from .wrapping import Wrapped
@@ -31,6 +32,7 @@ _MAY_DIFFER = frozenset(
         "model.fuse_wgrad_accumulation",
         "model.delay_wgrad_layers",
         "model.save_hugging_face",
+        "model.trust_remote_code",
         "data.cache_dir",
         "train.steps",
         "train.max_seconds",
@@ -62,7 +64,8 @@ def write_resolved(config: Config, world_size: int) -> None:
     out_dir = Path(config.train.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     resolved = {"config": config_to_dict(config), "versions": versions(), "world_size": world_size}
-    (out_dir / "resolved_config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+    with replacing(out_dir / "resolved_config.json") as file:
+        file.write(json.dumps(resolved, indent=2) + "\n")
 
 
 def _checkpoint_path(out_dir: Path, step: int) -> Path:
@@ -180,15 +183,18 @@ class RunSaver:
         self._deletion.start()
 
     def _delete(self, newest: int) -> None:
+        """Delete older checkpoints. Links, empty folders and all else that no save has written stay."""
         keep = self._config.checkpoint
         for path in sorted(self._folder.glob("step-*")):
             number = _step_of(path)
             if number is None or number > newest:  # those after it are of a run that was resumed earlier
                 continue
+            if path.is_symlink() or not (is_complete(path) or is_left_to_delete(path)):
+                continue
             newer = [step for step in self._steps() if number < step <= newest]
             stays = keep.keep_last is None or len(newer) < keep.keep_last
             stays = stays or (keep.keep_every is not None and number % keep.keep_every == 0)
-            if stays and not is_being_deleted(path):
+            if stays and not is_left_to_delete(path):
                 continue
             try:
                 remove(path)
@@ -196,7 +202,9 @@ class RunSaver:
                 self._say(f"'{path}' was not deleted: {error}")
 
     def _steps(self) -> list[int]:
-        return [step for path in self._folder.glob("step-*") if (step := _step_of(path)) is not None]
+        """Steps of all checkpoints, those behind links included."""
+        folders = [path for path in self._folder.glob("step-*") if is_complete(path)]
+        return [step for path in folders if (step := _step_of(path)) is not None]
 
 
 def resume_run(
@@ -214,12 +222,23 @@ def resume_run(
         raise ConfigError(f"train.resume = '{path}': {error}") from None
     _check_same(path, extra, config, data)
     pace.step, pace.seconds = extra["step"], extra["seconds"]
+    _check_no_link(config, pace.step)
     schedule.load_state_dict(extra["schedule"])
     # The saved learning rate follows from the length of the saved run, and train.steps may have changed.
     schedule.last_epoch -= 1
     schedule.step()
     # Older checkpoints lack this entry; their runs were validated unless interrupted.
     return bool(extra.get("validated", True))
+
+
+def _check_no_link(config: Config, step: int) -> None:
+    """Raise ``ConfigError`` if the run may save through a link, over a checkpoint that lies elsewhere."""
+    for path in (Path(config.train.out_dir) / _FOLDER).glob("step-*"):
+        if path.is_symlink() and (_step_of(path) or 0) > step and config.train.save_every is not None:
+            raise ConfigError(
+                f"'{path}' is a link, and this run goes on after step {step} and might write over "
+                f"'{path.resolve()}': remove the link, or set another train.out_dir"
+            )
 
 
 def check_resume(path: Path, config: Config, data: Mapping[str, Digest]) -> None:

@@ -382,8 +382,11 @@ class _Trainer:
         if source is not None and self.config.model.save_hugging_face:
             weights, target = self.wrapped.whole_weights(wanted=self.runtime.rank == 0), self.config.train.out_dir
             if self.runtime.rank == 0:
-                save_hugging_face(weights, source, Path(target) / "hugging_face")
+                trusts = self.config.model.trust_remote_code
+                left_out = save_hugging_face(weights, source, Path(target) / "hugging_face", trust_remote_code=trusts)
                 self.display.message(f"the model is in '{target}/hugging_face'")
+                for name in left_out:
+                    self.display.message(f"'{name}' is a link out of '{source}' and was not copied: copy it by hand")
         below = None if loss is None or bigram is None else bigram - loss
         digest = self.wrapped.digest(wanted=self.runtime.rank == 0)
         self.metrics.write(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...ddp.torch_internals import TorchDispatchMode
 from .modules import RunningModules
 
 __all__ = ["DrawnMeans", "modules_that_draw", "random_state"]

@@ -25,7 +25,7 @@ from ..te_arguments import drop_extra_state
 from ..wgrad_queue import WgradQueue
 from .compiled_linear import compiled_linear
 from .fused_linear import LinearUse, cast, dtype_of_products, fused_linear, rows_of, run_outside_graph
-from .quantized_linear import HALF, Quantizing, quantized_linear, takes_recipe
+from .quantized_linear import HALF, quantized_linear, takes_recipe
 from .transforms import in_transform
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
@@ -194,10 +194,12 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         if writes and queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())
         use = self._use(weights, queue if writes else None, only_save)
-        quantizing: Quantizing = recipe
-        if isinstance(recipe, recipes.DelayedScaling):
-            quantizing = self.scaling_of(recipe, product, input.device)
-        return quantized_linear(input, weights, bias, use, quantizing, writes)
+        if not isinstance(recipe, recipes.DelayedScaling):
+            return quantized_linear(input, weights, bias, use, recipe, writes)
+        scaling = self.scaling_of(recipe, product, input.device)
+        output = quantized_linear(input, weights, bias, use, scaling, writes)
+        scaling.forward_done(has_graph=output.requires_grad)
+        return output
 
     def _check_input(self, input: Tensor, weight: Tensor) -> None:
         features = weight.shape[0 if self.transposed else 1]

@@ -14,10 +14,10 @@ from ...ddp.collectives.streams import capture_number
 from ...ddp.contract.demand import Demand, demand
 from ...ddp.contract.main_grad import record_of
 from ...ddp.contract.target import Place
-from ...ddp.torch_internals import current_backward
+from ...ddp.torch_internals import current_backward, delivers_to_all
 from ...kernels.quantized import Quantized, lacking, quantize_both, restored, scaled_product
 from ...kernels.wgrad import wgrad_product
-from ..delayed_scaling import ProductScaling
+from ..product_scaling import ProductScaling
 from ..recipes import Operand, Recipe
 from ..torch_internals import watch_prehooks
 from .fused_linear import LinearUse, cast, dtype_of_products, refuse_split_backward, rows_of
@@ -147,6 +147,9 @@ class _QuantizedLinear(torch.autograd.Function):
         db = dy.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         dy = overflow_as_nan(dy)
         dx = rows = columns = None
+        if isinstance(recipe, ProductScaling):
+            trains = Demand.ACCUMULATE in wanted if True in needs_dw else delivers_to_all()
+            recipe.enter_backward(trains=trains, frozen=True not in needs_dw)
         if dy.numel():
             rows, columns = copies(recipe, "grad", dy, rows=needs_dx, columns=ctx.x_kind is not None)
         if needs_dx:
@@ -232,7 +235,11 @@ def copies_of_weight(
     def make(rows: bool, columns: bool) -> tuple[Quantized | None, Quantized | None]:
         return copies(recipe, "weight", _whole(weights, dtype, transposed=transposed), rows=rows, columns=columns)
 
-    return kept_copies(weights, (recipe, dtype, transposed), make, rows=rows, columns=columns, moment=moment)
+    version = None
+    if isinstance(recipe, Recipe) and (scale := recipe.scale_of("weight")) is not None:
+        version = scale.data_ptr(), scale._version  # a recipe of the program's own may change it in place
+    form = recipe, version, dtype, transposed
+    return kept_copies(weights, form, make, rows=rows, columns=columns, moment=moment)
 
 
 def kept_copies(

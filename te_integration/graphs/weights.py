@@ -3,6 +3,7 @@
 from torch import nn
 
 from ...ddp.gathers.waiting_modules import is_waiting_hook, registered_params
+from ..dense.linear_module import LinearModule
 from .captured_order import Place, ReplayError
 
 __all__ = ["CapturedWeights"]
@@ -21,6 +22,7 @@ class CapturedWeights:
         ]
         modules = list(module.modules())
         self._modes = [(each, each.training) for each in modules]
+        self._exempt = [(each, each.ignores_recipes) for each in modules if isinstance(each, LinearModule)]
         self._children = [(each, [*each._modules.values()]) for each in modules]
         self._hooks = [
             (each, hooks)
@@ -49,6 +51,12 @@ class CapturedWeights:
                 raise ReplayError(
                     f"{self._place}: {type(module).__name__} got a hook on its forward or backward after the capture, "
                     f"which no replay would call: remove it, or hook the callable"
+                )
+        for layer, exempt in self._exempt:
+            if layer.ignores_recipes is not exempt:
+                raise ReplayError(
+                    f"{self._place}: ignores_recipes of {layer.describe()} was changed since the capture, which no "
+                    f"replay would see: set it before make_graphed_callables"
                 )
         for module, children in self._children:
             if [*module._modules.values()] != children:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
+from maingrad.ddp import distributed_internals as distributed
 from maingrad.ddp import torch_internals as internals
 from maingrad.ddp.contract.delayed import current_checkpoint
 
@@ -41,9 +42,9 @@ def test_a_collective_on_the_current_stream_has_something_to_wait_for() -> None:
     """Who waits for it goes on to what comes after: None would have been taken for "nothing was launched"."""
     group: Any = WorklessGroup()
     flat, shard = torch.zeros(4), torch.ones(2)
-    assert internals.start_all_gather(flat, shard, group, on_stream=True).wait()
+    assert distributed.start_all_gather(flat, shard, group, on_stream=True).wait()
     assert flat.tolist() == [1, 1, 1, 1]
-    work = internals.start_reduce_scatter(shard, flat, torch.distributed.ReduceOp.SUM, group, on_stream=True)
+    work = distributed.start_reduce_scatter(shard, flat, torch.distributed.ReduceOp.SUM, group, on_stream=True)
     assert work.wait()
     assert shard.tolist() == [2, 2]
 
@@ -204,20 +205,21 @@ def default_group() -> Iterator[dist.ProcessGroup]:
 
 
 def test_a_group_gives_away_its_store_its_backend_and_its_timeout(default_group: dist.ProcessGroup) -> None:
-    internals.default_store().set("maingrad", "here")
-    assert internals.default_store().get("maingrad") == b"here", f"{TORCH}: _get_default_store"
+    assert distributed.default_store is not None and distributed.backend_on is not None, TORCH
+    distributed.default_store().set("maingrad", "here")
+    assert distributed.default_store().get("maingrad") == b"here", f"{TORCH}: _get_default_store"
     cpu = torch.device("cpu")
-    assert type(internals.backend_on(default_group, cpu)).__name__ == "ProcessGroupGloo", f"{TORCH}: _get_backend"
-    assert internals.timeout_on(default_group, cpu) == timedelta(seconds=77), f"{TORCH}: options._timeout"
+    assert type(distributed.backend_on(default_group, cpu)).__name__ == "ProcessGroupGloo", f"{TORCH}: _get_backend"
+    assert distributed.timeout_on(default_group, cpu) == timedelta(seconds=77), f"{TORCH}: options._timeout"
 
 
 def test_an_all_gather_and_a_reduce_scatter_are_started_below_the_public_functions(
     default_group: dist.ProcessGroup,
 ) -> None:
     output = torch.zeros(2)
-    internals.start_all_gather(output, torch.ones(2), default_group).wait()
+    distributed.start_all_gather(output, torch.ones(2), default_group).wait()
     assert output.tolist() == [1, 1], f"{TORCH}: all_gather_single, _allgather_base"
-    internals.start_reduce_scatter(output, torch.full((2,), 3.0), dist.ReduceOp.SUM, default_group).wait()
+    distributed.start_reduce_scatter(output, torch.full((2,), 3.0), dist.ReduceOp.SUM, default_group).wait()
     assert output.tolist() == [3, 3], f"{TORCH}: reduce_scatter_single, _reduce_scatter_base"
 
 
@@ -225,18 +227,18 @@ class Watched(nn.Linear):
     """Notes which of torch's wrappers runs around its forward."""
 
     def forward(self, input: Tensor) -> Tensor:
-        self.around = internals.active_torch_ddp()
+        self.around = distributed.active_torch_ddp()
         return super().forward(input)
 
 
 def test_torch_ddp_shows_what_it_reduces_and_that_it_runs(default_group: dist.ProcessGroup) -> None:
     inside = Watched(2, 2)
     wrapper = TorchDDP(inside)
-    params = internals.params_of_torch_ddp(wrapper)
+    params = distributed.params_of_torch_ddp(wrapper)
     assert params is not None and set(map(id, params)) == set(map(id, inside.parameters())), (
         f"{TORCH}: DDP's parameters"
     )
-    assert internals.active_torch_ddp() is None
+    assert distributed.active_torch_ddp() is None
     wrapper(torch.ones(1, 2))
     assert inside.around is wrapper, f"{TORCH}: _active_ddp_module"
 
@@ -245,7 +247,7 @@ def test_fsdp2_shows_what_it_gathered_and_what_it_sums(default_group: dist.Proce
     module = nn.Linear(2, 2, bias=False)
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     seen: list[tuple[Any, Tensor]] = []
-    module.register_forward_pre_hook(lambda *_: seen.extend(internals.gathered_by_fsdp2()))
+    module.register_forward_pre_hook(lambda *_: seen.extend(distributed.gathered_by_fsdp2()))
     module.set_requires_gradient_sync(False)
     for _ in range(2):
         module(torch.ones(1, 2)).sum().backward()
@@ -253,13 +255,13 @@ def test_fsdp2_shows_what_it_gathered_and_what_it_sums(default_group: dist.Proce
     assert len(records) == 1, f"{TORCH}: _module_state_mapping, _fsdp_param_groups, fsdp_params, _unsharded_param"
     (record,) = records.values()
     weight = seen[-1][1]
-    summed = internals.accumulated_by_fsdp2(record)
+    summed = distributed.accumulated_by_fsdp2(record)
     summed = weight.grad if summed is None else summed
     assert summed is not None and summed.flatten().tolist() == [2, 2, 2, 2], f"{TORCH}: unsharded_accumulated_grad"
 
 
 def test_a_chunk_s_place_reads_like_the_one_that_the_writer_of_checkpoints_notes() -> None:
-    info = internals.storage_info("__0_0.distcp", 64, 128)
+    info = distributed.storage_info("__0_0.distcp", 64, 128)
     assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 64, 128), f"{TORCH}: _StorageInfo"
 
 
@@ -273,6 +275,8 @@ def test_a_current_stream_has_an_address() -> None:
 
 @pytest.mark.gpu
 def test_nccl_has_a_scaled_sum_and_says_whether_gathers_can_leave_the_multiprocessors_free() -> None:
-    assert internals.premultiplied_sum(0.5) is not None, f"{TORCH}: _make_nccl_premul_sum"
+    assert distributed.premultiplied_sum is not None and distributed.premultiplied_sum(0.5) is not None, (
+        f"{TORCH}: _make_nccl_premul_sum"
+    )
     knows = hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
-    assert (internals.zero_cta_options() is not None) == knows, f"{TORCH}: NCCL_CTA_POLICY_ZERO, config.cta_policy"
+    assert (distributed.zero_cta_options() is not None) == knows, f"{TORCH}: NCCL_CTA_POLICY_ZERO, config.cta_policy"

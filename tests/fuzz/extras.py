@@ -143,7 +143,31 @@ def _attributes(pen: Pen, extra: Extra, name: str, step: int) -> None:
     pen.see(f"generated {name}", f"model.generate({_data(step)}, {1 + extra.where % 2})")
 
 
+def _changed_and_back(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """A change of the model, which the next forward refuses, is undone: training goes on exactly."""
+    if pen.plain:
+        return
+    words, undone = ("not there",), "del model.head.late"
+    if extra.where == 0:
+        pen("model.head.late = nn.Parameter(torch.ones(1))")
+    elif extra.where == 1:
+        words, undone = ("was replaced after", "not there"), "model.head.weight = weight"
+        pen("weight = model.head.weight", "model.head.weight = nn.Parameter(torch.zeros(1, 1))")
+    elif extra.where == 2:
+        pen("trained = next(param for param in model.parameters() if param.requires_grad)")
+        pen("trained.requires_grad_(False)", "trained.requires_grad_(True)")
+        return
+    else:
+        words, undone = ("and was frozen", "was unfrozen"), "frozen.requires_grad_(False)"
+        pen("frozen = next(param for param in model.parameters() if not param.requires_grad)")
+        pen("frozen.requires_grad_(True)")
+    with pen.inside(f"with refused({', '.join(map(repr, words))}):"):
+        pen(pen.forward(_data(step)))
+    pen(undone)
+
+
 DURING: dict[str, Writer] = {
+    "changed and back": _changed_and_back,
     "dropped forward": _dropped_forward,
     "kept forward": _kept_forward,
     "failed forward": _failed_forward,
@@ -372,6 +396,7 @@ AFTER: dict[str, Writer] = {
 }
 
 FORWARDS = (
+    "changed and back",
     "dropped forward",
     "kept forward",
     "failed forward",
@@ -386,7 +411,7 @@ FORWARDS = (
 RANK_DEPENDENT = ("kept forward", "failed forward", "no backward", "gc.collect", "forgetting", "attributes")
 """Kinds that look at ``Extra.ranks``."""
 
-VARIED = ("unwrapped", "attributes", "attribute set", "gone back to")
+VARIED = ("changed and back", "unwrapped", "attributes", "attribute set", "gone back to")
 """Kinds that ``Extra.where`` makes one of several variants of."""
 
 

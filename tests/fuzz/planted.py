@@ -2,12 +2,11 @@
 
     python tests/fuzz/planted.py [--only 03] [--seeds 0:150] [--jobs 2]
 
-The patches are those of ``tests/faults``. A fault is noticed by the first seed whose program ends otherwise than
-without the patch: a finding where there was none, another finding, or a refusal of what was right.
+The faults are those of ``tests/faults``. A fault is noticed by the first seed whose program ends otherwise than
+without it: a finding where there was none, another finding, or a refusal of what was right.
 """
 
 import argparse
-import importlib.util
 import os
 import re
 import subprocess
@@ -18,10 +17,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PATCHES = ROOT / "tests" / "faults"
+sys.path.insert(0, str(ROOT / "tests" / "faults"))
+
+from changed_modules import VARIABLE  # noqa: E402
+from fault import Fault, load_faults  # noqa: E402
+from trial import copy_library, write_changed  # noqa: E402
 
 OUT_OF_REACH = {
     "02b": "another library's provider",
@@ -60,88 +62,70 @@ OUT_OF_REACH = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one patch."""
+    """What came of one fault."""
 
-    patch: Path
+    fault: Fault
     noticed: str
     """The line of the first seed that ended otherwise; empty where none did."""
     seconds: float
 
 
-def name_of(patch: Path) -> str:
-    """ "03b" of 03b-second-fused-use-overwrites.patch."""
-    return patch.name.partition("-")[0]
+def number_of(fault: Fault) -> str:
+    """ "03b" of 03b-second-fused-use-overwrites."""
+    return fault.name.partition("-")[0]
 
 
-def patches(only: Sequence[str] = ()) -> list[Path]:
+def faults(only: Sequence[str] = ()) -> list[Fault]:
     """Those that drawn programs can show."""
-    found = sorted(PATCHES.glob("*.patch"))
-    return [patch for patch in found if name_of(patch) not in OUT_OF_REACH and patch.name.startswith(tuple(only) or "")]
+    return [
+        fault
+        for fault in load_faults()
+        if number_of(fault) not in OUT_OF_REACH and fault.name.startswith(tuple(only) or "")
+    ]
 
 
-def _harness() -> Any:
-    spec = importlib.util.spec_from_file_location("faults_run", PATCHES / "run.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # which dataclasses look their annotations up in
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_fuzz(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The fuzzer of a copy, over the library of that copy."""
-    environment = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+def run_fuzz(copy: Path, changed: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The fuzzer of a copy, over the library of that copy, with changed modules."""
+    environment = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONSAFEPATH": "1"}
+    if changed is not None:
+        environment[VARIABLE] = str(changed)
     command = [sys.executable, str(copy / "tests" / "fuzz"), "--workers", "1", *arguments]
     return subprocess.run(command, env=environment, cwd=copy, capture_output=True, text=True)
 
 
-def judge(patch: Path, copy: Path, seeds: str, usual: Path) -> Verdict:
-    """One patch."""
-    harness, began = _harness(), time.monotonic()
-    harness.apply_patch(copy, patch)
-    try:
-        done = run_fuzz(copy, "--seeds", seeds, "--unlike", str(usual), "--limit", "120", "--no-shrink")
-    finally:
-        harness.apply_patch(copy, patch, reverse=True)
+def judge(fault: Fault, copy: Path, seeds: str, usual: Path) -> Verdict:
+    """One fault."""
+    began, changed = time.monotonic(), usual.with_name(fault.name)
+    write_changed(fault, copy, changed)
+    done = run_fuzz(copy, changed, "--seeds", seeds, "--unlike", str(usual), "--limit", "120", "--no-shrink")
     if done.returncode not in (0, 1):
         raise RuntimeError(done.stderr)
     lines = re.findall(r"^seed \d+: .*", done.stdout, re.MULTILINE)
-    return Verdict(patch, lines[0] if done.returncode and lines else "", time.monotonic() - began)
+    verdict = Verdict(fault, lines[0] if done.returncode and lines else "", time.monotonic() - began)
+    mark = "noticed" if verdict.noticed else "NOT"
+    print(f"{mark:8} {verdict.seconds:6.1f} s  {fault.name:56} {verdict.noticed[:120]}", flush=True)
+    return verdict
 
 
-def judge_all(found: Sequence[Path], seeds: str, jobs: int) -> list[Verdict]:
-    """All of them, in copies side by side."""
-    harness = _harness()
+def judge_all(found: Sequence[Fault], seeds: str, jobs: int) -> list[Verdict]:
+    """All of them, side by side."""
     with tempfile.TemporaryDirectory(prefix="planted-") as scratch:
-        copies = [Path(scratch, str(index), "maingrad") for index in range(jobs)]
-        for copy in copies:
-            harness.copy_tracked(ROOT, copy)
-            harness.compile_copy(copy)
-        usual = Path(scratch, "usual.json")
-        done = run_fuzz(copies[0], "--seeds", seeds, "--no-shrink", "--outcomes", str(usual))
+        copy, usual = Path(scratch, "maingrad"), Path(scratch, "usual.json")
+        copy_library(ROOT, copy)
+        done = run_fuzz(copy, None, "--seeds", seeds, "--no-shrink", "--outcomes", str(usual))
         if not usual.exists():
             raise RuntimeError(done.stderr)
-
-        def share(index: int) -> list[Verdict]:
-            return [_told(judge(patch, copies[index], seeds, usual)) for patch in found[index::jobs]]
-
         with ThreadPoolExecutor(jobs) as pool:
-            return [verdict for verdicts in pool.map(share, range(jobs)) for verdict in verdicts]
-
-
-def _told(verdict: Verdict) -> Verdict:
-    mark = "noticed" if verdict.noticed else "NOT"
-    print(f"{mark:8} {verdict.seconds:6.1f} s  {verdict.patch.stem:56} {verdict.noticed[:120]}", flush=True)
-    return verdict
+            return list(pool.map(lambda fault: judge(fault, copy, seeds, usual), found))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Known faults under drawn programs.")
-    parser.add_argument("--only", action="append", default=[], metavar="NN", help="patches whose name begins so")
+    parser.add_argument("--only", action="append", default=[], metavar="NN", help="faults whose name begins so")
     parser.add_argument("--seeds", default="0:150", help="FIRST:END")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    verdicts = judge_all(patches(options.only), options.seeds, options.jobs)
+    verdicts = judge_all(faults(options.only), options.seeds, options.jobs)
     noticed = sum(bool(verdict.noticed) for verdict in verdicts)
     print(f"{noticed} of {len(verdicts)} noticed; out of reach: {', '.join(OUT_OF_REACH)}")
     return int(noticed < len(verdicts))

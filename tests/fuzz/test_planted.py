@@ -2,6 +2,7 @@
 
 import planted
 import pytest
+from fault import load_faults
 
 SEEDS = "0:60"
 NOTICED = ("02a", "03a", "03b", "06b", "07a", "08a", "08d", "09b", "09d", "16q", "16s")
@@ -11,12 +12,12 @@ NOTICED = ("02a", "03a", "03b", "06b", "07a", "08a", "08d", "09b", "09d", "16q",
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_faults_are_noticed() -> None:
-    patches = planted.patches(NOTICED)
-    assert len(patches) == len(NOTICED)
-    verdicts = planted.judge_all(patches, SEEDS, jobs=1)
-    assert not [verdict.patch.name for verdict in verdicts if not verdict.noticed]
+    faults = planted.faults(NOTICED)
+    assert len(faults) == len(NOTICED)
+    verdicts = planted.judge_all(faults, SEEDS, jobs=1)
+    assert not [verdict.fault.name for verdict in verdicts if not verdict.noticed]
 
 
-def test_every_patch_is_tried_or_has_its_reason() -> None:
-    names = {planted.name_of(patch) for patch in planted.PATCHES.glob("*.patch")}
-    assert {planted.name_of(patch) for patch in planted.patches()} | planted.OUT_OF_REACH.keys() == names
+def test_every_fault_is_tried_or_has_its_reason() -> None:
+    names = {planted.number_of(fault) for fault in load_faults()}
+    assert {planted.number_of(fault) for fault in planted.faults()} | planted.OUT_OF_REACH.keys() == names

@@ -181,6 +181,8 @@ class ForeignDelayedLinear(nn.Linear):
         else:
             self.weight.grad = dy.t() @ x if out is None else torch.mm(dy.t(), x, out=out)
         if self.bias is not None and self.bias.grad is None:
+            if dbias is None:
+                raise AssertionError("somebody took the bias' gradient that backward left in .grad")
             self.bias.grad = dbias.to(self.bias.dtype)
         for hook in self.hooks:
             hook()

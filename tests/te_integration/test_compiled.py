@@ -579,10 +579,9 @@ def test_compiled_autograd_makes_a_layer_a_break(kind: str) -> None:
     assert writes(ddp) == {name: 2 * count for name, count in expected_writes.items()}
 
 
-def test_without_effects_of_operators_a_layer_is_a_break_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a torch that names its parts differently: a fresh cache stands for a fresh process."""
+def test_without_effects_of_operators_a_layer_is_a_break_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a torch that names its parts differently. The import warns; a warning in traced code would break graphs."""
     monkeypatch.setattr(compiled, "wgrad", None)
-    compiled._warn_of_graph_breaks.cache_clear()
     model = Pair()
     ddp = wrap(model)
     run = torch.compile(lambda x: model.second(model.first(x)), backend="aot_eager")
@@ -590,9 +589,8 @@ def test_without_effects_of_operators_a_layer_is_a_break_with_one_warning(monkey
         warnings.simplefilter("always")
         run(batch()).sum().backward()
         run(batch()).sum()
-    assert sum("is a graph break" in str(warning.message) for warning in seen) == 1
+    assert not any("is a graph break" in str(warning.message) for warning in seen)
     assert writes(ddp) == {"first.weight": 1, "first.bias": 0, "second.weight": 1, "second.bias": 0}
-    compiled._warn_of_graph_breaks.cache_clear()
 
 
 def train_on_a_gpu(mode: str | None) -> None:

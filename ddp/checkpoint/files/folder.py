@@ -11,9 +11,12 @@ complete checkpoint, the previous or the new one, whenever a later save dies. On
 A save puts a mark, a file, into the two folders beside the path. A folder of such a name without the mark belongs to
 the user, and no save changes it. While a save runs, it holds a lock on the mark, and another save to the same path is
 refused. The lock ends with the process.
+
+What is deleted are regular files that a save has written, as their names and heads say. No link is followed.
 """
 
 import os
+import re
 import socket
 import sys
 from contextlib import suppress
@@ -23,6 +26,7 @@ from typing import TextIO
 
 from ...collectives.failure_report import CollectiveError
 from .manifest import MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE
+from .save_id import may_be_head
 
 if sys.platform != "win32":
     import fcntl
@@ -36,6 +40,8 @@ __all__ = [
     "find",
     "incomplete",
     "is_being_deleted",
+    "is_complete",
+    "is_left_to_delete",
     "remove",
     "replaced",
 ]
@@ -45,6 +51,10 @@ MARK_FILE = "maingrad.saving"
 PLACED_SUFFIX = ".placed"
 """Ends the name of a rank's note of what lies where in its data file (``deferred.py``); deleted before the manifest is
 written."""
+_OTHER_FILES = frozenset({MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE, f"{METADATA_FILE}.tmp", MARK_FILE})
+"""What a save writes beside data files."""
+_OF_A_RANK = re.compile(rf"__\d+_\d+(\.distcp|{re.escape(PLACED_SUFFIX)}(\.tmp)?)", re.ASCII)
+"""A rank's data file, and its note."""
 
 
 def incomplete(path: Path) -> Path:
@@ -66,7 +76,7 @@ def find(path: Path) -> Path:
     if not _is_free(path):
         return path
     beside = (incomplete(path), replaced(path))
-    return next((folder for folder in beside if _is_complete(folder) and _is_marked(folder)), path)
+    return next((folder for folder in beside if is_complete(folder) and _is_marked(folder)), path)
 
 
 class Staging:
@@ -96,7 +106,7 @@ class Staging:
             raise FileExistsError(
                 f"'{path}' is the working directory, and a save replaces its folder: save to a folder in it"
             )
-        if not (_is_free(path) or _is_leftover(path) or (_is_complete(path) and _is_ours(path))):
+        if not (_is_free(path) or _is_leftover(path) or (is_complete(path) and _is_ours(path))):
             raise FileExistsError(
                 f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
             )
@@ -146,7 +156,7 @@ class Staging:
         try:
             # A complete folder stays even if the save fails later: it is the newest checkpoint.
             failed = isinstance(error, Exception) and not isinstance(error, CollectiveError)
-            if failed and not _is_complete(self.folder):
+            if failed and not is_complete(self.folder):
                 _remove(self.folder)
         finally:
             self._release()
@@ -204,14 +214,15 @@ def describe_missing(path: Path) -> str:
     """Why there is no checkpoint at ``path``, for an error."""
     missing = f"there is no checkpoint at '{path}'"
     for folder in (incomplete(path), replaced(path)):
-        if _is_complete(folder):
+        if is_complete(folder):
             return f"{missing}; '{folder}' is a checkpoint of its own, and no save to '{path}' has left it: name it"
     if incomplete(path).exists():
         return f"{missing}: a save was interrupted, and '{incomplete(path)}' is not complete"
     return missing
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
+    """Whether this is a complete checkpoint, or a link to one."""
     return (folder / MANIFEST_FILE).is_file()
 
 
@@ -220,19 +231,30 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether there is nothing, or an empty folder, which a save may replace."""
+    """Whether there is nothing, or an empty folder, which a save may replace. A link is something."""
+    if path.is_symlink():
+        return False
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether this is a folder that holds nothing but files of a save."""
-    return folder.is_dir() and all(entry.is_file() and belongs_to_checkpoint(entry.name) for entry in folder.iterdir())
+    """Whether this is a folder, and no link to one, that holds nothing but files of a save."""
+    return folder.is_dir() and not folder.is_symlink() and all(map(_is_written_by_a_save, folder.iterdir()))
+
+
+def _is_written_by_a_save(entry: Path) -> bool:
+    """Whether this is a regular file with a name of ours; a data file has a head of ours, if it was written so far."""
+    if entry.is_symlink() or not entry.is_file() or not belongs_to_checkpoint(entry.name):
+        return False
+    if entry.suffix != ".distcp":
+        return True
+    with entry.open("rb") as file:
+        return may_be_head(file)
 
 
 def belongs_to_checkpoint(name: str) -> bool:
     """Whether a save writes files of this name."""
-    ours = (MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE, f"{METADATA_FILE}.tmp", MARK_FILE)
-    return name in ours or name.endswith((".distcp", PLACED_SUFFIX, f"{PLACED_SUFFIX}.tmp"))
+    return name in _OTHER_FILES or _OF_A_RANK.fullmatch(name) is not None
 
 
 def _is_leftover(folder: Path) -> bool:
@@ -243,37 +265,43 @@ def _is_leftover(folder: Path) -> bool:
 
 def remove(path: Path) -> None:
     """Delete a complete checkpoint, or what an earlier call has left. Whenever the process dies, ``path`` is a complete
-    checkpoint, or marked and without a manifest.
+    checkpoint, or marked and without a manifest, or empty.
 
-    Raises ``FileExistsError`` where ``path`` holds anything else than a checkpoint.
+    Raises ``FileExistsError`` where ``path`` is a link or holds anything else than a checkpoint.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    if not (_is_leftover(path) or (_is_complete(path) and _is_ours(path))):
+    if not (_is_leftover(path) or (is_complete(path) and _is_ours(path))):
         raise FileExistsError(f"'{path}' is not just a checkpoint: delete it by hand")
     (path / MARK_FILE).touch()
     _sync_folder(path)
     _remove(path)
 
 
+def is_left_to_delete(path: Path) -> bool:
+    """Whether a ``remove`` that did not end has left this folder. An empty one may be somebody's own."""
+    return not path.is_symlink() and _is_marked(path) and not is_complete(path)
+
+
 def is_being_deleted(path: Path) -> bool:
-    """Whether a ``remove`` that did not end has left this: no checkpoint any more, or an empty folder."""
-    return (_is_marked(path) and not _is_complete(path)) or (path.is_dir() and _is_free(path))
+    """Whether this is no checkpoint any more: what a ``remove`` that did not end has left, or an empty folder."""
+    return is_left_to_delete(path) or (path.is_dir() and not any(path.iterdir()))
 
 
 def _empty(folder: Path) -> None:
-    """Delete all files but the mark. The manifest goes first, so that the folder is not complete from then on."""
+    """Delete the files of a save but the mark. The manifest goes first: from then on the folder is not complete."""
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name != MANIFEST_FILE):
-        if entry.name != MARK_FILE:
+        if entry.name != MARK_FILE and _is_written_by_a_save(entry):
             entry.unlink()
 
 
 def _remove(folder: Path) -> None:
-    """Delete the folder; the mark goes last."""
-    if folder.exists():
+    """Delete the folder; the mark goes last. A folder stays that holds something else by now, and so does a link."""
+    if folder.exists() and not folder.is_symlink():
         _empty(folder)
         (folder / MARK_FILE).unlink(missing_ok=True)
-        folder.rmdir()
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["check_head", "head_of", "is_id", "new_id"]
+__all__ = ["check_head", "head_of", "is_id", "may_be_head", "new_id"]
 
 _PREFIX = "maingrad-"
 _HEAD_BYTES = 64
@@ -28,6 +28,12 @@ def is_id(value: Any) -> bool:
 def head_of(save_id: str, name: str) -> bytes:
     """The first bytes of the data file ``name``. Readers of tensors skip the head: the index has their positions."""
     return f"{save_id} {name}\n".encode().ljust(_HEAD_BYTES - 1) + b"\n"
+
+
+def may_be_head(file: BinaryIO) -> bool:
+    """Whether a data file begins with the id of some save, as far as it was written: it may be empty."""
+    found = file.read(len(_PREFIX))
+    return _PREFIX.encode().startswith(found)
 
 
 def check_head(file: BinaryIO, path: Path, save_id: str) -> None:

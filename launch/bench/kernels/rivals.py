@@ -25,6 +25,7 @@ from ....kernels import (
     wgrad_accumulate,
 )
 from ....kernels.glu.reference import Glu, scaled_glu_backward_reference, scaled_glu_reference
+from ....kernels.private_names import private_name
 from .problems import GROUPED_OPS, GroupedOperands, error_of
 
 __all__ = [
@@ -54,7 +55,9 @@ _ROUNDED_OFTEN = 1e-2
 """Largest relative error of results that are rounded to bf16 after each of several operations."""
 _IN_FP32 = 1e-4
 
-_grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
+_grouped_mm: Callable[..., Tensor] = private_name(
+    "torch.nn.functional.grouped_mm", "torch._grouped_mm", loss="torch's grouped products cannot be measured"
+)
 
 
 class Contender(NamedTuple):

@@ -9,6 +9,7 @@ import jinja2
 
 from .... import __version__
 from ...config.run import ConfigError
+from ...files import replacing
 from ...plan.tables import format_bytes
 from .charts import Chart, Point, Series, with_mean
 from .facts import Facts, facts_of
@@ -34,7 +35,8 @@ def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | No
     runs = read_runs(folders)
     page = _render([facts_of(index, run, peak_tflops) for index, run in enumerate(runs)])
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page, encoding="utf-8")
+    with replacing(target) as file:
+        file.write(page)
     return target
 
 

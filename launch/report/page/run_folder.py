@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...config.file import flat, structure
+from ...config.file import flat, structure_of_run
 from ...config.run import Config, ConfigError
 from ...training.metrics import read_metrics
 
@@ -154,7 +154,7 @@ def _read_run(folder: Path, label: str) -> RunFolder:
     config = None
     if resolved:
         try:
-            config = structure(resolved["config"])
+            config = structure_of_run(resolved["config"])
         except ConfigError as error:
             notes.append(f"resolved_config.json is of another version of maingrad: {error}.")
     if not steps:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from checkpointed import Everything, Experts, assert_same_files, build, files_content, model_state, take_steps
 from gloo import run_ranks
 from loops import assert_same, weights, wrap
+from seeding import seed_as_in_a_new_process
 from torch import Tensor, nn
 from torch.distributed.checkpoint import load as torchs_load
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -529,6 +530,7 @@ DOCS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 def run_docs(folder: Path) -> None:
     for block in DOCS[:4]:
         names: dict[str, Any] = {}
+        seed_as_in_a_new_process()
         exec(block.replace('"runs/', f'"{folder}/'), names)
         assert names.get("extra", {"step": 100})["step"] == 100
 

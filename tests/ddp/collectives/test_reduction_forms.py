@@ -32,15 +32,18 @@ class Launch(NamedTuple):
 
 
 OPS = ("all_reduce", "reduce_scatter_single", "all_to_all_single", "all_gather_single")
+COMPARE = "compare"
+"""The all-reduce of a few integers by which ranks compare their steps: one on each axis of the model's ranks."""
 
 
 def launches(schedule: list[tuple[int, str]], rank: int) -> Counter[Launch]:
     """What ``rank`` launched of gradients and parameters; wrapping itself broadcasts and compares plans."""
     found: Counter[Launch] = Counter()
     for who, event in schedule:
-        match = re.fullmatch(r"launch (\w+) .*\(ranks ([\d, ]+)\)", event)
+        match = re.fullmatch(r"launch (\w+) (.*)\(ranks ([\d, ]+)\)", event)
         if who == rank and match and match[1] in OPS:
-            found[Launch(match[1], tuple(map(int, match[2].split(", "))))] += 1
+            op = COMPARE if match[2].startswith("MAX int64") else match[1]
+            found[Launch(op, tuple(map(int, match[3].split(", "))))] += 1
     return found
 
 
@@ -123,22 +126,28 @@ def test_every_bucket_has_its_collectives_once_a_step(form: str) -> None:
         two = count(2, microbatches, 4, bucket_size=None, **config)
         three = count(3, microbatches, 4, bucket_size=None, **config)
         for rank, launched in expected.items():
-            assert three[rank] - two[rank] == Counter(launched), f"rank {rank}, {microbatches} microbatches"
+            comparisons = {Launch(COMPARE, each.ranks): 1 for each in launched}
+            one_step = Counter({**launched, **comparisons})
+            assert three[rank] - two[rank] == one_step, f"rank {rank}, {microbatches} microbatches"
 
 
 def test_experts_have_collectives_of_their_own_ranks() -> None:
+    everyone, same_experts = (0, 1, 2, 3), (1, 3)
+
     def per_step(**config: Any) -> Counter[Launch]:
         two, three = (count(steps, 3, 4, variants=2, bucket_size=None, **config)[1] for steps in (2, 3))
         return three - two
 
-    everyone, same_experts = (0, 1, 2, 3), (1, 3)
-    assert per_step() == Counter({Launch("all_reduce", everyone): 2, Launch("all_reduce", same_experts): 1})
+    assert per_step() == Counter(
+        {Launch("all_reduce", everyone): 2, Launch("all_reduce", same_experts): 1, Launch(COMPARE, everyone): 1}
+    )
     assert per_step(**ZERO1, **OVERLAP) == Counter(
         {
             Launch("reduce_scatter_single", everyone): 2,
             Launch("all_gather_single", everyone): 2,
             Launch("reduce_scatter_single", same_experts): 1,
             Launch("all_gather_single", same_experts): 1,
+            Launch(COMPARE, everyone): 1,
         }
     )
     # Two instances: of the experts' two ranks each is one, so that nothing is left to scatter or to gather.
@@ -147,6 +156,8 @@ def test_experts_have_collectives_of_their_own_ranks() -> None:
             Launch("reduce_scatter_single", (0, 1)): 2,
             Launch("all_gather_single", (0, 1)): 2,
             Launch("all_reduce", same_experts): 2 + 1,
+            Launch(COMPARE, (0, 1)): 1,
+            Launch(COMPARE, same_experts): 1,  # the ranks across instances
         }
     )
 

@@ -111,7 +111,7 @@ def test_03_both_fused_uses_of_a_tied_weight_count_under_our_overwrite() -> None
         finish(ddp)
         torch.testing.assert_close(model.first.weight.main_grad, sum(map(product, batches)))
         ddp.zero_grad_buffer()
-        model.first.weight.main_grad.fill_(torch.nan)  # nothing may read what the last iteration left
+        model.first.weight.main_grad.data.fill_(torch.nan)  # nothing may read what the last iteration left
 
 
 def test_03_both_fused_uses_of_a_tied_weight_count_under_a_foreign_overwrite() -> None:

@@ -89,6 +89,7 @@ def iterations(schedule: list[Any], how: dict[str, Any], instances: int, microba
 
 
 LAUNCHED = re.compile(r"launch (\w+) (?:SUM )?float32\[(\d+)\] of group '\w+' \(ranks (.*)\)")
+COMPARED = re.compile(r"launch all_reduce MAX int64\[\d+\] of group '\w+' \(ranks (.*)\)")
 
 
 def launches(
@@ -96,7 +97,8 @@ def launches(
 ) -> tuple[str, list[str]]:
     """Rank 0's third iteration: what it launched inside its instance, in words, and across, in order.
 
-    ``g`` is a gather and ``r`` a reduction, with the number of the block, or ``o`` for the outermost unit.
+    ``g`` is a gather and ``r`` a reduction, with the number of the block, or ``o`` for the outermost unit. ``c`` is the
+    comparison of orders and steps between ranks.
     """
     schedule: list[tuple[int, str]] = []
     how = {"placements": placements, **options}
@@ -110,6 +112,10 @@ def launches(
         if rank == 0 and event == "iteration":
             seen += 1
         if rank != 0 or seen != 3 or event == "iteration":
+            continue
+        compared = COMPARED.fullmatch(event)
+        if compared is not None:
+            (inside if compared[1] == "0, 1" else across).append("c")
             continue
         found = LAUNCHED.fullmatch(event)
         if found is None:
@@ -130,7 +136,7 @@ ZERO3 = """
     forward go g0 g1 g2
     backward g1 g0 r2 r1 r0 ro g1
     forward g2
-    backward g1 g0 r2 r1 r0 ro
+    backward g1 g0 r2 r1 r0 ro c
     step
 """
 # Whole from forward to backward, which reshards them.
@@ -138,21 +144,21 @@ KEPT = """
     forward go g0 g1 g2
     backward r2 r1 r0 ro g1
     forward g2
-    backward r2 r1 r0 ro
+    backward r2 r1 r0 ro c
     step
 """
 ZERO2 = """
     forward go g0 g1 g2
     backward r2 r1 r0 ro
     forward
-    backward r2 r1 r0 ro
+    backward r2 r1 r0 ro c
     step
 """
 ZERO1 = """
     forward go g0 g1 g2
     backward
     forward
-    backward r2 r1 r0 ro
+    backward r2 r1 r0 ro c
     step
 """
 
@@ -177,9 +183,9 @@ def test_collectives_of_an_iteration(placements: str, options: dict[str, Any], e
 @pytest.mark.parametrize(
     ("placements", "inside", "across"),
     [
-        ("hybrid", ZERO1, ["all_reduce"] * 4),
-        ("hsdp", ZERO3, ["all_reduce"] * 4),
-        ("hsdp_zero1", ZERO3, ["all_gather"] * 4 + ["reduce_scatter"] * 4),
+        ("hybrid", ZERO1, ["all_reduce"] * 4 + ["c"]),
+        ("hsdp", ZERO3, ["all_reduce"] * 4 + ["c"]),
+        ("hsdp_zero1", ZERO3, ["all_gather"] * 4 + ["reduce_scatter"] * 4 + ["c"]),
     ],
     ids=["hybrid", "hsdp", "hsdp_zero1"],
 )
@@ -212,7 +218,7 @@ def test_delayed_gradients_are_reduced_in_the_drain(microbatches: int, delayed: 
 def test_which_microbatch_is_the_last_is_said_by_its_backward(placements: str, delayed: str) -> None:
     """A drain after ``no_sync``, of gradients that a backward within it has delayed, does not end the iteration."""
     inside, across = launches(placements, instances=2, microbatches=3, delayed=delayed)
-    assert across == ["all_reduce"] * 4
+    assert across == ["all_reduce"] * 4 + ["c"]
     num_prompt = 1 if placements == "hybrid" else 3
     assert [word for word in inside.split() if word.startswith("r")] == ["ro"] * num_prompt + ["r2", "r1", "r0"]
 

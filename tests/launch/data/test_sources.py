@@ -13,6 +13,7 @@ from maingrad.launch import simulate
 from maingrad.launch.__main__ import main
 from maingrad.launch.config.data import DataConfig
 from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.data import indexed
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.indexed import read_indexed, write_indexed
 from maingrad.launch.data.joined import JoinedTokens
@@ -60,6 +61,18 @@ def test_an_index_written_by_hand(tmp_path: Path):
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "set.bin").read_bytes()
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 2, 3) + struct.pack("<2i2q3q", 2, 4, 0, 8, 0, 1, 2)
     assert (tmp_path / "again.idx").read_bytes() == index
+
+
+def test_a_document_longer_than_an_int32_is_several_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lengths = indexed._sequences_of(2**31), indexed._sequences_of(2**32)
+    assert lengths == ([2**31 - 1, 1], [2**31 - 1, 2**31 - 1, 2])
+    monkeypatch.setattr(indexed, "_LONGEST", 5)  # 2**31 tokens would take minutes
+    monkeypatch.setattr(indexed, "_BLOCK", 3)
+    write_indexed(tmp_path / "set", DOCUMENTS, dtype="uint16")
+    tokens, starts = read_indexed(tmp_path / "set")
+    assert (tokens[:].tolist(), starts.tolist()) == (TOKENS, [0, 7, 8, 21, 25])
+    sizes = np.frombuffer((tmp_path / "set.idx").read_bytes(), "<i4", 4, 34)
+    assert sizes.tolist() == [5, 2, 1, 5], "the first document is two sequences"
 
 
 def test_damaged_index_files_are_named(tmp_path: Path):

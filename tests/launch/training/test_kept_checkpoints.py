@@ -110,6 +110,33 @@ def test_what_is_no_checkpoint_is_not_deleted(tmp_path: Path):
     assert kept(tmp_path) == [1, 6]
 
 
+def test_links_and_empty_folders_stay(tmp_path: Path):
+    folder, archive = tmp_path / "run" / "checkpoints", tmp_path / "archive"
+    train(config_of(tmp_path, {}, steps=3))
+    (folder / "step-00000001").rename(archive)
+    (folder / "step-00000001").symlink_to(archive)
+    before = {path.name: path.read_bytes() for path in archive.iterdir()}
+    (folder / "step-2").mkdir()
+    (folder / "step-5").mkdir()
+    train(config_of(tmp_path, {"keep_last": 2}, steps=6, save_every=2))
+    assert {path.name: path.read_bytes() for path in archive.iterdir()} == before
+    assert (folder / "step-00000001").is_symlink()
+    assert kept(tmp_path) == [1, 2, 4, 5, 6], "an empty folder stays, and is none of the last two"
+
+
+def test_a_run_writes_over_no_checkpoint_behind_a_link(tmp_path: Path):
+    folder, archive = tmp_path / "run" / "checkpoints", tmp_path / "archive"
+    train(config_of(tmp_path, {}, steps=4))
+    (folder / "step-00000004").rename(archive)
+    (folder / "step-00000004").symlink_to(archive)
+    before = {path.name: path.read_bytes() for path in archive.iterdir()}
+    older = config_of(tmp_path, {}, steps=6, resume=str(folder / "step-00000002"))
+    with pytest.raises(ConfigError, match=rf"step-00000004' is a link, .* write over '{archive}': remove the link"):
+        train(older)
+    assert train(config_of(tmp_path, {}, steps=6)).steps == 6, "from the one behind the link"
+    assert {path.name: path.read_bytes() for path in archive.iterdir()} == before
+
+
 def saved(folder: Path) -> Path:
     """A checkpoint of the same run in another folder."""
     config = config_of(folder, {}, steps=3, save_every=3, resume=None, out_dir=str(folder / "other"))

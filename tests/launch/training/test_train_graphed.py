@@ -59,6 +59,7 @@ def test_experts_on_a_cpu_are_refused_by_name(tmp_path: Path) -> None:
         {"parallel": "fsdp", "ddp": {}, "fsdp": {"offload_to_cpu": True}},
         {"parallel": "fsdp", "ddp": {}, "fsdp": {"copy_engine_gather": True}},
         {"ddp": {"check_for_nan_in_grad": True}},
+        {"ddp": {"check_replicas_every": 10}},
     ],
 )
 def test_what_cannot_be_captured_is_refused_before_the_run(tmp_path: Path, sections: dict[str, Any]) -> None:

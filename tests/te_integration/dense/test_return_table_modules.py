@@ -231,7 +231,7 @@ def test_08_a_module_used_twice_overwrites_once_in_each_backward(
         kept.finish_grad_sync()
         kept.zero_grad_buffer()
         for name in module.weight_names:
-            getattr(module, name).main_grad.fill_(torch.nan)
+            getattr(module, name).main_grad.data.fill_(torch.nan)
 
 
 # ---- Passes over memory of a weight's size. ----

@@ -180,7 +180,7 @@ def test_it_is_fp64s(splits: str, form: str, fuse: bool, delay: bool, device: st
         return
     ddp = wrap(module)
     for name in module.weight_names:
-        getattr(module, name).main_grad.fill_(torch.nan)
+        getattr(module, name).main_grad.data.fill_(torch.nan)
     output = run(module, case)
     ddp.finish_grad_sync()
     assert_right(module, case, output, attribute="main_grad")
@@ -197,7 +197,7 @@ def test_it_is_fp64s_in_every_dtype(splits: str, dtype: torch.dtype, form: str, 
     case = case_of(rows, padding, dtype=dtype, device=device)
     kept = wrap(module) if fuse else None
     for name in module.weight_names if fuse else ():
-        getattr(module, name).main_grad.fill_(torch.nan)
+        getattr(module, name).main_grad.data.fill_(torch.nan)
     output = run(module, case)
     assert_right(module, case, output, attribute="main_grad" if fuse else "grad")
     if fuse and dtype is not torch.float64:

@@ -245,7 +245,7 @@ def test_09_an_expert_without_tokens_is_zeros_where_it_was_to_be_overwritten(
         x, dy = batch(sum(splits) + 4)
         x[sum(splits) :] = dy[sum(splits) :] = torch.nan
         for name in module.weight_names if ddp is not None else ():
-            getattr(module, name).main_grad.fill_(torch.nan)
+            getattr(module, name).main_grad.data.fill_(torch.nan)
         output = module(x, torch.tensor(splits))
         assert not output[sum(splits) :].any(), "pad rows are zeros"
         output.backward(dy)
@@ -316,7 +316,7 @@ def test_15_each_expert_obeys_its_own_foreign_overwrite_bit(delay: bool) -> None
     kept = ForeignProvider(module)
     overwrites = [True, False, True, False, False, True]
     for expert, overwrite in enumerate(overwrites):
-        getattr(module, f"weight{expert}").main_grad.fill_(3.0)
+        getattr(module, f"weight{expert}").main_grad.data.fill_(3.0)
         getattr(module, f"weight{expert}").overwrite_main_grad = overwrite
     x, dy = batch()
     step(module, x, dy)

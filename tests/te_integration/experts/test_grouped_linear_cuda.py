@@ -138,7 +138,7 @@ def test_a_captured_graph_replays_with_other_splits(form: str, overwrite: bool) 
         splits.copy_(torch.tensor(counts))
         if overwrite:
             for weight in weights:
-                weight.main_grad.fill_(torch.nan)
+                weight.main_grad.data.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
         start = 0

@@ -23,6 +23,7 @@ from pipelined import (
     pipelined,
     unpipelined,
 )
+from seeding import seed_as_in_a_new_process
 from torch import nn
 from torch.distributed import pipelining
 from torch.torch_version import TorchVersion
@@ -197,6 +198,7 @@ def test_the_sum_over_microbatches_is_what_torchs_stage_gives_under_no_sync() ->
 
 def run_documentation(code: str) -> tuple[int, bool]:
     names: dict[str, Any] = {}
+    seed_as_in_a_new_process()
     exec(code, names)
     grads = [record.view for stage in names["stages"] for record in stage.submod.records]
     return len(names["losses"]), all(grad.isfinite().all() and grad.any() for grad in grads)

@@ -167,7 +167,7 @@ def test_second_derivatives_are_refused() -> None:
 def test_gradients_that_are_asked_for_are_not_written() -> None:
     layer, x = layer_of(fuse_wgrad_accumulation=True), input_of()
     model = DistributedDataParallel(layer)
-    layer.weight.main_grad.fill_(7.0)
+    layer.weight.main_grad.data.fill_(7.0)
     with autocast(recipe=CURRENT):
         y = model(x)
     (grad,) = torch.autograd.grad(y.float().sum(), layer.weight)
@@ -192,7 +192,7 @@ def test_arguments() -> None:
 def test_no_tokens() -> None:
     layer = layer_of(fuse_wgrad_accumulation=True)
     model = DistributedDataParallel(layer)
-    layer.weight.main_grad.fill_(7.0)
+    layer.weight.main_grad.data.fill_(7.0)
     x = torch.zeros(0, 64, dtype=torch.bfloat16, requires_grad=True)
     with autocast(recipe=CURRENT):
         y = model(x)

@@ -121,7 +121,7 @@ def test_main_grad_is_the_sum_of_exact_products(recipe: str, packed: bool) -> No
     layer = layer_of(single_grouped_weight=packed)
     model = DistributedDataParallel(layer)
     for name in layer.weight_names:
-        getattr(layer, name).main_grad.fill_(torch.nan)  # the first write overwrites
+        getattr(layer, name).main_grad.data.fill_(torch.nan)  # the first write overwrites
     exact = Exact(RECIPES[recipe], layer)
     for number in range(4):
         x, splits, dy = batch(number)
@@ -452,7 +452,7 @@ def test_transforms_and_wrong_shapes_are_refused(no_products: None) -> None:
 def test_second_derivatives_are_refused() -> None:
     layer = layer_of()
     model = DistributedDataParallel(layer)
-    layer.weight0.main_grad.fill_(7.0)
+    layer.weight0.main_grad.data.fill_(7.0)
     x, splits, _ = batch(0, padding=0)
     with autocast(recipe=MXFP8BlockScaling()):
         y = model(x, splits)
@@ -469,7 +469,7 @@ def test_gradients_that_are_asked_for_are_returned_and_not_written(packed: bool)
     x, splits, dy = batch(0, padding=0)
     exact.add(x, splits, dy)
     for name in layer.weight_names:
-        getattr(layer, name).main_grad.fill_(7.0)
+        getattr(layer, name).main_grad.data.fill_(7.0)
     with autocast(recipe=Float8BlockScaling()):
         y = model(x, splits)
     wanted = [getattr(layer, name) for name in layer.weight_names]
@@ -511,7 +511,7 @@ def test_no_rows(rows: int) -> None:
     model = DistributedDataParallel(layer)
     x = torch.full((rows, K), torch.nan).bfloat16().requires_grad_()
     for name in layer.weight_names:
-        getattr(layer, name).main_grad.fill_(torch.nan)
+        getattr(layer, name).main_grad.data.fill_(torch.nan)
     with autocast(recipe=NVFP4BlockScaling()):
         y = model(x, torch.zeros(4, dtype=torch.int64))
     y.float().sum().backward()

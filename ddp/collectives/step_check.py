@@ -1,0 +1,342 @@
+"""``StepCheck``: ranks compare once an iteration which units they have gathered and reduced, and which steps they took.
+
+The ranks of a group meet in collectives by number alone: each rank's third collective meets the third of the others. If
+one rank gathers a layer where another gathers a different layer of the same size, both get mixed weights. If one rank
+skips a batch, the gradients of different steps are averaged. No collective fails. So each rank notes what it does, and
+the ranks reduce one row of integers for each group, with MAX::
+
+    hash of gathers, hash of reductions | the same, negative | groups so far differ | counts | counts, negative
+
+The maxima of ``x`` and ``-x`` tell whether ``x`` is equal on all ranks. Groups come one after the other, those of
+experts first. The second half of a row is carried from one group to the next, so that all ranks raise.
+
+CPU   the host waits in the same call, before gradients are used
+CUDA  the row travels behind the iteration's reductions, and the host reads it at the same place of the next iteration.
+      Its event has completed by then, as a rule. All ranks raise at this one place. If each rank raised where it finds
+      the row complete, it would leave the others alone in a collective
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import gather
+from .failure_report import FailureReporter
+from .in_flight import InFlight, in_stages
+from .rank_grid import RankGrid
+from .streams import OnStream, is_capturing
+from .world import own_rank
+
+__all__ = ["GroupLog", "StepCheck"]
+
+T = TypeVar("T")
+
+_KINDS = ("gathered", "reduced")
+_NUM_HASHES = len(_KINDS)
+_APART = 2 * _NUM_HASHES  # column of a row: not 0 if the hashes of a group differ
+_COUNTS = _APART + 1  # first column of the counts
+_NUM_COUNTS = 3
+_LIMIT = 4096  # entries that a log keeps
+
+
+class _Entries:
+    """What this rank has gathered, or reduced, on one group since the last comparison: indices of names."""
+
+    __slots__ = ("folded", "found", "num_folded")
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self.folded = 0
+        """Hash of earlier entries, which are forgotten."""
+        self.num_folded = 0
+
+    def add(self, index: int) -> None:
+        self.found.append(index)
+        if len(self.found) == _LIMIT:  # a long evaluation
+            self.folded, self.num_folded = self.digest(), self.num_folded + _LIMIT
+            self.found = []
+
+    def digest(self) -> int:
+        """Not negative, below 2^62. Python hashes integers alike in all processes."""
+        return hash((self.folded, *self.found)) & (2**62 - 1)
+
+
+class GroupLog:
+    """The order of this rank's collectives on one process group.
+
+    group  more than one rank
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.names: list[str] = []
+        """Names of what is gathered and reduced, in an order that is equal on all ranks of the group."""
+        self.entries = [_Entries() for _ in _KINDS]
+
+    def add_name(self, name: str) -> int:
+        """Returns the name's index, for ``note_gather`` and ``note_reduction``."""
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def note_gather(self, index: int) -> None:
+        """An all-gather is issued."""
+        self.entries[0].add(index)
+
+    def note_reduction(self, index: int) -> None:
+        """A reduction is issued."""
+        self.entries[1].add(index)
+
+    def take(self) -> "list[_Entries]":
+        """The entries since the last call."""
+        taken, self.entries = self.entries, [_Entries() for _ in _KINDS]
+        return taken
+
+
+class _Sent(NamedTuple):
+    """A comparison under way."""
+
+    flight: InFlight
+    rows: Tensor
+    """[groups, columns]; the last row is complete in the end."""
+    number: int
+    """Of the iteration."""
+    counts: list[int]
+    """This rank's. These and the entries name a difference."""
+    entries: list[list[_Entries]]
+    """By group."""
+
+
+class StepCheck:
+    """The comparison of one model's ranks.
+
+    grid      the model's ranks, which take the same steps
+    failures  reports a comparison that fails
+    device    where the model computes
+    stream    CUDA: of the reductions
+    """
+
+    def __init__(
+        self, grid: RankGrid, failures: FailureReporter, device: torch.device, stream: torch.cuda.Stream | None
+    ) -> None:
+        self._grid = grid
+        self._failures = failures
+        self._stream = stream
+        self._device = device
+        self._logs = [GroupLog(group) for group in grid.axes]
+        self.active = bool(self._logs)
+        """False in a world of one, which compares nothing."""
+        self._sent: _Sent | None = None
+        self._number = 0  # of comparisons
+        self._started = False  # in this iteration
+        self._event = None if stream is None else torch.cuda.Event()
+        self._answer: Tensor | None = None  # CUDA: pinned memory that the last row is copied to
+
+        # Since the last comparison.
+        self._forwards = self._used = self._updates = 0
+
+    # ---- What this rank does. ----
+
+    def log_of(self, group: dist.ProcessGroup | None) -> GroupLog | None:
+        """The log of collectives on ``group``; None for one rank. All ranks of a group ask in one order."""
+        if group is None or group.size() == 1:
+            return None
+        log = next((log for log in self._logs if log.group is group), None)
+        if log is None:
+            log = GroupLog(group)
+            self._logs.insert(len(self._logs) - len(list(self._grid.axes)), log)  # the model's own ranks come last
+        return log
+
+    def note_forward(self) -> None:
+        """A forward of the model that trains has ended."""
+        self._forwards += 1
+
+    def note_use(self) -> None:
+        """A backward has reached the outputs of such a forward."""
+        self._used += 1
+
+    def note_update(self) -> None:
+        """An optimizer steps."""
+        self._updates += 1
+
+    def note_given_up(self) -> None:
+        """All ranks have given the iteration up, each at a point of its own."""
+        self._forwards = self._used = 0
+
+    def forget(self) -> None:
+        """What ranks have done since the last comparison makes no difference: they agree again, by other means."""
+        self._take()
+
+    # ---- Comparisons. ----
+
+    def next_iteration(self) -> None:
+        """The program begins a new iteration. If gradients were not compared, this rank has discarded them."""
+        if not self._started:
+            self._used = 0
+        self._started = False
+
+    def start(self) -> None:
+        """Compare what ranks have done since the last comparison, once an iteration. Collective, behind the
+        reductions.
+
+        CUDA: raise first what the comparison before has found. Captured iterations are not compared.
+        """
+        if not self.active or self._started:
+            return
+        self.read()
+        self._started = True
+        if is_capturing():
+            self.forget()
+            return
+        counts = [self._used, self._forwards - self._used, self._updates]
+        if not self._number:  # what a rank did before, a look at shapes or a warm-up, is its own affair
+            counts = [0] * _NUM_COUNTS
+            self._leave_out_single_names()
+        self._number += 1
+        entries = self._take()
+        rows = torch.tensor([_row(found, counts) for found in entries], dtype=torch.int64)
+        with self._failures.watch("the comparison of steps between ranks"):
+            flight, rows = self._send(rows)
+        self._sent = _Sent(flight, rows, self._number, counts, entries)
+
+    def finish(self) -> None:
+        """CPU: wait for the comparison, and raise what it has found."""
+        if self._stream is None:
+            self.read()
+
+    def read(self) -> None:
+        """Wait for the comparison under way, if there is one. Raises ``RuntimeError`` on all ranks if ranks differ.
+
+        The host waits. On CUDA it waits for work of the iteration before.
+        """
+        if self._sent is None or is_capturing():
+            return
+        sent, self._sent = self._sent, None
+        with self._failures.watch("the comparison of steps between ranks"):
+            if self._event is None:
+                sent.flight.wait()
+                row = sent.rows[-1].tolist()
+            else:
+                self._event.synchronize()
+                assert self._answer is not None, "sent before"
+                row = self._answer.tolist()
+        used, left, updates = _spreads(row[_COUNTS:])
+        if row[_APART] or any(_spreads(row[:_APART])):
+            self._raise_other_units(sent)
+        # Ranks may have different numbers of microbatches, also where a microbatch has no loss and thus no backward.
+        if updates or (left and not used):
+            self._raise_other_steps(sent, updates=updates > 0)
+
+    def _leave_out_single_names(self) -> None:
+        """Where a group gathers one unit alone, no two units can be mixed. Counts need the model's own ranks."""
+        num_experts = len(self._logs) - len(list(self._grid.axes))
+        self._logs = [log for at, log in enumerate(self._logs) if at >= num_experts or len(log.names) > 1]
+
+    def _take(self) -> list[list[_Entries]]:
+        """The entries of all groups; counts begin anew."""
+        self._forwards = self._used = self._updates = 0
+        return [log.take() for log in self._logs]
+
+    def _send(self, rows: Tensor) -> tuple[InFlight, Tensor]:
+        if self._stream is None:
+            return in_stages(self._stages(rows), (rows,)), rows
+        assert self._event is not None, "with a stream"
+        if self._answer is None:
+            self._answer = torch.empty(rows.shape[1], dtype=torch.int64, pin_memory=True)
+        pinned = rows.pin_memory()
+        with OnStream(self._stream):
+            there = pinned.to(self._device, non_blocking=True)
+            flight = in_stages(self._stages(there), (there, pinned))
+            flight.wait()
+            self._answer.copy_(there[-1], non_blocking=True)
+            self._event.record(self._stream)
+        return flight, there
+
+    def _stages(self, rows: Tensor) -> Iterator[Any]:
+        for index, log in enumerate(self._logs):
+            row = rows[index]
+            yield dist.all_reduce(row, dist.ReduceOp.MAX, group=log.group, async_op=True)
+            if index + 1 < len(self._logs):
+                following = rows[index + 1]
+                torch.maximum(following[_COUNTS:], row[_COUNTS:], out=following[_COUNTS:])
+                apart = (row[:_NUM_HASHES] + row[_NUM_HASHES:_APART]).amax()
+                following[_APART] = torch.maximum(row[_APART], apart)
+
+    # ---- Errors, on all ranks. ----
+
+    def _raise_other_units(self, sent: _Sent) -> None:
+        found = [self._difference(log, entries) for log, entries in zip(self._logs, sent.entries, strict=True)]
+        texts = self._everyones(next((text for text in found if text is not None), None))
+        self.forget()
+        text = next((text for text in texts if text is not None), "the order of their collectives differs")
+        raise RuntimeError(
+            f"ranks have run different units, or units in another order, so that weights or gradients of different "
+            f"units were mixed: {text}, before the end of iteration {sent.number}. Run the same units in the same "
+            f"order on all ranks, in evaluations too: draw dropped layers by a seed that all ranks share, evaluate "
+            f"equal numbers of batches, or make one unit of the layers between which a rank chooses"
+        )
+
+    def _difference(self, log: GroupLog, mine: list[_Entries]) -> str | None:
+        """The first collective in which the ranks of a group differ, in words. Collective over the group."""
+        told = [(entries.num_folded, entries.folded, entries.found) for entries in mine]
+        everyone = gather((own_rank(), told), [log.group], self._failures, "the ranks' orders of units")
+        orders = ({rank: logs[kind] for rank, logs in everyone} for kind in range(len(_KINDS)))
+        texts = (_first_difference(verb, each, log.names) for verb, each in zip(_KINDS, orders, strict=True))
+        return next((text for text in texts if text is not None), None)
+
+    def _raise_other_steps(self, sent: _Sent, *, updates: bool) -> None:
+        everyone = self._everyones((own_rank(), sent.counts))
+        self.forget()
+        if updates:
+            taken = _by_value({rank: str(counts[2]) for rank, counts in everyone})
+            raise RuntimeError(
+                f"ranks have taken different numbers of optimizer steps before iteration {sent.number}: {taken}. Their "
+                f"weights are no longer those of one model. Decide on all ranks alike whether to step (all-reduce what "
+                f"decides); load a checkpoint, or call broadcast_params() of DistributedDataParallel, to go on"
+            )
+        left = _by_value({rank: str(counts[1]) for rank, counts in everyone})
+        raise RuntimeError(
+            f"ranks have skipped different batches before iteration {sent.number}, and gradients of different steps "
+            f"were averaged: forwards whose gradients were not used: {left}. Decide on all ranks alike whether to skip "
+            f"(all-reduce what decides, then model.abandon_iteration() of DistributedDataParallel on all ranks); a "
+            f"forward on one rank that trains nothing runs under torch.no_grad() or after model.eval()"
+        )
+
+    def _everyones(self, mine: T) -> list[T]:
+        return gather(mine, self._grid.axes, self._failures, "the ranks' steps")
+
+
+def _row(found: list[_Entries], counts: list[int]) -> list[int]:
+    hashes = [entries.digest() for entries in found]
+    return [*hashes, *(-each for each in hashes), 0, *counts, *(-each for each in counts)]
+
+
+def _spreads(maxima: list[int]) -> list[int]:
+    """Of the maxima of some numbers, and of their negatives: largest minus smallest number."""
+    half = len(maxima) // 2
+    return [high + low for high, low in zip(maxima[:half], maxima[half:], strict=True)]
+
+
+def _first_difference(verb: str, orders: dict[int, tuple[int, int, list[int]]], names: Sequence[str]) -> str | None:
+    """orders  by rank: number and hash of forgotten entries, and the entries after them"""
+    if len({order[:2] for order in orders.values()}) > 1:
+        return f"{verb} in an order that differs from the start of a long evaluation"
+    length = max(len(found) for _, _, found in orders.values())
+    for index in range(length):
+        at = {rank: found[index] if index < len(found) else None for rank, (_, _, found) in orders.items()}
+        if len(set(at.values())) > 1:
+            named = {rank: "nothing more" if entry is None else names[entry] for rank, entry in at.items()}
+            return f"{verb} {_by_value(named)}"
+    return None
+
+
+def _by_value(found: dict[int, str]) -> str:
+    """``2 on rank 0, 3 on ranks 1, 2``"""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in found.items():
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(
+        f"{value} on rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}" for value, those in ranks.items()
+    )

@@ -1,0 +1,110 @@
+"""What is read of a Hugging Face folder, which may be a stranger's: no code runs, and no link leads out of it.
+
+``transformers`` asks at standard input whether code of the folder may run, unless it is told. Here the answer is no,
+unless the user has said otherwise in this command: a checkpoint or the records of a run cannot say so.
+"""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..config.error import ConfigError
+
+__all__ = ["copy_tokenizer", "load_settings", "shard_files", "stays_inside", "transformers_package"]
+
+_KEY = "model.hugging_face"
+_TOKENIZER_FILES = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+
+
+def transformers_package() -> Any:
+    """``transformers``; raises ``ConfigError`` if it is missing."""
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"{_KEY}: the package is missing; pip install 'transformers>=5.0'") from None
+    return transformers
+
+
+def load_settings(folder: str, *, trust_remote_code: bool) -> Any:
+    """The configuration in ``config.json``.
+
+    Raises ``ConfigError`` if the folder's own code would have to run, and whatever transformers raises otherwise.
+    """
+    transformers = transformers_package()
+    try:
+        settings = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(_refusal(folder, "auto_map")) from None
+    if not trust_remote_code:
+        _check_no_code(folder, settings)
+    return settings
+
+
+def _check_no_code(folder: str, settings: Any) -> None:
+    """Raise ``ConfigError`` for a model whose class or kernels are somebody else's code."""
+    transformers = transformers_package()
+    known = type(settings) in transformers.AutoModelForCausalLM._model_mapping
+    if not known and "AutoModelForCausalLM" in (getattr(settings, "auto_map", None) or {}):
+        raise ConfigError(_refusal(folder, "auto_map"))
+    parts = [settings, *(getattr(settings, name, None) for name in settings.sub_configs)]
+    for part, name in itertools.product(parts, ("attn_implementation", "experts_implementation")):
+        if "/" in str(getattr(part, f"_{name}", None) or ""):  # a repository
+            raise ConfigError(_refusal(folder, name))
+
+
+def _refusal(folder: str, what: str) -> str:
+    return (
+        f"{_KEY} = {folder!r}: its config.json asks for code that is not transformers' own ({what}), and none runs "
+        f"unless you say so; read it, then set model.trust_remote_code = true (export: --trust-remote-code)"
+    )
+
+
+def shard_files(index: Path) -> dict[str, Path]:
+    """The file of each tensor that ``model.safetensors.index.json`` lists.
+
+    Raises ``ConfigError`` for a file in another folder.
+    """
+    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    for file in set(listed.values()):
+        if Path(file).name != file:
+            raise ConfigError(f"'{index}' names '{file}', which is no file of its folder; correct it")
+    return {name: index.parent / file for name, file in listed.items()}
+
+
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy the tokenizer's files; returns the names of those that lie elsewhere, behind links, and are left out."""
+    left_out: list[str] = []
+    if target.resolve() == source.resolve():
+        return left_out
+    for path in sorted(source.glob("*")):
+        if not (path.name.startswith("tokenizer") or path.name in _TOKENIZER_FILES) or not path.is_file():
+            continue
+        if stays_inside(path):
+            shutil.copy2(path, target / path.name)
+        else:
+            left_out.append(path.name)
+    return left_out
+
+
+def stays_inside(path: Path) -> bool:
+    """Whether a file lies in its folder, or where the cache of Hugging Face keeps the files of a snapshot."""
+    folder, place = path.parent.resolve(), path.resolve()
+    cached = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
+    return place.parent == folder or (cached and place.parent == folder.parents[1] / "blobs")

@@ -1,0 +1,99 @@
+"""``main_grad`` written by the program itself before the iteration's first backward: one rule for all layers."""
+
+import pytest
+import torch
+from loops import (
+    assert_same,
+    ddp_backward,
+    main_grads,
+    make_batches,
+    make_model,
+    plain_backward,
+    plain_grads,
+    plain_twin,
+    wrap,
+)
+from torch import nn
+
+from maingrad.ddp import DistributedOptimizer, add_grad
+from maingrad.launch import simulate
+
+FUSED, PLAIN = "0.weight", "2.weight"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", [FUSED, PLAIN])
+def test_a_write_before_the_first_backward_is_refused_under_every_layer(name: str, overlap: bool) -> None:
+    def on_rank() -> None:
+        ddp = wrap(make_model(), use_distributed_optimizer=True, overlap_grad_reduce=overlap)
+        optimizer = DistributedOptimizer(ddp)
+        for _ in range(2):  # in the first iteration, and after another
+            ddp.module.get_parameter(name).main_grad.add_(1.0)
+            with pytest.raises(RuntimeError, match=rf"main_grad of parameter '{name}' was written .* call maingrad"):
+                ddp_backward(ddp, make_batches(2))
+            ddp.zero_grad_buffer()
+            ddp_backward(ddp, make_batches(2))
+            optimizer.step()
+            ddp.zero_grad_buffer()
+
+    simulate(on_rank, 2)
+
+
+@pytest.mark.parametrize("name", [FUSED, PLAIN])
+def test_add_grad_in_its_place_counts(name: str) -> None:
+    ddp, batches = wrap(make_model()), make_batches(2)
+    plain = plain_twin(ddp)
+    param = ddp.module.get_parameter(name)
+    add_grad(param, torch.ones_like(param))
+    ddp_backward(ddp, batches)
+    plain_backward(plain, batches)
+    plain.get_parameter(name).grad.add_(1.0)
+    for other, grad in main_grads(ddp).items():
+        torch.testing.assert_close(grad, plain.get_parameter(other).grad)
+
+
+def test_a_program_may_clear_main_grad_by_hand_and_change_it_between_microbatches_and_after_the_last() -> None:
+    ddp, batches = wrap(make_model()), make_batches(2)
+    plain = plain_twin(ddp)
+    for _ in range(2):
+        for param in ddp.parameters():
+            param.main_grad.zero_()
+        ddp_backward(ddp, batches)
+        for param in ddp.parameters():
+            param.main_grad.mul_(2.0)
+        plain.zero_grad()
+        plain_backward(plain, batches)
+        assert_same({name: grad / 2 for name, grad in main_grads(ddp).items()}, plain_grads(plain))
+        ddp.zero_grad_buffer()
+
+
+def test_zero_grad_buffer_clears_what_was_written_by_hand() -> None:
+    ddp, batches = wrap(make_model()), make_batches(2)
+    plain = plain_twin(ddp)
+    for param in ddp.parameters():
+        param.main_grad.fill_(3.0)
+    ddp.zero_grad_buffer()
+    ddp_backward(ddp, batches)
+    plain_backward(plain, batches)
+    assert_same(main_grads(ddp), plain_grads(plain))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_cast_between_wrapping_and_building_the_optimizer_is_refused(sharded: bool) -> None:
+    """Its flat buffers are of the dtypes at wrapping, and would have undone the cast."""
+
+    def on_rank() -> None:
+        ddp = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), use_distributed_optimizer=sharded)
+        ddp.to(torch.bfloat16)
+        with pytest.raises(RuntimeError, match=r"parameter '1.bias' is torch.bfloat16 .* call .to\(\) before wrapping"):
+            DistributedOptimizer(ddp)
+        assert ddp.module[0].weight.dtype is torch.bfloat16
+
+    simulate(on_rank, 2)
+
+
+def test_a_parameter_that_is_replaced_before_the_optimizer_is_built_is_refused() -> None:
+    ddp = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+    ddp.module[1].weight = nn.Parameter(torch.zeros(4, 8))
+    with pytest.raises(RuntimeError, match=r"parameter '1.weight' was replaced after wrapping"):
+        DistributedOptimizer(ddp)

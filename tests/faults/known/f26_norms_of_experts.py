@@ -1,0 +1,38 @@
+from fault import Change, Fault
+
+FAULTS = [
+    Fault(
+        "26-each-expert-has-a-norm-of-its-own-ranks",
+        sentence="An expert's norm, and the search for Inf in its gradient, cover the ranks that hold it: ranks clip and skip differently.",
+        tests=[
+            "tests/fsdp/unit/test_experts.py::test_clipping_is_by_one_norm_over_all_experts[1-2.0]",
+            "tests/fsdp/unit/test_experts.py::test_clipping_is_by_one_norm_over_all_experts[2-1.0]",
+            "tests/fsdp/unit/test_experts.py::test_an_overflow_of_one_expert_is_skipped_by_all[1]",
+            "tests/fsdp/unit/test_experts.py::test_an_overflow_of_one_expert_is_skipped_by_all[2]",
+        ],
+        changes=[
+            Change(
+                "maingrad.fsdp.tensors.over_ranks",
+                "everyone_of",
+                "return info.everyone",
+                "return info.grid",
+            ),
+        ],
+    ),
+    Fault(
+        "26b-a-stock-optimizer-knows-one-ranks-experts",
+        sentence="Under a stock optimizer each rank clips, and looks for Inf, by its own experts.",
+        tests=[
+            "tests/ddp/wrapper/test_own_ranks.py::test_torchs_norm_of_one_ranks_experts_is_refused_and_ours_is_one_for_all",
+            "tests/ddp/wrapper/test_own_ranks.py::test_all_ranks_skip_where_one_ranks_expert_overflows[True-GradScaler0]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.attachment",
+                "attach_params",
+                "note_own_ranks(wired, grids)",
+                "",
+            ),
+        ],
+    ),
+]

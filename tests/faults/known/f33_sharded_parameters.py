@@ -1,0 +1,134 @@
+from fault import Change, Fault
+
+FAULTS = [
+    Fault(
+        "33a-hooks-of-shards-are-never-called",
+        sentence="A hook that a sharded parameter accepts is never called: an optimizer in backward trains nothing.",
+        tests=[
+            "tests/fsdp/tensors/test_grad_hooks.py::test_an_optimizer_in_backward_trains_as_in_plain_pytorch[1-zero3]",
+        ],
+        changes=[
+            Change(
+                "maingrad.fsdp.iteration.rounds",
+                "GradRounds._finish",
+                "call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)",
+                "",
+            ),
+        ],
+    ),
+    Fault(
+        "33b-shards-take-any-optimizer",
+        sentence="An optimizer with sums over a parameter steps by the sums of each rank's shard.",
+        tests=[
+            "tests/fsdp/tensors/test_grad_hooks.py::test_sums_over_a_parameter_are_refused_on_all_ranks_alike_and_right_over_whole_ones",
+        ],
+        changes=[
+            Change(
+                "maingrad.fsdp.state.optimizer_watch",
+                "_check_class",
+                """
+                if why is not None:
+                    raise RuntimeError(why)
+                """,
+                "",
+            ),
+        ],
+    ),
+    Fault(
+        "33c-what-is-made-of-a-shard-is-none",
+        sentence="What is made of a sharded gradient is a plain tensor, whose norms and sums are those of one rank.",
+        tests=[
+            "tests/fsdp/tensors/test_grad_reads.py::test_a_read_is_that_of_the_whole_gradient",
+        ],
+        quick=[
+            "tests/fsdp/tensors/test_grad_reads.py::test_a_read_is_that_of_the_whole_gradient[data]",
+        ],
+        changes=[
+            Change(
+                "maingrad.fsdp.tensors.gradient",
+                "_elementwise",
+                "return found if like is None else _marked(func, found, like)",
+                "return found",
+            ),
+        ],
+    ),
+    Fault(
+        "33d-a-plain-gradient-is-clipped-by-one-rank",
+        sentence="A plain tensor that is put into the .grad of a sharded parameter stays plain: each rank clips by a norm of its own.",
+        tests=[
+            "tests/fsdp/tensors/test_grad_reads.py::test_what_is_put_into_grad_is_clipped_and_stepped_as_the_whole",
+        ],
+        changes=[
+            Change(
+                "maingrad.fsdp.tensors.gradient",
+                "adopt_grad",
+                "return grad if grad.requires_grad else _as_shard(grad, info)",
+                "return grad",
+            ),
+        ],
+    ),
+    Fault(
+        "33e-masters-are-written-on-one-rank",
+        sentence="A program writes to the tensors of a sharded optimizer's groups: ranks go on with different weights.",
+        tests=[
+            "tests/ddp/stock/test_written_masters.py::test_what_is_written_to_masters_reaches_all_ranks_or_is_refused",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.master_param",
+                "WatchedMasters.check",
+                "if not self.follow_late:",
+                "if True:",
+            ),
+        ],
+    ),
+    Fault(
+        "33f-grad-data-takes-the-accumulator-away",
+        sentence="Somebody sets .grad.data of an exposed gradient: backward accumulates into memory that is never reduced.",
+        tests=[
+            "tests/ddp/stock/test_closures.py::test_what_is_done_to_an_exposed_gradient_is_stepped_and_gone_in_the_next_iteration[data_of_its_own]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.optimizer",
+                "expose_grad",
+                """
+                param.grad = (
+                    record.view.detach() if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)
+                )
+                """,
+                "param.grad = record.view if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)",
+            ),
+        ],
+    ),
+    Fault(
+        "33g-nobody-looks-after-a-closure",
+        sentence="A closure leaves gradients in main_grad, and the step after it skips every parameter.",
+        tests=[
+            "tests/ddp/stock/test_closures.py::test_a_closure_that_does_not_expose_is_refused_before_anything_is_updated",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.optimizer",
+                "after_closure.checked",
+                "then()",
+                "",
+            ),
+        ],
+    ),
+    Fault(
+        "33h-a-late-hook-sees-no-gradient",
+        sentence="A hook that is registered on a fused weight after the forward is called with None.",
+        tests=[
+            "tests/ddp/contract/test_hooks_and_kinds.py::test_a_hook_on_a_fused_weight_sees_and_changes_its_gradient[after forward-0]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.contract.target",
+                "WgradTarget.resolve",
+                "if has_tensor_hooks(weight):  # registered after the forward: the hook must get the gradient",
+                "if False:  # registered after the forward: the hook must get the gradient",
+            ),
+        ],
+    ),
+]

@@ -1,0 +1,377 @@
+from fault import Change, Fault
+
+FAULTS = [
+    Fault(
+        "34a-a-data-file-of-another-save-is-read",
+        sentence="A data file of another save is taken for the checkpoint's: weights of one step, moments of another.",
+        tests=[
+            "tests/ddp/checkpoint/test_ids.py::test_a_file_of_another_step_is_refused_by_name",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.save_id",
+                "check_head",
+                "if found != save_id:",
+                "if found != save_id and not found:",
+            ),
+        ],
+    ),
+    Fault(
+        "34b-somebodys-folder-is-taken-for-a-leftover",
+        sentence="A checkpoint that is named like what a save leaves beside its place is deleted by the next save.",
+        tests=[
+            "tests/ddp/checkpoint/test_ids.py::test_somebodys_checkpoint_beside_the_path_is_not_deleted",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.folder",
+                "_is_leftover",
+                "return _is_free(folder) or (_is_marked(folder) and _is_ours(folder))",
+                "return _is_free(folder) or _is_ours(folder)",
+            ),
+        ],
+    ),
+    Fault(
+        "34c-two-saves-write-into-one-folder",
+        sentence="A save writes into the folder that another one is writing into.",
+        tests=[
+            "tests/ddp/checkpoint/test_ids.py::test_a_second_save_to_the_same_path_is_refused_while_the_first_is_under_way",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.folder",
+                "_lock",
+                "return False",
+                "return True",
+            ),
+        ],
+    ),
+    Fault(
+        "34d-a-buffers-first-name-decides",
+        sentence="A persistent buffer that has a name before it which is not persistent is not saved.",
+        tests=[
+            "tests/ddp/checkpoint/test_save_and_load.py::test_a_buffer_counts_where_any_of_its_names_is_persistent",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.model",
+                "model_tensors",
+                "first_of = {id(buffer): name for name, buffer in reversed(buffers.items())}",
+                "first_of = {id(buffer): name for name, buffer in module.named_buffers()}",
+            ),
+        ],
+    ),
+    Fault(
+        "34e-few-bytes-are-many-tensors",
+        sentence="Several chunks lie in one place, so that few bytes are many tensors.",
+        tests=[
+            "tests/ddp/checkpoint/test_index.py::test_an_index_that_cannot_be_true_is_refused",
+        ],
+        quick=[
+            "tests/ddp/checkpoint/test_index.py::test_an_index_that_cannot_be_true_is_refused[one place for many]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.index",
+                "_parse_tensor",
+                "left[file] -= count * dtype.itemsize",
+                "left[file] -= 0",
+            ),
+        ],
+    ),
+    Fault(
+        "34f-a-manifest-forgets-moments",
+        sentence="A manifest from which a parameter's moments are missing is believed.",
+        tests=[
+            "tests/ddp/checkpoint/test_damaged_files.py::test_what_an_optimizer_knows_may_not_be_missing_everywhere",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.storage",
+                "_check_told",
+                "if len(stored) > len(told):",
+                "if len(stored) < len(told):",
+            ),
+        ],
+    ),
+    Fault(
+        "34g-a-flipped-bit-is-not-noticed",
+        sentence="Bytes of a tensor that changed on the disk, or that are another tensor's, are loaded.",
+        tests=[
+            "tests/ddp/checkpoint/test_damaged_files.py::test_a_flipped_bit_in_a_tensor_is_noticed",
+            "tests/ddp/checkpoint/test_damaged_files.py::test_bytes_of_two_tensors_in_each_others_place_are_noticed",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.storage",
+                "_read_chunk",
+                "if checksum != chunk.checksum:",
+                "if checksum < 0:",
+            ),
+        ],
+    ),
+    Fault(
+        "34h-a-read-is-no-change",
+        sentence="Parameters that a load wrote count as unchanged, and masters are not renewed from them.",
+        tests=[
+            "tests/ddp/checkpoint/test_save_and_load.py::test_weights_alone_load_into_a_wrapped_model",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.storage",
+                "read_slices",
+                "torch.autograd.graph.increment_version([part.data for part in slices])",
+                "",
+            ),
+        ],
+    ),
+    Fault(
+        "34i-a-manifest-that-changed-is-believed",
+        sentence="Values of the manifest that changed on the disk are loaded.",
+        tests=[
+            "tests/ddp/checkpoint/test_damaged_files.py::test_a_manifest_that_was_changed_by_hand_says_so",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.manifest",
+                "_check_sum",
+                "if found != written:",
+                "if found < 0:",
+            ),
+        ],
+    ),
+    Fault(
+        "34j-renamed-data-files-are-read",
+        sentence="Data files of one save in each other's place are loaded.",
+        tests=[
+            "tests/ddp/checkpoint/test_damaged_files.py::test_files_of_one_checkpoint_in_each_others_place_are_refused",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.save_id",
+                "check_head",
+                "if name != path.name:",
+                "if not name:",
+            ),
+        ],
+    ),
+    Fault(
+        "34k-an-export-has-no-checksums",
+        sentence="A bit that flipped in an exported file is loaded.",
+        tests=[
+            "tests/ddp/checkpoint/test_damaged_files.py::test_a_flipped_bit_in_an_export_is_noticed",
+        ],
+        changes=[
+            Change(
+                "maingrad.launch.safetensors_io",
+                "_check_sums",
+                "if _checksum(file.get_tensor(name)) != checksum:",
+                "if _checksum(file.get_tensor(name)) < 0 < checksum:",
+            ),
+        ],
+    ),
+    Fault(
+        "34l-a-run-goes-on-over-other-data",
+        sentence="A resumed run reads data that changed since its checkpoint.",
+        tests=[
+            "tests/launch/training/test_resume.py::test_other_data_are_refused_by_name",
+        ],
+        changes=[
+            Change(
+                "maingrad.launch.training.run_state",
+                "_check_same_data",
+                "if difference is not None:",
+                "if difference is not None and now.tokens < 0:",
+            ),
+        ],
+    ),
+    Fault(
+        "34m-a-file-that-shrinks-is-read-past-its-end",
+        sentence="Tokens behind the end of a file that has become shorter are what memory held.",
+        tests=[
+            "tests/launch/data/test_batches.py::test_a_file_that_shrinks_while_it_is_read_is_named",
+        ],
+        changes=[
+            Change(
+                "maingrad.launch.data.tokens",
+                "FileTokens.__getitem__",
+                "if filled < len(memory):",
+                "if filled > len(memory):",
+            ),
+        ],
+    ),
+    Fault(
+        "34n-every-rank-saves-torchs-wrapper",
+        sentence="Every rank of torch's wrapper saves into one folder by itself.",
+        tests=[
+            "tests/ddp/checkpoint/test_faults.py::test_a_model_in_torchs_wrapper_is_refused_on_all_ranks",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.checkpoint",
+                "save_checkpoint",
+                "check_saved_once(model)",
+                "check_saved_once(nn.Module())",
+            ),
+        ],
+    ),
+    Fault(
+        "34o-one-ranks-part-is-saved-for-all",
+        sentence="What one rank holds of a DTensor is saved as all of it.",
+        tests=[
+            "tests/ddp/checkpoint/test_faults.py::test_dtensors_are_refused_by_name",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.wrapper_source",
+                "source_of",
+                'if hasattr(param, "device_mesh"):',
+                'if hasattr(param, "no_device_mesh"):',
+            ),
+        ],
+    ),
+    Fault(
+        "34p-weights-are-written-over-a-checkpoints-file",
+        sentence="Weights are written over a checkpoint's own manifest.",
+        tests=[
+            "tests/launch/test_safetensors_io.py::test_a_checkpoint_is_not_exported_onto_itself",
+        ],
+        changes=[
+            Change(
+                "maingrad.launch.safetensors_io",
+                "_check_target",
+                "name) and (place",
+                "name) and not place.parent and (place",
+            ),
+        ],
+    ),
+    Fault(
+        "34q-a-model-without-memory-is-loaded",
+        sentence="A load into a model on the meta device does nothing, and says nothing.",
+        tests=[
+            "tests/ddp/checkpoint/test_faults.py::test_a_model_on_the_meta_device_is_refused_by_name",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.wrapper_source",
+                "source_of",
+                "if tensor.is_meta:",
+                "if tensor.is_meta and tensor.is_cpu:",
+            ),
+        ],
+    ),
+    Fault(
+        "34r-what-is-read-goes-to-the-default-device",
+        sentence="What a load reads beside its place goes to the default device.",
+        tests=[
+            "tests/ddp/checkpoint/test_faults.py::test_the_default_device_is_none_of_its_business",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.storage",
+                "_Overlap.of",
+                'return cls(wanted, start, end, torch.empty(end - start, dtype=wanted.data.dtype, device="cpu"))',
+                "return cls(wanted, start, end, torch.empty(end - start, dtype=wanted.data.dtype))",
+            ),
+        ],
+    ),
+    Fault(
+        "34s-an-index-reaches-behind-its-file",
+        sentence="A chunk that begins or ends behind its file is believed until its tensor is half overwritten.",
+        tests=[
+            "tests/ddp/checkpoint/test_index.py::test_an_index_that_cannot_be_true_is_refused",
+        ],
+        quick=[
+            "tests/ddp/checkpoint/test_index.py::test_an_index_that_cannot_be_true_is_refused[behind its file]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.index",
+                "_parse_tensor",
+                "if position + count * dtype.itemsize > size or left[file] < 0:",
+                "if left[file] < 0:",
+            ),
+        ],
+    ),
+    Fault(
+        "34t-a-transposed-tensor-is-written-as-it-lies",
+        sentence="A tensor that is not stored row by row is written as it lies in memory, and read as other elements.",
+        tests=[
+            "tests/ddp/checkpoint/test_save_and_load.py::test_views_of_every_kind_are_saved_as_their_values",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.planner",
+                "SliceSavePlanner.resolve_data",
+                "return _in_a_storage_of_its_size(view.resolve_conj().resolve_neg().contiguous())",
+                "return _in_a_storage_of_its_size(view)",
+            ),
+        ],
+    ),
+    Fault(
+        "34u-what-is-saved-beside-training-changes",
+        sentence="A save in the background writes tensors of the steps after it.",
+        tests=[
+            "tests/ddp/checkpoint/test_background.py::test_what_is_written_late_is_of_the_moment_of_the_call",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.planner",
+                "SliceSavePlanner.copy_to_host",
+                "copy = view.clone(memory_format=torch.contiguous_format)",
+                "copy = view",
+            ),
+        ],
+    ),
+    Fault(
+        "34v-extra-of-a-later-step",
+        sentence="A save in the background writes the step that training has reached by then: a resumed run skips batches.",
+        tests=[
+            "tests/ddp/checkpoint/test_background.py::test_what_is_written_late_is_of_the_moment_of_the_call",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.checkpoint",
+                "save_checkpoint.prepare",
+                "copied = _as_json(extra)",
+                "copied = _as_json(extra) and extra",
+            ),
+        ],
+    ),
+    Fault(
+        "34w-a-load-does-not-wait-for-the-save",
+        sentence="A load during a save in the background reads the checkpoint before it.",
+        tests=[
+            "tests/ddp/checkpoint/test_background.py::test_a_load_reads_what_is_still_being_written",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.background",
+                "finish_pending",
+                "if pending is not None and not pending.is_over:",
+                "if pending is not None and pending.done():",
+            ),
+        ],
+    ),
+    Fault(
+        "34x-the-last-checkpoint-goes-before-the-next-is-there",
+        sentence="A run deletes its last checkpoint while the next one is being written.",
+        tests=[
+            "tests/launch/training/test_kept_checkpoints.py::test_the_last_one_stays_until_the_next_is_complete",
+        ],
+        changes=[
+            Change(
+                "maingrad.launch.training.run_state",
+                "RunSaver.look",
+                "ended = self._pending is not None and self._pending.done() and not self._pending.failed()",
+                "ended = self._pending is not None and not self._pending.failed()",
+            ),
+            Change(
+                "maingrad.launch.training.run_state",
+                "RunSaver._delete",
+                "newer = [step for step in self._steps() if number < step <= newest]",
+                "newer = [step for step in {*self._steps(), newest} if number < step <= newest]",
+            ),
+        ],
+    ),
+]

@@ -1,0 +1,100 @@
+"""Faults 47: ranks that run other units, or take other steps."""
+
+from fault import Change, Fault
+
+FAULTS = [
+    Fault(
+        "47a-the-order-of-units-is-not-compared",
+        sentence="Ranks gather different units of equal size, and train on mixed weights without an error.",
+        tests=["tests/fsdp/iteration/test_other_units.py::test_ranks_that_run_other_units"],
+        changes=[
+            Change(
+                "maingrad.ddp.collectives.step_check",
+                "StepCheck.read",
+                "if row[_APART] or any(_spreads(row[:_APART])):",
+                "if False:",
+            ),
+        ],
+    ),
+    Fault(
+        "47b-gathers-are-not-noted",
+        sentence="An evaluation gathers other units on one rank, and nothing tells that its gathers have met wrong ones.",
+        tests=["tests/fsdp/iteration/test_other_units.py::test_an_evaluation_on_other_units"],
+        changes=[
+            Change(
+                "maingrad.fsdp.iteration.unit_log",
+                "UnitLog.note_gather",
+                "inner.log.note_gather(inner.index)",
+                "pass",
+            ),
+        ],
+    ),
+    Fault(
+        "47c-ranks-that-hold-other-experts-raise-alone",
+        sentence="A difference between the ranks of some experts is not carried to the others, which wait in a collective.",
+        tests=["tests/fsdp/iteration/test_other_units.py::test_experts_have_an_order_of_their_own"],
+        changes=[
+            Change(
+                "maingrad.ddp.collectives.step_check",
+                "StepCheck._stages",
+                "following[_APART] = torch.maximum(row[_APART], apart)",
+                "following[_APART] = row[_APART]",
+            ),
+        ],
+    ),
+    Fault(
+        "47d-a-rank-that-skips-its-batch-is-not-noticed",
+        sentence="Each rank leaves out another batch after its forward, and gradients of different steps are averaged.",
+        tests=["tests/ddp/collectives/test_step_check.py::test_ranks_that_skip_different_batches"],
+        changes=[
+            Change(
+                "maingrad.ddp.collectives.step_check",
+                "StepCheck.note_forward",
+                "self._forwards += 1",
+                "pass",
+            ),
+        ],
+    ),
+    Fault(
+        "47e-a-rank-that-leaves-out-an-update-is-not-noticed",
+        sentence="One rank leaves out optimizer.step(), and replicas part.",
+        tests=[
+            "tests/ddp/collectives/test_step_check.py::test_ranks_that_skip_different_batches",
+            "tests/fsdp/iteration/test_other_units.py::test_ranks_that_skip_different_steps",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.collectives.step_check",
+                "StepCheck.note_update",
+                "self._updates += 1",
+                "pass",
+            ),
+        ],
+    ),
+    Fault(
+        "47f-ranks-may-not-have-other-numbers-of-microbatches",
+        sentence="Microbatches without a loss on one rank are taken for skipped batches, and a right program is refused.",
+        tests=["tests/ddp/collectives/test_step_check.py::test_what_ranks_may_do_differently"],
+        changes=[
+            Change(
+                "maingrad.ddp.collectives.step_check",
+                "StepCheck.read",
+                "if updates or (left and not used):",
+                "if updates or left:",
+            ),
+        ],
+    ),
+    Fault(
+        "47g-mixed-weights-stay-gathered",
+        sentence="A refused iteration leaves a frozen unit's weights mixed, and the next one computes with them.",
+        tests=["tests/fsdp/iteration/test_other_units.py::test_a_program_that_catches_it_goes_on"],
+        changes=[
+            Change(
+                "maingrad.fsdp.iteration.root",
+                "Root._forget_mixed",
+                "bucket.note_change()",
+                "pass",
+            ),
+        ],
+    ),
+]
