@@ -3,6 +3,7 @@
 #   make train      train a byte-level GPT on two CPU processes; pictures and metrics land in runs/
 #   make test       the tests (two workers, six minutes on two cores); samples of large matrices
 #   make test-all   slow tests too, and property tests at full counts
+#   make test-newest  the quick start and a sample of the tests, with the newest versions that pip gives
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
 #   make faults     bring each known fault back; its tests must notice
 #   make check      ruff, mypy --strict on the library, import direction, the site without warnings
@@ -18,6 +19,8 @@ VENV ?= .venv
 WORKERS ?= 2
 CONFIG ?= launch/configs/stdlib.toml
 RANKS ?= 2
+# Keeps the environments of make test-newest.
+NEWEST ?= .build/newest
 
 SECONDS ?= 60
 FUZZED = $(if $(SEED),--seed $(SEED),$(if $(SEEDS),--seeds $(SEEDS),--seconds $(SECONDS)))
@@ -56,7 +59,7 @@ SITE = NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet -f docs/mkdo
 
 ONLY_ON_CPU := recomputes_itself_inside and not copies_and_materialised
 
-.PHONY: train test test-all fuzz faults check docs test-gpu bench clean
+.PHONY: train test test-all test-newest fuzz faults check docs test-gpu bench clean
 .DEFAULT_GOAL := test
 
 train: $(call installed,launch)
@@ -70,6 +73,9 @@ test: $(call installed,test)
 
 test-all: $(call installed,test)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu" --hypothesis-profile=full --timeout 1800 $(ARGS)
+
+test-newest:
+	$(PYTHON) .ci/newest.py $(NEWEST)
 
 test-gpu: $(call installed,test)
 	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no CUDA device")'

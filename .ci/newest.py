@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PAGE = (ROOT / "docs/quick_start.md").read_text()
-PACKAGES = ["kernels", "ddp", "fsdp", "te_integration", "te_integration.pipeline", "launch", "hugging_face"]
+PACKAGES = ["kernels", "ddp", "fsdp", "te_integration", "te_integration.pipeline", "launch"]
 WATCHED = ["torch", "triton", "transformers", "accelerate", "lightning", "peft", "torchao"]
 """Where one of them is newer than its pin, more tests run: ``make test`` runs with the pins."""
 
@@ -103,12 +103,12 @@ def main(folder: Path) -> None:
 
     # 1. The page's installation. pip is told to take what is newest, as it would in an empty environment.
     (install,) = re.findall(r"```bash\n(python3 -m venv .*?)```", PAGE, flags=re.DOTALL)
-    python3 = f'PATH="{Path(sys.executable).parent}:$PATH"\n'
+    python3 = f'export PATH="{Path(sys.executable).parent}:$PATH"\n'
     run(python3 + install, folder / "clone", PIP_UPGRADE="1", PIP_UPGRADE_STRATEGY="eager", PIP_QUIET="1")
     activate = f". {folder}/clone/.venv/bin/activate"
 
     # 2. Every package, without a warning of maingrad's that this torch lacks a name.
-    imports = ", ".join(f"maingrad.{name}" for name in PACKAGES if name != "hugging_face")
+    imports = ", ".join(f"maingrad.{name}" for name in PACKAGES)
     run(f"{activate}\npython -W error::RuntimeWarning -c 'import {imports}'", folder)
 
     # 3. The program.

@@ -232,25 +232,18 @@ class Export:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """of all weights, rounded from the fp32 masters where there are any; otherwise each weight keeps its dtype"""
     trust_remote_code: bool = False
-    """run the code of the folder model.hugging_face that the checkpoint names, if its config.json asks for it"""
+    """run the code that the config.json of the run's model.hugging_face asks for"""
 
     def run(self, rest: list[str], stop: StopRequest) -> int:
         if rest:
             raise ConfigError(f"export takes a checkpoint, a file and --dtype; got {' '.join(rest)}")
         import torch
 
-        from .model.exporting import export_hugging_face
-        from .safetensors_io import export_safetensors
+        from .model.exporting import export
 
         try:
             dtype = self.dtype and getattr(torch, self.dtype)
-            if self.target.suffix == ".safetensors":
-                export_safetensors(self.checkpoint, self.target, dtype=dtype)
-            else:
-                for name in export_hugging_face(
-                    self.checkpoint, self.target, dtype=dtype, trust_remote_code=self.trust_remote_code
-                ):
-                    print(f"'{name}' is a link out of model.hugging_face and was not copied", file=sys.stderr)
+            export(self.checkpoint, self.target, dtype=dtype, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from None
         print(self.target)

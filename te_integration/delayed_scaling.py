@@ -26,6 +26,7 @@ from ..ddp.collectives.streams import is_capturing
 from ..ddp.plan.parallel_marks import is_marked_expert
 from ..ddp.torch_internals import checkpointed_regions, current_backward
 from .amax_history import NONE_YET, OPERANDS, Roll, commit, select
+from .lone_modules import watch_steps
 from .product_scaling import ProductScaling, ScalingUse
 from .recipes import DelayedScaling, amax_group_now
 
@@ -88,6 +89,7 @@ class ScaledModule:
                     f"{self.describe()}: DelayedScaling in a reentrant checkpoint of a module without a wrapper, whose "
                     f"scales would change between the two forwards: use torch.utils.checkpoint(use_reentrant=False)"
                 )
+            watch_steps(self)
             if use.recorded and not use.awaited:
                 use.recipe, use.group = recipe, amax_group_now()
                 self._end_own_iteration(use, history)

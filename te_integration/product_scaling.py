@@ -33,6 +33,8 @@ class ScalingUse:
         """Row 0 may hold amaxes: those of this process, or of a state that was loaded."""
         self.frozen = False
         """All of these are of backwards in which nothing of the module was trained."""
+        self.optimized = self.stepped = False
+        """Without a wrapper: whether an optimizer was seen, and whether it has stepped since the last backward."""
         self.rows: list[AmaxRow] = []
         """In a wrapper: of forwards since the last end of an iteration."""
         self.awaited: weakref.WeakSet[_Graph] = weakref.WeakSet()
@@ -56,12 +58,12 @@ class ScalingUse:
     def note_recorded(self, row: AmaxRow, *, frozen: bool = False) -> None:
         """A row is in row 0 of the history now."""
         self.frozen = frozen and (self.frozen or not self.recorded)
-        self.recorded = True
+        self.recorded, self.stepped = True, False
         self.recipe, self.group = row.recipe, row.group
 
     def note_loaded(self) -> None:
         """Other amaxes are in row 0."""
-        self.recorded, self.frozen = True, False
+        self.recorded, self.frozen, self.stepped = True, False, True
         self.rows = [row for row in self.rows if row.waits]
 
     def __reduce__(self) -> Any:

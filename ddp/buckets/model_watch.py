@@ -76,11 +76,9 @@ class ModuleTables:
     """``_parameters`` and ``_modules`` of some modules: what these register, in one list that is compared quickly."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._tables: list[dict[str, Any]] = [
-            table
-            for module in modules
-            for table in (registered_params(module), module._modules)  # type: ignore[misc]
-        ]
+        self._tables: list[Any] = []
+        for module in modules:
+            self._tables += (registered_params(module), module._modules)
 
     def entries(self) -> list[Any]:
         """All parameters and modules that are registered now. No value is read, so that no gather is waited for."""

@@ -16,6 +16,7 @@ CUDA  the row travels behind the iteration's reductions, and the host reads it a
       the row complete, it would leave the others alone in a collective
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,6 +40,7 @@ _NUM_HASHES = len(_KINDS)
 _APART = 2 * _NUM_HASHES  # column of a row: not 0 if the hashes of a group differ
 _COUNTS = _APART + 1  # first column of the counts
 _NUM_COUNTS = 3
+_NUM_COLUMNS = _COUNTS + 2 * _NUM_COUNTS
 _LIMIT = 4096  # entries that a log keeps
 
 
@@ -99,8 +101,8 @@ class _Sent(NamedTuple):
     """A comparison under way."""
 
     flight: InFlight
-    rows: Tensor
-    """[groups, columns]; the last row is complete in the end."""
+    values: "array[int]"
+    """The rows, one after the other. On CPUs collectives write here, and the last row is complete in the end."""
     number: int
     """Of the iteration."""
     counts: list[int]
@@ -196,10 +198,10 @@ class StepCheck:
             self._leave_out_single_names()
         self._number += 1
         entries = self._take()
-        rows = torch.tensor([_row(found, counts) for found in entries], dtype=torch.int64)
+        values = array("q", [value for found in entries for value in _row(found, counts)])
+        rows = torch.frombuffer(values, dtype=torch.int64).view(len(entries), _NUM_COLUMNS)
         with self._failures.watch("the comparison of steps between ranks"):
-            flight, rows = self._send(rows)
-        self._sent = _Sent(flight, rows, self._number, counts, entries)
+            self._sent = _Sent(self._send(rows), values, self._number, counts, entries)
 
     def finish(self) -> None:
         """CPU: wait for the comparison, and raise what it has found."""
@@ -217,7 +219,7 @@ class StepCheck:
         with self._failures.watch("the comparison of steps between ranks"):
             if self._event is None:
                 sent.flight.wait()
-                row = sent.rows[-1].tolist()
+                row = sent.values[-_NUM_COLUMNS:].tolist()
             else:
                 self._event.synchronize()
                 assert self._answer is not None, "sent before"
@@ -239,12 +241,12 @@ class StepCheck:
         self._forwards = self._used = self._updates = 0
         return [log.take() for log in self._logs]
 
-    def _send(self, rows: Tensor) -> tuple[InFlight, Tensor]:
+    def _send(self, rows: Tensor) -> InFlight:
         if self._stream is None:
-            return in_stages(self._stages(rows), (rows,)), rows
+            return in_stages(self._stages(rows), (rows,))
         assert self._event is not None, "with a stream"
         if self._answer is None:
-            self._answer = torch.empty(rows.shape[1], dtype=torch.int64, pin_memory=True)
+            self._answer = torch.empty(_NUM_COLUMNS, dtype=torch.int64, pin_memory=True)
         pinned = rows.pin_memory()
         with OnStream(self._stream):
             there = pinned.to(self._device, non_blocking=True)
@@ -252,7 +254,7 @@ class StepCheck:
             flight.wait()
             self._answer.copy_(there[-1], non_blocking=True)
             self._event.record(self._stream)
-        return flight, there
+        return flight
 
     def _stages(self, rows: Tensor) -> Iterator[Any]:
         for index, log in enumerate(self._logs):

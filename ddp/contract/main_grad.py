@@ -236,7 +236,7 @@ def add_grad(param: Tensor, grad: Tensor) -> None:
 
 
 def _check_foreign_write(record: GradRecord) -> None:
-    if record.open_after_write():
+    if record.open_for_write(written_already=True):
         raise RuntimeError(
             f"parameter '{record.name}' was accumulated into by a module that is not ours, into memory that was not "
             f"zeroed because only our modules own it; register the parameter in that module as well, then wrap"

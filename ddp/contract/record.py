@@ -109,18 +109,16 @@ class GradRecord:
             self.view.zero_()
             self.note_version()
 
-    def open_for_write(self) -> bool:
+    def open_for_write(self, *, written_already: bool = False) -> bool:
         """Call before each write to ``view``. Returns whether the write overwrites (beta = 0) or adds.
+
+        written_already  a foreign module has written ``view``, and says so now
 
         Raises ``RuntimeError`` where the bucket was launched already, and before the first write of an iteration where
         the program has put values into ``view``: some modules would overwrite them, and others add to them.
         """
-        if not self.written and self.view._version != self.version and self.make_room is None:
+        if not (self.written or written_already) and self.view._version != self.version and self.make_room is None:
             self._check_zero()
-        return self.open_after_write()
-
-    def open_after_write(self) -> bool:
-        """``open_for_write`` for a foreign module, which has written ``view`` already."""
         if self.make_room is not None and (self.closed is not None or not self.written):
             self.make_room()
         if self.closed is not None:

@@ -1,14 +1,23 @@
 """A folder that transformers loads, out of a checkpoint of ``maingrad train``."""
 
 import os
+import sys
 from pathlib import Path
 
 import torch
 
-from ..safetensors_io import read_weights
+from ..safetensors_io import export_safetensors, read_weights
 from .hugging_face import save_hugging_face
 
-__all__ = ["export_hugging_face"]
+__all__ = ["export", "export_hugging_face"]
+
+
+def export(checkpoint: Path, target: Path, *, dtype: torch.dtype | None, trust_remote_code: bool) -> None:
+    """``export_safetensors`` to a file that ends with .safetensors, ``export_hugging_face`` otherwise."""
+    if target.suffix == ".safetensors":
+        export_safetensors(checkpoint, target, dtype=dtype)
+    else:
+        export_hugging_face(checkpoint, target, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def export_hugging_face(
@@ -17,14 +26,12 @@ def export_hugging_face(
     *,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
-) -> list[str]:
+) -> None:
     """Write what a run of ``model.hugging_face`` writes after its last step, for any checkpoint of it.
 
+    trust_remote_code  whether code of the folder ``model.hugging_face``, which the checkpoint names, may run
     dtype              of all floating-point parameters, rounded from the masters where there are any; None: each
                        parameter keeps the dtype that the checkpoint has
-    trust_remote_code  whether code of the folder ``model.hugging_face``, which the checkpoint names, may run
-
-    Returns the names of that folder's files that are left out, because they are links to other folders.
 
     Needs no process group, and memory for the weights. Raises ``ValueError`` for a checkpoint of another model and for
     a folder that holds other files, and ``FileNotFoundError`` and ``ValueError`` like ``load_checkpoint``.
@@ -41,4 +48,8 @@ def export_hugging_face(
         raise ValueError(f"'{source}', the model.hugging_face of '{checkpoint}', has no config.json (any more)")
     if Path(target).exists() and (not Path(target).is_dir() or any(Path(target).iterdir())):
         raise ValueError(f"'{target}' is there already; name a folder that is empty or new")
-    return save_hugging_face(weights.tensors, source, target, trust_remote_code=trust_remote_code)
+    save_hugging_face(weights.tensors, source, target, _say, trust_remote_code)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

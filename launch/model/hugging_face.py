@@ -4,7 +4,7 @@ No architecture is named here. The decoder layers are the longest ``nn.ModuleLis
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,14 +192,18 @@ def check_documents(model: HuggingFaceModel, device: torch.device) -> None:
 
 
 def save_hugging_face(
-    weights: Mapping[str, Tensor], source: str, target: str | os.PathLike[str], *, trust_remote_code: bool = False
-) -> list[str]:
+    weights: Mapping[str, Tensor],
+    source: str,
+    target: str | os.PathLike[str],
+    say: Callable[[str], None],
+    trust_remote_code: bool = False,
+) -> None:
     """Write a folder that ``transformers`` loads: ``config.json``, weights as safetensors, and what ``source`` has of a
-    generation config and a tokenizer. Returns the names of its files that lie elsewhere, behind links, and are left
-    out.
+    generation config and a tokenizer.
 
     weights            every tensor of ``HuggingFaceModel.state_dict()``, on the CPU
     source             ``model.hugging_face`` of the run
+    say                called with a line for each file of ``source`` that lies elsewhere, behind a link: it is left out
     trust_remote_code  whether code of ``source`` may run: a decision of the user, never of a file
     """
     transformers = transformers_package()
@@ -222,4 +226,5 @@ def save_hugging_face(
         else:
             left_out.append(generation.name)
     model.save_pretrained(target)
-    return left_out + copy_tokenizer(Path(source), Path(target))
+    for name in left_out + copy_tokenizer(Path(source), Path(target)):
+        say(f"'{name}' is a link out of '{source}' and was not copied: copy it by hand")

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..files import replacing
+from ..training.watching.replacing import replacing
 
 __all__ = [
     "BACKWARD",

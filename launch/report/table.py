@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..files import replacing
+from ..training.watching.replacing import replacing
 
 __all__ = ["Column", "machine", "markdown_table", "write_csv", "write_table"]
 

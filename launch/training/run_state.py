@@ -19,9 +19,9 @@ from ...ddp.checkpoint.files.storage import open_checkpoint
 from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
 from ..data.tokens import Digest
-from ..files import replacing
 from .pace import Pace
 from .runtime import versions
+from .watching.replacing import replacing
 from .wrapping import Wrapped
 
 __all__ = ["RunSaver", "check_resume", "resume_run", "where_to_resume", "write_resolved"]

@@ -333,7 +333,7 @@ class _Trainer:
         seconds: float,
         routers: Mapping[str, float],
     ) -> None:
-        settings = self.config.train
+        settings, pace = self.config.train, self.pace
         rate = settings.global_batch_size * settings.sequence_length * num_steps / seconds
         norm = self.wrapped.grad_norm
         self.metrics.write(
@@ -347,7 +347,6 @@ class _Trainer:
             elapsed=self.pace.seconds,
             **routers,
         )
-        pace = self.pace
         self.display.update(Status(pace.step, pace.steps, pace.fraction, pace.seconds, loss, lr, rate))
 
     def _introduce(self) -> None:
@@ -382,11 +381,9 @@ class _Trainer:
         if source is not None and self.config.model.save_hugging_face:
             weights, target = self.wrapped.whole_weights(wanted=self.runtime.rank == 0), self.config.train.out_dir
             if self.runtime.rank == 0:
-                trusts = self.config.model.trust_remote_code
-                left_out = save_hugging_face(weights, source, Path(target) / "hugging_face", trust_remote_code=trusts)
-                self.display.message(f"the model is in '{target}/hugging_face'")
-                for name in left_out:
-                    self.display.message(f"'{name}' is a link out of '{source}' and was not copied: copy it by hand")
+                target, trusts = f"{target}/hugging_face", self.config.model.trust_remote_code
+                save_hugging_face(weights, source, target, self.display.message, trusts)
+                self.display.message(f"the model is in '{target}'")
         below = None if loss is None or bigram is None else bigram - loss
         digest = self.wrapped.digest(wanted=self.runtime.rank == 0)
         self.metrics.write(

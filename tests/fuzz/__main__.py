@@ -30,6 +30,7 @@ from apart import Child, finished, run_apart, shrink_apart, start, warm_up
 from drawing import draw_any
 from pipeline_programs import Pipeline
 from programs import Block, Model, Program, dimensions
+from recipe_programs import Recipes
 from run_programs import Run
 from running import Outcome, run_program
 from scripts import script
@@ -41,7 +42,7 @@ SHRINKING_SECONDS = 120.0
 """That a finding is made simple for."""
 
 
-def report(seed: int, program: Program | Pipeline | Run, outcome: Outcome, simple: bool) -> str:
+def report(seed: int, program: Program | Pipeline | Run | Recipes, outcome: Outcome, simple: bool) -> str:
     """A finding in full."""
     title = f"{outcome.kind}: {'made simple from ' if simple else ''}seed {seed}"
     source = script(program, title, compares=outcome.kind.startswith("differs"))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from pipeline_programs import Pipeline
 from programs import Program
+from recipe_programs import Recipes
 from run_programs import Run
 from running import Outcome, run_program
 from shrinking import shrink
@@ -104,7 +105,9 @@ def run_apart(task: Callable[[], Any], limit: float) -> Any:
     return next(result for _, result in finished(children))
 
 
-def shrink_apart(program: Program | Pipeline | Run, kind: str, limit: float, seconds: float) -> tuple[Program, Outcome]:
+def shrink_apart(
+    program: Program | Pipeline | Run | Recipes, kind: str, limit: float, seconds: float
+) -> tuple[Program, Outcome]:
     """The simplest program of the same kind of finding, and what comes of it; each try in a process of its own."""
 
     def same(candidate: Program) -> bool:
@@ -114,7 +117,7 @@ def shrink_apart(program: Program | Pipeline | Run, kind: str, limit: float, sec
     return small, run_apart(lambda: run_program(small), limit)
 
 
-def warm_up(program: Program | Pipeline | Run) -> None:
+def warm_up(program: Program | Pipeline | Run | Recipes) -> None:
     """Import what is imported late, here instead of in every child."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(None):
         warnings.simplefilter("ignore")

@@ -30,6 +30,7 @@ from programs import (
     Second,
     UnitOf,
 )
+from recipe_programs import Recipes, draw_recipes
 from run_programs import Run, draw_run
 from user_checkpoints import DAMAGES
 from valid import valid
@@ -66,10 +67,16 @@ RUNS = 24
 """Likewise, a run of ``maingrad train``."""
 
 
-def draw_any(seed: int) -> Program | Pipeline | Run:
+RECIPES = 24
+"""Likewise, training under a recipe."""
+
+
+def draw_any(seed: int) -> Program | Pipeline | Run | Recipes:
     """The program of a seed, of any family."""
     if seed % RUNS == RUNS - 2:
         return draw_run(seed)
+    if seed % RECIPES == RECIPES - 6:
+        return draw_recipes(seed)
     return draw_pipeline(seed) if seed % PIPELINES == PIPELINES - 1 else draw(seed)
 
 

@@ -296,7 +296,15 @@ def _count(value: Any, name: str, found: Counter[tuple[str, str]]) -> None:
             _count(each, name, found)
     elif value and isinstance(value, tuple) and all(isinstance(each, str) for each in value):
         found.update((name, each) for each in value)
-    elif name not in ("program.order", "pipeline.order", "run.order", "unitof.path", "extra.where", "damage.seed"):
+    elif name not in (
+        "program.order",
+        "pipeline.order",
+        "run.order",
+        "recipes.order",
+        "unitof.path",
+        "extra.where",
+        "damage.seed",
+    ):
         found[name, _spelt(value)] += 1
 
 

@@ -15,6 +15,7 @@ import vocabulary
 from comparison import Differs, compare
 from pipeline_programs import Pipeline
 from programs import Phase, Program
+from recipe_programs import Recipes
 from run_programs import Run
 from scripts import default_dtype, garbage_lines
 from sources import program_source, tolerance_of
@@ -43,7 +44,7 @@ class Outcome:
         return self.kind not in ("fine", "refused")
 
 
-def run_program(program: Program | Pipeline | Run) -> Outcome:
+def run_program(program: Program | Pipeline | Run | Recipes) -> Outcome:
     """Both ways, and compared."""
     names = vocabulary.namespace()
     source = program_source(program)
@@ -59,7 +60,7 @@ def run_program(program: Program | Pipeline | Run) -> Outcome:
         gc.unfreeze()
 
 
-def _run_both(program: Program | Pipeline | Run, names: dict[str, Any]) -> Outcome:
+def _run_both(program: Program | Pipeline | Run | Recipes, names: dict[str, Any]) -> Outcome:
     expected = [[{} for _ in range(phase.ranks)] for phase in program.phases]
     try:
         names["plain"](expected)
@@ -74,7 +75,7 @@ def _run_both(program: Program | Pipeline | Run, names: dict[str, Any]) -> Outco
 
 
 def _run_phase(
-    program: Program | Pipeline | Run,
+    program: Program | Pipeline | Run | Recipes,
     phase: Phase,
     train: Callable[..., None],
     expected: list[dict[str, Any]],

@@ -5,11 +5,12 @@ import re
 import vocabulary
 from pipeline_programs import Pipeline
 from programs import Program
+from recipe_programs import Recipes
 from run_programs import Run
 from sources import program_source, tolerance_of
 
 
-def script(program: Program | Pipeline | Run, title: str, *, compares: bool = True) -> str:
+def script(program: Program | Pipeline | Run | Recipes, title: str, *, compares: bool = True) -> str:
     """Python that runs the program and compares it with plain PyTorch; without ``compares``, that only runs it."""
     body = program_source(program)
     if not compares:
@@ -22,12 +23,12 @@ def script(program: Program | Pipeline | Run, title: str, *, compares: bool = Tr
     return "\n".join(head) + re.sub(r"\n{4,}", "\n\n\n", body)
 
 
-def default_dtype(program: Program | Pipeline | Run) -> str:
+def default_dtype(program: Program | Pipeline | Run | Recipes) -> str:
     """Of tensors that nobody says anything about; bf16 parameters are rounded from it."""
     return "float32" if program.dtype in ("bfloat16", "autocast") else program.dtype
 
 
-def _main(program: Program | Pipeline | Run, compares: bool, *, with_folder: bool) -> str:
+def _main(program: Program | Pipeline | Run | Recipes, compares: bool, *, with_folder: bool) -> str:
     lines = ['if __name__ == "__main__":']
     lines.append(f"    found = [[{{}} for rank in range(ranks)] for ranks in {[p.ranks for p in program.phases]}]")
     if compares:

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from pipeline_programs import Pipeline, simpler_pipelines, valid_pipeline
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Second, UnitOf
+from recipe_programs import Recipes, simpler_recipes, valid_recipes
 from run_programs import Run, simpler_runs, valid_run
 from valid import valid
 
-T = TypeVar("T", Program, Pipeline, Run)
+T = TypeVar("T", Program, Pipeline, Run, Recipes)
 Way = Callable[[Program], Iterator[Program]]
 
 
@@ -42,6 +43,8 @@ def shrink(program: T, same: Callable[[T], bool], *, seconds: float = 60.0) -> T
 def _valid(program: T) -> T:
     if isinstance(program, Pipeline):
         return valid_pipeline(program)
+    if isinstance(program, Recipes):
+        return valid_recipes(program)
     return valid_run(program) if isinstance(program, Run) else valid(program)
 
 
@@ -75,6 +78,9 @@ def simpler(program: Any) -> Iterator[Any]:
         return
     if isinstance(program, Run):
         yield from simpler_runs(program)
+        return
+    if isinstance(program, Recipes):
+        yield from simpler_recipes(program)
         return
     for way in (
         _fewer_phases,

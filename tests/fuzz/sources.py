@@ -13,6 +13,7 @@ from pipeline_programs import Pipeline
 from pipeline_sources import pipeline_source
 from programs import Ddp, Iteration, Program
 from projections import write_projected
+from recipe_programs import Recipes, recipes_source
 from run_programs import Run, run_source
 from second_model import write_alone, write_end, write_second
 from wrappers import (
@@ -29,16 +30,18 @@ from wrappers import (
 )
 
 
-def program_source(program: Program | Pipeline | Run) -> str:
+def program_source(program: Program | Pipeline | Run | Recipes) -> str:
     """The functions ``make_model``, ``make_plain``, ``train_0`` and so on, and ``plain``."""
     if isinstance(program, Pipeline):
         return pipeline_source(program)
     if isinstance(program, Run):
         return run_source(program)
+    if isinstance(program, Recipes):
+        return recipes_source(program)
     return "\n".join([*_makers(program), *_trainers(program), *_plain(program)])
 
 
-def tolerance_of(program: Program | Pipeline | Run) -> float:
+def tolerance_of(program: Program | Pipeline | Run | Recipes) -> float:
     """How far a tensor may be from what plain PyTorch computes, relative to its norm.
 
     fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
@@ -50,6 +53,8 @@ def tolerance_of(program: Program | Pipeline | Run) -> float:
     """
     if isinstance(program, Run):
         return 3e-4
+    if isinstance(program, Recipes):  # the same kernels
+        return 0.0
     if isinstance(program, Pipeline):
         return 1e-6 if program.clip is not None else 1e-9
     if program.dtype in ("bfloat16", "autocast"):

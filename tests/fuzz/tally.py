@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 
 from pipeline_programs import Pipeline
 from programs import Program, dimensions
+from recipe_programs import Recipes
 from run_programs import Run
 from running import Outcome
 
@@ -21,7 +22,7 @@ class Tally:
         self._refused: Counter[tuple[str, str]] = Counter()
         self._times: Counter[tuple[str, str]] = Counter()
 
-    def add(self, seed: int, program: Program | Pipeline | Run, outcome: Outcome) -> None:
+    def add(self, seed: int, program: Program | Pipeline | Run | Recipes, outcome: Outcome) -> None:
         """One more program."""
         self.outcomes["found" if outcome.is_finding else outcome.kind] += 1
         if outcome.is_finding:

@@ -13,6 +13,7 @@ from drawing import OPTIMIZERS, draw, draw_any
 from graphed_steps import AS_ONE_CALL
 from pipeline_programs import OF_A_ROW, SCHEDULES, Pipeline, draw_pipeline, valid_pipeline
 from programs import Program, dimensions, wrapper_kind
+from recipe_programs import AMONG, BEFORE, KINDS, WRAPPERS, Recipes, draw_recipes, valid_recipes
 from run_programs import PARALLELS, STEPS, Run, draw_run, valid_run
 from sources import program_source
 
@@ -116,7 +117,23 @@ def test_runs_are_drawn_and_valid() -> None:
     assert sum(leg.older for leg in legs) > COUNT // 30
 
 
+def test_programs_under_recipes_are_drawn_and_valid() -> None:
+    """One in 24 seeds is one; all that may come between is drawn."""
+    assert [isinstance(draw_any(seed), Recipes) for seed in range(48)] == [seed % 24 == 18 for seed in range(48)]
+    found = [draw_recipes(seed) for seed in range(COUNT)]
+    assert all(valid_recipes(program) == program for program in found)
+    iterations = [each for program in found for each in program.iterations]
+    assert {each.before for each in iterations} == set(BEFORE)
+    assert {each.among for each in iterations} == set(AMONG)
+    assert {(program.wrapper, program.kind) for program in found} == {(w, k) for w in WRAPPERS for k in KINDS}
+
+
 @pytest.mark.slow
 def test_programs_are_written_as_python(drawn: list[Program]) -> None:
-    for program in [*drawn, *map(draw_pipeline, range(COUNT)), *map(draw_run, range(COUNT))]:
+    for program in [
+        *drawn,
+        *map(draw_pipeline, range(COUNT)),
+        *map(draw_run, range(COUNT)),
+        *map(draw_recipes, range(COUNT)),
+    ]:
         compile(program_source(program), "<program>", "exec")

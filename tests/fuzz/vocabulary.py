@@ -14,11 +14,21 @@ import plain_modules
 import plain_training
 import user_checkpoints
 import user_models
+import user_recipes
 import user_runs
 import user_training
 from pipeline_programs import SCHEDULES
 
-OURS = (user_models, plain_modules, user_training, user_checkpoints, plain_training, comparison, user_runs)
+OURS = (
+    user_models,
+    plain_modules,
+    user_training,
+    user_checkpoints,
+    plain_training,
+    comparison,
+    user_runs,
+    user_recipes,
+)
 
 LIBRARY = {
     "maingrad.ddp": (
@@ -35,17 +45,20 @@ LIBRARY = {
         "save_checkpoint",
     ),
     "maingrad.fsdp": ("MixedPrecisionPolicy", "fully_shard"),
+    "maingrad.kernels.quantized": ("Element", "QuantSpec", "ScaleForm"),
     "maingrad.launch": ("simulate",),
     "maingrad.launch.config.file": ("structure",),
     "maingrad.launch.data.indexed": ("write_indexed",),
     "maingrad.launch.training.signals": ("StopRequest",),
     "maingrad.launch.training.train": ("train",),
     "maingrad.te_integration": (
+        "DelayedScaling",
         "GroupedLinear",
         "GroupedMLP",
         "LayerNormLinear",
         "LayerNormMLP",
         "Linear",
+        "Recipe",
         "WgradQueue",
         "convert_linears",
         "delayed_wgrad",
@@ -65,10 +78,12 @@ TORCH = {
     "pipelining": "from torch.distributed import pipelining",
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
     "fsdp": "from maingrad import fsdp",
+    "te_integration": "from maingrad import te_integration",
 }
 TORCH |= {name: f"from torch.distributed.pipelining import {name}" for names in SCHEDULES.values() for name in names}
 STANDARD = {
-    name: f"import {name}" for name in ("copy", "gc", "math", "os", "random", "shutil", "tempfile", "threading", "zlib")
+    name: f"import {name}"
+    for name in ("copy", "dataclasses", "gc", "math", "os", "random", "shutil", "tempfile", "threading", "zlib")
 }
 
 

@@ -38,6 +38,7 @@ class OtherTorch:
         self._process = process
         self.plain = self.without([])
         self.names: dict[str, bool] = self.plain["names"]
+        assert all(isinstance(weights, list) for weights in self.plain["programs"].values()), self.plain
 
     def without(self, names: Sequence[str], programs: Sequence[str] = PROGRAMS) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -117,7 +117,7 @@ def zero1() -> list[float]:
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
     inner = _model()
     model = DistributedDataParallel(inner, config)
-    optimizer = DistributedOptimizer(model, lambda groups: torch.optim.SGD(groups, lr=0.1))
+    optimizer = DistributedOptimizer(model, optimizer_class=torch.optim.SGD, lr=0.1)
     for step in range(2):
         model.zero_grad_buffer()
         model(_batch(step)).square().mean().backward()

@@ -9,8 +9,8 @@ import jinja2
 
 from .... import __version__
 from ...config.run import ConfigError
-from ...files import replacing
 from ...plan.tables import format_bytes
+from ...training.watching.replacing import replacing
 from .charts import Chart, Point, Series, with_mean
 from .facts import Facts, facts_of
 from .figures import differing, environment, figures, settings, state

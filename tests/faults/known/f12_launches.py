@@ -178,12 +178,12 @@ FAULTS = [
                 "DistributedDataParallel._forward",
                 """
                 if not torch.is_grad_enabled() or is_frozen(self._wired):
-                    return self.module(*args, **kwargs)
+                    return self._replicas.run(self.module, args, kwargs)
                 self.check_before_forward()
                 """,
                 """
                 if not torch.is_grad_enabled():
-                    return self.module(*args, **kwargs)
+                    return self._replicas.run(self.module, args, kwargs)
                 if not is_frozen(self._wired):
                     self.check_before_forward()
                 """,

@@ -89,6 +89,7 @@ FAULTS = [
                 """
                 if self.ddp_config.overlap_grad_reduce:
                     self._launcher.launch_rest()
+                    self.steps.start()  # other ranks may have come to finish_grad_sync()
                 """,
                 "",
             ),

@@ -11,8 +11,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.torch_internals",
                 "make_effectful_op",
-                "_register_effectful_op(op, _EffectType.ORDERED)",
-                "",
+                "_give_effect(op, _effect_type.ORDERED)",
+                "pass",
             ),
         ],
     ),

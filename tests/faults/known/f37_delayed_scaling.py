@@ -28,7 +28,7 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.delayed_scaling",
                 "update_scales",
-                "dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)",
+                "dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=axis)",
                 "pass",
             ),
         ],
@@ -43,8 +43,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.delayed_scaling",
                 "ScaledModule.scaling_of",
-                "if product == 0 and not use.is_in_wrapper(self):",
-                "if product == 0:",
+                "waits = use.is_in_wrapper(self)",
+                "waits = False",
             ),
         ],
     ),

@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "47g-mixed-weights-stay-gathered",
-        sentence="A refused iteration leaves a frozen unit's weights mixed, and the next one computes with them.",
+        sentence="A refused iteration leaves each rank another unit gathered, and in the next one a rank gathers alone.",
         tests=["tests/fsdp/iteration/test_other_units.py::test_a_program_that_catches_it_goes_on"],
         changes=[
             Change(

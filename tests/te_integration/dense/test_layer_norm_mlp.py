@@ -339,7 +339,7 @@ def test_15_each_weight_has_its_own_overwrite_bit(tied: str) -> None:
         ddp.zero_grad_buffer()
         for record in ddp.records:
             if record.first_write_overwrites:
-                record.view.fill_(torch.nan)
+                record.view.data.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("fresh", ["fc1_weight", "fc2_weight"])

@@ -49,7 +49,7 @@ def gradients_of(module: GroupedMLP, batches: list[Batch], fuse: bool) -> tuple[
     ddp = wrap(module)
     for record in ddp.records:
         if record.first_write_overwrites:
-            record.view.fill_(float("nan"))
+            record.view.data.fill_(float("nan"))
     outputs = [run(module, batch) for batch in batches]
     ddp.finish_grad_sync()
     return outputs, {record.name: record.view.clone() for record in ddp.records}
@@ -329,7 +329,7 @@ def test_autocast_computes_in_bf16_and_accumulates_in_fp32(fuse: bool) -> None:
 def test_autograd_grad_writes_nothing_and_neither_do_second_derivatives(layout: str) -> None:
     module = make_experts(fuse_wgrad_accumulation=True, **LAYOUTS[layout])
     ddp, batch = wrap(module), batch_of(*SPLITS["padded"])
-    before = [record.view.fill_(3.0).clone() for record in ddp.records]
+    before = [record.view.data.fill_(3.0).clone() for record in ddp.records]
     weights = list(module.parameters())
     y = ddp(batch.x, batch.splits, batch.probs)
     grads = torch.autograd.grad(y, [batch.x, batch.probs, *weights], upstream(batch), create_graph=True)

@@ -137,7 +137,7 @@ def test_15_what_was_written_already_is_added_to_and_nothing_else(layout: str, n
         ddp.zero_grad_buffer()
         for record in ddp.records:
             if record.first_write_overwrites:
-                record.view.fill_(float("nan"))
+                record.view.data.fill_(float("nan"))
         loss_of(ddp, source).backward()
         module.backward_dw()
         ddp.finish_grad_sync()
@@ -174,7 +174,7 @@ def test_09_an_expert_without_rows_overwrites_what_was_there(layout: str, delay:
         ddp.zero_grad_buffer()
         for record in ddp.records:
             if record.first_write_overwrites:
-                record.view.fill_(float("nan"))
+                record.view.data.fill_(float("nan"))
         sources = [batch(3, splits), batch(4, splits)]
         for source in sources:
             loss_of(ddp, source).backward()
@@ -339,7 +339,7 @@ def test_no_wait_for_the_device_and_a_graph_takes_other_splits(layout: str, dtyp
         replayed = [captured.clone(), source.x.grad.clone(), source.probs.grad.clone()]
         replayed += [record.view.clone() for record in ddp.records]
         for record, kept in zip(ddp.records, before, strict=True):
-            record.view.copy_(kept)
+            record.view.data.copy_(kept)
         other = Batch(source.x.detach().requires_grad_(), source.splits, source.probs.detach().requires_grad_())
         with ddp.no_sync():
             y = module(other.x, other.splits, other.probs)

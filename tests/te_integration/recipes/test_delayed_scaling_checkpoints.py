@@ -41,8 +41,8 @@ def build(how: str, seed: int = 0) -> tuple[Any, Any]:
     return wrapper, DistributedOptimizer(wrapper, lr=0.25)
 
 
-def train(model: Any, optimizer: Any, steps: range, recipe: Any = RECIPE) -> None:
-    """Four microbatches an iteration, over all ranks."""
+def train(model: Any, optimizer: Any, steps: range, recipe: Any = RECIPE, *, divided: bool = False) -> None:
+    """Four microbatches an iteration, over all ranks. The loss is a sum, or ``divided`` by a rank's microbatches."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     own = dist.get_rank() if dist.is_initialized() else 0
     for step in steps:
@@ -50,12 +50,13 @@ def train(model: Any, optimizer: Any, steps: range, recipe: Any = RECIPE) -> Non
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 4 + number)).mul(step + 1).to(BF16)
             with autocast(recipe is not None, recipe=recipe):
                 y = model(x)
+            loss = y.float().square().sum() / (4 // ranks if divided else 1)
             last = number + ranks >= 4
             if last or optimizer is None:
-                y.float().square().sum().backward()
+                loss.backward()
             else:
                 with model.no_sync():
-                    y.float().square().sum().backward()
+                    loss.backward()
         if optimizer is not None:
             model.finish_grad_sync()
             model.zero_grad()  # weights stay: their sums over other ranks would be rounded otherwise
@@ -98,6 +99,29 @@ def test_goes_on_bit_for_bit(
         assert loaded.keys() == end.keys() == whole.keys()
         for name, value in whole.items():
             assert torch.equal(end[name], value), name
+
+
+def divided(path: Path, resumes: bool) -> State:
+    model, optimizer = build("zero1")
+    if resumes:
+        load_checkpoint(path, model)
+    else:
+        train(model, optimizer, range(4), divided=True)
+        save_checkpoint(path, model)
+    train(model, optimizer, range(4, 7), divided=True)
+    return state_of(model)
+
+
+def test_a_loss_that_other_ranks_divide_otherwise(tmp_path: Path) -> None:
+    """Two ranks divide by two microbatches, four by one: gradients, and their scales, are of another size then."""
+    whole = simulate(divided, 2, tmp_path / "run", False)[0]
+    same, other = (simulate(divided, ranks, tmp_path / "run", True)[0] for ranks in (2, 4))
+    for name, value in whole.items():
+        assert torch.equal(same[name], value), name
+    for name in ("0.fp8_scale", "1.fp8_scale"):
+        scales, before = other[name].view(-1, 3), whole[name].view(-1, 3)
+        assert torch.equal(scales[:, :2], before[:, :2]), "inputs and weights do not know of the loss"
+        torch.testing.assert_close(scales[:, 2], before[:, 2] / 2, rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("how", ["zero1", "zero3"])

@@ -34,7 +34,7 @@ def build(how: str, fused_step: bool = False) -> tuple[Any, Any]:
         Linear(16, 16, fuse_wgrad_accumulation=fused, dtype=BF16),
     )
     if how == "plain":
-        return module, torch.optim.SGD(module.parameters(), lr=0.01)
+        return module, torch.optim.SGD(module.parameters(), lr=0.01, fused=fused_step)
     if how in ("zero2", "zero3"):
         fully_shard(module[0], placements=how)
         model = fully_shard(module, placements=how)
@@ -174,7 +174,7 @@ def test_what_trains_nothing_leaves_no_amax(how: str) -> None:
 
 def scaled(how: str, overflows: bool, fused: bool = True) -> State:
     model, optimizer = build(how, fused)
-    scaler: Any = (torch.amp.GradScaler if how in ("zero3", "stock") else GradScaler)("cpu", init_scale=8.0)
+    scaler: Any = (torch.amp.GradScaler if how in ("zero3", "stock", "plain") else GradScaler)("cpu", init_scale=8.0)
     for seed in range(4):
         for factor in (torch.inf, 1.0) if overflows and seed in (0, 2) else (1.0,):
             scaler.scale(loss_of(model, seed) * factor).backward()
@@ -195,8 +195,20 @@ def test_a_scaler_that_skips_a_step_skips_its_amaxes(how: str) -> None:
 
 def test_without_a_wrapper() -> None:
     expected = train("plain", None)
-    for disturb in (look, gradient_of_the_input, adversarial, failed_backward, failed_forward):
+    for disturb in (
+        look,
+        gradient_of_the_input,
+        adversarial,
+        failed_backward,
+        failed_forward,
+        skipped_by_the_program,
+    ):
         assert_equal(train("plain", disturb), expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaler_without_a_wrapper(fused: bool) -> None:
+    assert_equal(scaled("plain", True, fused), scaled("plain", False, fused))
 
 
 # ---- What counts, though it looks alike. ----
