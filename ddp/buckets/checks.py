@@ -102,11 +102,11 @@ def _remedy_of(record: GradRecord) -> str:
     )
 
 
-def check_whole(config: DistributedDataParallelConfig) -> None:
+def check_whole(config: DistributedDataParallelConfig, caller: str) -> None:
     """Raise where reduced gradients are sharded."""
     if config.use_distributed_optimizer:
         raise RuntimeError(
-            "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
+            f"{caller} needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
             "use maingrad.ddp.DistributedOptimizer, or set use_distributed_optimizer=False"
         )
 

@@ -224,7 +224,7 @@ class DistributedDataParallel(AroundModule):
                 "zero_grad_buffer() after optimizer.step()"
             )
         if force_all_reduce:
-            check_whole(self.ddp_config)
+            check_whole(self.ddp_config, "finish_grad_sync(force_all_reduce=True)")
         self.start_grad_sync()
         self._launcher.wait()
         self.steps.finish()
@@ -329,7 +329,7 @@ class DistributedDataParallel(AroundModule):
         Raises ``RuntimeError`` before ``finish_grad_sync``, and where gradients are sharded.
         """
         self.check_reduced("expose_grads()")
-        check_whole(self.ddp_config)
+        check_whole(self.ddp_config, "expose_grads()")
         for wired in self._wired:
             expose_grad(wired.owned.param, wired.record, dtype or wired.dtype)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...ddp.torch_internals import disabled_torch_function, tree_leaves
 from .parameter import name_of_function, reads_no_values
 
-__all__ = ["allow_reads", "refuse_reads"]
+__all__ = ["allow_reads", "refusal_of_grads", "refusal_of_params", "refuse_reads"]
 
 _NAME = "_maingrad_freed"
 
@@ -44,6 +44,22 @@ def allow_reads(param: nn.Parameter) -> None:
     """Undo ``refuse_reads``."""
     param.__class__ = nn.Parameter
     param.__dict__.pop(_NAME, None)
+
+
+def refusal_of_params(name: str) -> str:
+    """The error for reads of freed memory of whole parameters; ``name``: of the bucket."""
+    return (
+        f"the memory of the whole parameters ({name}) was freed after the forward of their unit, and this tensor is "
+        f"one of them, or a view: keep a copy from the forward (tensor.clone()), or read them within unsharded()"
+    )
+
+
+def refusal_of_grads(name: str) -> str:
+    """The error for reads of freed memory of whole gradients; ``name``: of the bucket."""
+    return (
+        f"the memory of the whole gradients ({name}) was freed after their reduction, and this tensor is a main_grad "
+        f"or a view of one: read param.grad of the sharded parameters, or copy main_grad in backward"
+    )
 
 
 def _allowed() -> frozenset[Any]:

@@ -35,9 +35,10 @@ from ...ddp.plan.owned_params import OwnedParam
 from ...ddp.plan.parallel_marks import grid_name_of, is_slice
 from ...ddp.plan.ranges import Range
 from ...ddp.torch_internals import current_raw_stream
-from ..tensors.freed import allow_reads, refuse_reads
+from ..tensors.freed import allow_reads, refusal_of_grads, refusal_of_params, refuse_reads
 from ..tensors.parameter import ShardedParameter, ShardInfo, make_sharded
 from .grad_shard import GradShard
+from .materialize import flat_shard
 from .memory import ReleasableBuffer
 from .round import Round
 
@@ -116,7 +117,7 @@ class ShardedBucket:
 
         # Parameters.
         mine = Range(*reduction.owned_range(layout.numel))
-        self.shard = _flat_shard(layout, owned, mine, device)
+        self.shard = flat_shard(layout, owned, mine, device)
         """[n / shards], the module's dtype."""
         if offload:
             self.shard = self.shard.cpu().pin_memory()
@@ -210,18 +211,11 @@ class ShardedBucket:
     def connect(self, index: int, failures: FailureReporter, events: BucketEvents) -> None:
         """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
         wholes = [pair.whole for pair in self.pairs]
-        self.gathered.refusal = (
-            f"the memory of the whole parameters ({self.name}) was freed after the forward of their unit, and this "
-            f"tensor is one of them, or a view: keep a copy from the forward (tensor.clone()), or read them within "
-            f"unsharded()"
-        )
+        self.gathered.refusal = refusal_of_params(self.name)
         self.gather = ParamGather(self.name, self.gathered.data, wholes, self.reduction.grid, failures, in_graph=True)
         if not self.trainable:
             return
-        self.grads.refusal = (
-            f"the memory of the whole gradients ({self.name}) was freed after their reduction, and this tensor is a "
-            f"main_grad or a view of one: read param.grad of the sharded parameters, or copy main_grad in backward"
-        )
+        self.grads.refusal = refusal_of_grads(self.name)
         here = weakref.ref(self)
         for pair, record in zip(self.pairs, self.records, strict=True):
             record.name = pair.sharded.shard.name
@@ -368,14 +362,6 @@ def _tell(here: "weakref.ref[ShardedBucket]", event: Callable[[ShardedBucket], N
     live = here()
     if live is not None:
         event(live)
-
-
-def _flat_shard(layout: BucketLayout, owned: Sequence[OwnedParam], mine: Range, device: torch.device) -> Tensor:
-    """[mine.numel]: a copy of this rank's elements of the bucket; padding is 0."""
-    flat = torch.zeros(layout.numel, dtype=owned[0].param.dtype, device=device)
-    for slot, entry in zip(layout.slots, owned, strict=True):
-        flat[slot.start : slot.end].view(slot.spec.shape).copy_(entry.param.detach())
-    return flat[mine.start : mine.end].clone()
 
 
 def _sharded(

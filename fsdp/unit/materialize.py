@@ -2,17 +2,52 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...ddp.collectives.rank_grid import RankGrid
-from ...ddp.plan.owned_params import buffers_of_experts
+from ...ddp.plan.layout import BucketLayout
+from ...ddp.plan.owned_params import OwnedParam, buffers_of_experts
+from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter
-from .unwritten import Unwritten, fill_unwritten
 
-__all__ = ["materialize", "synchronize"]
+__all__ = ["flat_shard", "materialize", "synchronize"]
+
+
+class _Unwritten(NamedTuple):
+    """One tensor that came from the meta device, and that somebody is to write.
+
+    Memory that nobody has written is known by the bits that it was filled with. A version counter would not do, because
+    programs write through ``param.data`` too, whose counter is another.
+    """
+
+    module: nn.Module
+    name: str
+    """Of the tensor in the module."""
+    is_buffer: bool
+    version: int
+    """Of the tensor, before anybody wrote."""
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, *, is_buffer: bool) -> "_Unwritten":
+        """The tensor that the module registers now, which ``_fill_unwritten`` has filled."""
+        return cls(module, name, is_buffer, getattr(module, name)._version)
+
+    @property
+    def missing(self) -> str | None:
+        """What nobody has written, in words; None: all is written, or the program has registered another tensor."""
+        tensor = (self.module._buffers if self.is_buffer else self.module._parameters).get(self.name)
+        if tensor is None or tensor.is_meta or not _can_hold_marks(tensor):
+            return None if tensor is None or not tensor.is_meta else "is on it still"
+        bits, mark = _bits(tensor.detach())
+        marked = int((bits == mark).sum())
+        if not marked:
+            return None
+        if not _is_unmistakable(tensor) and (marked < bits.numel() or tensor._version != self.version):
+            return None
+        return "has no value" if marked == bits.numel() else f"has no value in {marked} of {bits.numel()} elements"
 
 
 def materialize(
@@ -35,7 +70,7 @@ def materialize(
     module on the meta device without ``init_fn`` and ``reset_parameters()``, for a tensor that these do not write, and
     for a module with an ignored parameter on the meta device beside others.
     """
-    fresh_tensors: list[Unwritten] = []
+    fresh_tensors: list[_Unwritten] = []
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the meta parameter, which the tuple keeps alive
     for module in modules:
         own = {name: param for name, param in module._parameters.items() if param is not None}
@@ -62,7 +97,7 @@ def materialize(
                 assert fresh is not None, "_apply keeps the names"
                 fresh.__dict__.update({**param.__dict__, **fresh.__dict__})
                 _, module._parameters[name] = made.setdefault(id(param), (param, fresh))
-        fresh_tensors += [Unwritten.of(module, name, is_buffer=name in buffers) for name in on_meta]
+        fresh_tensors += [_Unwritten.of(module, name, is_buffer=name in buffers) for name in on_meta]
         if init_fn is not None:
             init_fn(module)
         else:
@@ -88,6 +123,14 @@ def synchronize(modules: Sequence[nn.Module], grid: RankGrid, ignored: Collectio
                 (grids[0] if id(tensor) in of_experts else grid).broadcast(tensor.detach())
 
 
+def flat_shard(layout: BucketLayout, owned: Sequence[OwnedParam], mine: Range, device: torch.device) -> Tensor:
+    """[mine.numel]: a copy of this rank's elements of the bucket; padding is 0."""
+    flat = torch.zeros(layout.numel, dtype=owned[0].param.dtype, device=device)
+    for slot, entry in zip(layout.slots, owned, strict=True):
+        flat[slot.start : slot.end].view(slot.spec.shape).copy_(entry.param.detach())
+    return flat[mine.start : mine.end].clone()
+
+
 def _is_of_fewer(param: nn.Parameter, grid: RankGrid) -> TypeGuard[ShardedParameter]:
     """Whether ``param`` is sharded already, over fewer ranks than ``grid`` has."""
     return isinstance(param, ShardedParameter) and param.shard.grid.size < grid.size
@@ -96,10 +139,10 @@ def _is_of_fewer(param: nn.Parameter, grid: RankGrid) -> TypeGuard[ShardedParame
 def _empty_on(tensor: torch.Tensor, device: torch.device, ignored: Collection[int]) -> torch.Tensor:
     if id(tensor) in ignored:
         return tensor
-    return fill_unwritten(torch.empty_like(tensor, device=device)) if tensor.is_meta else tensor.to(device)
+    return _fill_unwritten(torch.empty_like(tensor, device=device)) if tensor.is_meta else tensor.to(device)
 
 
-def _check_written(root: nn.Module, tensors: Sequence[Unwritten], writer: str) -> None:
+def _check_written(root: nn.Module, tensors: Sequence[_Unwritten], writer: str) -> None:
     """Raise ``ValueError`` for the first of ``tensors`` that is not written; ``writer``: who was to write it."""
     for each in tensors:
         missing = each.missing
@@ -111,3 +154,33 @@ def _check_written(root: nn.Module, tensors: Sequence[Unwritten], writer: str) -
             f"meta device, and {missing} after {writer} of {type(each.module).__name__}: give fully_shard an init_fn "
             f"that writes it, as module.{each.name}.copy_(...) does, or make this module on a device that keeps values"
         )
+
+
+@torch.no_grad()
+def _fill_unwritten(tensor: Tensor) -> Tensor:
+    """Fill ``tensor`` with the bits by which ``_Unwritten`` knows it; NaN, if it is floating-point. Returns it."""
+    if _can_hold_marks(tensor):
+        bits, mark = _bits(tensor)
+        bits.fill_(mark)
+    return tensor
+
+
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _can_hold_marks(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.element_size() in (1, 2, 4, 8, 16)
+
+
+def _is_unmistakable(tensor: Tensor) -> bool:
+    """Whether no program writes an element with the bits of the mark, except by chance of one in 2^32."""
+    return (tensor.is_floating_point() and tensor.element_size() > 1) or tensor.element_size() >= 4
+
+
+def _bits(tensor: Tensor) -> tuple[Tensor, int]:
+    """The elements as integers, in the same memory, and the mark: of floats a NaN that no computation makes."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    size = tensor.element_size()
+    byte = b"\xff" if tensor.is_floating_point() else b"\xa5"
+    return tensor.view(_AS_INTEGERS[size]), int.from_bytes(byte * size, "little", signed=size > 1)

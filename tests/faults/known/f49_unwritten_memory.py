@@ -15,8 +15,8 @@ FAULTS = [
         tests=["tests/fsdp/unit/test_meta.py::test_what_is_written_in_any_way_is_taken"],
         changes=[
             Change(
-                "maingrad.fsdp.unit.unwritten",
-                "Unwritten.missing",
+                "maingrad.fsdp.unit.materialize",
+                "_Unwritten.missing",
                 "if not marked:",
                 "if tensor._version != self.version:",
             )
