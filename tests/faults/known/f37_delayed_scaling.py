@@ -9,7 +9,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.delayed_scaling",
+                "maingrad.te_integration.scaling.delayed_scaling",
                 "ScaledModule.scaling_of",
                 "trains = self.training and torch.is_grad_enabled()",
                 "trains = True",
@@ -26,7 +26,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.delayed_scaling",
+                "maingrad.te_integration.scaling.delayed_scaling",
                 "update_scales",
                 "dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=axis)",
                 "pass",
@@ -41,7 +41,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.delayed_scaling",
+                "maingrad.te_integration.scaling.delayed_scaling",
                 "ScaledModule.scaling_of",
                 "waits = use.is_in_wrapper(self)",
                 "waits = False",
@@ -56,7 +56,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.delayed_scaling",
+                "maingrad.te_integration.scaling.delayed_scaling",
                 "ScaledModule.scaling_of",
                 "if use.recorded and not use.awaited:",
                 "if use.recorded:",
