@@ -145,7 +145,7 @@ def bits_of(tensors: Sequence[Tensor]) -> list[int]:
     if not tensors:
         return []
     sums = [_checksum(tensor.detach()) for tensor in tensors]
-    return torch.stack(sums).tolist()  # type: ignore[no-any-return]
+    return torch.stack(sums).tolist()
 
 
 _ROW = 1024

@@ -71,7 +71,7 @@ def _register_once() -> None:
             parts.note_optimizer()  # a scaler may skip its very first step
         return unscale(scaler, optimizer, *args, **kwargs)
 
-    torch.amp.GradScaler._unscale_grads_ = noting  # type: ignore[method-assign]  # there is no hook
+    torch.amp.GradScaler._unscale_grads_ = noting  # type: ignore[assignment,method-assign]  # there is no hook
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
 from ...ddp.graphs.recorded import RecordedLaunch, record_launch
@@ -121,7 +122,7 @@ def _sum_unless_given(opts: Any) -> Any:
 class SimulatedProcessGroup(dist.ProcessGroup):
     """One rank's end of a group. The methods have the names that torch.distributed calls on its own backends."""
 
-    def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: dist.Store, desc: str) -> None:
+    def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: c10d.Store, desc: str) -> None:
         super().__init__(rank, len(shared.members))  # type: ignore[call-arg]  # subclasses take no store
         self._store = store
         self._desc = desc
@@ -145,7 +146,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._desc
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> c10d.Store:
         return self._store
 
     @property

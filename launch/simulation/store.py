@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from .schedule import Scheduler, current_rank
 
@@ -28,7 +28,7 @@ class _Key:
         return ()
 
 
-class SimulatedStore(dist.Store):
+class SimulatedStore(c10d.Store):
     """One store for all ranks. Values are bytes, counters are decimal digits, as in torch's own stores."""
 
     def __init__(self, scheduler: Scheduler) -> None:

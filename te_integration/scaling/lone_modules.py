@@ -48,7 +48,7 @@ def _watch_optimizers() -> None:
         return unscale(scaler, optimizer, *args, **kwargs)
 
     # torch has no hooks for these.
-    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign, assignment]
     torch.amp.GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign, assignment]
 
 
