@@ -181,7 +181,8 @@ def _verify(
         results.append(result)
         of_ways += wrong
     shown = {each.cause for each in findings}  # plain PyTorch shows these
-    findings += [each for each in _merged(of_ways) if each.cause not in shown]
+    of_ways = [each for each in _merged(of_ways) if not _refuses_what_is_known(each, findings)]
+    findings += [each for each in of_ways if each.cause not in shown]
     return verification()
 
 
@@ -240,6 +241,13 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
             ranks = tuple(sorted({*known.ranks, *each.ranks}))
             merged[key] = replace(worse, ways=(*known.ways, *each.ways), ranks=ranks)
     return list(merged.values())
+
+
+def _refuses_what_is_known(finding: Finding, known: Sequence[Finding]) -> bool:
+    """Whether a way only refuses by name what plain PyTorch shows to be a mistake: a parameter that forward writes."""
+    return finding.cause is Cause.REFUSED and any(
+        each.module and f"'{each.module}'" in finding.evidence for each in known
+    )
 
 
 def _is_lazy(param: nn.Parameter) -> bool:
