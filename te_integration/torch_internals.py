@@ -147,7 +147,7 @@ def _register_prehook(node: Any, fn: Any) -> Any:
 
 def watch_prehooks(function: Any) -> None:
     """Let nodes of an autograd function remember that they got a prehook. torch cannot list the hooks of a node."""
-    node_class = getattr(function, "_backward_cls", None)
+    node_class: Any = getattr(function, "_backward_cls", None)
     if hasattr(node_class, "register_prehook"):
         node_class.register_prehook = _register_prehook
     else:

@@ -236,13 +236,14 @@ def _cut(
 
 def _group_of(ranks: list[int], *, like: dist.ProcessGroup, options: Any = None) -> dist.ProcessGroup:
     """A new group with the backend and the timeout of the group ``like``. Only its members call this."""
-    group: dist.ProcessGroup = dist.new_group(
+    group = dist.new_group(
         ranks,
         backend=dist.get_backend_config(like),
         timeout=_timeout_of(like),
         pg_options=options,
         use_local_synchronization=True,
     )
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
 
 

@@ -251,7 +251,7 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
     whole_world = len(ranks) == dist.get_world_size()
     with failures.watch("the making of a process group for checkpoints"):
         group = group_or_default(None) if whole_world else dist.new_group(ranks, use_local_synchronization=True)
-    assert group is not None, "this rank is one of them"
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     failures.more_groups = (group,)
     together = CheckpointRanks(tuple(dense.axes), group, writes=True, leads=group.rank() == 0, failures=failures)
     return _Ranks(together, fewer[0] if fewer else None)

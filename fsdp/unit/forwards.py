@@ -202,7 +202,7 @@ class _WithGraph(torch.autograd.Function):
 def _with_graph(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         return leaf
-    return _WithGraph.apply(leaf, leaf.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    return _WithGraph.apply(leaf, leaf.new_zeros((), requires_grad=True))
 
 
 def _tensors_of(outputs: Any) -> list[Tensor]:

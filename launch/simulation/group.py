@@ -21,6 +21,7 @@ from ..simulation import collectives as move
 from .collectives import Operation, Payload, reduce_op_name
 from .meeting import Pending, SharedGroup, Transfer, describe_launch
 from .schedule import Scheduler, SimulatedRank, current_rank
+from .store import Store
 
 __all__ = ["BACKEND", "SimulatedProcessGroup", "SimulatedWork"]
 
@@ -121,7 +122,7 @@ def _sum_unless_given(opts: Any) -> Any:
 class SimulatedProcessGroup(dist.ProcessGroup):
     """One rank's end of a group. The methods have the names that torch.distributed calls on its own backends."""
 
-    def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: dist.Store, desc: str) -> None:
+    def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: Store, desc: str) -> None:
         super().__init__(rank, len(shared.members))  # type: ignore[call-arg]  # subclasses take no store
         self._store = store
         self._desc = desc
@@ -145,7 +146,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._desc
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._store
 
     @property

@@ -1,13 +1,18 @@
 """The key-value store of simulated ranks: a dict, whose waits pass the baton."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+else:
+    Store = dist.Store
+
 from .schedule import Scheduler, current_rank
 
-__all__ = ["SimulatedStore"]
+__all__ = ["SimulatedStore", "Store"]
 
 
 class _Key:
@@ -28,7 +33,7 @@ class _Key:
         return ()
 
 
-class SimulatedStore(dist.Store):
+class SimulatedStore(Store):
     """One store for all ranks. Values are bytes, counters are decimal digits, as in torch's own stores."""
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -266,4 +266,4 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
     starts = [each.storage_offset() * each.element_size() for each in (one, other)]
-    return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + one.nbytes
+    return bool(starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + one.nbytes)

@@ -39,9 +39,9 @@ def compiled_linear(
     """
     input = cast(input, dtype_of_products(input))
     if recipe < 0:
-        output: Tensor = _CompiledLinear.apply(input, key, product, transposed, bias, *weights)  # type: ignore[no-untyped-call]
+        output: Tensor = _CompiledLinear.apply(input, key, product, transposed, bias, *weights)
         return output
-    quantised: Tensor = _CompiledQuantizedLinear.apply(  # type: ignore[no-untyped-call]
+    quantised: Tensor = _CompiledQuantizedLinear.apply(
         input, key, product, transposed, recipe, torch.is_grad_enabled(), bias, *weights
     )
     return quantised

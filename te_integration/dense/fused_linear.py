@@ -100,7 +100,7 @@ def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, 
     dtype = dtype_of_products(input)
     if not use.save_original_input:
         input = cast(input, dtype)  # not in _FusedLinear: second derivatives need the cast in the graph
-    output: Tensor = _apply_directly(input, use, dtype, *weights, bias)  # type: ignore[no-untyped-call]
+    output: Tensor = _apply_directly(input, use, dtype, *weights, bias)
     return output
 
 

@@ -75,9 +75,7 @@ def quantized_linear(
     ``RuntimeError`` for second derivatives.
     """
     trains = torch.is_grad_enabled()  # in the function it is off, and ``needs_input_grad`` does not tell
-    output: Tensor = _QuantizedLinear.apply(  # type: ignore[no-untyped-call]
-        input, use, recipe, writes, trains, *weights, bias
-    )
+    output: Tensor = _QuantizedLinear.apply(input, use, recipe, writes, trains, *weights, bias)
     if input.dim() == 2 or use.only_save:
         return output
     return output.view(*input.shape[:-1], output.shape[1])  # here: a view made in the function refuses in-place changes

@@ -45,7 +45,7 @@ def compiled_grouped_linear(
     """
     rows = cast(rows, dtype_of_products(rows))
     arguments = rows, key, product, transposed, offsets, bias_scale, len(weights), *weights, *biases
-    output: Tensor = _CompiledGroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
+    output: Tensor = _CompiledGroupedLinear.apply(*arguments)
     return output
 
 

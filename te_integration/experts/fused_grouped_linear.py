@@ -147,7 +147,7 @@ def fused_grouped_linear(
     ``autograd.grad`` and ``create_graph=True`` get ordinary gradients and write nothing.
     """
     input, call, tensors = arguments_of(input, weights, bias, offsets, use, bias_scale, out, grad_input)
-    output: Tensor = _apply_directly(input, use, call, *tensors)  # type: ignore[no-untyped-call]
+    output: Tensor = _apply_directly(input, use, call, *tensors)
     return output
 
 

@@ -28,19 +28,19 @@ __all__ = [
 
 def differentiable_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """``y[t] = x[t] W_e^T``, with derivatives of any order."""
-    result: Tensor = _Linear.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(x, weight, offsets)
     return result
 
 
 def differentiable_dgrad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """``dx[t] = dy[t] W_e``, with derivatives of any order."""
-    result: Tensor = _Dgrad.apply(dy, weight, offsets)  # type: ignore[no-untyped-call]
+    result: Tensor = _Dgrad.apply(dy, weight, offsets)
     return result
 
 
 def differentiable_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """``dW_e = dy_e^T x_e``, with derivatives of any order."""
-    result: Tensor = _Wgrad.apply(dy, x, offsets)  # type: ignore[no-untyped-call]
+    result: Tensor = _Wgrad.apply(dy, x, offsets)
     return result
 
 
@@ -91,7 +91,7 @@ class _Dgrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         y, weight, offsets = ctx.saved_tensors
-        dy = _Linear.apply(grads[0], weight, offsets)  # type: ignore[no-untyped-call]
+        dy = _Linear.apply(grads[0], weight, offsets)
         return dy, differentiable_wgrad(y, grads[0], offsets), None
 
 
@@ -106,5 +106,5 @@ class _Wgrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         y, x, offsets = ctx.saved_tensors
-        dy = _Linear.apply(x, grads[0], offsets)  # type: ignore[no-untyped-call]
+        dy = _Linear.apply(x, grads[0], offsets)
         return dy, differentiable_dgrad(y, grads[0], offsets), None

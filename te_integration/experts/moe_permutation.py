@@ -65,7 +65,7 @@ def moe_permute(inp: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tens
     sorting = _sorting(inp, expert_ids, num_experts)
     if torch.compiler.is_compiling():
         return permute_rows_op(inp, sorting.places), sorting
-    rows, _ = _Permute.apply(inp, None, sorting.places, sorting.copies)  # type: ignore[no-untyped-call]
+    rows, _ = _Permute.apply(inp, None, sorting.places, sorting.copies)
     return rows, sorting
 
 
@@ -82,7 +82,7 @@ def moe_permute_with_probs(
     sorting = _sorting(inp, expert_ids, num_experts)
     if torch.compiler.is_compiling():
         return permute_rows_op(inp, sorting.places), probs.reshape(-1).index_select(0, sorting.copies), sorting
-    rows, row_probs = _Permute.apply(inp, probs, sorting.places, sorting.copies)  # type: ignore[no-untyped-call]
+    rows, row_probs = _Permute.apply(inp, probs, sorting.places, sorting.copies)
     return rows, row_probs, sorting
 
 
@@ -92,7 +92,7 @@ def moe_unpermute(inp: Tensor, sorting: RowIdMap) -> Tensor:
     if torch.compiler.is_compiling():
         of_graph: Tensor = unpermute_rows_op(inp, sorting.places)
         return of_graph
-    output: Tensor = _Unpermute.apply(inp, sorting.places)  # type: ignore[no-untyped-call]
+    output: Tensor = _Unpermute.apply(inp, sorting.places)
     return output
 
 
@@ -122,7 +122,7 @@ class _Permute(torch.autograd.Function):
         needs_inp, needs_probs, *_ = ctx.needs_input_grad
         d_inp = d_probs = None
         if needs_inp and d_rows is not None:
-            d_inp = _Unpermute.apply(d_rows, places)  # type: ignore[no-untyped-call]
+            d_inp = _Unpermute.apply(d_rows, places)
         if needs_probs and d_row_probs is not None:
             d_probs = d_row_probs.index_select(0, places.reshape(-1)).view_as(places)
         return d_inp, d_probs, None, None
@@ -139,5 +139,5 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
         (places,) = ctx.saved_tensors
-        rows, _ = _Permute.apply(grads[0], None, places, None)  # type: ignore[no-untyped-call]
+        rows, _ = _Permute.apply(grads[0], None, places, None)
         return rows, None

@@ -64,7 +64,7 @@ def quantized_grouped_linear(
     _refuse_unsupported(recipe, input, use.owner)
     input, call, tensors = arguments_of(input, weights, bias, offsets, use, bias_scale, out, grad_input)
     call = call._replace(recipe=recipe, trains=torch.is_grad_enabled())
-    output: Tensor = _QuantizedGroupedLinear.apply(input, use, call, *tensors)  # type: ignore[no-untyped-call]
+    output: Tensor = _QuantizedGroupedLinear.apply(input, use, call, *tensors)
     return output
 
 

@@ -107,7 +107,7 @@ def scaled_activation(input: Tensor, scales: Tensor | None, options: Mapping[str
         # A compiler fuses visible operations and chooses what to save; transforms differentiate them.
         output = scaled_glu(rows, row_scales, **options)
     else:
-        output = _ScaledActivation.apply(rows, row_scales, options)  # type: ignore[no-untyped-call]
+        output = _ScaledActivation.apply(rows, row_scales, options)
     scaled: Tensor = output.reshape(*input.shape[:-1], input.shape[-1] // 2)
     return scaled
 

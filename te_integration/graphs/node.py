@@ -21,7 +21,7 @@ __all__ = ["replay"]
 def replay(graphs: LayerGraphs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The layer's forward by its graphs: what the layer would return."""
     tensors = graphs.signature.tensors(args, kwargs)
-    outputs = _Replay.apply(graphs, *tensors, *graphs.params)  # type: ignore[no-untyped-call]
+    outputs = _Replay.apply(graphs, *tensors, *graphs.params)
     return graphs.result(outputs)
 
 

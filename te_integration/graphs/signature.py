@@ -44,7 +44,8 @@ class Signature:
     @staticmethod
     def leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Everything in the arguments, flat."""
-        return tree_flatten((tuple(args), dict(kwargs)))[0]
+        found: list[Any] = tree_flatten((tuple(args), dict(kwargs)))[0]
+        return found
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, checked. Raises ``ReplayError`` that names the argument."""

@@ -102,7 +102,7 @@ class AddmmLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        y: Tensor = _AddmmWgrad.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        y: Tensor = _AddmmWgrad.apply(x, self.weight)
         return y
 
     @classmethod

@@ -140,7 +140,7 @@ def make_mesh(device: torch.device, dims: dict[str, int]) -> DeviceMesh:
         for members in ranks.movedim(index, -1).reshape(-1, ranks.shape[index]).tolist():
             group = dist.group.WORLD if len(members) == ranks.numel() else dist.new_group(members)
             if dist.get_rank() in members:
-                assert group is not None, "this rank is a member"
+                assert isinstance(group, dist.ProcessGroup), "this rank is a member"
                 groups.append(group)
     found: DeviceMesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(dims))
     return found
@@ -156,7 +156,7 @@ class _Watch:
         self.has_aborted = False
         self._store = store
         # A connection of its own: the main thread's connection may be blocked.
-        self._eyes: c10d.Store = store.clone()  # type: ignore[attr-defined]
+        self._eyes: c10d.Store = store.clone()
         self._key = key
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="failure watch", daemon=True)

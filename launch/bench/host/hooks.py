@@ -102,7 +102,7 @@ class _Fused(_Plain):
     def forward(self, x: Tensor) -> Tensor:
         y = x
         for weight in self.weights:
-            y = _Report.apply(y, weight, self.is_foreign)  # type: ignore[no-untyped-call]
+            y = _Report.apply(y, weight, self.is_foreign)
         return y.sum()
 
 

@@ -223,6 +223,7 @@ def _set_knobs(root: Any, layers: list[nn.Module], symm_mem: bool) -> None:
 def _copy_engine_mesh(case: Case) -> DeviceMesh:
     """All ranks, in an NCCL group whose gathers from symmetric memory run on copy engines."""
     group = dist.new_group(pg_options=zero_cta_options())
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     mesh: DeviceMesh = DeviceMesh.from_group(group, case.device.type)
     return mesh
 
