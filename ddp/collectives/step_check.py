@@ -136,6 +136,7 @@ class StepCheck:
         self._started = False  # in this iteration
         self._event = None if stream is None else torch.cuda.Event()
         self._answer: Tensor | None = None  # CUDA: pinned memory that the last row is copied to
+        self._rows: Tensor | None = None  # CUDA: where the rows are reduced
 
         # Since the last comparison.
         self._forwards = self._used = self._updates = 0
@@ -250,11 +251,13 @@ class StepCheck:
             self._answer = torch.empty(_NUM_COLUMNS, dtype=torch.int64, pin_memory=True)
         pinned = rows.pin_memory()
         with OnStream(self._stream):
-            there = pinned.to(self._device, non_blocking=True)
-            in_stages(self._stages(there), (there, pinned)).wait()
-            self._answer.copy_(there[-1], non_blocking=True)
+            if self._rows is None:
+                self._rows = torch.empty_like(rows, device=self._device)
+            self._rows.copy_(pinned, non_blocking=True)  # behind the comparison before, on the same stream
+            in_stages(self._stages(self._rows), (self._rows, pinned)).wait()
+            self._answer.copy_(self._rows[-1], non_blocking=True)
             self._event.record(self._stream)
-        return None  # the rows' memory belongs to this stream, and is free again behind these kernels
+        return None
 
     def _stages(self, rows: Tensor) -> Iterator[Any]:
         for index, log in enumerate(self._logs):

@@ -284,8 +284,9 @@ def bytes_at_rest() -> list[tuple[int, int]]:
         torch.cuda.synchronize()
         shards = dist.get_world_size() if settings else 1
         numel = ddp.plan.numel
-        # parameters, gradients, then masters and two moments of this rank's part; a step count for each run
-        formula = 2 * numel + 4 * numel + 12 * (numel // shards) + 512 * len(optimizer.param_groups[0]["params"])
+        # parameters, gradients, then masters and two moments of this rank's part; a step count for each run; the row
+        # of integers by which ranks compare their steps
+        formula = 2 * numel + 4 * numel + 12 * (numel // shards) + 512 * len(optimizer.param_groups[0]["params"]) + 512
         found.append((torch.cuda.memory_allocated() - before, formula))
         del ddp, optimizer, model
         assert len(found) == 1 or torch.cuda.memory_allocated() == before  # without the garbage collector
