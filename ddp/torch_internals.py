@@ -2,7 +2,7 @@
 
 ``distributed_internals.py`` holds those of torch.distributed; ``kernels/compat.py`` and
 ``te_integration/torch_internals.py`` those of their folders. If a torch version renames one, the import warns of what
-is lost (``kernels/private_names.py``), and the name's test in ``tests/ddp/test_torch_internals.py`` fails.
+is lost (``kernels/compat.py``), and the name's test in ``tests/ddp/test_torch_internals.py`` fails.
 
 Some names with an underscore are used in other files all the same:
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from ..kernels.private_names import private_name, raise_where_absent
+from ..kernels.compat import private_name, raise_where_absent
 
 __all__ = [
     "NO_BACKWARD",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.private_names import TESTED_TORCH, on_first_use, private_name, raise_where_absent, warn_of_loss
+from ..kernels.compat import TESTED_TORCH, on_first_use, private_name, raise_where_absent, warn_of_loss
 
 __all__ = [
     "Opaque",

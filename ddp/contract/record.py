@@ -3,13 +3,16 @@
 A record is what our provider knows of the parameter beyond the attributes that all providers share.
 """
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["GradRecord", "PendingWgrad", "check_accumulator"]
+__all__ = ["GradRecord", "PendingWgrad", "check_accumulator", "tell"]
+
+T = TypeVar("T")
 
 
 class PendingWgrad:
@@ -192,3 +195,13 @@ def _rows_fit(main_grad: Tensor) -> bool:
             return False
         end = max(end, stride * size)
     return main_grad.stride(-1) == 1
+
+
+def tell(here: "weakref.ref[T]", event: Callable[..., None], *args: Any) -> None:
+    """Call ``event`` with the object behind ``here`` and ``args``. Nothing is called once the object is gone.
+
+    Records, hooks and buckets keep callbacks of this form: a strong reference would keep the wrapper alive.
+    """
+    live = here()
+    if live is not None:
+        event(live, *args)

@@ -26,7 +26,7 @@ from .grad_norm import clip_coefficient, global_grad_norm
 from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .param_sync import ParamSync
-from .step_order import step_order
+from .step_order import NO_CLOSURE, step_order
 
 __all__ = ["DistributedOptimizer"]
 
@@ -100,9 +100,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sealed = True
         self._agreed_in = -1  # last iteration in which all ranks looked for Inf together
 
-        self.slices: list[ParamSlice] = slices_of(
-            self._flats, self._segments, lambda wired: groups[wired.owned.name], self.state
-        )
+        group_of = lambda wired: groups[wired.owned.name]  # noqa: E731
+        self.slices: list[ParamSlice] = slices_of(self._flats, self._segments, group_of, self.state)
         """What this rank updates of each parameter: for checkpoints and exports."""
         self._params = [held.wired.owned.param for held in self.slices]
         self._addresses = [held.view.data_ptr() for held in self.slices]
@@ -122,12 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Clip gradients, update masters, round masters into parameters, and all-gather the parameters."""
         if closure is not None:
-            raise ValueError(
-                "DistributedOptimizer.step() takes no closure: gradients are reduced once per iteration; run what is "
-                "in it, then model.finish_grad_sync() and step(). One that calls closures (LBFGS) is a stock optimizer "
-                "with use_distributed_optimizer=False; its closure ends with model.finish_grad_sync() and "
-                "model.expose_grads()"
-            )
+            raise ValueError(NO_CLOSURE)
         self._check_steppable()
         if is_capturing() and not self.param_sync.is_captured:
             raise RuntimeError(

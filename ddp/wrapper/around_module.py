@@ -1,11 +1,18 @@
 """A wrapper module that passes attributes which it lacks through to the wrapped module."""
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from ..buckets.wiring import WiredParam
+from ..contract.torch_ddp import check_not_collected, check_not_inside
+from ..stock.torch_tools import refuse_scaling_by_stage
+
 __all__ = ["AroundModule"]
+
+_OURS = "a model in maingrad.ddp.DistributedDataParallel"
 
 
 class AroundModule(nn.Module):
@@ -16,6 +23,17 @@ class AroundModule(nn.Module):
     """
 
     module: nn.Module
+    wired: Sequence[WiredParam]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """``nn.Module.named_parameters``. Raises where torch's wrapper, or ``scale_grads`` of a stage, calls."""
+        refuse_scaling_by_stage()
+        check_not_collected((wired.owned.param for wired in self.wired), _OURS)
+        return super().named_parameters(*args, **kwargs)
+
+    def check_not_in_torch_ddp(self) -> None:
+        """Raise ``RuntimeError`` inside torch's ``DistributedDataParallel``, which would reduce the same gradients."""
+        check_not_inside((wired.owned.param for wired in self.wired), _OURS)
 
     def __getattr__(self, name: str) -> Any:
         """Python calls this for missing attributes, and after a property raised ``AttributeError``."""

@@ -28,23 +28,21 @@ from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas
-from ..buckets.wiring import WiredParam, allocate_buckets
+from ..buckets.wiring import allocate_buckets
 from ..collectives.failure_report import FailureReporter
 from ..collectives.observer import Observer
-from ..collectives.rank_grid import RankGrid, make_grids
+from ..collectives.rank_grid import RankGrid
 from ..collectives.reduction import GradReduction, make_reductions
 from ..collectives.step_check import StepCheck
 from ..collectives.timeline import Timeline, recorded_on
 from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
 from ..contract.record import GradRecord
-from ..contract.torch_ddp import check_not_collected, check_not_inside
 from ..gathers.param_gather import ParamGather
 from ..plan.layout import BucketLayout
 from ..plan.owned_params import find_owned_params, find_tensors
 from ..stock.master_param import WatchedMasters
 from ..stock.optimizer import expose_grad
-from ..stock.torch_tools import refuse_scaling_by_stage
 from ..torch_internals import check_wrappers_can_run
 from .around_module import AroundModule
 from .attachment import attach_params, detach_params, discard_grads
@@ -52,11 +50,10 @@ from .comparison import check_same_config, check_same_model
 from .init_sync import broadcast_tensors
 from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
-from .setup_checks import plan_on_each_rank
+from .setup_checks import grids_of, plan_on_each_rank
 from .whose_experts import check_whose_experts
 
 __all__ = ["DistributedDataParallel"]
-_OURS = "a model in maingrad.ddp.DistributedDataParallel"
 
 
 class DistributedDataParallel(AroundModule):
@@ -112,15 +109,7 @@ class DistributedDataParallel(AroundModule):
         self.failures = failures = FailureReporter()
         with failures.watch("the comparison of configs between ranks"):
             check_same_config(config, process_group)
-        with failures.watch("the making of process groups"):
-            self.grids: dict[str, RankGrid] = make_grids(
-                process_group,
-                expert_process_group,
-                has_experts=any(each.grid_name == "expert" for each in tensors),
-                num_instances=config.num_distributed_optimizer_instances,
-                separate_gather=config.overlap_param_gather,
-                copy_engines=config.copy_engine_param_gather,
-            )
+        self.grids: dict[str, RankGrid] = grids_of(config, process_group, expert_process_group, tensors, failures)
         """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
         failures.grids = self.grids.values()
 
@@ -135,10 +124,9 @@ class DistributedDataParallel(AroundModule):
             failures.remember_rank_0()
 
         # Storage, and the collectives over it.
-        self.buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
-        self.wired: Sequence[WiredParam] = self._wired
+        self.buckets, self.wired = allocate_buckets(self.plan, trainable, self.device)
         """Trainable parameters with their buckets and records, in the order of the buffers."""
-        self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
+        self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self.wired)
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
         dense = self.reductions["dense"]
@@ -157,10 +145,10 @@ class DistributedDataParallel(AroundModule):
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
-        self._watch = ModelWatch(self._wired, module)
-        self.readiness = Readiness(self._wired, self._launcher, config, self.device, self.steps, self._watch)
+        self._watch = ModelWatch(self.wired, module)
+        self.readiness = Readiness(self.wired, self._launcher, config, self.device, self.steps, self._watch)
         hooks = self.readiness.listen()
-        self._attachment = attach_params(self, self._wired, hooks, self.grids)
+        self._attachment = attach_params(self, self.wired, hooks, self.grids)
         self.grad_parts = BucketParts(self)
         self._end_making()
         if init_sync:
@@ -198,11 +186,11 @@ class DistributedDataParallel(AroundModule):
         ``.grad`` by hand: the reduction would lack both.
         """
         self.check_in_use("start_grad_sync()")
-        check_not_inside((wired.owned.param for wired in self._wired), _OURS)
+        self.check_not_in_torch_ddp()
         self._watch.check_sync()
         check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
-        check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
+        check_nothing_bypassed([(each.owned.param, each.record) for each in self.wired], "start_grad_sync()")
         self._launcher.launch_rest()
         self.steps.start()
 
@@ -278,7 +266,7 @@ class DistributedDataParallel(AroundModule):
             torch._foreach_zero_(self._zeroed_views)
         for bucket in self.buckets:  # after the zeroing, which raises versions
             bucket.reset()
-        discard_grads(self._wired, self.module if self._finished else None)
+        discard_grads(self.wired, self.module if self._finished else None)
         self._launcher.reset()
         self.readiness.reset()
         self._launched = self._finished = False
@@ -297,9 +285,8 @@ class DistributedDataParallel(AroundModule):
     def note_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""
         self.iteration += 1
-        if self.device.type == "cpu":  # whose replays run operations again, and raise versions
-            for record in self.records:
-                record.note_version()
+        for record in self.records if self.device.type == "cpu" else ():  # replays run operations, and raise versions
+            record.note_version()
 
     def forget_iteration(self) -> None:
         """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""
@@ -312,7 +299,7 @@ class DistributedDataParallel(AroundModule):
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
-        check_scalable(self._wired, "scale_gradients()")
+        check_scalable(self.wired, "scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
 
     def broadcast_params(self) -> None:
@@ -330,7 +317,7 @@ class DistributedDataParallel(AroundModule):
         """
         self.check_reduced("expose_grads()")
         check_whole(self.ddp_config, "expose_grads()")
-        for wired in self._wired:
+        for wired in self.wired:
             expose_grad(wired.owned.param, wired.record, dtype or wired.dtype)
 
     @contextmanager
@@ -381,18 +368,12 @@ class DistributedDataParallel(AroundModule):
         detach_params(self._attachment)
         return self.module
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """``nn.Module.named_parameters``. Raises where torch's wrapper, or ``scale_grads`` of a stage, calls."""
-        refuse_scaling_by_stage()
-        check_not_collected((wired.owned.param for wired in self._wired), _OURS)
-        return super().named_parameters(*args, **kwargs)
-
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._finish_gathers()  # compiled code has guards on plain parameters
         elif self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
-        if not torch.is_grad_enabled() or is_frozen(self._wired):
+        if not torch.is_grad_enabled() or is_frozen(self.wired):
             return self._replicas.run(self.module, args, kwargs)
         self.check_before_forward()
         outputs = self._replicas.run(self.module, args, kwargs)
@@ -408,7 +389,7 @@ class DistributedDataParallel(AroundModule):
     def check_before_forward(self) -> None:
         """The checks of a forward that builds a graph."""
         self.check_in_use("forward")
-        check_not_inside((wired.owned.param for wired in self._wired), _OURS)
+        self.check_not_in_torch_ddp()
         self._watch.check_forward()
 
     def check_in_use(self, caller: str) -> None:

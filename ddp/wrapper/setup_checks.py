@@ -10,7 +10,8 @@ from ..collectives.agreement import alike
 from ..collectives.failure_report import FailureReporter
 from ..collectives.in_flight import backends_of
 from ..collectives.mapped_memory import check_copy_engines
-from ..collectives.rank_grid import RankGrid
+from ..collectives.rank_grid import RankGrid, make_grids
+from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import check_unattached
 from ..contract.torch_ddp import check_none_inside
@@ -19,7 +20,26 @@ from ..plan.model_plan import plan_model
 from ..plan.owned_params import ModelTensor, OwnedParam
 from ..plan.parallel_marks import check_marks
 
-__all__ = ["plan_on_each_rank"]
+__all__ = ["grids_of", "plan_on_each_rank"]
+
+
+def grids_of(
+    config: DistributedDataParallelConfig,
+    ranks: Ranks,
+    expert_ranks: Ranks,
+    tensors: Iterable[ModelTensor],
+    failures: FailureReporter,
+) -> dict[str, RankGrid]:
+    """The ranks that dense tensors, and experts where there are any, are reduced over. Collective."""
+    with failures.watch("the making of process groups"):
+        return make_grids(
+            ranks,
+            expert_ranks,
+            has_experts=any(each.grid_name == "expert" for each in tensors),
+            num_instances=config.num_distributed_optimizer_instances,
+            separate_gather=config.overlap_param_gather,
+            copy_engines=config.copy_engine_param_gather,
+        )
 
 
 def _check_setup(

@@ -4,8 +4,9 @@
 gradients to the given inputs alone. If these are not parameters, the backward is no part of an iteration.
 """
 
+import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -14,7 +15,7 @@ from ...ddp.contract.demand import Demand, demand
 from ..unit.forwards import ForwardTrace, UnitForward
 from ..unit.unit import Unit
 
-__all__ = ["Backward", "Entered", "delivers_to_any"]
+__all__ = ["Backward", "BackwardEnd", "Entered", "delivers_to_any"]
 
 
 class Entered(NamedTuple):
@@ -57,3 +58,28 @@ def delivers_to_any(params: Iterable[Tensor]) -> bool:
     """Whether the ``backward(inputs=...)`` under way names one of ``params``, whole parameters."""
     trained = [param for param in params if param.requires_grad]
     return any(demand(get_gradient_edge(param).node) is Demand.ACCUMULATE for param in trained)
+
+
+class BackwardEnd:
+    """Callback of autograd at the end of a graph task. If the task fails, autograd deletes it without a call.
+
+    here  the model's ``Root``
+    """
+
+    __slots__ = ("_called", "_here", "_task")
+
+    def __init__(self, here: "weakref.ref[Any]", task: int) -> None:
+        self._here = here
+        self._task = task
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        live = self._here()
+        if live is not None:
+            live.end_backward(self._task)
+
+    def __del__(self) -> None:
+        live = None if self._called else self._here()
+        if live is not None:
+            live.backward_failed(self._task)

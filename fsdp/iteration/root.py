@@ -10,7 +10,6 @@ without streams (gloo).
 """
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -22,11 +21,12 @@ from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.observer import Observer
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
 from ...ddp.contract.delayed import delay_blocks
+from ...ddp.contract.record import tell
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from ..unit.bucket import BucketEvents, ShardedBucket
 from ..unit.forwards import BackwardHooks, ForwardTrace, UnitForward
 from ..unit.unit import Unit
-from .backward import Backward, Entered, delivers_to_any
+from .backward import Backward, BackwardEnd, Entered, delivers_to_any
 from .gathers import UnitGathers
 from .order import ForwardOrder
 from .parts import RootParts
@@ -247,7 +247,7 @@ class Root:
             self.grads.trained.add(task)
         if task not in backward.tasks:
             backward.tasks.add(task)
-            call_when_backward_ends(_BackwardEnd(weakref.ref(self), task))
+            call_when_backward_ends(BackwardEnd(weakref.ref(self), task))
         entered = backward.entered.setdefault(unit, Entered(task, set(), trains))
         if trains:
             backward.entered[unit] = entered._replace(trains=True)
@@ -382,9 +382,9 @@ class Root:
     def _connect(self, trainable: list[ShardedBucket]) -> None:
         here = weakref.ref(self)
         events = BucketEvents(
-            partial(_on, here, Root._make_room),
-            partial(_on, here, Root._on_grad),
-            partial(_on, here, Root._on_delayed_wgrad),
+            partial(tell, here, Root._make_room),
+            partial(tell, here, Root._on_grad),
+            partial(tell, here, Root._on_delayed_wgrad),
         )
         numbers = {id(bucket): index for index, bucket in enumerate(trainable)}
         for unit in self.units:
@@ -392,31 +392,3 @@ class Root:
             for bucket in unit.buckets:
                 bucket.model = self.module
                 bucket.connect(numbers.get(id(bucket), -1), self.failures, events)
-
-
-def _on(here: "weakref.ref[Root]", event: Callable[[Root, ShardedBucket], None], bucket: ShardedBucket) -> None:
-    live = here()
-    if live is not None:
-        event(live, bucket)
-
-
-class _BackwardEnd:
-    """Callback of autograd at the end of a graph task. If the task fails, autograd deletes it without a call."""
-
-    __slots__ = ("_called", "_here", "_task")
-
-    def __init__(self, here: "weakref.ref[Root]", task: int) -> None:
-        self._here = here
-        self._task = task
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        live = self._here()
-        if live is not None:
-            live.end_backward(self._task)
-
-    def __del__(self) -> None:
-        live = None if self._called else self._here()
-        if live is not None:
-            live.backward_failed(self._task)

@@ -7,7 +7,6 @@ The order of the methods is that of an iteration: ``begin`` (forward), ``backwar
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,23 +24,13 @@ from ..tensors.gradient import step_ended
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import Meter
-from ..unit.round import Round, RoundPhase
+from ..unit.round import RoundPhase
 from ..unit.unit import Unit
 from .grad_pool import GradPool
+from .grad_set import GradSet, rounds_of
 from .unit_log import UnitLog
 
 __all__ = ["GradRounds"]
-
-
-class _GradSet(NamedTuple):
-    """The buckets of a unit that share one round."""
-
-    round: Round
-    buckets: tuple[ShardedBucket, ...]
-
-    @property
-    def has_pending(self) -> bool:
-        return any(bucket.has_pending for bucket in self.buckets)
 
 
 class GradRounds:
@@ -79,11 +68,11 @@ class GradRounds:
         self.log = UnitLog(units, self.steps) if self.steps.active else None
         for bucket in buckets:
             bucket.steps = self.steps
-        self._of: dict[Unit, list[_GradSet]] = {unit: _rounds_of(unit) for unit in units}
+        self._of: dict[Unit, list[GradSet]] = {unit: rounds_of(unit) for unit in units}
         self._all = [grad_set for unit in reversed(units) for grad_set in self._of[unit]]  # about in backward's order
         self.were_mixed = False
         """The iteration was refused because ranks had run different units. The next forward makes all ranks alike."""
-        self._due: list[_GradSet] | None = None  # to be sent, after the iteration's last backward
+        self._due: list[GradSet] | None = None  # to be sent, after the iteration's last backward
         self._num_with_delays = 0  # rounds with delays in the last iteration
         self._sending = False  # stays True if a launch raises: the next forward gives the iteration up
         self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
@@ -312,7 +301,7 @@ class GradRounds:
             if grad_set.round.is_left:
                 self._notice_cleared(grad_set)
 
-    def _notice_cleared(self, grad_set: _GradSet) -> None:
+    def _notice_cleared(self, grad_set: GradSet) -> None:
         for bucket in grad_set.buckets:
             if bucket.grad_shard.was_cleared:
                 self._settle(bucket)
@@ -320,7 +309,7 @@ class GradRounds:
 
     # ---- One reduction. ----
 
-    def _send(self, grad_set: _GradSet, *, final: bool, bounds_pool: bool = True) -> None:
+    def _send(self, grad_set: GradSet, *, final: bool, bounds_pool: bool = True) -> None:
         """Launch the reductions of a round. In phase PARTIAL only those across instances are left.
 
         bounds_pool  gradients that were kept now count for the pool, and the launch waits until the pool is within its
@@ -398,19 +387,6 @@ def _settling(rounds: GradRounds, bucket: ShardedBucket) -> Callable[[], None]:
             alive[0]._settle(alive[1])
 
     return settle
-
-
-def _rounds_of(unit: Unit) -> list[_GradSet]:
-    """The unit's buckets in one round, and the buckets of delayed gradients in another, which is sent later."""
-    found: list[_GradSet] = []
-    for delayed in (False, True):
-        buckets = tuple(bucket for bucket in unit.buckets if bucket.trainable and bucket.delayed is delayed)
-        if buckets:
-            grad_set = _GradSet(Round(unit.label, reduces_once=buckets[0].reduces_once, delayed=delayed), buckets)
-            for bucket in buckets:
-                bucket.round = grad_set.round
-            found.append(grad_set)
-    return found
 
 
 def _reduce(bucket: ShardedBucket, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool) -> InFlight:

@@ -28,7 +28,7 @@ from ...ddp.collectives.reduction import GradReduction
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
-from ...ddp.contract.record import GradRecord
+from ...ddp.contract.record import GradRecord, tell
 from ...ddp.gathers.param_gather import ParamGather
 from ...ddp.plan.layout import BucketLayout, ParamSlot
 from ...ddp.plan.owned_params import OwnedParam
@@ -221,7 +221,7 @@ class ShardedBucket:
             record.name = pair.sharded.shard.name
             record.bucket_index = index
             record.make_room = partial(_first_write, here, events.make_room)
-            record.on_delayed_wgrad = partial(_tell, here, events.on_delayed_wgrad)
+            record.on_delayed_wgrad = partial(tell, here, events.on_delayed_wgrad)
         self.grad_bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
         self._on_grad = events.on_grad
 
@@ -355,12 +355,6 @@ def _first_write(here: "weakref.ref[ShardedBucket]", event: Callable[[ShardedBuc
     if live is None or live.grad_bucket is None:
         return
     if not (live.grads.resident and live.grad_bucket.phase is Phase.ACCUMULATING):
-        event(live)
-
-
-def _tell(here: "weakref.ref[ShardedBucket]", event: Callable[[ShardedBucket], None]) -> None:
-    live = here()
-    if live is not None:
         event(live)
 
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from ...kernels.private_names import private_name
+from ...kernels.compat import private_name
 from ...te_integration import ScaledSwiGLU
 from ..config.run import ModelConfig
 from ..model.gpt import GPT, build_model

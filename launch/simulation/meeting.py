@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ddp.torch_internals import tree_leaves
-from ...kernels.private_names import private_name
+from ...kernels.compat import private_name
 from ..simulation import collectives as move
 from .collectives import Operation, Payload
 from .schedule import SimulatedRank

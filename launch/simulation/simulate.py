@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...kernels.private_names import private_name, raise_where_absent
+from ...kernels.compat import private_name, raise_where_absent
 from .group import BACKEND, SimulatedProcessGroup
 from .meeting import CollectiveMismatchError, SharedGroup
 from .schedule import Scheduler, SimulatedDeadlockError, current_rank

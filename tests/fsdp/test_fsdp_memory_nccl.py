@@ -127,7 +127,9 @@ def bytes_at_rest() -> list[tuple[str, int, int]]:
         assert numel - (NUM_BLOCKS * UNIT + WIDTH) < 1000  # padding
         parts = 2 if placements == "hsdp" else dist.get_world_size()
         formula = nbytes_at_rest(placements, numel, parts, len(list(model.parameters())))
-        formula += 88 * (2 if placements.startswith("hsdp") else 1)  # a row of integers, by which a group compares steps
+        formula += 88 * (
+            2 if placements.startswith("hsdp") else 1
+        )  # a row of integers, by which a group compares steps
         if index:  # the first one leaves the libraries' workspaces
             found.append((placements, measured, formula))
         del model, optimizer, buckets

@@ -56,6 +56,7 @@ PUBLIC_MODULES = {
     "maingrad.ddp",
     "maingrad.fsdp",
     "maingrad.launch",
+    "maingrad.kernels.quantized",  # what a recipe of one's own is made of
     "maingrad.te_integration",
     # What stands for the command: a configuration, files of data, and a signal.
     "maingrad.launch.config.file",

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from maingrad import te_integration
+import maingrad.te_integration as te_integration
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from maingrad.fsdp import fully_shard
 from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm

@@ -195,7 +195,7 @@ def without(names: list[str], programs: list[str]) -> dict[str, Any]:
         for each in programs:
             found["programs"][each] = compiled() if each == "compiled" else on_two_ranks(PROGRAMS[each])
     found["warnings"] = [str(each.message) for each in seen if each.category is RuntimeWarning]
-    from maingrad.kernels.private_names import requested_names
+    from maingrad.kernels.compat import requested_names
 
     found["names"] = requested_names
     return found

@@ -24,8 +24,8 @@ from ....kernels import (
     unpermute_rows,
     wgrad_accumulate,
 )
+from ....kernels.compat import private_name
 from ....kernels.glu.reference import Glu, scaled_glu_backward_reference, scaled_glu_reference
-from ....kernels.private_names import private_name
 from .problems import GROUPED_OPS, GroupedOperands, error_of
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....kernels.private_names import private_name
+from ....kernels.compat import private_name
 from ...config.error import ConfigError
 from ..data_parallel.ranks import AnyRankFailed, Ranks
 from ..steps import free_memory, peak_gib, reset_peak, time_steps

@@ -177,14 +177,14 @@ FAULTS = [
                 "maingrad.ddp.wrapper.data_parallel",
                 "DistributedDataParallel._forward",
                 """
-                if not torch.is_grad_enabled() or is_frozen(self._wired):
+                if not torch.is_grad_enabled() or is_frozen(self.wired):
                     return self._replicas.run(self.module, args, kwargs)
                 self.check_before_forward()
                 """,
                 """
                 if not torch.is_grad_enabled():
                     return self._replicas.run(self.module, args, kwargs)
-                if not is_frozen(self._wired):
+                if not is_frozen(self.wired):
                     self.check_before_forward()
                 """,
             ),

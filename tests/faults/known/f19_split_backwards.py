@@ -30,7 +30,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.wrapper.data_parallel",
                 "DistributedDataParallel.start_grad_sync",
-                'check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")',
+                'check_nothing_bypassed([(each.owned.param, each.record) for each in self.wired], "start_grad_sync()")',
                 "",
             ),
         ],

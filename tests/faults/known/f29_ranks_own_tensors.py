@@ -25,8 +25,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.data_parallel",
-                "DistributedDataParallel.__init__",
+                "maingrad.ddp.wrapper.setup_checks",
+                "grids_of",
                 'has_experts=any(each.grid_name == "expert" for each in tensors),',
                 'has_experts=any(each.grid_name == "expert" and each.trained for each in tensors),',
             ),

@@ -64,8 +64,8 @@ FAULTS = [
         tests=[TESTS + "test_torchs_stage_does_not_scale_what_is_not_there"],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.data_parallel",
-                "DistributedDataParallel.named_parameters",
+                "maingrad.ddp.wrapper.around_module",
+                "AroundModule.named_parameters",
                 "refuse_scaling_by_stage()",
                 "pass",
             )

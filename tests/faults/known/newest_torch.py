@@ -12,7 +12,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.kernels.private_names",
+                "maingrad.kernels.compat",
                 "spelling_of",
                 'warn_of_loss(f"has no',
                 'raise ImportError(f"has no',
@@ -43,7 +43,7 @@ FAULTS = [
         tests=["tests/kernels/test_private_names.py::test_a_wrapper_says_which_name_it_cannot_do_without"],
         changes=[
             Change(
-                "maingrad.kernels.private_names",
+                "maingrad.kernels.compat",
                 "_StandIn.__new__",
                 "raise RuntimeError(",
                 "return str(",

@@ -363,7 +363,8 @@ def test_ranks_have_the_scales_of_one_process(how: str) -> None:
         found = simulate(train_on_rank, ranks, how)
     for state in found:
         assert_equal(state, alone)
-    assert sizes == [9] * (3 * ranks * axes), "once an iteration, for two products of the first layer and one"
+    amaxes = [size for size in sizes if size != 11]  # rows of 11 integers compare the ranks' steps
+    assert amaxes == [9] * (3 * ranks * axes), "once an iteration, for two products of the first layer and one"
 
 
 class Branches(nn.Module):
