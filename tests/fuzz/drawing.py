@@ -93,6 +93,7 @@ def draw(seed: int) -> Program:
     program = Program(model, _optimizer(dice), phases, dtype, dice.randrange(1000))
     program = _later(Dice(f"later {seed}"), _beside(Dice(f"beside {seed}"), program))
     program = _writing(Dice(f"writing {seed}"), program)
+    program = _from_meta(Dice(f"meta {seed}"), program)
     return valid(_graphed(Dice(f"graphed {seed}"), program))
 
 
@@ -141,6 +142,18 @@ def _writing(dice: Dice, program: Program) -> Program:
         return program
     blocks = [replace(block, kind="clamped") if dice.chance(0.6) else block for block in program.model.blocks]
     return replace(program, model=valid_model(replace(program.model, blocks=tuple(blocks)), program.dtype))
+
+
+def _from_meta(dice: Dice, program: Program) -> Program:
+    """Models whose memory ``fully_shard`` makes."""
+    phases = []
+    for phase in program.phases:
+        if isinstance(phase.wrapper, Fsdp) and dice.chance(0.15):
+            left_out = dice.randrange(30) if dice.chance(0.5) else None
+            wrapper = replace(phase.wrapper, meta=dice.one_of({"all": 1, "first": 1}), left_out=left_out)
+            phase = replace(phase, wrapper=wrapper)
+        phases.append(phase)
+    return replace(program, phases=tuple(phases))
 
 
 def _later_phase(dice: Dice, phase: Phase) -> Phase:

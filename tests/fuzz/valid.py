@@ -195,6 +195,9 @@ def _fsdp(program: Program, wrapper: Fsdp) -> Fsdp:
     simple = not (optimizer.groups or optimizer.scaled or optimizer.schedule != "no") and len(program.phases) == 1
     hooks = wrapper.stepping_hooks and simple
     zero = "model.zero_grad()" if hooks else zero
+    meta = "all" if wrapper.meta != "no" and (not wrapper.init_sync or program.model.variants > 1) else wrapper.meta
+    left_out = None if meta == "no" else wrapper.left_out
+    wrapper = replace(wrapper, meta=meta, left_out=left_out)
     return replace(wrapper, units=units, instances=_instances(wrapper), zero=zero, stepping_hooks=hooks)
 
 
