@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pen import Pen
 from programs import Ddp, Extra, Fsdp, Phase
+from user_beside import STATE_WAYS
 from wrappers import write_beside_optimizer, write_plain_optimizer, write_wrapping, write_zero
 
 Writer = Callable[[Pen, Extra, str, int], None]
@@ -112,6 +113,15 @@ def _state_dict(pen: Pen, extra: Extra, name: str, step: int) -> None:
     pen("state = {name: value.clone() for name, value in model.state_dict().items()}")
 
 
+def _state_taken(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Weights that are looked at when the phase is over."""
+    if pen.plain:
+        pen.see(f"state {name}", "values_of(model)")
+    else:
+        way = STATE_WAYS[extra.where % len(STATE_WAYS)]
+        pen(f'taken["state {name}"] = state_taken(model, "{way}")')
+
+
 def _copy_of_the_model(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """Evaluated and dropped. A sharded model is not copied."""
     if pen.fsdp:
@@ -184,6 +194,7 @@ DURING: dict[str, Writer] = {
     "deepcopy": _copy_of_the_model,
     "mean loss": _mean_loss,
     "attributes": _attributes,
+    "state taken": _state_taken,
 }
 
 
@@ -375,6 +386,11 @@ def saves_beside(phase: Phase) -> bool:
     return any(extra.kind == "saved beside" for iteration in phase.iterations for extra in iteration.extras)
 
 
+def takes_states(phase: Phase) -> bool:
+    """Whether weights are taken that are looked at later."""
+    return any(extra.kind == "state taken" for iteration in phase.iterations for extra in iteration.extras)
+
+
 AFTER: dict[str, Writer] = {
     "load_state_dict": _load_state_dict,
     "snapshot": _snapshot,
@@ -406,12 +422,13 @@ FORWARDS = (
     "whole norms",
     "gone through",
     "attributes",
+    "state taken",
 )
 """Kinds that run the model, or gather its weights."""
 RANK_DEPENDENT = ("kept forward", "failed forward", "no backward", "gc.collect", "forgetting", "attributes")
 """Kinds that look at ``Extra.ranks``."""
 
-VARIED = ("changed and back", "unwrapped", "attributes", "attribute set", "gone back to")
+VARIED = ("changed and back", "unwrapped", "attributes", "attribute set", "gone back to", "state taken")
 """Kinds that ``Extra.where`` makes one of several variants of."""
 
 
