@@ -158,11 +158,11 @@ def _from_meta(dice: Dice, program: Program) -> Program:
 
 
 def _with_extras(dice: Dice, program: Program) -> Program:
-    """Weights that are taken in one context or another."""
+    """Weights that are taken in one context or another; parameters with marks."""
     phases = list(program.phases)
     for number, phase in enumerate(phases):
         iterations = list(phase.iterations)
-        for kind in ("state taken",):
+        for kind in ("state taken", "marks"):
             if dice.chance(0.12):
                 index = dice.randrange(len(iterations))
                 at = dice.randrange(len(iterations[index].micros) + 2)
@@ -454,6 +454,7 @@ def _extra(dice: Dice, ranks: int, count: int) -> Extra:
         "saved beside": 0.0,
         "gone back to": 0.0,
         "state taken": 0.0,
+        "marks": 0.0,
     }
     return Extra(
         kind=dice.one_of(kinds),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pen import Pen
 from programs import Ddp, Extra, Fsdp, Phase
-from user_beside import STATE_WAYS
+from user_beside import MARKED_WAYS, MARKS, STATE_WAYS
 from wrappers import write_beside_optimizer, write_plain_optimizer, write_wrapping, write_zero
 
 Writer = Callable[[Pen, Extra, str, int], None]
@@ -374,6 +374,18 @@ def _waits_by_itself(pen: Pen) -> bool:
     return any(extra.kind == "unwrapped" for iteration in pen.phase.iterations for extra in iteration.extras)
 
 
+def _marks(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Another model, with one of Megatron-core's marks, over half of the ranks."""
+    pen(f"marked = {'make_plain' if pen.plain else 'make_model'}()")
+    with pen.for_each_rank():
+        if pen.plain:
+            pen.see(f"marked {name}", f"loss_of(marked(batch(rank, {step}, 75))).item()")
+            return
+        mark = MARKS[extra.where % len(MARKS)]
+        way = "ddp" if pen.program.model.hooked else MARKED_WAYS[extra.where % len(MARKED_WAYS)]
+        pen.see(f"marked {name}", f'loss_of_marked(marked, "{mark}", "{way}", folder, {step})')
+
+
 def write_free_disk(pen: Pen, *, waits: bool) -> None:
     """All that is to be saved in the background may be written now."""
     if not pen.plain and saves_beside(pen.phase):
@@ -409,6 +421,7 @@ AFTER: dict[str, Writer] = {
     "decay raised": _decay_raised,
     "saved beside": _saved_beside,
     "gone back to": _gone_back_to,
+    "marks": _marks,
 }
 
 FORWARDS = (
@@ -428,7 +441,7 @@ FORWARDS = (
 RANK_DEPENDENT = ("kept forward", "failed forward", "no backward", "gc.collect", "forgetting", "attributes")
 """Kinds that look at ``Extra.ranks``."""
 
-VARIED = ("changed and back", "unwrapped", "attributes", "attribute set", "gone back to", "state taken")
+VARIED = ("changed and back", "unwrapped", "attributes", "attribute set", "gone back to", "state taken", "marks")
 """Kinds that ``Extra.where`` makes one of several variants of."""
 
 
