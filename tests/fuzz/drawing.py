@@ -93,6 +93,8 @@ def draw(seed: int) -> Program:
     program = Program(model, _optimizer(dice), phases, dtype, dice.randrange(1000))
     program = _later(Dice(f"later {seed}"), _beside(Dice(f"beside {seed}"), program))
     program = _writing(Dice(f"writing {seed}"), program)
+    program = _from_meta(Dice(f"meta {seed}"), program)
+    program = _with_extras(Dice(f"extras {seed}"), program)
     return valid(_graphed(Dice(f"graphed {seed}"), program))
 
 
@@ -141,6 +143,33 @@ def _writing(dice: Dice, program: Program) -> Program:
         return program
     blocks = [replace(block, kind="clamped") if dice.chance(0.6) else block for block in program.model.blocks]
     return replace(program, model=valid_model(replace(program.model, blocks=tuple(blocks)), program.dtype))
+
+
+def _from_meta(dice: Dice, program: Program) -> Program:
+    """Models whose memory ``fully_shard`` makes."""
+    phases = []
+    for phase in program.phases:
+        if isinstance(phase.wrapper, Fsdp) and dice.chance(0.15):
+            left_out = dice.randrange(30) if dice.chance(0.5) else None
+            wrapper = replace(phase.wrapper, meta=dice.one_of({"all": 1, "first": 1}), left_out=left_out)
+            phase = replace(phase, wrapper=wrapper)
+        phases.append(phase)
+    return replace(program, phases=tuple(phases))
+
+
+def _with_extras(dice: Dice, program: Program) -> Program:
+    """Weights that are taken in one context or another; parameters with marks."""
+    phases = list(program.phases)
+    for number, phase in enumerate(phases):
+        iterations = list(phase.iterations)
+        for kind in ("state taken", "marks"):
+            if dice.chance(0.12):
+                index = dice.randrange(len(iterations))
+                at = dice.randrange(len(iterations[index].micros) + 2)
+                extra = Extra(kind, at=at, where=dice.randrange(12))
+                iterations[index] = replace(iterations[index], extras=(*iterations[index].extras, extra))
+        phases[number] = replace(phase, iterations=tuple(iterations))
+    return replace(program, phases=tuple(phases))
 
 
 def _later_phase(dice: Dice, phase: Phase) -> Phase:
@@ -424,6 +453,8 @@ def _extra(dice: Dice, ranks: int, count: int) -> Extra:
         "decay raised": 0.0,  # beside graphed steps
         "saved beside": 0.0,
         "gone back to": 0.0,
+        "state taken": 0.0,
+        "marks": 0.0,
     }
     return Extra(
         kind=dice.one_of(kinds),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pen import Pen
 from programs import Ddp, Extra, Fsdp, Phase
+from user_beside import MARKED_WAYS, MARKS, STATE_WAYS
 from wrappers import write_beside_optimizer, write_plain_optimizer, write_wrapping, write_zero
 
 Writer = Callable[[Pen, Extra, str, int], None]
@@ -112,6 +113,15 @@ def _state_dict(pen: Pen, extra: Extra, name: str, step: int) -> None:
     pen("state = {name: value.clone() for name, value in model.state_dict().items()}")
 
 
+def _state_taken(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Weights that are looked at when the phase is over."""
+    if pen.plain:
+        pen.see(f"state {name}", "values_of(model)")
+    else:
+        way = STATE_WAYS[extra.where % len(STATE_WAYS)]
+        pen(f'taken["state {name}"] = state_taken(model, "{way}")')
+
+
 def _copy_of_the_model(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """Evaluated and dropped. A sharded model is not copied."""
     if pen.fsdp:
@@ -184,6 +194,7 @@ DURING: dict[str, Writer] = {
     "deepcopy": _copy_of_the_model,
     "mean loss": _mean_loss,
     "attributes": _attributes,
+    "state taken": _state_taken,
 }
 
 
@@ -363,6 +374,18 @@ def _waits_by_itself(pen: Pen) -> bool:
     return any(extra.kind == "unwrapped" for iteration in pen.phase.iterations for extra in iteration.extras)
 
 
+def _marks(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Another model, with one of Megatron-core's marks, over half of the ranks."""
+    pen(f"marked = {'make_plain' if pen.plain else 'make_model'}()")
+    with pen.for_each_rank():
+        if pen.plain:
+            pen.see(f"marked {name}", f"loss_of(marked(batch(rank, {step}, 75))).item()")
+            return
+        mark = MARKS[extra.where % len(MARKS)]
+        way = "ddp" if pen.program.model.hooked else MARKED_WAYS[extra.where % len(MARKED_WAYS)]
+        pen.see(f"marked {name}", f'loss_of_marked(marked, "{mark}", "{way}", folder, {step})')
+
+
 def write_free_disk(pen: Pen, *, waits: bool) -> None:
     """All that is to be saved in the background may be written now."""
     if not pen.plain and saves_beside(pen.phase):
@@ -373,6 +396,11 @@ def write_free_disk(pen: Pen, *, waits: bool) -> None:
 def saves_beside(phase: Phase) -> bool:
     """Whether something is saved in the background between iterations."""
     return any(extra.kind == "saved beside" for iteration in phase.iterations for extra in iteration.extras)
+
+
+def takes_states(phase: Phase) -> bool:
+    """Whether weights are taken that are looked at later."""
+    return any(extra.kind == "state taken" for iteration in phase.iterations for extra in iteration.extras)
 
 
 AFTER: dict[str, Writer] = {
@@ -393,6 +421,7 @@ AFTER: dict[str, Writer] = {
     "decay raised": _decay_raised,
     "saved beside": _saved_beside,
     "gone back to": _gone_back_to,
+    "marks": _marks,
 }
 
 FORWARDS = (
@@ -406,12 +435,13 @@ FORWARDS = (
     "whole norms",
     "gone through",
     "attributes",
+    "state taken",
 )
 """Kinds that run the model, or gather its weights."""
 RANK_DEPENDENT = ("kept forward", "failed forward", "no backward", "gc.collect", "forgetting", "attributes")
 """Kinds that look at ``Extra.ranks``."""
 
-VARIED = ("changed and back", "unwrapped", "attributes", "attribute set", "gone back to")
+VARIED = ("changed and back", "unwrapped", "attributes", "attribute set", "gone back to", "state taken", "marks")
 """Kinds that ``Extra.where`` makes one of several variants of."""
 
 

@@ -133,6 +133,10 @@ class Fsdp:
     """From the inside out; the outermost last."""
     group: str = "default"
     init_sync: bool = False
+    meta: str = "no"
+    """The model is on the meta device before, and its ``init_fn`` writes it on "all" ranks, or the "first" alone."""
+    left_out: int | None = None
+    """A tensor that is not written, or in part: that is tried before, with another model, and refused."""
     prefetch: bool = False
     stepping_hooks: bool = False
     """Each parameter has an optimizer, which a hook steps when its gradient is complete."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 
-from extras import DURING, saves_beside, write_extra, write_free_disk
+from extras import DURING, saves_beside, takes_states, write_extra, write_free_disk
 from gradients import write_gradients
 from graphed_steps import write_call, write_graphed_step, write_remade
 from layers import expert_paths, lines_of_model
@@ -97,6 +97,8 @@ def _trainers(program: Program) -> Iterator[str]:
         pen("seen, kept, log, average, averaged = records[rank], [], [], None, None")
         if saves_beside(phase):
             pen("disk = None")
+        if takes_states(phase):
+            pen("taken = {}")
         _write_model(pen)
         write_wrapping(pen)
         write_beside_optimizer(pen)
@@ -173,6 +175,8 @@ def _write_load(pen: Pen) -> None:
 def _write_end(pen: Pen) -> None:
     if any(extra.kind == "average" for iteration in pen.phase.iterations for extra in iteration.extras):
         pen.see_on_all("average", f"pieces_like({pen.owner}, average)")
+    if takes_states(pen.phase) and not pen.plain:
+        pen("seen.update({what: state_values(state) for what, state in taken.items()})")
     _write_values(pen, "weights", "values_of")
     if pen.phase.second is not None:
         pen.see_on_all("weights of the second", "values_of(critic)")

@@ -49,6 +49,7 @@ def test_every_value_comes(drawn: list[Program]) -> None:
         "iteration.change": ("no", "none", "values clipped", *gradients.CHANGES),
         "optimizer.name": {name for name, _ in OPTIMIZERS.values()},
         "fsdp.placements": set(PLACEMENTS) - {"ddp", "hybrid"},
+        "fsdp.meta": ("no", "all", "first"),
         "phase.ranks": ("1", "2", "3", "4", "6"),
         "iteration.way": ("plain", "closure", "two halves", "projected"),
         "iteration.second": ("together", "through", "frozen"),

@@ -195,6 +195,9 @@ def _fsdp(program: Program, wrapper: Fsdp) -> Fsdp:
     simple = not (optimizer.groups or optimizer.scaled or optimizer.schedule != "no") and len(program.phases) == 1
     hooks = wrapper.stepping_hooks and simple
     zero = "model.zero_grad()" if hooks else zero
+    meta = "all" if wrapper.meta != "no" and (not wrapper.init_sync or program.model.variants > 1) else wrapper.meta
+    left_out = None if meta == "no" else wrapper.left_out
+    wrapper = replace(wrapper, meta=meta, left_out=left_out)
     return replace(wrapper, units=units, instances=_instances(wrapper), zero=zero, stepping_hooks=hooks)
 
 
@@ -460,8 +463,10 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
         return None
     if program.dtype == "bfloat16" and kind in ("load_state_dict", "snapshot", "rollback"):
         return None  # masters follow in a way of their own
-    if kind == "whole norms" and writes_in_forward(program.model):
+    if kind in ("whole norms", "state taken") and writes_in_forward(program.model):
         return None  # plain PyTorch reads a later rank's norms after an earlier rank's forward has written
+    if kind == "marks" and (phase.ranks == 1 or writes_in_forward(program.model)):  # no others to have parts
+        return None
     if kind in NEEDS_ONE_MODEL and program.model.variants > 1:
         return None
     if kind in AFTER:

@@ -12,6 +12,7 @@ from typing import Any
 import comparison
 import plain_modules
 import plain_training
+import user_beside
 import user_checkpoints
 import user_models
 import user_recipes
@@ -24,6 +25,7 @@ OURS = (
     plain_modules,
     user_training,
     user_checkpoints,
+    user_beside,
     plain_training,
     comparison,
     user_runs,
@@ -75,15 +77,18 @@ TORCH = {
     "nn": "from torch import nn",
     "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
     "contextmanager": "from contextlib import contextmanager",
+    "nullcontext": "from contextlib import nullcontext",
     "pipelining": "from torch.distributed import pipelining",
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
+    "StateDictOptions": "from torch.distributed.checkpoint.state_dict import StateDictOptions",
+    "get_model_state_dict": "from torch.distributed.checkpoint.state_dict import get_model_state_dict",
     "fsdp": "from maingrad import fsdp",
     "te_integration": "from maingrad import te_integration",
 }
 TORCH |= {name: f"from torch.distributed.pipelining import {name}" for names in SCHEDULES.values() for name in names}
 STANDARD = {
     name: f"import {name}"
-    for name in ("copy", "dataclasses", "gc", "math", "os", "random", "shutil", "tempfile", "threading", "zlib")
+    for name in ("copy", "dataclasses", "gc", "io", "math", "os", "random", "shutil", "tempfile", "threading", "zlib")
 }
 
 

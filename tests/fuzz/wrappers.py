@@ -136,6 +136,9 @@ def _write_fsdp(pen: Pen, wrapper: Fsdp) -> None:
     common += ", mixed_precision=policy" if pen.half else ""
     common += "" if wrapper.init_sync else ", init_sync=False"
     common += ', forward_writes="alike"' if writes_in_forward(pen.program.model) else ""
+    if wrapper.meta != "no":
+        _write_meta(pen, wrapper)
+        common += ', init_fn=init_fn, device="cpu"'
     for unit in wrapper.units:
         own = ", experts" if unit.path in experts else mesh
         pen(f"fully_shard({attribute(unit.path)}{own}{common}{_unit_options(unit)})")
@@ -152,6 +155,17 @@ def _write_fsdp(pen: Pen, wrapper: Fsdp) -> None:
     pen(f"optimizers = {{param: {made} for param in model.parameters()}}")
     with pen.inside("for param in model.parameters():"), pen.inside("if param.requires_grad:"):
         pen("param.register_post_accumulate_grad_hook(lambda param: step_and_clear(optimizers[param]))")
+
+
+def _write_meta(pen: Pen, wrapper: Fsdp) -> None:
+    if wrapper.left_out is not None:
+        pen("partial = copy.deepcopy(model)", f"init_fn = on_meta(partial, left_out={wrapper.left_out})")
+        with pen.inside('with refused("has no value"):'):
+            pen('fully_shard(partial, init_fn=init_fn, device="cpu")')
+    pen("init_fn = on_meta(model)")
+    if wrapper.meta == "first":
+        with pen.inside("if rank > 0:"):
+            pen("init_fn = lambda module: None")
 
 
 def _unit_options(unit: UnitOf) -> str:
