@@ -101,12 +101,10 @@ def fully_shard(
                              dim 0), "whole" (a parameter; for optimizers of matrices), or a number of rows. One value
                              for all parameters, or a dict from patterns of names. Larger atoms need more padding
     offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
-    copy_engine_gather       True on the outermost unit: all gathers of the model run on the GPU's copy engines and take
-                             no multiprocessor. Needs NCCL 2.28. Ranks that cannot map each other's memory (several
-                             nodes) gather by kernels. The mapped memory, of four units, is kept until the process ends
-    init_fn                  initialises the own parameters and buffers of one module that was on the meta device; None:
-                             the module's ``reset_parameters()``. The unit's parameters are whole during this call. With
-                             ``init_sync`` the first rank's alone must write values
+    copy_engine_gather       True on the outermost unit: all gathers run on copy engines, by NCCL 2.28. Ranks that cannot
+                             map each other's memory gather by kernels. The mapped memory of four units stays until exit
+    init_fn                  gives one module from the meta device, with whole parameters, all its own values; None: the
+                             module's ``reset_parameters()``. With ``init_sync`` the first rank's alone must
     init_sync                copy the first rank's parameters and buffers to all ranks
     forward_writes           of parameters, in place (``nn.Embedding(max_norm=...)``, a codebook). "alike": all ranks
                              write equal values, which the shards get. "refused": such a forward of several ranks raises

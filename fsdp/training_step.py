@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..ddp.collectives.observer import Observer
+from ..ddp.collectives.timeline import Observer
 from ..ddp.gathers.gathered_models import GatheredModel
 from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks, counted_steps
 from ..ddp.optimizer.param_groups import is_fused

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..collectives.failure_report import FailureReporter, Watch
 from ..collectives.in_flight import InFlight
-from ..collectives.observer import UNOBSERVED, Observer
 from ..collectives.reduction import GradReduction
 from ..collectives.streams import OnStream, current_stream
+from ..collectives.timeline import UNOBSERVED, Observer
 from ..torch_internals import is_profiling
 from .bucket import Bucket, Phase
 from .nan_check import NanCheck

@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ..distributed_internals import default_store
+from ..torch_internals.distributed import default_store
 from .rank_fates import Process, RankFates, announce, look_up
 from .rank_grid import RankGrid, all_groups
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed_internals import start_all_gather
+from ..torch_internals.distributed import start_all_gather
 from .world import WorldOfOne, check_not_launched
 
 __all__ = [

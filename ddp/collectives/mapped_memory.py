@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ..distributed_internals import backend_on, zero_cta_options
+from ..torch_internals.distributed import backend_on, zero_cta_options
 
 __all__ = ["MappedPool", "check_copy_engines"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed_internals import timeout_on, zero_cta_options
+from ..torch_internals.distributed import timeout_on, zero_cta_options
 from .in_flight import device_types_of, group_or_default, group_rank, group_size
 from .world import WORLD_OF_ONE, Ranks, WorldOfOne, check_no_late_group, own_rank
 

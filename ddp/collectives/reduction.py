@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DistributedDataParallelConfig
-from ..distributed_internals import premultiplied_sum, start_reduce_scatter
+from ..torch_internals.distributed import premultiplied_sum, start_reduce_scatter
 from .in_flight import InFlight, backends_of, in_stages
 from .placements import Placements, placements_of
 from .rank_grid import RankGrid

@@ -14,20 +14,60 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .in_flight import InFlight, backends_of
-from .observer import UNOBSERVED, Observer
 from .rank_grid import RankGrid
 
 __all__ = [
+    "UNOBSERVED",
     "BackwardSpan",
     "BucketSpan",
     "ForwardSpan",
     "GatherSpan",
     "Mark",
+    "Observer",
     "PhaseSpan",
     "Timeline",
     "WaitSpan",
     "recorded_on",
 ]
+
+
+class Observer:
+    """Forwards, backwards, reductions and gathers report to it. This one ignores all reports; ``Timeline`` records."""
+
+    recording = False
+    """Whether ``backward_started`` must be called under wrappers that need no hook for it otherwise."""
+
+    def forward_started(self) -> None:
+        """A forward of the wrapper begins. Forwards may nest."""
+
+    def forward_ended(self) -> None:
+        """The innermost running forward ended, or raised."""
+
+    def backward_started(self) -> None:
+        """The outermost backward reached the wrapper's outputs."""
+
+    def backward_ended(self, synced: bool) -> None:
+        """The outermost backward ended. synced: it ran outside ``no_sync``."""
+
+    def bucket_ready(self, bucket: str) -> None:
+        """The last contribution to a bucket's gradients is in."""
+
+    def launch(
+        self, bucket: str, collective: str, nbytes: Callable[[], int], start: Callable[[], InFlight]
+    ) -> InFlight:
+        """Launch a collective by calling ``start``; returns its handle.
+
+        collective  its name: ``all_gather`` gathers parameters, every other collective reduces gradients
+        nbytes      returns the bytes of the bucket on the wire
+        """
+        return start()
+
+    def wait(self, bucket: str, collective: str, order: Callable[[], None]) -> None:
+        """Order the current stream behind a collective by calling ``order``."""
+        order()
+
+
+UNOBSERVED = Observer()
 
 
 class BackwardSpan(NamedTuple):

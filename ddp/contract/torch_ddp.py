@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..distributed_internals import active_torch_ddp, params_of_torch_ddp
 from ..torch_internals import NO_BACKWARD, current_backward
+from ..torch_internals.distributed import active_torch_ddp, params_of_torch_ddp
 
 __all__ = [
     "check_none_inside",

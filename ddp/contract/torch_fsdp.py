@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed_internals import accumulated_by_fsdp2, gathered_by_fsdp2
+from ..torch_internals.distributed import accumulated_by_fsdp2, gathered_by_fsdp2
 
 __all__ = ["TorchShards", "is_asking", "is_sharded_by_torch"]
 

@@ -18,9 +18,9 @@ from torch.utils.weak import TensorWeakRef
 
 from ..collectives.failure_report import FailureReporter, Watch
 from ..collectives.in_flight import InFlight, all_gather_shards
-from ..collectives.observer import UNOBSERVED, Observer
 from ..collectives.rank_grid import RankGrid
 from ..collectives.streams import OnStream, current_stream
+from ..collectives.timeline import UNOBSERVED, Observer
 from ..torch_internals import current_raw_stream, is_tracing
 from .reader_threads import ReaderThreads
 from .waiting_modules import let_module_go

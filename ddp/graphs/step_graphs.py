@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..collectives.observer import Observer
+from ..collectives.timeline import Observer
 from ..gathers.gathered_models import GatheredModel, gathered_models
 from ..torch_internals import tree_map_only
 from .capture import CapturedGraph, GraphPool

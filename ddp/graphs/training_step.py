@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.observer import Observer
+from ..collectives.timeline import Observer
 from ..gathers.gathered_models import GatheredModel
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..optimizer.param_groups import is_fused

@@ -30,11 +30,10 @@ from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas
 from ..buckets.wiring import allocate_buckets
 from ..collectives.failure_report import FailureReporter
-from ..collectives.observer import Observer
 from ..collectives.rank_grid import RankGrid
 from ..collectives.reduction import GradReduction, make_reductions
 from ..collectives.step_check import StepCheck
-from ..collectives.timeline import Timeline, recorded_on
+from ..collectives.timeline import Observer, Timeline, recorded_on
 from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
 from ..contract.record import GradRecord

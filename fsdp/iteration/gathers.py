@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from ...ddp.collectives.mapped_memory import MappedPool
-from ...ddp.collectives.observer import UNOBSERVED, Observer
 from ...ddp.collectives.streams import OnStream, current_stream
+from ...ddp.collectives.timeline import UNOBSERVED, Observer
 from ...ddp.gathers.gathered_models import note_gathered_model
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import Meter

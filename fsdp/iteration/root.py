@@ -18,8 +18,8 @@ from torch import nn
 
 from ...ddp.buckets.iteration_ends import is_watched, note_forward
 from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.observer import Observer
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
+from ...ddp.collectives.timeline import Observer
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.record import tell
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from ...ddp.buckets.bucket import Bucket, Phase
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import all_gather_shards
-from ...ddp.collectives.observer import Observer
 from ...ddp.collectives.placements import Placement, Placements
 from ...ddp.collectives.reduction import GradReduction
 from ...ddp.collectives.step_check import StepCheck
+from ...ddp.collectives.timeline import Observer
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
 from ...ddp.contract.record import GradRecord, tell

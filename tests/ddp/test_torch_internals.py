@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.ddp import distributed_internals as distributed
 from maingrad.ddp import torch_internals as internals
 from maingrad.ddp.contract.delayed import current_checkpoint
+from maingrad.ddp.torch_internals import distributed
 
 TORCH = f"torch {torch.__version__} broke maingrad.ddp.torch_internals"
 

@@ -58,8 +58,6 @@ PUBLIC_MODULES = {
     "maingrad.launch",
     "maingrad.kernels.quantized",  # what a recipe of one's own is made of
     "maingrad.te_integration",
-    # What recipes of a program's own are made of.
-    "maingrad.kernels.quantized",
     # What stands for the command: a configuration, files of data, and a signal.
     "maingrad.launch.config.file",
     "maingrad.launch.data.indexed",

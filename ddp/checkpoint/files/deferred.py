@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...collectives.failure_report import FailureReporter
-from ...distributed_internals import storage_info
+from ...torch_internals.distributed import storage_info
 from .boxes import TensorSlice
 from .folder import PLACED_SUFFIX
 from .index import Chunk, Index

@@ -20,8 +20,8 @@ from ....ddp import (
 )
 from ....ddp.contract.main_grad import absorb_grad, attach
 from ....ddp.contract.record import GradRecord
-from ....ddp.distributed_internals import zero_cta_options
 from ....ddp.graphs.capture import CapturedGraph, GraphPool
+from ....ddp.torch_internals.distributed import zero_cta_options
 from ..steps import accumulate, random_tokens
 from .model import GPT, AddmmLinear, Setting, fused_linear, make_model, plain_linear
 

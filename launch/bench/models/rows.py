@@ -23,7 +23,7 @@ from ....ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
-from ....ddp.distributed_internals import zero_cta_options
+from ....ddp.torch_internals.distributed import zero_cta_options
 from ....fsdp import MixedPrecisionPolicy, fully_shard
 from ....te_integration import autocast, convert_linears
 from ....te_integration.recipes import Recipe, recipe_named

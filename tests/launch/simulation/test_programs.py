@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from maingrad.ddp.distributed_internals import start_all_gather, start_reduce_scatter
+from maingrad.ddp.torch_internals.distributed import start_all_gather, start_reduce_scatter
 from maingrad.launch import simulate
 
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 from torch.nn.functional import dropout
 
-from maingrad.ddp.distributed_internals import start_all_gather
+from maingrad.ddp.torch_internals.distributed import start_all_gather
 from maingrad.launch import simulate
 from maingrad.launch.simulation.group import SimulatedProcessGroup
 from maingrad.launch.simulation.schedule import SimulatedRank

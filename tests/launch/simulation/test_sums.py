@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from torch import Tensor
 
-from maingrad.ddp.distributed_internals import start_reduce_scatter
+from maingrad.ddp.torch_internals.distributed import start_reduce_scatter
 from maingrad.launch import simulate
 
 

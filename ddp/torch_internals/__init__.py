@@ -1,6 +1,6 @@
 """torch's private names that ``ddp`` and ``fsdp`` use. Each has a comment that names the public function torch lacks.
 
-``distributed_internals.py`` holds those of torch.distributed; ``kernels/compat.py`` and
+``distributed.py`` holds those of torch.distributed; ``kernels/compat.py`` and
 ``te_integration/torch_internals.py`` those of their folders. If a torch version renames one, the import warns of what
 is lost (``kernels/compat.py``), and the name's test in ``tests/ddp/test_torch_internals.py`` fails.
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from ..kernels.compat import private_name, raise_where_absent
+from ...kernels.compat import private_name, raise_where_absent
 
 __all__ = [
     "NO_BACKWARD",
