@@ -101,7 +101,7 @@ def fully_shard(
                              dim 0), "whole" (a parameter; for optimizers of matrices), or a number of rows. One value
                              for all parameters, or a dict from patterns of names. Larger atoms need more padding
     offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
-    copy_engine_gather       True on the outermost unit: all gathers run on copy engines, by NCCL 2.28. Ranks that cannot
+    copy_engine_gather       True on the outermost unit: all gathers run on copy engines (NCCL 2.28). Ranks that cannot
                              map each other's memory gather by kernels. The mapped memory of four units stays until exit
     init_fn                  gives one module from the meta device, with whole parameters, all its own values; None: the
                              module's ``reset_parameters()``. With ``init_sync`` the first rank's alone must
