@@ -61,6 +61,7 @@ def compare(names: list[str], size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(330)  # the ranks give up first, and show where they are
 @pytest.mark.parametrize("size", [1, 2])
 def test_equals_eager(size: int) -> None:
     if torch.cuda.device_count() < size:
