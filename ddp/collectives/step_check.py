@@ -17,7 +17,7 @@ CUDA  the row travels behind the iteration's reductions, and the host reads it a
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -70,10 +70,12 @@ class GroupLog:
     """The order of this rank's collectives on one process group.
 
     group  more than one rank
+    over   the group of the same ranks that is reduced over
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, over: dist.ProcessGroup) -> None:
         self.group = group
+        self.over = over
         self.names: list[str] = []
         """Names of what is gathered and reduced, in an order that is equal on all ranks of the group."""
         self.entries = [_Entries() for _ in _KINDS]
@@ -119,16 +121,24 @@ class StepCheck:
     failures  reports a comparison that fails
     device    where the model computes
     stream    CUDA: of the reductions
+    grids     each with a group for gathers of this model alone, over which the comparison travels: it comes at the end
+              of a backward, where another wrapper's buckets may be launched on one rank and not yet on another
     """
 
     def __init__(
-        self, grid: RankGrid, failures: FailureReporter, device: torch.device, stream: torch.cuda.Stream | None
+        self,
+        grid: RankGrid,
+        failures: FailureReporter,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        grids: Iterable[RankGrid] = (),
     ) -> None:
         self._grid = grid
+        self._over = {id(each.inner): each.gather for each in grids if each.gather is not None}
         self._failures = failures
         self._stream = stream
         self._device = device
-        self._logs = [GroupLog(group) for group in grid.axes]
+        self._logs = [self._new_log(group) for group in grid.axes]
         self.active = bool(self._logs)
         """False in a world of one, which compares nothing."""
         self._sent: _Sent | None = None
@@ -149,7 +159,7 @@ class StepCheck:
             return None
         log = next((log for log in self._logs if log.group is group), None)
         if log is None:
-            log = GroupLog(group)
+            log = self._new_log(group)
             self._logs.insert(len(self._logs) - len(list(self._grid.axes)), log)  # the model's own ranks come last
         return log
 
@@ -233,6 +243,9 @@ class StepCheck:
         if updates or (left and not used):
             self._raise_other_steps(sent, updates=updates > 0)
 
+    def _new_log(self, group: dist.ProcessGroup) -> GroupLog:
+        return GroupLog(group, self._over.get(id(group), group))
+
     def _leave_out_single_names(self) -> None:
         """Where a group gathers one unit alone, no two units can be mixed. Counts need the model's own ranks."""
         num_experts = len(self._logs) - len(list(self._grid.axes))
@@ -262,7 +275,7 @@ class StepCheck:
     def _stages(self, rows: Tensor) -> Iterator[Any]:
         for index, log in enumerate(self._logs):
             row = rows[index]
-            yield dist.all_reduce(row, dist.ReduceOp.MAX, group=log.group, async_op=True)
+            yield dist.all_reduce(row, dist.ReduceOp.MAX, group=log.over, async_op=True)
             if index + 1 < len(self._logs):
                 following = rows[index + 1]
                 torch.maximum(following[_COUNTS:], row[_COUNTS:], out=following[_COUNTS:])

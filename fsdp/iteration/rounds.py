@@ -64,7 +64,8 @@ class GradRounds:
             failures,
             device=device,
         )
-        self.steps = StepCheck(units[0].grid, failures, device, self.launcher.stream)
+        grids = [bucket.reduction.grid for bucket in buckets]
+        self.steps = StepCheck(units[0].grid, failures, device, self.launcher.stream, grids)
         self.log = UnitLog(units, self.steps) if self.steps.active else None
         for bucket in buckets:
             bucket.steps = self.steps

@@ -97,4 +97,17 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "47h-the-comparison-waits-among-anothers-reductions",
+        sentence="The comparison of steps at a backward's end travels on the group of another wrapper, whose buckets are launched on one rank and not yet on another.",
+        tests=["tests/fsdp/iteration/test_other_units.py::test_a_backward_may_belong_to_two_wrappers"],
+        changes=[
+            Change(
+                "maingrad.ddp.collectives.step_check",
+                "StepCheck._new_log",
+                "self._over.get(id(group), group)",
+                "group",
+            ),
+        ],
+    ),
 ]

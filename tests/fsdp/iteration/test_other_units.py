@@ -12,7 +12,7 @@ from sharded_twin import options_of, ranks_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from maingrad.ddp import WORLD_OF_ONE
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.collectives import step_check
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -247,3 +247,54 @@ def test_ranks_with_other_numbers_of_experts_of_their_own() -> None:
         return refusal(lambda: train(model, 2))
 
     assert simulate(on_each_rank, 2) == ["nothing was raised"] * 2
+
+
+class Branches(nn.Module):
+    """Each rank trains a branch of its own: under DDP the other branch is unused on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branches[dist.get_rank()](x)
+
+
+def critic() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def rows_of(rank: int, step: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def judged_by_a_sharded_critic() -> tuple[list[Tensor], list[Tensor]]:
+    """Two wrappers in one backward. DDP launches the unused branch's bucket behind it, on each rank at another time."""
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=WIDTH)
+    model, judge = DistributedDataParallel(Branches(), config), fully_shard(critic())
+    of_model = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_judge = torch.optim.SGD(judge.parameters(), lr=0.1)
+    for step in range(3):
+        judge(model(rows_of(dist.get_rank(), step))).square().mean().backward()
+        model.finish_grad_sync()
+        model.expose_grads()
+        for optimizer in (of_model, of_judge):
+            optimizer.step()
+        model.zero_grad_buffer()
+        of_judge.zero_grad()
+    with judge.unsharded():
+        return [p.detach().clone() for p in model.parameters()], [p.detach().clone() for p in judge.parameters()]
+
+
+def test_a_backward_may_belong_to_two_wrappers() -> None:
+    branches, judge = Branches().branches, critic()
+    params = [*branches.parameters(), *judge.parameters()]
+    for step in range(3):
+        losses = [judge(branch(rows_of(rank, step))).square().mean() / 2 for rank, branch in enumerate(branches)]
+        grads = torch.autograd.grad(sum(losses), params)
+        with torch.no_grad():
+            torch._foreach_sub_(params, [0.1 * grad for grad in grads])
+    for of_model, of_judge in simulate(judged_by_a_sharded_critic, 2):
+        torch.testing.assert_close([*of_model, *of_judge], [p.detach() for p in params])
