@@ -277,7 +277,7 @@ def test_a_step_without_a_wait_compares_before_the_update() -> None:
     """Under ZeRO-1 each rank has updated its own shard when the last bucket is reduced."""
 
     def on_each_rank() -> None:
-        layers = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        layers = nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)])  # the step updates buckets in two passes
         model, optimizer = wrap(layers, "ZeRO-1", check_replicas_every=1, bucket_size=1000)
         for _ in range(2):
             model(torch.ones(2, 40)).square().mean().backward()
