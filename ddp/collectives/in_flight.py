@@ -3,7 +3,10 @@
 A process group of None means a world of one: every collective is the identity.
 """
 
+import atexit
+import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -119,3 +122,37 @@ def all_gather_shards(flat: Tensor, group: dist.ProcessGroup | None, *, on_strea
         return InFlight(None, (flat,))
     shard = flat.view(size, -1)[group_rank(group)]
     return InFlight(start_all_gather(flat, shard, group, on_stream=on_stream), (flat, shard))
+
+
+@atexit.register
+def _let_gloo_finish() -> None:
+    """Let gloo's threads release the tensors of the last collectives while the interpreter still runs.
+
+    A thread of gloo releases a collective's tensors after it has woken who waits, and takes the interpreter's lock for
+    that. In an interpreter that ends, whoever takes the lock aborts the process (pytorch/pytorch#190489). Torch joins
+    these threads with the group, which objects of this library keep alive past ``destroy_process_group``.
+    """
+    deadline = time.monotonic() + 1  # another collective may be left for good: its ranks have ended
+    while any(map(_runs, _threads_of_gloo())) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _threads_of_gloo() -> list[Path]:
+    found = []
+    for thread in Path("/proc/self/task").glob("*"):
+        try:
+            if (thread / "comm").read_text().strip() == "pt_gloo_runloop":
+                found.append(thread)
+        except OSError:  # it has ended
+            continue
+    if found:
+        time.sleep(0.001)  # without the lock: a thread that waits for the lock gets it now
+    return found
+
+
+def _runs(thread: Path) -> bool:
+    """Whether the thread runs or waits for a processor."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return False

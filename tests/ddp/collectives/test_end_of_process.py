@@ -1,0 +1,57 @@
+"""A program that ends right after its last collective ends well: gloo's threads may still release tensors then."""
+
+import subprocess
+import sys
+
+import pytest
+
+IMITATION = """
+import hashlib, sys, threading
+from pathlib import Path
+import maingrad.ddp
+
+def work():  # computes without the interpreter's lock, as a thread of gloo does, and needs the lock in the end
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(NAME)
+    started.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 400_000)
+    sys.stdout.write("released")
+    sys.stdout.flush()
+
+started = threading.Event()
+threading.Thread(target=work, daemon=True).start()
+started.wait()
+"""
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, init_process_group
+
+sys.setswitchinterval(10)  # a thread that waits for the interpreter's lock may wait until the interpreter ends
+init_process_group()
+model = DistributedDataParallel(torch.nn.Linear(32, 32))
+model(torch.randn(4, 32)).sum().backward()
+model.finish_grad_sync()
+dist.all_gather_object([None, None], "the last collective")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("name", "output"), [("pt_gloo_runloop", "released"), ("another", "")])
+def test_a_process_waits_for_threads_of_gloo(name: str, output: str) -> None:
+    program = f"NAME = {name!r}\n{IMITATION}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_end_well_again_and_again() -> None:
+    """Without the wait a sixth of these processes aborted."""
+    for _ in range(10):
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        ended = subprocess.run(
+            [sys.executable, *command, sys.executable, "-c", PROGRAM], capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
