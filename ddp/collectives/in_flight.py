@@ -132,7 +132,7 @@ def _let_gloo_finish() -> None:
     that. In an interpreter that ends, whoever takes the lock aborts the process (pytorch/pytorch#190489). Torch joins
     these threads with the group, which objects of this library keep alive past ``destroy_process_group``.
     """
-    deadline = time.monotonic() + 1  # another collective may be left for good: its ranks have ended
+    deadline = time.monotonic() + 10
     while any(map(_runs, _threads_of_gloo())) and time.monotonic() < deadline:
         time.sleep(0.001)
 

@@ -13,7 +13,7 @@ import maingrad.ddp
 def work():  # computes without the interpreter's lock, as a thread of gloo does, and needs the lock in the end
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(NAME)
     started.set()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 400_000)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1_500_000)
     sys.stdout.write("released")
     sys.stdout.flush()
 

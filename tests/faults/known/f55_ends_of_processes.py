@@ -9,7 +9,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.in_flight",
                 "_let_gloo_finish",
-                "deadline = time.monotonic() + 1",
+                "deadline = time.monotonic() + 10",
                 "return",
             ),
         ],
