@@ -31,7 +31,7 @@ def loss_before_and_after(code: str) -> tuple[float, float]:
     torch.manual_seed(0)
     data = list(torch.rand(20, 16, 8))
     names: dict[str, Any] = {"model": Loss(), "data": data}
-    before = float(names["model"](data[0]))
+    before = names["model"](data[0]).item()
     exec(code, names)
     with torch.no_grad():
         return before, float(names["model"](data[0]))
