@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals.distributed import start_all_gather
+from .rank_fates import process_state
 from .world import WorldOfOne, check_not_launched
 
 __all__ = [
@@ -133,26 +134,15 @@ def _let_gloo_finish() -> None:
     these threads with the group, which objects of this library keep alive past ``destroy_process_group``.
     """
     deadline = time.monotonic() + 10
-    while any(map(_runs, _threads_of_gloo())) and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
-def _threads_of_gloo() -> list[Path]:
-    found = []
-    for thread in Path("/proc/self/task").glob("*"):
-        try:
-            if (thread / "comm").read_text().strip() == "pt_gloo_runloop":
-                found.append(thread)
-        except OSError:  # it has ended
-            continue
-    if found:
+    threads = [each.name for each in Path("/proc/self/task").glob("*") if _is_of_gloo(each)]
+    while threads and time.monotonic() < deadline:
         time.sleep(0.001)  # without the lock: a thread that waits for the lock gets it now
-    return found
+        if not any(process_state(f"self/task/{thread}")[0] == "R" for thread in threads):
+            break
 
 
-def _runs(thread: Path) -> bool:
-    """Whether the thread runs or waits for a processor."""
+def _is_of_gloo(thread: Path) -> bool:
     try:
-        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
-    except OSError:
+        return (thread / "comm").read_text().strip() == "pt_gloo_runloop"
+    except OSError:  # it has ended
         return False

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, and missing in its __all__
 
-__all__ = ["Process", "RankFates", "announce", "look_up"]
+__all__ = ["Process", "RankFates", "announce", "look_up", "process_state"]
 
 PATIENCE = 3.0
 """Seconds that a failed rank waits for the reports of the other ranks."""
@@ -162,7 +162,7 @@ class Process(NamedTuple):
         """Whether the process has certainly ended."""
         if not self.is_here:
             return False
-        state, started = _state(self.pid)
+        state, started = process_state(self.pid)
         return state in ("Z", "X", "") or started != self.started  # zombie, dead, or a later process with this pid
 
 
@@ -173,7 +173,7 @@ def _read(store: Store, key: str) -> str | None:
 
 def _own_process() -> Process:
     pid = os.getpid()
-    return Process(socket.gethostname(), pid, _state(pid)[1], _machine())
+    return Process(socket.gethostname(), pid, process_state(pid)[1], _machine())
 
 
 def _machine() -> str:
@@ -184,10 +184,13 @@ def _machine() -> str:
         return ""
 
 
-def _state(pid: int) -> tuple[str, str]:
-    """Linux's letter for the process's state, and its start in clock ticks; empty strings where there is no process."""
+def process_state(entry: int | str) -> tuple[str, str]:
+    """Linux's letter for a process's state, and its start in clock ticks; empty strings where there is no process.
+
+    entry  process id, or a thread's folder below ``/proc``
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", ""
     return fields[0], fields[19]

@@ -31,7 +31,7 @@ def child() -> Any:
 def described(process: subprocess.Popen[bytes]) -> Process:
     """The description that the process writes to the store."""
     own = rank_fates._own_process()
-    return own._replace(pid=process.pid, started=rank_fates._state(process.pid)[1])
+    return own._replace(pid=process.pid, started=rank_fates.process_state(process.pid)[1])
 
 
 def test_a_process_has_ended_when_it_is_a_zombie_or_gone_and_not_before(child: subprocess.Popen[bytes]) -> None:
