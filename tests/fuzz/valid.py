@@ -238,6 +238,8 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
     outcome = iteration.outcome
     if (outcome == "accumulate" and ddp) or (outcome == "fails" and delays):
         outcome = "step"
+    if outcome == "fails" and writes_in_forward(program.model):  # plain PyTorch does not run what fails
+        outcome = "step"
     if _steps_in_hooks(wrapper):
         outcome = "step" if outcome in ("skip", "accumulate") else outcome
         iteration = replace(iteration, change="no", reads=(), see=_without_grads(iteration), way="plain")
@@ -421,6 +423,7 @@ def _micro(program: Program, phase: Phase, micro: Micro, first: bool, last: bool
         keep = "loss"
     only = None if last or isinstance(phase.wrapper, Fsdp) or micro.ranks is None else _some(micro.ranks, phase.ranks)
     only = None if not only or len(only) == phase.ranks else only
+    only = None if writes_in_forward(model) else only  # ranks write alike, so all run the same layers
     raises = _some(micro.raises, phase.ranks)
     skips = micro.skips if micro.skips is not None and micro.skips < len(block_order(model)) else None
     return replace(
