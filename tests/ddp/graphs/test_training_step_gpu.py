@@ -1,7 +1,6 @@
 """``GraphedTrainingStep`` on GPUs: CUDA graphs and NCCL give the numbers of eager training, bit for bit."""
 
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -144,13 +143,12 @@ def test_memory_is_given_back_and_the_host_is_free() -> None:
     x = torch.randn(65536, 512, device="cuda", dtype=torch.bfloat16)  # activations: 1.6 GiB
     train_step(x)
     before = reserved_before_graphs(train_step, step, x)
-    times = []
+    ahead = 0
     for _ in range(20):
         torch.cuda.synchronize()
-        began = time.perf_counter()
         step(x)
-        times.append(time.perf_counter() - began)
-    assert sorted(times)[10] < 1e-3, times
+        ahead += not torch.cuda.current_stream().query()  # the host has returned before the GPU has finished
+    assert ahead > 10
     assert torch.cuda.memory_reserved() > before
     for _ in range(2):
         step.reset()

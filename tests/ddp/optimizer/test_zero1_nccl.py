@@ -269,7 +269,7 @@ def bytes_at_rest() -> list[tuple[int, int]]:
     found = []
     sharded = {"use_distributed_optimizer": True}
     mapped = {**sharded, "overlap_param_gather": True, "copy_engine_param_gather": True}
-    for settings in ({}, {}, sharded, mapped):  # the first one leaves the libraries' workspaces
+    for settings in ({}, mapped, {}, sharded, mapped):  # the first two leave the libraries' workspaces and NCCL's barrier
         before = torch.cuda.memory_allocated()
         model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(4)]).cuda()
         config = DistributedDataParallelConfig(overlap_grad_reduce=True, **settings)
@@ -289,8 +289,8 @@ def bytes_at_rest() -> list[tuple[int, int]]:
         formula = 2 * numel + 4 * numel + 12 * (numel // shards) + 512 * len(optimizer.param_groups[0]["params"]) + 512
         found.append((torch.cuda.memory_allocated() - before, formula))
         del ddp, optimizer, model
-        assert len(found) == 1 or torch.cuda.memory_allocated() == before  # without the garbage collector
-    return found[1:]
+        assert len(found) <= 2 or torch.cuda.memory_allocated() == before  # without the garbage collector
+    return found[2:]
 
 
 @pytest.mark.gpu(2)
