@@ -104,9 +104,12 @@ def _penalty(pen: Pen, place: Place) -> None:
 
 
 def _siamese(pen: Pen, place: Place) -> None:
-    """One backward through two forwards, each of which has to do with the other's gradient."""
+    """One backward through two forwards, each of which has to do with the other's gradient.
+
+    The geometric mean of the losses: steps along their product grow until rounding decides.
+    """
     pen(f"near, far = {pen.forward(place.data)}, {pen.forward(place.other)}")
-    pen(f"loss = {pen.loss('near')} * loss_of(far){place.divisor}")
+    pen(f"loss = ({pen.loss('near')} * loss_of(far)).sqrt(){place.divisor}")
     pen.backward("loss", hold=place.hold)
 
 
