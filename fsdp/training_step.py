@@ -20,7 +20,7 @@ from ..ddp.optimizer.param_groups import is_fused
 from ..ddp.torch_internals import DisableTorchFunctionSubclass, hook_keys
 from .iteration.root import Root
 from .module import FSDPModule, root_of
-from .tensors.gradient import step_ended
+from ..ddp.stock.sharded_grad import step_ended
 from .tensors.parameter import ShardedParameter, grad_hook_keys
 
 __all__ = ["GraphedTrainingStep"]

@@ -23,7 +23,7 @@ from ...ddp.buckets.iteration_ends import discard_iteration, is_watched, note_op
 from ...ddp.optimizer.param_groups import is_elementwise, why_not_over
 from ...ddp.stock.optimizer import after_closure
 from ...ddp.stock.skipped_steps import prepare_skippable_step
-from ..tensors.gradient import step_began, step_ended
+from ...ddp.stock.sharded_grad import step_began, step_ended
 from ..tensors.parameter import ShardedParameter
 from .optimizer_state import translate_state_dicts
 

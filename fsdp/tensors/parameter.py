@@ -19,8 +19,8 @@ from ...ddp.torch_internals import (
     make_subclass,
     tree_leaves,
 )
-from .gradient import adopt_grad
-from .shard_info import ShardInfo, local_shape
+from ...ddp.stock.sharded_grad import adopt_grad
+from ...ddp.stock.shard_info import ShardInfo, local_shape
 
 __all__ = [
     "ShardInfo",

@@ -12,7 +12,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.tensors.over_ranks",
+                "maingrad.ddp.stock.over_ranks",
                 "everyone_of",
                 "return info.everyone",
                 "return info.grid",

@@ -45,7 +45,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.tensors.gradient",
+                "maingrad.ddp.stock.sharded_grad",
                 "_elementwise",
                 "return found if like is None else _marked(func, found, like)",
                 "return found",
@@ -60,7 +60,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.tensors.gradient",
+                "maingrad.ddp.stock.sharded_grad",
                 "adopt_grad",
                 "return grad if grad.requires_grad else _as_shard(grad, info)",
                 "return grad",

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from maingrad.ddp import save_checkpoint
 from maingrad.fsdp import FSDPModule, fully_shard
 from maingrad.fsdp.module import root_of
-from maingrad.fsdp.tensors.gradient import ShardedGrad
+from maingrad.ddp.stock.sharded_grad import ShardedGrad
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 

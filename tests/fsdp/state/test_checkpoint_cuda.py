@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
-from maingrad.fsdp.tensors.gradient import PlaceholderGrad
+from maingrad.ddp.stock.sharded_grad import PlaceholderGrad
 
 
 def on_gpu(

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from maingrad.ddp.collectives.rank_grid import RankGrid, make_grid
 from maingrad.fsdp.state.optimizer_watch import watch_optimizers
-from maingrad.fsdp.tensors.gradient import ShardedGrad, make_sharded_grad
+from maingrad.ddp.stock.sharded_grad import ShardedGrad, make_sharded_grad
 from maingrad.fsdp.tensors.parameter import ShardedParameter, ShardInfo, local_shape, make_sharded
 from maingrad.launch import simulate
 

@@ -9,12 +9,12 @@ that is not defined raises. ``grad_reads.py`` says which function does what.
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ...ddp.torch_internals import (
+from ..torch_internals import (
     DisableTorchFunctionSubclass,
     disabled_torch_function,
     let_foreach_take,
@@ -24,9 +24,6 @@ from ...ddp.torch_internals import (
 from .grad_reads import HANDLING, NORMS, Handling, refuse
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
-
-if TYPE_CHECKING:
-    from .parameter import ShardedParameter
 
 __all__ = [
     "PlaceholderGrad",
@@ -275,8 +272,8 @@ class PlaceholderGrad(ShardedGrad):
         return ShardedGrad.__torch_function__(func, types, args, kwargs)
 
 
-def make_placeholder_grads(params: "Sequence[ShardedParameter]") -> list[PlaceholderGrad]:
-    """A placeholder for each of ``params``, which have one dtype and device. All placeholders share one element."""
+def make_placeholder_grads(params: Sequence[Any]) -> list[PlaceholderGrad]:
+    """A placeholder for each of the sharded parameters ``params``, which have one dtype and device. All placeholders share one element."""
     zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
     zeros: list[PlaceholderGrad] = []
     for param in params:
