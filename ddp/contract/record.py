@@ -58,6 +58,9 @@ class GradRecord:
         self.make_room: Callable[[], None] | None = None
         """Set by a lazy provider (FSDP): gives ``view`` memory before the first write of an iteration."""
 
+        self.reopen: Callable[[], None] | None = None
+        """Set by the provider: called before a write while ``view`` is closed, which it may open again."""
+
         # Delayed weight gradients.
         self.on_delayed_wgrad: Callable[[], None] | None = None
         """Set by the provider: called after each delayed weight gradient."""
@@ -124,6 +127,8 @@ class GradRecord:
             self._check_zero()
         if self.make_room is not None and (self.closed is not None or not self.written):
             self.make_room()
+        if self.closed is not None and self.reopen is not None and not written_already:
+            self.reopen()
         if self.closed is not None:
             raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
         overwrite = self.first_write_overwrites and not self.written

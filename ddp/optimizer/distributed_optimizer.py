@@ -128,7 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.step() in the captured step of another optimizer: replays would not do what this one does "
                 "on the host; make a GraphedTrainingStep for each optimizer, and call them in turn"
             )
-        self.model.check_started("optimizer.step()")
+        self.model.start_for_step()
         self.model.steps.note_update()
         scaled = "found_inf" in vars(self)
         if scaled and self._agreed_in != self.model.iteration:
@@ -139,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self.model.is_reduced and (
             self.max_grad_norm is not None or not self.model.ddp_config.can_wait_by_bucket
         ):
-            self.model.finish_grad_sync()  # clipping and checks need all gradients at once
+            self.model.settle("optimizer.step()")  # clipping and checks need all gradients at once
         self.finish_param_sync()
         self.refresh_masters()
         divisor = self._grad_divisor()
@@ -176,7 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grads = [param.grad for param in self._params]
             versions = [param._version for param in self._params]
         for held, grad in zip(self.slices, grads, strict=True):
-            if grad is not None and not held.wired.record.exposed:
+            if grad is not None and not (self.model.shown.active or held.wired.record.exposed):
                 raise late_grad(held.name)
         for index in [i for i, version in enumerate(versions) if version != self._versions[i]]:
             held = self.slices[index]

@@ -113,6 +113,8 @@ def after_closure(
 
 def _begin(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
     """A step begins to read gradients. If the step has a closure, the closure has computed them before."""
+    for parts in _parts_of([record for record in ours if record.updater is None]):
+        parts.prepare_stock_step()
     _check_exposed(optimizer, ours)
     for parts in {record.parts for record in ours}:
         if parts is not None and (live := parts()) is not None:
@@ -127,7 +129,7 @@ def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
                 f"that was built over its model, and both would take a step with one gradient; step that one alone, "
                 f"or build none over this wrapper"
             )
-        if not record.exposed:
+        if not record.exposed and (record.written or record.pending):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, "
                 f"not in .grad, so the step would skip it; call model.finish_grad_sync() and model.expose_grads() "

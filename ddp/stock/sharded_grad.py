@@ -31,6 +31,7 @@ __all__ = [
     "adopt_grad",
     "being_reduced",
     "changed_too_early",
+    "make_part",
     "make_placeholder_grads",
     "make_sharded_grad",
     "step_began",
@@ -233,6 +234,11 @@ def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
     if flat_view.shape != (info.numel,):
         raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
     return _as_shard(flat_view.view(local_shape(info)), info)
+
+
+def make_part(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
+    """``make_sharded_grad``, flat whatever the parameter's number of dims: what a ``ShownGrad`` of this shard reads."""
+    return _as_shard(flat_view.view(-1), info)
 
 
 def adopt_grad(grad: Any, info: ShardInfo) -> Any:

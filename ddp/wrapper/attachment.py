@@ -14,7 +14,6 @@ from ..collectives.rank_grid import RankGrid
 from ..contract.main_grad import attach, detach, forget_failed_backward
 from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
-from ..stock.clipping import guard_stock_clipping
 from ..stock.optimizer import clear_exposed_grad, guard_stock_optimizers
 from ..torch_internals import DisableTorchFunctionSubclass
 from .around_module import AroundModule
@@ -52,7 +51,6 @@ def attach_params(
         attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))
     note_own_ranks(wired, grids)
     guard_stock_optimizers(wrapper)
-    guard_stock_clipping(wrapper)
     note_model(wrapper.module)
     dropped = any(grid.size > 1 for grid in grids.values())
     end = weakref.finalize(wrapper, _take_back, attached, hooks, weakref.ref(wrapper.module), dropped=dropped)

@@ -152,6 +152,10 @@ class BucketParts(Parts):
         for wired in complete:
             wrapper.readiness.complete(wired)
 
+    def prepare_stock_step(self) -> None:
+        """A stock optimizer is about to read ``.grad`` of the wrapper's parameters."""
+        self.host.prepare_stock_step()
+
     def note_optimizer(self) -> None:
         """A stock optimizer has parameters of the wrapper's model."""
         note_optimizer(self.host.module)
