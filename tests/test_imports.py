@@ -279,7 +279,7 @@ def test_the_core_dependencies_are_enough_to_train_a_fused_step() -> None:
 
 def test_the_command_without_its_extra_names_the_remedy() -> None:
     """pip makes the command with the core alone, too."""
-    done = outside("from maingrad.launch.__main__ import main; sys.exit(main(['verify', 'x.py:f']))", *LAUNCH_ONLY)
+    done = outside("from maingrad.__main__ import main; sys.exit(main(['verify', 'x.py:f']))", *LAUNCH_ONLY)
     assert done.returncode == 2
     assert done.stderr.startswith("maingrad: error: the package tyro is missing; pip install '.[launch]'")
     assert done.stderr.count("\n") == 1, "no traceback"
