@@ -1,5 +1,4 @@
-"""Running things: wrapping a model, simulated ranks and verification here, the training command in modules that need its
-extra."""
+"""Running things: wrapping, simulated ranks and verification here, the training command in modules that need its extra."""
 
 import importlib
 from typing import TYPE_CHECKING

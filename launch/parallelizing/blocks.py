@@ -1,15 +1,66 @@
 """The repeated blocks of a model: which they are, and how their activations are recomputed."""
 
+import logging
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["add_recompute", "default_units", "in_words", "recompute_each", "self_contained"]
+__all__ = ["Units", "add_recompute", "default_units", "find_units"]
+
+logger = logging.getLogger(__name__)
+
+Units: TypeAlias = Literal["auto"] | type[nn.Module] | tuple[type[nn.Module], ...] | Iterable[nn.Module]
+"""How a user names blocks."""
+
+
+def find_units(model: nn.Module, units: Units) -> list[nn.Module]:
+    """The modules inside ``model`` that ``units`` names, each once.
+
+    Raises ``TypeError`` for what is no module, and ``ValueError`` for modules and classes that are not in the model.
+    """
+    if isinstance(units, str):
+        return _found_by_themselves(model, units)
+    classes = [each for each in (units if isinstance(units, tuple) else (units,)) if isinstance(each, type)]
+    if classes:
+        return _of_classes(model, classes)
+    if not isinstance(units, Iterable):
+        raise TypeError(f"units names no modules: {units!r}; give a class, a tuple of classes, or modules of the model")
+    given = dict.fromkeys(units)
+    inside = {id(module) for module in model.modules()}
+    for module in given:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"units: {module!r} is no module; give a class, a tuple of classes, or modules")
+        if module is model or id(module) not in inside:
+            raise ValueError(
+                f"units: {type(module).__name__} is {'the model itself' if module is model else 'not in the model'}; "
+                f"name modules inside {type(model).__name__}"
+            )
+    return [module for module in given if isinstance(module, nn.Module)]
+
+
+def _found_by_themselves(model: nn.Module, units: str) -> list[nn.Module]:
+    if units != "auto":
+        raise ValueError(f'units is "auto", a class, a tuple of classes, or modules of the model; got {units!r}')
+    found, name = list(default_units(model)), type(model).__name__
+    if found:
+        logger.info("%s: %d units, %s", name, len(found), _in_words(model, found))
+    else:
+        logger.warning("%s: no repeated blocks in an nn.ModuleList or nn.Sequential; name them by units=Block", name)
+    return found
+
+
+def _of_classes(model: nn.Module, classes: Sequence[type]) -> list[nn.Module]:
+    inside = [module for module in model.modules() if module is not model]
+    for cls in classes:
+        if not any(isinstance(module, cls) for module in inside):
+            names = sorted({type(module).__name__ for module in inside})
+            raise ValueError(f"units: the model has no {cls.__name__} inside it; its classes are {', '.join(names)}")
+    return list(_self_contained(model, (module for module in inside if isinstance(module, tuple(classes)))))
 
 
 def default_units(model: nn.Module) -> Iterator[nn.Module]:
@@ -27,10 +78,10 @@ def default_units(model: nn.Module) -> Iterator[nn.Module]:
         for member in child.children()
         if type(member).forward is not nn.Module.forward and any(True for _ in member.parameters())
     ]
-    yield from self_contained(model, layers)
+    yield from _self_contained(model, layers)
 
 
-def self_contained(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+def _self_contained(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Each of ``modules`` once, without those that share a parameter with modules of ``model`` outside of them."""
     everywhere = _count_places(model)
     for module in dict.fromkeys(modules):
@@ -55,7 +106,7 @@ def _is_inside(model: nn.Module, name: str, is_kind: Callable[[nn.Module], bool]
     return any(is_kind(model.get_submodule(".".join(parents[:end]))) for end in ends)
 
 
-def in_words(model: nn.Module, units: Iterable[nn.Module]) -> str:
+def _in_words(model: nn.Module, units: Iterable[nn.Module]) -> str:
     """``units`` by class and name, one after the other: "LlamaDecoderLayer: model.layers.0, model.layers.1"."""
     names = {id(module): name for name, module in model.named_modules()}
     by_class: dict[str, list[str]] = {}
@@ -71,11 +122,7 @@ def add_recompute(model: Any, units: Iterable[nn.Module]) -> None:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         return
-    recompute_each(units)
 
-
-def recompute_each(units: Iterable[nn.Module]) -> None:
-    """Put a checkpointed region around each unit's forward."""
     for unit in units:
         if _FORWARD in unit.__dict__:
             continue

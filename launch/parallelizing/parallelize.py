@@ -6,9 +6,8 @@ the blocks  4. choose dtypes  5. wrap, or shard block by block.
 
 import dataclasses
 import inspect
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -18,14 +17,10 @@ from ...ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ...ddp.collectives.world import Ranks
 from ...fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ...te_integration import convert_linears
-from .blocks import add_recompute, default_units, in_words, self_contained
+from .blocks import Units, add_recompute, find_units
 from .dtypes import compute_in, policy_of, store_in_fp32
 
-__all__ = ["Units", "parallelize"]
-
-logger = logging.getLogger(__name__)
-
-Units: TypeAlias = Literal["auto"] | type[nn.Module] | tuple[type[nn.Module], ...] | Iterable[nn.Module]
+__all__ = ["parallelize"]
 
 _WRAPPED, _SHARDED = ("ddp", "zero1"), ("zero2", "zero3", "hsdp")
 _FIELDS = frozenset(field.name for field in dataclasses.fields(DistributedDataParallelConfig))
@@ -95,7 +90,7 @@ def parallelize(
                  or this process alone if no launcher has started several ranks
     units        the repeated blocks, which are gathered together, recomputed and compiled: a class, a tuple of classes,
                  or the modules. "auto": the members of the model's outermost ``nn.ModuleList``s; of its
-                 ``nn.Sequential``s if it has no list. The logger of this module says which were found
+                 ``nn.Sequential``s if it has no list. The logger ``maingrad.launch.parallelizing.blocks`` says which
     fuse         weight gradients of linear layers and experts are written into the gradient buffers by their GEMMs
                  (``convert_linears``)
     param_dtype  floating-point dtype of parameters in computation, to which floating-point inputs of the model are
@@ -114,7 +109,7 @@ def parallelize(
     or ``fully_shard`` refuses. Everything that the arguments alone decide is refused before the model is changed.
     """
     _check(model, parallel, mesh, param_dtype, options)
-    found = _units_of(model, units)
+    found = find_units(model, units)
     if (recompute or compile) and not found:
         raise ValueError(
             f"{type(model).__name__} has no repeated blocks in an nn.ModuleList or nn.Sequential, so that there is "
@@ -137,51 +132,7 @@ def parallelize(
     return DistributedDataParallel(model, process_group=mesh, **{**arguments, "config": _config_of(parallel, options)})
 
 
-# ---- 1. The blocks. ----
-
-
-def _units_of(model: nn.Module, units: Units) -> list[nn.Module]:
-    """The blocks that ``units`` names, without the model itself. Raises ``TypeError`` or ``ValueError``."""
-    if isinstance(units, str):
-        if units != "auto":
-            raise ValueError(f'units is "auto", a class, a tuple of classes, or modules of the model; got {units!r}')
-        found = list(default_units(model))
-        if found:
-            logger.info("%s: %d units, %s", type(model).__name__, len(found), in_words(model, found))
-        else:
-            logger.warning(
-                "%s: no repeated blocks in an nn.ModuleList or nn.Sequential; name them by units=Block",
-                type(model).__name__,
-            )
-        return found
-    classes = units if isinstance(units, tuple) else (units,)
-    if classes and all(isinstance(each, type) for each in classes):
-        return _of_classes(model, classes)  # type: ignore[arg-type]  # checked in the line above
-    if not isinstance(units, Iterable):
-        raise TypeError(f"units names no modules: {units!r}; give a class, a tuple of classes, or modules of the model")
-    given = list(dict.fromkeys(units))
-    inside = {id(module) for module in model.modules()}
-    for module in given:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"units: {module!r} is no module; give a class, a tuple of classes, or modules")
-        if module is model or id(module) not in inside:
-            raise ValueError(
-                f"units: {type(module).__name__} is {'the model itself' if module is model else 'not in the model'}; "
-                f"name modules inside {type(model).__name__}"
-            )
-    return given
-
-
-def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:
-    for cls in classes:
-        if not any(isinstance(module, cls) for module in model.modules() if module is not model):
-            names = sorted({type(module).__name__ for module in model.modules() if module is not model})
-            raise ValueError(f"units: the model has no {cls.__name__} inside it; its classes are {', '.join(names)}")
-    members = [module for module in model.modules() if module is not model and isinstance(module, tuple(classes))]
-    return list(self_contained(model, members))
-
-
-# ---- 5. The wrapper, or units. ----
+# ---- The wrapper, or units. ----
 
 
 def _config_of(parallel: str, options: Mapping[str, Any]) -> DistributedDataParallelConfig:
