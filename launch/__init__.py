@@ -1,4 +1,4 @@
-"""Running things: wrapping, simulated ranks and verification here, the training command in modules that need its extra."""
+"""Running things: wrapping, simulated ranks and verification here, the training command where its extra is needed."""
 
 import importlib
 from typing import TYPE_CHECKING
