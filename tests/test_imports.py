@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import maingrad
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kernels", "ddp", "te_integration", "fsdp", "launch")
 SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
@@ -115,8 +117,40 @@ PUBLIC = {
         "moe_unpermute",
         "unconvert",
     },
-    "maingrad.launch": {"simulate", "verify"},
+    "maingrad.launch": {"make_optimizer", "parallelize", "simulate", "verify"},
 }
+
+NAMES = {
+    "WORLD_OF_ONE",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "FSDPModule",
+    "GradScaler",
+    "GraphedTrainingStep",
+    "GroupedLinear",
+    "GroupedMLP",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MixedPrecisionPolicy",
+    "Placements",
+    "Sequential",
+    "WgradQueue",
+    "clip_grad_norm",
+    "convert_linears",
+    "delayed_wgrad",
+    "fully_shard",
+    "init_process_group",
+    "load_checkpoint",
+    "make_graphed_callables",
+    "make_optimizer",
+    "parallelize",
+    "save_checkpoint",
+    "simulate",
+    "verify",
+}
+"""Of ``maingrad`` itself. Where two folders have the name, it is that of the folder named first above."""
 
 # One iteration with everything in it that the core offers: a fused layer, an unfused one, two microbatches, a step.
 FUSED_STEP = """
@@ -188,11 +222,50 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
     return subprocess.run([sys.executable, "-P", "-c", preamble + code], capture_output=True, text=True)
 
 
-def test_the_root_module_imports_nothing() -> None:
-    """pytest and type checkers load it under other names, so an import there would load the library twice."""
+def test_the_root_module_imports_nothing_of_the_library() -> None:
+    """pytest loads it under other names, so a relative import there would load the library twice."""
     tree = ast.parse((ROOT / "__init__.py").read_text())
     assert ast.get_docstring(tree)
-    assert not list(imports(tree))
+    at_run_time = [
+        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node))
+    ]
+    for level, name in imports(ast.Module(at_run_time, [])):
+        assert level == 0 and name.partition(".")[0] in sys.stdlib_module_names, name
+
+
+def test_public_names_of_the_root_are_pinned() -> None:
+    assert set(maingrad.__all__) == NAMES
+    assert not NAMES - set(dir(maingrad))
+    for name in NAMES:
+        homes = [importlib.import_module(room) for room in PUBLIC if name in PUBLIC[room]]
+        assert getattr(maingrad, name) is getattr(homes[0], name)
+    with pytest.raises(AttributeError, match="module 'maingrad' has no attribute 'paralelize'"):
+        maingrad.paralelize  # noqa: B018
+
+
+def test_type_checkers_see_the_names_of_the_root() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    (shown,) = (node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    assert {alias.name for node in shown.body for alias in node.names} == NAMES
+
+
+def test_the_root_loads_torch_when_a_name_is_asked_for() -> None:
+    done = outside(
+        "import maingrad, maingrad.hugging_face; assert 'torch' not in sys.modules; maingrad.fsdp.fully_shard; "
+        "from maingrad import parallelize, make_optimizer; assert 'torch' in sys.modules",
+        "triton",
+        *LAUNCH_ONLY,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_trainer_is_found_by_the_roots_name() -> None:
+    from maingrad.hugging_face import Trainer
+    from maingrad.launch.training import hugging_face
+
+    assert Trainer is hugging_face.Trainer is maingrad.hugging_face.Trainer
+    with pytest.raises(ImportError, match="cannot import name 'Trianer'"):
+        from maingrad.hugging_face import Trianer  # noqa: F401
 
 
 def test_imports_follow_the_direction() -> None:
@@ -279,7 +352,7 @@ def test_the_core_dependencies_are_enough_to_train_a_fused_step() -> None:
 
 def test_the_command_without_its_extra_names_the_remedy() -> None:
     """pip makes the command with the core alone, too."""
-    done = outside("from maingrad.launch.__main__ import main; sys.exit(main(['verify', 'x.py:f']))", *LAUNCH_ONLY)
+    done = outside("from maingrad.__main__ import main; sys.exit(main(['verify', 'x.py:f']))", *LAUNCH_ONLY)
     assert done.returncode == 2
     assert done.stderr.startswith("maingrad: error: the package tyro is missing; pip install '.[launch]'")
     assert done.stderr.count("\n") == 1, "no traceback"

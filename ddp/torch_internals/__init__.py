@@ -41,6 +41,7 @@ __all__ = [
     "has_one_hook",
     "has_tensor_hooks",
     "hook_keys",
+    "is_forward_ad_enabled",
     "is_hooked",
     "is_profiling",
     "is_tracing",
@@ -106,6 +107,16 @@ is_profiling: Callable[[], bool] = private_name(
 )
 """Whether a profiler runs. No public function says so, and ``record_function`` takes
 20 us in each hook without one, where this takes 0.1 us."""
+
+is_forward_ad_enabled: Callable[[], bool] = private_name(
+    "torch._C._is_fwd_grad_enabled",
+    loss="a sharded parameter that is given to a torch.autograd.Function is not refused",
+    fallback=lambda: True,
+)
+"""Whether forward-mode differentiation is allowed. It is not in the forward of a ``torch.autograd.Function``, whose
+``apply`` asks its tensors nothing; ``no_grad()`` leaves it alone, and ``inference_mode()`` does not.
+
+There is no public function."""
 
 grad_of_tensor: Any = Tensor.grad
 """The descriptor of ``Tensor.grad``, for subclasses that define a property ``grad`` of their own."""

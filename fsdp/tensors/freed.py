@@ -5,11 +5,10 @@ The class of such a parameter is ``FreedParameter`` until the unit is gathered a
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...ddp.torch_internals import disabled_torch_function, tree_leaves
-from .parameter import name_of_function, reads_no_values
+from .parameter import leads_to_values, name_of_function, reads_no_values
 
 __all__ = ["allow_reads", "refusal_of_grads", "refusal_of_params", "refuse_reads"]
 
@@ -63,10 +62,8 @@ def refusal_of_grads(name: str) -> str:
 
 
 def _allowed() -> frozenset[Any]:
-    addresses = "detach data_ptr storage untyped_storage _typed_storage record_stream __dlpack_device__"
-    refused = {getattr(place, name) for place in (Tensor, torch) for name in addresses.split() if hasattr(place, name)}
     grad: Any = Tensor.grad
-    return (reads_no_values() - refused) | {grad.__get__, grad.__set__, grad.__delete__}
+    return (reads_no_values() - leads_to_values()) | {grad.__get__, grad.__set__, grad.__delete__}
 
 
 _ALLOWED = _allowed()

@@ -5,7 +5,7 @@ A sharded parameter is a range of the flattened parameter. It is a view of its b
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ...ddp.contract.torch_fsdp import is_asking
 from ...ddp.torch_internals import (
     disabled_torch_function,
     grad_of_tensor,
+    is_forward_ad_enabled,
     let_optimizers_take,
     make_subclass,
     tree_leaves,
@@ -27,6 +28,7 @@ __all__ = [
     "ShardedParameter",
     "call_grad_hooks",
     "grad_hook_keys",
+    "leads_to_values",
     "local_shape",
     "make_sharded",
     "name_of_function",
@@ -36,18 +38,26 @@ __all__ = [
 _HOOKS = "_maingrad_grad_hooks"
 
 
-_is_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+
+
+def _in_function() -> bool:
+    """Whether the forward of a ``torch.autograd.Function`` runs, where the program has not switched grad mode off."""
+    return not (is_forward_ad_enabled() or _is_grad_enabled() or _is_inference())
 
 
 class _Guard:
     """``__torch_function__`` of sharded parameters, which torch looks up before each call with one.
 
     With grad mode the lookup finds ``_checked``. Without grad mode it finds torch's own default, so that optimizers and
-    other updates run as fast as over plain parameters.
+    other updates run as fast as over plain parameters. ``torch.autograd.Function.apply`` looks nothing up and switches
+    grad mode off for its forward, which means whole parameters: there the lookup finds a stricter check.
     """
 
     def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
-        return _checked if _is_grad_enabled() else disabled_torch_function
+        if _is_grad_enabled():
+            return _checked
+        return _checked_in_function if _in_function() else disabled_torch_function
 
 
 def _plainly(access: Callable[..., Any], *args: Any) -> Any:
@@ -64,9 +74,11 @@ class ShardedParameter(nn.Parameter):
     Without grad mode (optimizers, averages, initialisation) a sharded parameter is a plain tensor of the rank's own
     elements, perhaps of none. With grad mode, functions that use its values raise ``RuntimeError``: the whole parameter
     exists in the module only while the unit's forward runs. Functions that read no values (shape, dtype, grad, hooks),
-    ``detach()`` and ``data`` are always allowed. A sharded parameter stays in the unit's memory: new ``data``, as from
-    ``module.half()``, raises ``RuntimeError`` too. Norms of a sharded parameter are of the rank's own elements; norms
-    of its gradient are global.
+    ``detach()`` and ``data`` are allowed. The forward of a ``torch.autograd.Function`` means the whole parameter:
+    there ``detach()``, ``data`` and addresses of a sharded one raise as well.
+
+    A sharded parameter stays in the unit's memory: new ``data``, as from ``module.half()``, raises ``RuntimeError``
+    too. Norms of a sharded parameter are of the rank's own elements; norms of its gradient are global.
 
     A deep copy has memory of its own. Pickling raises ``TypeError``, because process groups cannot be pickled.
     """
@@ -95,11 +107,13 @@ class ShardedParameter(nn.Parameter):
         ``data`` of a plain parameter has a version counter of its own. Here the counter is shared, because the unit
         gathers again when the shard's version has changed.
         """
+        if _in_function():
+            _refuse_in_function(Tensor.data.__get__, self)  # type: ignore[attr-defined]
         return _plainly(Tensor.detach, self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, data: Tensor) -> None:
-        mine, other = self.data, _plainly(Tensor.detach, data)
+        mine, other = (_plainly(Tensor.detach, tensor) for tensor in (self, data))
         if _place_of(mine) != _place_of(other):
             raise RuntimeError(
                 f"a sharded parameter stays in the memory of its unit ({self.shard}, {mine.dtype} on {mine.device}; "
@@ -175,19 +189,43 @@ def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     if func in _ALLOWED:
         return disabled_torch_function(func, types, args, kwargs)
-    used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter))
-    info = used.shard
+    info = _sharded_among(args, kwargs).shard
     if is_asking():
         raise RuntimeError(
             f"torch.distributed.fsdp.fully_shard over the parameter {info.name!r}, which maingrad.fsdp.fully_shard has "
             f"sharded already: use one of both over the whole model"
         )
-    unit = f"its unit {info.unit!r}" if info.unit else "the outermost unit, which it belongs to,"
     raise RuntimeError(
-        f"{name_of_function(func)} uses the parameter {info.name!r} outside the forward of {unit} while it is "
-        f"sharded: this rank holds only elements {info.start} to {info.end} of {info.shape}. Use it inside that "
-        f"forward, make one unit of all modules that use it, or read it whole within unsharded(). What is meant for "
-        f"the shard itself goes under torch.no_grad(), or takes param.detach()"
+        f"{name_of_function(func)} {_used_outside(info)}. What is meant for the shard itself goes under "
+        f"torch.no_grad(), or takes param.detach()"
+    )
+
+
+def _checked_in_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """As ``_checked``, in the forward of a ``torch.autograd.Function``; what leads to values is refused too."""
+    kwargs = kwargs or {}
+    if func in _ALLOWED_IN_FUNCTION:
+        return disabled_torch_function(func, types, args, kwargs)
+    return _refuse_in_function(func, _sharded_among(args, kwargs))
+
+
+def _refuse_in_function(func: Any, used: ShardedParameter) -> NoReturn:
+    raise RuntimeError(
+        f"{name_of_function(func)}, in the forward of a torch.autograd.Function, {_used_outside(used.shard)}. Where "
+        f"the shard itself is meant, give the function param.detach()"
+    )
+
+
+def _sharded_among(args: Any, kwargs: Any) -> ShardedParameter:
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter))
+
+
+def _used_outside(info: ShardInfo) -> str:
+    unit = f"its unit {info.unit!r}" if info.unit else "the outermost unit, which it belongs to,"
+    return (
+        f"uses the parameter {info.name!r} outside the forward of {unit} while it is sharded: this rank holds only "
+        f"elements {info.start} to {info.end} of {info.shape}. Use it inside that forward, make one unit of all "
+        f"modules that use it, or read it whole within unsharded()"
     )
 
 
@@ -226,4 +264,11 @@ def reads_no_values() -> frozenset[Any]:
     return frozenset([*accessors, *inits, *callables])
 
 
+def leads_to_values() -> frozenset[Any]:
+    """Those of ``reads_no_values()`` whose results lead to a parameter's values: views and addresses."""
+    names = ["detach", "data_ptr", "storage", "untyped_storage", "_typed_storage", "record_stream", "__dlpack_device__"]
+    return frozenset(getattr(place, name) for place in (Tensor, torch) for name in names if hasattr(place, name))
+
+
 _ALLOWED = reads_no_values()
+_ALLOWED_IN_FUNCTION = _ALLOWED - leads_to_values()

@@ -14,7 +14,7 @@ import torch
 
 from ...ddp.buckets.replicas import bits_of, written_from_local_data
 from ...ddp.collectives.streams import is_capturing
-from ...ddp.torch_internals import current_backward
+from ...ddp.torch_internals import DisableTorchFunctionSubclass, current_backward
 
 if TYPE_CHECKING:
     from .bucket import ShardedPair
@@ -102,7 +102,9 @@ def write_back(pairs: "Sequence[ShardedPair]") -> None:
     An element stays if it is rounded to the whole parameter's element: shards may have a wider dtype.
     """
     for pair in pairs:
-        sharded, info = pair.sharded, pair.sharded.shard
+        info = pair.sharded.shard
+        with DisableTorchFunctionSubclass():  # reentrant checkpointing runs forwards in that of a Function
+            sharded = pair.sharded.detach()
         part = pair.whole.detach().reshape(-1)[info.start : info.end].view(sharded.shape).to(sharded.device)
         if part.dtype is not sharded.dtype:
             same = sharded.to(part.dtype) == part

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import fsdp
@@ -24,13 +24,13 @@ from ...ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainin
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.timeline import Timeline
 from ...ddp.contract.record import GradRecord
-from ...ddp.optimizer.param_groups import is_fused
 from ...fsdp import FSDPModule, fully_shard
 from ...fsdp.module import root_of, unit_of
 from ...fsdp.unit_checks import own_modules
 from ..config.error import require
 from ..config.run import Config, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel, check_documents
+from ..parallelizing.make_optimizer import make_optimizer
 from .runtime import return_freed_memory
 from .units import units_of
 
@@ -137,15 +137,7 @@ class _InWrapper(Wrapped):
     def __init__(self, module: LanguageModel, config: Config) -> None:
         self._module = module
         self.model = DistributedDataParallel(module, config.wrapper_config)
-        settings = config.optimizer
-        self.optimizer = DistributedOptimizer(
-            self.model,
-            lr=settings.lr,
-            optimizer_class=settings.optimizer_class,
-            max_grad_norm=settings.max_grad_norm,
-            param_groups=[{"params": _is_vector, "weight_decay": 0.0}] if _has_two_groups(settings) else [],
-            **settings.class_options,
-        )
+        self.optimizer = _optimizer_of(self.model, config.optimizer, max_grad_norm=config.optimizer.max_grad_norm)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -237,17 +229,9 @@ class _FullySharded(Wrapped):
                 check_documents(module, device)
         self.model = module
         self._root = root_of(module)
-        settings = config.optimizer
-        named = list(module.named_parameters())
-        groups: list[dict[str, Any]] = [{"params": [param for _, param in named]}]
-        if _has_two_groups(settings):
-            groups = [
-                {"params": [p for name, p in named if _is_vector(name, p)], "weight_decay": 0.0},
-                {"params": [p for name, p in named if not _is_vector(name, p)]},
-            ]
-        options = settings.class_options | ({"fused": True} if is_fused(settings.optimizer_class) else {})
-        self.optimizer = settings.optimizer_class(groups, lr=settings.lr, **options)  # type: ignore[call-arg]
-        self._max_grad_norm = settings.max_grad_norm
+        # Clipping is no hook of the optimizer: a captured step has none.
+        self.optimizer = _optimizer_of(module, config.optimizer)
+        self._max_grad_norm = config.optimizer.max_grad_norm
         self._grad_norm: Tensor | None = None
 
     def step(self) -> None:
@@ -323,9 +307,12 @@ def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner"))
 
 
-def _has_two_groups(settings: OptimizerConfig) -> bool:
-    """Whether vectors are a group of their own, without weight decay."""
-    return not settings.decay_vectors and "weight_decay" in settings.class_options
+def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -> Any:
+    """The optimizer of a wrapped or sharded model. Without ``decay_vectors`` vectors are a group of their own."""
+    options |= settings.class_options
+    own_group = not settings.decay_vectors and "weight_decay" in options
+    groups = [{"params": _is_vector, "weight_decay": 0.0}] if own_group else []
+    return make_optimizer(model, settings.optimizer_class, lr=settings.lr, param_groups=groups, **options)
 
 
 def _is_vector(name: str, parameter: Tensor) -> bool:

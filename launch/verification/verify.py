@@ -17,6 +17,7 @@ from torch import nn
 
 from ...ddp import WORLD_OF_ONE
 from ...ddp.collectives.world import Ranks, WorldOfOne
+from ..parallelizing.blocks import default_units
 from ..simulation.state import ProcessState
 from .batches import count_rows, cut, own_copy
 from .comparison import Allowed, allowed_between, total_norm
@@ -26,7 +27,7 @@ from .first_look import FirstLook, first_look, in_short, look_at_memory, look_at
 from .plain import Part, Parts, alone, draw_of, run_exact, run_one, run_parts
 from .program import Loss, Program, Step
 from .way_diagnosis import WayJudge
-from .ways import WAYS, Setting, default_units
+from .ways import WAYS, Setting
 
 __all__ = [
     "Cause",

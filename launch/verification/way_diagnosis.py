@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..parallelizing.blocks import add_recompute
 from ..simulation.simulate import SimulatedDeadlockError, SimulatedRankError, simulate
 from .comparison import allowed_between, allowed_of_both, differences, distance, norm_of, parts_in, total_norm
 from .diagnosis import Case, has_grad_hooks, in_words, not_reproducible, remove_grad_hooks
@@ -18,7 +19,7 @@ from .findings import Cause, Finding, WayResult
 from .first_look import parameter_reads
 from .plain import Grads, mean_of, run_parts
 from .program import Program
-from .ways import LEARNING_RATE, WEIGHT_DECAY, Piece, RankResult, Setting, Way, add_recompute, run_way
+from .ways import LEARNING_RATE, WEIGHT_DECAY, Piece, RankResult, Setting, Way, run_way
 
 __all__ = ["WayJudge"]
 

@@ -8,16 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
-from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, clip_grad_norm
+from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, clip_grad_norm
 from ...ddp.collectives.world import Ranks
-from ...fsdp import fully_shard
-from ...te_integration import WgradQueue, convert_linears, delayed_wgrad
+from ...fsdp import MixedPrecisionPolicy
+from ...te_integration import WgradQueue, delayed_wgrad
+from ..parallelizing.make_optimizer import make_optimizer
+from ..parallelizing.parallelize import parallelize
 from .batches import own_copy
 from .program import Program
 
-__all__ = ["WAYS", "Piece", "RankResult", "Setting", "Way", "add_recompute", "default_units", "run_way"]
+__all__ = ["WAYS", "Piece", "RankResult", "Setting", "Way", "run_way"]
 
 _NO_CLIPPING = 1e30
 """Norm at which gradients are clipped: the norm is computed, and nothing changes."""
@@ -110,12 +111,7 @@ def run_way(program: Program, way: Way, batches: Sequence[Any], draws: Sequence[
     """One iteration on this rank: ``batches`` are its microbatches."""
     module = program.make()
     setting.between(module)
-    units = [*setting.units(module)]
-    if way.converted:
-        convert_linears(module)
-    if way.recompute:  # afterwards: it keeps the forward that a unit has now
-        add_recompute(module, units)
-    wrapped = _shard(module, way, units, setting) if way.shards_parameters else _wrap(module, way, setting)
+    wrapped = _shard(module, way, setting) if way.shards_parameters else _wrap(module, way, setting)
     queue = WgradQueue()
     for index, (batch, draw) in enumerate(zip(batches, draws, strict=True)):
         synced: AbstractContextManager[Any] = nullcontext() if index + 1 == len(batches) else wrapped.model.no_sync()
@@ -128,59 +124,16 @@ def run_way(program: Program, way: Way, batches: Sequence[Any], draws: Sequence[
     return RankResult(grads, norm, weights, wrapped.fused_writes())
 
 
-def default_units(model: nn.Module) -> Iterator[nn.Module]:
-    """A model's layers: the members of its outermost ``nn.ModuleList``s; of its ``nn.Sequential``s if it has no list.
-
-    Without those that share a parameter with others: what several have only the whole model can shard.
-    """
-    has_lists = any(isinstance(child, nn.ModuleList) for child in model.modules())
-    kind = nn.ModuleList if has_lists else nn.Sequential
-    layers = [
-        member
-        for name, child in model.named_modules()
-        if isinstance(child, kind) and not _is_inside(model, name, kind)
-        for member in child
-        if type(member).forward is not nn.Module.forward and any(True for _ in member.parameters())
-    ]
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            owners[id(param)] = owners.get(id(param), 0) + 1
-    for layer in dict.fromkeys(layers):
-        inside: dict[int, int] = {}
-        for module in layer.modules():
-            for param in module.parameters(recurse=False):
-                inside[id(param)] = inside.get(id(param), 0) + 1
-        if all(owners[key] == count for key, count in inside.items()):
-            yield layer
-
-
-def _is_inside(model: nn.Module, name: str, kind: type[nn.Module]) -> bool:
-    parents = name.split(".")[:-1] if name else []
-    ends = range(len(parents) + 1) if name else ()
-    return any(isinstance(model.get_submodule(".".join(parents[:end])), kind) for end in ends)
-
-
-def add_recompute(model: Any, units: Iterable[nn.Module]) -> None:
-    """Recompute each unit in backward: as a Hugging Face model does it itself, or around each unit's forward."""
-    if getattr(model, "supports_gradient_checkpointing", False):
-        # Later versions of transformers have the first name, and warn by the second.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-        return
-    for unit in units:
-        forward = unit.forward
-
-        def recomputed(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
-
-        unit.forward = recomputed
-
-
 def _num_instances() -> int:
     """Of a hybrid: the smallest divisor of the number of ranks, 1 of one rank."""
     ranks = dist.get_world_size()
     return next((n for n in range(2, ranks + 1) if ranks % n == 0), 1)
+
+
+def _parallelize(module: nn.Module, form: str, way: Way, setting: Setting, **options: Any) -> Any:
+    units = [*setting.units(module)]
+    recompute = way.recompute and bool(units)
+    return parallelize(module, form, units=units, fuse=way.converted, recompute=recompute, **options)
 
 
 def _wrap(module: nn.Module, way: Way, setting: Setting) -> _Wrapped:
@@ -191,10 +144,12 @@ def _wrap(module: nn.Module, way: Way, setting: Setting) -> _Wrapped:
         num_buckets=4,
         **way.options,
     )
-    model = DistributedDataParallel(module, config, expert_process_group=setting.experts())
+    model = _parallelize(
+        module, "zero1" if sharded else "ddp", way, setting, config=config, expert_process_group=setting.experts()
+    )
     options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "eps": setting.adam_eps}
     if sharded:
-        optimizer: Any = DistributedOptimizer(model, max_grad_norm=_NO_CLIPPING, **options)
+        optimizer: Any = make_optimizer(model, max_grad_norm=_NO_CLIPPING, **options)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **options)
 
@@ -224,18 +179,17 @@ def _held_grads(model: DistributedDataParallel) -> Iterator[Piece]:
                 yield Piece(slot.spec.name, start - base, bucket.grad_data[start:end].clone())
 
 
-def _shard(module: nn.Module, way: Way, units: Iterable[nn.Module], setting: Setting) -> _Wrapped:
+def _shard(module: nn.Module, way: Way, setting: Setting) -> _Wrapped:
     mesh: Any = None
     if way.parallel == "hsdp":
         outer = _num_instances()
         mesh = init_device_mesh("cpu", (outer, dist.get_world_size() // outer), mesh_dim_names=("outer", "inner"))
-    placements = "hsdp" if way.parallel == "hsdp" else "zero3"
-    for unit in units:
-        fully_shard(unit, mesh, placements, **way.options)
-    model: Any = fully_shard(module, mesh, placements, **way.options)
+    form = "hsdp" if way.parallel == "hsdp" else "zero3"
+    as_stored = MixedPrecisionPolicy()
+    model = _parallelize(module, form, way, setting, mesh=mesh, mixed_precision=as_stored, **way.options)
     params: list[Any] = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=setting.adam_eps, foreach=False
+    optimizer = make_optimizer(
+        model, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=setting.adam_eps, foreach=False, fused=False
     )
 
     def step() -> tuple[list[Piece], float, list[Piece]]:

@@ -73,6 +73,29 @@ def test_the_engine_says_which_nodes_it_comes_to() -> None:
     assert seen == [True, False], f"{TORCH}: _will_engine_execute_node"
 
 
+def test_the_forward_of_a_function_is_told_from_no_grad() -> None:
+    seen: list[bool] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append(internals.is_forward_ad_enabled())
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(internals.is_forward_ad_enabled())
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda param: seen.append(internals.is_forward_ad_enabled()))
+    with torch.no_grad():
+        assert internals.is_forward_ad_enabled(), f"{TORCH}: _is_fwd_grad_enabled"
+        Asks.apply(x)
+    Asks.apply(x).sum().backward()
+    assert seen == [False, False, True, True], f"{TORCH}: _is_fwd_grad_enabled"
+
+
 def test_a_profiler_and_a_compiler_are_seen() -> None:
     assert not internals.is_profiling() and not internals.is_tracing()
     with torch.profiler.profile():

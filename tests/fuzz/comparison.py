@@ -1,5 +1,7 @@
 """What a rank has seen, beside what plain PyTorch has computed."""
 
+import math
+
 import torch
 
 
@@ -13,8 +15,9 @@ def compare(found, expected, tolerance):
         for what, value in mine.items():
             allowed = min(tolerance, 1e-4) if what.startswith("first ") else tolerance
             if isinstance(value, dict):
+                floor = smallest_scale(wanted[what], allowed)
                 for name, piece in value.items():
-                    compare_piece(f"rank {rank}: {what}: {name}", piece, wanted[what][name], allowed)
+                    compare_piece(f"rank {rank}: {what}: {name}", piece, wanted[what][name], allowed, floor)
             else:
                 compare_piece(f"rank {rank}: {what}", (0, value), (0, wanted[what]), allowed)
         missing = [what for what in wanted if what not in mine]
@@ -22,8 +25,15 @@ def compare(found, expected, tolerance):
             raise Differs(f"rank {rank}: {missing[0]}: missing")
 
 
-def compare_piece(what, piece, whole, tolerance):
-    """``tolerance`` is relative to the norm of the whole, or to a thousandth where that is smaller."""
+def smallest_scale(wholes, tolerance):
+    """What an error is relative to at least. In bf16 the large parts of a model bring the errors of its small ones."""
+    norms = [float(torch.as_tensor(whole[1]).double().norm()) for whole in wholes.values() if whole is not None]
+    largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+    return max(1e-3, largest / 10 if tolerance > 0.01 else 0.0)
+
+
+def compare_piece(what, piece, whole, tolerance, floor=1e-3):
+    """``tolerance`` is relative to the norm of the whole, or to ``floor`` where the norm is smaller."""
     if piece is None or whole is None:
         if piece is not whole:
             raise Differs(f"{what}: {piece} where {whole} was expected")
@@ -38,6 +48,6 @@ def compare_piece(what, piece, whole, tolerance):
             raise Differs(f"{what}: {values.tolist()} where {wanted.tolist()} was expected")
         return
     scale = all_of_it[torch.isfinite(all_of_it)]  # the other ranks' parts may have overflowed
-    error, norm = float((values - wanted).norm()), max(float(scale.norm()), 1e-3)
+    error, norm = float((values - wanted).norm()), max(float(scale.norm()), floor)
     if not error <= tolerance * norm:
         raise Differs(f"{what}: off by {error / norm:.1e}: {values.tolist()} where {wanted.tolist()} was expected")

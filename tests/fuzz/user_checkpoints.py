@@ -27,8 +27,8 @@ def load_damaged(kind, seed, path, model, optimizer=None, other=None):
         extra = load_checkpoint(damaged, model, optimizer)
     except (ValueError, FileNotFoundError) as error:
         said = f"{type(error).__name__}: {error}"
-        # What does not fit the model is refused whether or not a file is damaged, and before tensors are read.
-        if damaged not in said and "is frozen, and the checkpoint has optimizer state" not in said:
+        # What does not fit the model is refused undamaged too, before tensors are read.
+        if damaged not in said and said != refusal_of(path, model, optimizer):
             raise NotAsPromised(f"no file is named: {said}") from error
     if said and "the model is partly overwritten" not in said:
         check_same(before, everything_of(model, optimizer), said)
@@ -37,6 +37,15 @@ def load_damaged(kind, seed, path, model, optimizer=None, other=None):
     if int(numbers.sum()):
         raise NotAsPromised(f"ranks do not say the same: {said}")
     return not said, extra
+
+
+def refusal_of(path, model, optimizer):
+    """What the checkpoint is refused with; empty if it is not."""
+    try:
+        load_checkpoint(path, model, optimizer)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def busy_disk():

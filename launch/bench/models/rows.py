@@ -17,16 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from ....ddp import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    DistributedOptimizer,
-    GraphedTrainingStep,
-)
+from ....ddp import GraphedTrainingStep
 from ....ddp.torch_internals.distributed import zero_cta_options
-from ....fsdp import MixedPrecisionPolicy, fully_shard
 from ....te_integration import autocast, convert_linears
 from ....te_integration.recipes import Recipe, recipe_named
+from ...parallelizing.make_optimizer import make_optimizer
+from ...parallelizing.parallelize import parallelize
 from ..steps import accumulate_losses
 from .architectures import Architecture, Shape, decoder_layers
 
@@ -113,14 +109,8 @@ def _zero1(
     recipe: Recipe | None = None,
 ) -> Step:
     model = case.make_model(torch.bfloat16, fused=fused, compiled=compiled)
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        copy_engine_param_gather=copy_engines,
-    )
-    ddp = DistributedDataParallel(model, config)
-    optimizer = DistributedOptimizer(ddp, lr=LEARNING_RATE)
+    ddp = parallelize(model, "zero1", fuse=False, copy_engine_param_gather=copy_engines)  # fused before it is compiled
+    optimizer = make_optimizer(ddp, lr=LEARNING_RATE)
     tokens = case.tokens()
 
     def train_step(tokens: Tensor) -> Tensor:
@@ -136,16 +126,16 @@ def _zero1(
 
 def _zero3(case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False) -> Step:
     model = case.make_model(torch.float32, fused=fused, compiled=compiled)
-    shard = partial(
-        fully_shard,
-        placements="zero3",
-        mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    sharded = parallelize(
+        model,
+        "zero3",
+        units=decoder_layers(model),
+        fuse=False,
+        param_dtype=torch.bfloat16,
         reduce_every_microbatch=False,
+        copy_engine_gather=copy_engines,
     )
-    for layer in decoder_layers(model):
-        shard(layer)
-    sharded: Any = shard(model, copy_engine_gather=copy_engines)
-    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    adamw = make_optimizer(sharded, lr=LEARNING_RATE)
     tokens = case.tokens()
 
     def step() -> Tensor:

@@ -85,7 +85,11 @@ class Trainer(transformers.Trainer):
         check_arguments(args, parallel, has_ddp_config=ddp_config is not None)
         if model is not None:
             check_model(model)
-        super().__init__(model, args, *others, **options)
+        # By name: another Trainer between this class and transformers' may have an order of its own, as TRL's have.
+        if others:
+            super().__init__(model, args, *others, **options)
+        else:
+            super().__init__(model=model, args=args, **options)
         check_model(self.model)  # also where model_init has made it
         self._check_optimizer()
         if parallel == "fsdp":
@@ -206,9 +210,13 @@ class Trainer(transformers.Trainer):
             return clip_grad_norm(model, max_norm)
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As in ``transformers``, where the model's parameters are counted: here a rank has a part of them."""
-        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As in ``transformers``, where the model's parameters are counted: here a rank has a part of them.
+
+        inputs  what the data loader yields; a Trainer that makes its batches itself has other types than dicts
+        """
+        name = getattr(self.model, "main_input_name", "input_ids")
+        main_input = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not self._num_counted_params or main_input is None:
             return super().floating_point_ops(inputs)
         return 6 * int(main_input.numel()) * self._num_counted_params

@@ -95,7 +95,10 @@ def policy_of(model: nn.Module, *, bf16: bool) -> MixedPrecisionPolicy:
 def shard(
     model: nn.Module, names: Collection[str], options: Mapping[str, Any], policy: MixedPrecisionPolicy
 ) -> FSDPModule:
-    """Make units of the blocks, of untied embeddings and of the whole model, from the inside out."""
+    """Make units of the blocks, of untied embeddings and of the whole model, from the inside out.
+
+    Output embeddings stay in the outermost unit if a program has replaced the forward around them.
+    """
     options = {"mixed_precision": policy, **options}
     units = [module for module in model.modules() if module is not model and type(module).__name__ in names]
     units += [end for end in _ends(model) if not any(end in unit.modules() for unit in units)]
@@ -116,9 +119,22 @@ def shard(
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Module]:
-    """Input and output embeddings."""
+    """Input and output embeddings. Without the output's where a forward may read their weight, and never call them."""
     ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    if any(_FORWARD in vars(around) for around in _modules_around(model, ends[1])):
+        ends = ends[:1]
     yield from {id(end): end for end in ends if isinstance(end, nn.Module)}.values()
+
+
+_FORWARD = "forward"
+"""Of one module alone. Programs put it there for a loss that is fused with the last product, which takes the weight."""
+
+
+def _modules_around(model: nn.Module, inner: Any) -> Iterator[nn.Module]:
+    """The modules that have ``inner`` inside them."""
+    for module in model.modules():
+        if module is not inner and any(inside is inner for inside in module.modules()):
+            yield module
 
 
 def _count_places(module: nn.Module) -> Mapping[int, int]:

@@ -269,7 +269,8 @@ def bytes_at_rest() -> list[tuple[int, int]]:
     found = []
     sharded = {"use_distributed_optimizer": True}
     mapped = {**sharded, "overlap_param_gather": True, "copy_engine_param_gather": True}
-    for settings in ({}, mapped, {}, sharded, mapped):  # the first two leave the libraries' workspaces and NCCL's barrier
+    # The first two leave the libraries' workspaces and NCCL's barrier.
+    for settings in ({}, mapped, {}, sharded, mapped):
         before = torch.cuda.memory_allocated()
         model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(4)]).cuda()
         config = DistributedDataParallelConfig(overlap_grad_reduce=True, **settings)

@@ -131,4 +131,20 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "33i-functions-of-autograd-take-shards",
+        sentence="A torch.autograd.Function takes a sharded parameter for the whole one: a fused loss has the classes of one rank.",
+        tests=[
+            "tests/fsdp/unit/test_bad_input.py::test_a_parameter_given_to_a_function_of_autograd_outside_its_unit",
+            "tests/fsdp/tensors/test_sharded_tensors.py::test_a_function_of_autograd_refuses_what_leads_to_values",
+        ],
+        changes=[
+            Change(
+                "maingrad.fsdp.tensors.parameter",
+                "_in_function",
+                "return not (is_forward_ad_enabled() or _is_grad_enabled() or _is_inference())",
+                "return False",
+            ),
+        ],
+    ),
 ]

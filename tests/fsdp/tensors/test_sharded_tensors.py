@@ -234,6 +234,47 @@ USES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("what", "use"),
+    [
+        (r"mul\(\)", lambda p: p * 2),
+        (r"t\(\)", lambda p: p.t()),
+        (r"detach\(\)", lambda p: p.detach()),
+        (r"Tensor\.data", lambda p: p.data),
+        (r"data_ptr\(\)", lambda p: p.data_ptr()),  # so do kernels of Triton
+    ],
+)
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_function_of_autograd_refuses_what_leads_to_values(
+    what: str, use: Callable[[Any], Any], grad_mode: bool, requires_grad: bool
+) -> None:
+    """``apply`` switches grad mode off, and asks its tensors nothing."""
+
+    class Uses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
+            assert param.shape and param.dtype and param.device and param.numel()
+            use(param)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad, None
+
+    param = one(requires_grad=requires_grad)
+    with torch.set_grad_enabled(grad_mode):
+        match = (
+            rf"^({what}), in the forward of a torch.autograd.Function, uses the parameter 'layers\.0\.weight' outside"
+        )
+        with pytest.raises(RuntimeError, match=match) as caught:
+            Uses.apply(torch.ones(2), param)
+        assert "give the function param.detach()" in str(caught.value)
+        assert Uses.apply(torch.ones(2), param.detach()).sum() == 2
+    with torch.inference_mode():
+        use(param)
+
+
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_use_outside_its_unit_is_refused_by_name(name: str, requires_grad: bool) -> None:

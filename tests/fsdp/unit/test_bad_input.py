@@ -1,6 +1,7 @@
 """What cannot be sharded is refused with the name of the thing and the remedy, at construction where possible."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,6 +125,61 @@ def test_a_parameter_used_outside_its_unit(placements: str) -> None:
     with pytest.raises(RuntimeError, match=match):
         model(torch.ones(2, 7))
     model.block(torch.ones(2, 7)).sum().backward()
+
+
+class ProductAndLoss(torch.autograd.Function):
+    """Cross-entropy of ``x @ weight.T``, as losses that are fused with the last product have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        log_probs = (x @ weight.t()).log_softmax(-1)
+        ctx.save_for_backward(x, weight, log_probs, labels)
+        return nn.functional.nll_loss(log_probs, labels)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, log_probs, labels = ctx.saved_tensors
+        slope = (log_probs.exp() - nn.functional.one_hot(labels, len(weight))) * grad / len(x)
+        return slope @ weight, slope.t() @ x, None
+
+
+class FusedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(7, 256, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return ProductAndLoss.apply(self.block(x), self.head.weight, labels)
+
+
+def fused_loss(*, head_is_a_unit: bool, frozen: bool, grad_mode: bool) -> tuple[Tensor, Tensor]:
+    """The loss of plain PyTorch, and that of two ranks with one batch."""
+    torch.manual_seed(0)
+    model = FusedLoss()
+    model.head.requires_grad_(not frozen)
+    batch = torch.randn(4, 7), torch.tensor([0, 3, 1, 2])
+    expected = model(*batch).detach()
+    if head_is_a_unit:
+        fully_shard(model.head)
+    fully_shard(model.block)
+    fully_shard(model)
+    with torch.set_grad_enabled(grad_mode):
+        return expected, model(*batch).detach()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_a_parameter_given_to_a_function_of_autograd_outside_its_unit(frozen: bool, grad_mode: bool) -> None:
+    """Each rank has half of the head's rows, which fit the product: its loss would be one over half of the classes."""
+    run = partial(fused_loss, frozen=frozen, grad_mode=grad_mode)
+    match = (
+        r"t\(\), in the forward of a torch.autograd.Function, uses the parameter 'head.weight' outside the forward of"
+    )
+    with pytest.raises(RuntimeError, match=match):
+        simulate(partial(run, head_is_a_unit=True), 2)
+    for expected, found in simulate(partial(run, head_is_a_unit=False), 2):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_part_of_a_unit_called_by_itself() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_run import tiny_config
 
+from maingrad.__main__ import main
 from maingrad.launch import simulate
-from maingrad.launch.__main__ import main
 from maingrad.launch.config.data import DataConfig
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data import indexed

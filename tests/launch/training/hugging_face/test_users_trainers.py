@@ -1,5 +1,6 @@
 """Trainers and models as users bring them: methods of their own, running statistics, generation, encoders."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,73 @@ def of_bert(kind: str, folder: Path) -> list[float]:
 def test_embeddings_inside_a_block(tmp_path: Path) -> None:
     plain, *_ = run_ranks(of_bert, 2, "plain", tmp_path)
     assert run_ranks(of_bert, 2, "fsdp", tmp_path)[0] == pytest.approx(plain, abs=1e-5)
+
+
+class ProductAndLoss(torch.autograd.Function):
+    """The sum of cross-entropies of ``x @ weight.T``, whose gradients are made in the forward, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        log_probs = (x @ weight.t()).log_softmax(-1)
+        counted = (labels != -100).unsqueeze(-1)
+        slope = (log_probs.exp() - torch.nn.functional.one_hot(labels.clamp(min=0), len(weight))) * counted
+        ctx.save_for_backward(slope @ weight, slope.t() @ x)
+        return torch.nn.functional.nll_loss(log_probs, labels, reduction="sum")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        of_x, of_weight = ctx.saved_tensors
+        return of_x * grad, of_weight * grad, None
+
+
+def with_a_fused_loss(kind: str, folder: Path, adapters: bool) -> list[float]:
+    """A Trainer of another library puts a forward on the model, whose loss takes the weight of the last product."""
+    import transformers
+
+    class Fused(transformers.Trainer):
+        def __init__(self, model: Any, loss: str, args: Any, **options: Any) -> None:
+            assert loss == "sum"
+            inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+            def forward(self: Any, input_ids: Any, labels: Any, attention_mask: Any, **rest: Any) -> dict[str, Any]:
+                hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0][:, :-1]
+                flat = hidden.reshape(-1, hidden.shape[-1]), self.lm_head.weight, labels[:, 1:].reshape(-1)
+                return {"loss": ProductAndLoss.apply(*flat) / 16}
+
+            inner.forward = types.MethodType(forward, inner)
+            super().__init__(model, args, **options)
+
+        def get_train_dataloader(self) -> Any:
+            """Batches are lists, from which each step's inputs are made."""
+            return [[batch] for batch in super().get_train_dataloader()]
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return super()._prepare_inputs(inputs[0] if isinstance(inputs, list) else inputs)
+
+    model = language_model()
+    if adapters:
+        import peft
+
+        torch.manual_seed(4)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    with as_launched():
+        given = {"train_dataset": Sentences(44), "args": arguments(folder, max_steps=4), "model": model, "loss": "sum"}
+        if kind == "plain":
+            trainer = Fused(**given)
+        else:
+            from maingrad.launch.training.hugging_face import Trainer
+
+            trainer = type("Both", (Trainer, Fused), {})(**given, parallel=kind)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    return [each[key] for each in trainer.state.log_history for key in ("loss", "grad_norm") if key in each]
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.sampled(2)
+def test_a_loss_that_is_fused_with_the_last_product(adapters: bool, tmp_path: Path) -> None:
+    """Its Trainer takes another second argument than ``args``, and makes inputs of lists."""
+    plain, *_ = run_ranks(with_a_fused_loss, 2, "plain", tmp_path, adapters)
+    assert len(plain) == 8
+    for form in FORMS:
+        assert run_ranks(with_a_fused_loss, 2, form, tmp_path, adapters)[0] == pytest.approx(plain, abs=1e-5)
