@@ -11,6 +11,7 @@ import torch
 import tyro
 from torch import nn
 
+import maingrad
 from maingrad.launch import simulate
 from maingrad.launch.bench.data_parallel.measure import DataParallelBench, choose_settings
 from maingrad.launch.bench.models.measure import ModelsBench, choose_architecture
@@ -95,6 +96,7 @@ def test_both_sides_of_the_diff_train_alike(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_there_is_one_loop() -> None:
+    assert len(BLOCKS) == 2
     assert DIFF.count(" for batch in data") == 1
     assert not any("backward()" in block for block in BLOCKS)
     assert sum(line[0] in "+-" for line in DIFF.splitlines()) <= 8
@@ -225,9 +227,35 @@ def test_fsdp_on_four_ranks(number: int) -> None:
 
 
 def test_the_readme_shards_fully() -> None:
-    (block,) = BLOCKS
-    for before, after in simulate(run_sharded, 2, f"{block}\n{LOOP}"):
+    for before, after in simulate(run_sharded, 2, f"{BLOCKS[0]}\n{LOOP}"):
         assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def weights_after(code: str) -> list[torch.Tensor]:
+    """Whole weights of a model with blocks after two steps, whose data are the same on all ranks."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"model": BlocksLoss(), "data": list(torch.randn(2, 3, 5, 8))}
+    exec(f"{IMPORTS}{code}\n{LOOP}", names)
+    values = names["model"].state_dict().values()
+    return [value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for value in values]
+
+
+@pytest.mark.skipif(not hasattr(maingrad, "parallelize"), reason="this maingrad has no parallelize")
+@pytest.mark.parametrize("form", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("dtype", "atol"), [("", 1e-6), (", param_dtype=torch.bfloat16", 5e-3)], ids=["fp32", "bf16"])
+def test_one_call_for_every_form(form: str, dtype: str, atol: float) -> None:
+    """The README's two lines and its loop, beside plain PyTorch that clips where they reduce."""
+    plain = """
+from contextlib import nullcontext
+model.no_sync = nullcontext
+model.finish_grad_sync = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+"""
+    code = BLOCKS[1].replace('"zero3", param_dtype=torch.bfloat16', f'"{form}"{dtype}')
+    assert f'(model, "{form}"{dtype})' in code
+    expected = weights_after(plain)
+    for got in simulate(weights_after, 2, code):
+        torch.testing.assert_close([each.float() for each in got], expected, rtol=0, atol=atol)
 
 
 def test_fsdp_has_its_blocks() -> None:
@@ -248,6 +276,11 @@ def test_commands_and_links_exist() -> None:
         text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    linked = set(re.findall(r"\]\((docs/\w+\.md)[)#]", README))
+    assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
 
 
 def test_names_in_docs_exist() -> None:
