@@ -283,6 +283,30 @@ def test_the_readme_leads_to_every_page() -> None:
     assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
 
 
+@pytest.mark.parametrize(
+    ("wanted", "page", "answer"),
+    [
+        ("accumulation", "docs/programs.md", "## Gradient accumulation"),
+        ("clipping", "docs/programs.md", "## Clipping"),
+        ("parameter groups", "docs/programs.md", "## Parameter groups"),
+        ("FSDP2", "docs/switching.md", "## From FSDP2"),
+        ("ZeRO-3", "docs/fsdp.md", "fully_shard(model"),
+        ("resume", "docs/checkpoints.md", "load_checkpoint("),
+        ("less memory", "docs/gradient_checkpointing.md", "# Gradient checkpointing"),
+        ("bf16", "docs/programs.md", "## Mixed precision"),
+        ("Hugging Face", "docs/hugging_face.md", "trainer.train()"),
+        ("several nodes", "docs/multi_node.md", "maingrad slurm"),
+    ],
+)
+@pytest.mark.sampled(10)
+def test_a_new_user_finds(wanted: str, page: str, answer: str) -> None:
+    """Each row of the table of how-tos leads to a page that has the answer."""
+    table = README.partition("## How to")[2]
+    (row,) = (line for line in table.splitlines() if line.startswith("| ") and wanted in line.split(" | ")[0])
+    assert f"({page}" in row
+    assert answer in (ROOT / page).read_text()
+
+
 def test_names_in_docs_exist() -> None:
     for document in PAGES:
         for module, name in re.findall(r"`(maingrad\.\w+)\.(\w+)", document.read_text()):
