@@ -2,21 +2,50 @@
 
 import importlib
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tyro
 from torch import nn
 
+import maingrad
 from maingrad.launch import simulate
+from maingrad.launch.bench.data_parallel.measure import DataParallelBench, choose_settings
+from maingrad.launch.bench.models.measure import ModelsBench, choose_architecture
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-FSDP = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fsdp.md").read_text(), flags=re.DOTALL)
-COMPILE = re.findall(r"```python\n(.*?)```", (ROOT / "docs/compile.md").read_text(), flags=re.DOTALL)
-SHARDING = re.findall(r"```python\n(.*?)```", (ROOT / "docs/sharding.md").read_text(), flags=re.DOTALL)
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")])
+
+
+def blocks_of(*pages: str) -> list[str]:
+    """The Python programs of pages, in their order."""
+    return [
+        block
+        for page in pages
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    ]
+
+
+BLOCKS = blocks_of("README.md")
+FSDP = blocks_of("docs/fsdp.md", "docs/reference/full_sharding.md")
+COMPILE = blocks_of("docs/compile.md")
+SHARDING = blocks_of("docs/sharding.md", "docs/reference/optimizer_sharding.md")
+CHECKPOINTING = blocks_of("docs/gradient_checkpointing.md")
+
+(DIFF,) = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
+WITH_TORCH, WITH_MAINGRAD = (
+    "".join(line[1:] + "\n" for line in DIFF.splitlines() if line[0] in kept) for kept in (" -", " +")
+)
+LOOP = WITH_MAINGRAD[WITH_MAINGRAD.index("for batch in data") :]
+IMPORTS = """
+import torch
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.te_integration import convert_linears
+"""
 
 
 class Loss(nn.Module):
@@ -30,24 +59,85 @@ class Loss(nn.Module):
         return self.net(x).square().mean()
 
 
-def train(*blocks: str, data: list) -> tuple[nn.Module, list[torch.Tensor]]:
+class Alone(nn.Module):
+    """torch's wrapper in a process without a group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.no_sync, self.forward = nullcontext, module.forward
+
+
+def train(code: str) -> tuple[list[torch.Tensor], nn.Module]:
+    """Weights before, and the model after three steps of four microbatches, which are the same on all ranks."""
     torch.manual_seed(0)
-    names = {"torch": torch, "model": Loss(), "data": data}
-    before = [parameter.detach().clone() for parameter in names["model"].parameters()]
-    for block in blocks:
-        exec(block, names)
-    return names["model"], before
+    model = Loss()
+    names: dict[str, Any] = {"model": model, "data": list(torch.randn(3, 4, 5, 8))}
+    before = [param.detach().clone() for param in model.parameters()]
+    exec(IMPORTS + code, names)
+    return before, names["model"]
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["distributed optimizer", "stock optimizer"])
-def test_the_loops_train(which: int) -> None:
-    batches = torch.randn(3, 4, 5, 8)
-    data = list(batches) if which == 0 else list(batches[0])
-    imports = BLOCKS[0].partition("\n\n")[0]
-    model, before = train(imports, BLOCKS[which], data=data)
-    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    fused = sum(record.num_fused_writes for record in model.records)
-    assert fused == 2 * (12 if which == 0 else 4)
+def train_on_a_rank() -> tuple[list[torch.Tensor], int]:
+    _, model = train(WITH_MAINGRAD)
+    return [param.detach().clone() for param in model.parameters()], sum(
+        record.num_fused_writes for record in model.records
+    )
+
+
+def test_both_sides_of_the_diff_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Alone)
+    before, model = train(WITH_TORCH)
+    weights = list(model.parameters())
+    assert all(not torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+    for got, fused in simulate(train_on_a_rank, 2):
+        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-6)
+        assert fused == 3 * 4 * 2, "each microbatch, two layers"
+
+
+def test_there_is_one_loop() -> None:
+    assert len(BLOCKS) == 2
+    assert DIFF.count(" for batch in data") == 1
+    assert not any("backward()" in block for block in BLOCKS)
+    assert sum(line[0] in "+-" for line in DIFF.splitlines()) <= 8
+
+
+def rows_of_numbers() -> list[str]:
+    table = README.partition("## Numbers")[2].partition("\n## ")[0]
+    return [line for line in table.splitlines() if line.startswith("| ") and "docs/benchmarks/" in line]
+
+
+def test_the_table_has_numbers_of_the_benchmarks() -> None:
+    """Each number, the GPU, the version and a date stand on the page that its row links to."""
+    rows = rows_of_numbers()
+    assert len(rows) >= 10
+    assert sum("**Slower**" in row or "**Larger**" in row for row in rows) >= 3
+    for row in rows:
+        page = (ROOT / re.findall(r"\((docs/benchmarks/\w+\.md)\)", row)[0]).read_text()
+        numbers = re.findall(r"\b\d+\.\d+\b|\b\d{4}\b", " ".join(row.strip("| ").split(" | ")[1:3]))
+        assert len(numbers) >= 2, row
+        for number in numbers:
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", page), f"{number} of: {row}"
+        assert "NVIDIA H200" in page
+        assert "torch 2.11" in page
+        assert re.search(r"2026-11-2[123]", page)
+
+
+def test_the_commands_of_the_table_are_commands() -> None:
+    benches: dict[str, Any] = {"data-parallel": DataParallelBench, "models": ModelsBench}
+    known = {"accumulation", *re.findall(r'case "([\w-]+)":', (ROOT / "launch/bench/command.py").read_text())}
+    commands = {row.rpartition(" | ")[2].strip("`| ") for row in rows_of_numbers()} - {"the same"}
+    assert {command.split()[0] for command in commands} <= known
+    for what, *arguments in filter(lambda words: len(words) > 1, map(str.split, commands)):
+        bench = tyro.cli(benches[what], args=arguments)
+        choose_architecture(bench) if what == "models" else choose_settings(bench.settings)
+
+
+def test_gradient_checkpointing_trains() -> None:
+    (block,) = CHECKPOINTING
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert sum(record.num_fused_writes for record in names["model"].records) == 3 * 4 * 2, "steps, blocks, layers"
 
 
 def test_blocks_compile_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,10 +152,6 @@ def test_blocks_compile_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert writes == [2, 2, 2], "one in each iteration"
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
     torch.compiler.reset()
-
-
-def test_there_are_three_loops() -> None:
-    assert len(BLOCKS) == 3
 
 
 class NamedLoss(nn.Module):
@@ -141,8 +227,34 @@ def test_fsdp_on_four_ranks(number: int) -> None:
 
 
 def test_the_readme_shards_fully() -> None:
-    for before, after in simulate(run_sharded, 2, BLOCKS[2]):
+    for before, after in simulate(run_sharded, 2, f"{BLOCKS[0]}\n{LOOP}"):
         assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def weights_after(code: str) -> list[torch.Tensor]:
+    """Whole weights of a model with blocks after two steps, whose data are the same on all ranks."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"model": BlocksLoss(), "data": list(torch.randn(2, 3, 5, 8))}
+    exec(f"{IMPORTS}{code}\n{LOOP}", names)
+    values = names["model"].state_dict().values()
+    return [value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for value in values]
+
+
+@pytest.mark.parametrize("form", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("dtype", "atol"), [("", 1e-6), (", param_dtype=torch.bfloat16", 5e-3)], ids=["fp32", "bf16"])
+def test_one_call_for_every_form(form: str, dtype: str, atol: float) -> None:
+    """The README's two lines and its loop, beside plain PyTorch that clips where they reduce."""
+    plain = """
+from contextlib import nullcontext
+model.no_sync = nullcontext
+model.finish_grad_sync = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+"""
+    code = BLOCKS[1].replace('"zero3", param_dtype=torch.bfloat16', f'"{form}"{dtype}')
+    assert f'(model, "{form}"{dtype})' in code
+    expected = weights_after(plain)
+    for got in simulate(weights_after, 2, code):
+        torch.testing.assert_close([each.float() for each in got], expected, rtol=0, atol=atol)
 
 
 def test_fsdp_has_its_blocks() -> None:
@@ -159,15 +271,43 @@ def test_commands_and_links_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"make ([a-z-]+) ", README)):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
-    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    for document in documents:
+    for document in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    linked = set(re.findall(r"\]\((docs/\w+\.md)[)#]", README))
+    assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "page", "answer"),
+    [
+        ("accumulation", "docs/programs.md", "## Gradient accumulation"),
+        ("clipping", "docs/programs.md", "## Clipping"),
+        ("parameter groups", "docs/programs.md", "## Parameter groups"),
+        ("FSDP2", "docs/switching.md", "## From FSDP2"),
+        ("ZeRO-3", "docs/fsdp.md", "fully_shard(model"),
+        ("resume", "docs/checkpoints.md", "load_checkpoint("),
+        ("less memory", "docs/gradient_checkpointing.md", "# Gradient checkpointing"),
+        ("bf16", "docs/programs.md", "## Mixed precision"),
+        ("Hugging Face", "docs/hugging_face.md", "trainer.train()"),
+        ("several nodes", "docs/multi_node.md", "maingrad slurm"),
+    ],
+)
+@pytest.mark.sampled(10)
+def test_a_new_user_finds(wanted: str, page: str, answer: str) -> None:
+    """Each row of the table of how-tos leads to a page that has the answer."""
+    table = README.partition("## How to")[2]
+    (row,) = (line for line in table.splitlines() if line.startswith("| ") and wanted in line.split(" | ")[0])
+    assert f"({page}" in row
+    assert answer in (ROOT / page).read_text()
+
+
 def test_names_in_docs_exist() -> None:
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for document in PAGES:
         for module, name in re.findall(r"`(maingrad\.\w+)\.(\w+)", document.read_text()):
             try:
                 importlib.import_module(f"{module}.{name}")

@@ -1,7 +1,7 @@
 """A second family of programs: a pipeline under torch's schedules. What one is, how it is drawn, and made simpler.
 
-As for the other family: data; a seed makes one; ``valid_pipeline`` keeps it within what docs/schedules.md allows;
-``pipeline_sources.py`` writes it down.
+As for the other family: data; a seed makes one; ``valid_pipeline`` keeps it within what docs/reference/schedules.md
+allows; ``pipeline_sources.py`` writes it down.
 """
 
 import random

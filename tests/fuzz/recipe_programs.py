@@ -1,7 +1,7 @@
 """A fourth family of programs: training under a recipe, with forwards and backwards that are no part of it.
 
 There is no plain PyTorch beside it: the same program without these says what each output, scale and amax must be. As
-for the other families: data; a seed makes one; ``valid_recipes`` keeps it within what docs/recipes.md allows.
+for the other families: data; a seed makes one; ``valid_recipes`` keeps it within what docs/reference/recipes.md allows.
 """
 
 import random

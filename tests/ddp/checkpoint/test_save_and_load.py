@@ -523,8 +523,8 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
 
 # ---- The documentation. ----
 
-PAGE = Path(__file__).parents[3] / "docs/checkpoints.md"
-DOCS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+PAGES = [Path(__file__).parents[3] / "docs" / page for page in ("checkpoints.md", "reference/checkpoints.md")]
+DOCS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)]
 
 
 def run_docs(folder: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
 
 @pytest.mark.parametrize(("name", "rows"), [("current", 300), ("block", 300), ("MXFP8", 512)])
 def test_small_experts_take_half_the_bytes(name: str, rows: int) -> None:
-    """docs/recipes.md says from which number of tokens on; scales and offsets count."""
+    """docs/reference/recipes.md says from which number of tokens on; scales and offsets count."""
     with FakeTensorMode():
         x, offsets = torch.empty(64 * rows, 2048, dtype=torch.bfloat16), torch.empty(65, dtype=torch.int64)
         q = quantize_grouped(x, GROUPED[name], offsets, transposed=True)

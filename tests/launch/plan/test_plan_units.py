@@ -116,7 +116,7 @@ def test_plan_is_what_training_holds_and_sends(
 def test_the_formulas_of_the_docs(
     tmp_path: Path, parallel: str, placements: str, whole: float, grads: float, shards: float
 ):
-    """docs/fsdp.md: bytes at rest as multiples of N on 8 ranks, two instances of 4 where there are several."""
+    """docs/reference/full_sharding.md: bytes at rest as multiples of N on 8 ranks, in two instances if several."""
     model = {"param_dtype": "bfloat16", "dim": 128, "num_kv_heads": 4, "ffn_dim": 128, "num_layers": 3}
     config = tiny_config(
         tmp_path, parallel=parallel, model=model, fsdp={"placements": placements}, train={"global_batch_size": 32}

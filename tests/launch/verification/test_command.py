@@ -9,7 +9,8 @@ from maingrad.launch.cli import main
 from maingrad.launch.verification.findings import NOTES, Cause
 from maingrad.launch.verification.ways import WAYS
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "verify.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "verify.md").read_text() + (DOCS / "reference/verify.md").read_text()
 
 PROGRAM = """
 import torch

@@ -62,7 +62,8 @@ def compare(schedule, make_linear, delays):
 
 # ---- The page in docs/. ----
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs/schedules.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "schedules.md").read_text() + (DOCS / "reference/schedules.md").read_text()
 
 
 def test_the_documentations_code_runs_and_its_pictures_are_right(capsys):

@@ -1,4 +1,4 @@
-"""The code of docs/recipes.md runs, and its table of errors is measured."""
+"""The code of both pages of recipes runs, and tables of errors are measured."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,8 @@ from maingrad.te_integration import (
 )
 from maingrad.te_integration.recipes import Operand, Recipe
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs/recipes.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "recipes.md").read_text() + (DOCS / "reference/recipes.md").read_text()
 ROWS: dict[str, tuple[Recipe, ...]] = {
     "current": (Float8CurrentScaling(),),
     "block, MXFP8": (Float8BlockScaling(), MXFP8BlockScaling()),
@@ -51,3 +52,5 @@ def test_errors(row: str) -> None:
         )
         found = [float((product - exact).norm() / exact.norm()) for product, exact in products]
         assert found == pytest.approx([float(each) for each in told.split("|")[2:5]], rel=0.03)
+        how_to = re.findall(rf"^\| `{type(recipe).__name__}` \|.*\| (0\.\d+) \|$", PAGE, flags=re.MULTILINE)
+        assert how_to == [told.split("|")[4].strip()], "the page to begin with has the error of dW"

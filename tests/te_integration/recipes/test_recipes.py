@@ -157,7 +157,7 @@ def exact(x: Tensor, spec: Any) -> Tensor:
 
 
 def test_names_are_specs() -> None:
-    """The table in docs/recipes.md."""
+    """The table in docs/reference/recipes.md."""
     for recipe, operand, columns, spec in (
         (Float8CurrentScaling(), "input", False, "current"),
         (Float8CurrentScaling(), "grad", True, "current, gradients"),
