@@ -11,7 +11,6 @@ import torch
 import tyro
 from torch import nn
 
-import maingrad
 from maingrad.launch import simulate
 from maingrad.launch.bench.data_parallel.measure import DataParallelBench, choose_settings
 from maingrad.launch.bench.models.measure import ModelsBench, choose_architecture
