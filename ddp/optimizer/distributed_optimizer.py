@@ -245,7 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._check_in_charge()
         refuse_scaler(self.model)
-        self.model.check_reduced("unscaling")
+        self.model.settle("unscaling")
         self._agreed_in = self.model.iteration
         found_inf = torch.zeros((), dtype=torch.float32, device=self.model.device)
         unscale([flat.grads for flat in self._flats], inv_scale, found_inf)

@@ -21,7 +21,7 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
     how buckets and shards are cut. Padding is zeros. Squares of shards are summed over ranks: an element that several
     ranks hold counts once; elements that differ between ranks (experts) all count.
     """
-    model.check_reduced("the gradient norm")
+    model.settle("the gradient norm")
     refuse_norm(model, "the norm of gradients")
     squares, widest = [], torch.float32
     summed = False  # whether some ranks hold other elements than this rank

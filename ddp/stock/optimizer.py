@@ -63,15 +63,6 @@ def guard_stock_optimizers(wrapper: object) -> None:
 @functools.cache
 def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    unscale = torch.amp.GradScaler._unscale_grads_
-
-    @functools.wraps(unscale)
-    def noting(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for parts in _parts_of(_records_of(optimizer)) if _guarding else ():
-            parts.note_optimizer()  # a scaler may skip its very first step
-        return unscale(scaler, optimizer, *args, **kwargs)
-
-    torch.amp.GradScaler._unscale_grads_ = noting  # type: ignore[assignment,method-assign]  # there is no hook
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

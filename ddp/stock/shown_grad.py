@@ -77,7 +77,9 @@ class ShownParam:
             self.target.copy_(held)
         else:
             info = self.part[1]
-            self.target.copy_(held.reshape(-1)[info.start : info.end] if tuple(held.shape) == info.shape else held.view(-1))
+            self.target.copy_(
+                held.reshape(-1)[info.start : info.end] if tuple(held.shape) == info.shape else held.view(-1)
+            )
 
 
 class ShownGrad(Tensor):

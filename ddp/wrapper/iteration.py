@@ -21,7 +21,7 @@ from ..buckets.checks import (
     check_scalable,
     check_whole,
 )
-from ..buckets.iteration_ends import end_iteration
+from ..buckets.iteration_ends import end_iteration, note_optimizer
 from ..buckets.launcher import BucketLauncher
 from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
@@ -154,6 +154,11 @@ class BucketIteration(AroundModule):
             )
         self._reduce_all(caller)
         self._settled = True
+
+    def settle_for_optimizer(self, caller: str) -> None:
+        """``settle``, where a program reads ``.grad``: an optimizer trains the model, though a scaler may skip its step."""
+        note_optimizer(self.module)
+        self.settle(caller)
 
     def _reduce_all(self, caller: str) -> None:
         check_num_tokens(self._num_tokens, wanted=self.ddp_config.calculate_per_token_loss)
@@ -300,8 +305,8 @@ class BucketIteration(AroundModule):
 
         Raises ``RuntimeError`` where gradients are sharded.
         """
-        self.settle("expose_grads()")
         check_whole(self.ddp_config, "expose_grads()")
+        self.settle_for_optimizer("expose_grads()")
         for each in self.shown.params:
             self.shown.expose(each, dtype or each.dtype)
 
