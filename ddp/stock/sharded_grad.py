@@ -279,7 +279,10 @@ class PlaceholderGrad(ShardedGrad):
 
 
 def make_placeholder_grads(params: Sequence[Any]) -> list[PlaceholderGrad]:
-    """A placeholder for each of the sharded parameters ``params``, which have one dtype and device. All placeholders share one element."""
+    """A placeholder for each of the sharded parameters ``params``, which have one dtype and device.
+
+    All placeholders share one element.
+    """
     zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
     zeros: list[PlaceholderGrad] = []
     for param in params:

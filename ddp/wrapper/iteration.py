@@ -156,7 +156,7 @@ class BucketIteration(AroundModule):
         self._settled = True
 
     def settle_for_optimizer(self, caller: str) -> None:
-        """``settle``, where a program reads ``.grad``: an optimizer trains the model, though a scaler may skip its step."""
+        """``settle``, where a program reads ``.grad``: an optimizer trains the model, even if its step is skipped."""
         note_optimizer(self.module)
         self.settle(caller)
 

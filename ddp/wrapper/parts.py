@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..buckets.checks import check_nothing_bypassed
-from ..buckets.iteration_ends import note_optimizer, note_step
+from ..buckets.iteration_ends import note_step
 from ..contract.main_grad import record_of
 
 if TYPE_CHECKING:
@@ -155,10 +155,6 @@ class BucketParts(Parts):
     def prepare_stock_step(self) -> None:
         """A stock optimizer is about to read ``.grad`` of the wrapper's parameters."""
         self.host.prepare_stock_step()
-
-    def note_optimizer(self) -> None:
-        """A stock optimizer has parameters of the wrapper's model."""
-        note_optimizer(self.host.module)
 
     def note_step(self, found_inf: Tensor | None) -> None:
         """An optimizer takes its step; the device skips it where ``found_inf`` is not 0."""
