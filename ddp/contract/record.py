@@ -27,6 +27,10 @@ class PendingWgrad:
         """A foreign module's backward left a tensor in ``.grad``, which its ``backward_dw`` will read."""
         self.lost = False
         """The queue was freed: nobody will compute this gradient."""
+        self.order = (0, 0)
+        """Place among all pending gradients: index of the first bucket that waits, number in order of creation."""
+        self.compute: Callable[[], None] | None = None
+        """Set by our queue: computes this gradient now. None for foreign modules."""
 
 
 class GradRecord:

@@ -50,6 +50,7 @@ class ShownParam:
         self.spare: ShownGrad | None = None
         """The same, from the first iteration on: it is shown again, unless the program has kept it."""
         self.plain: Tensor | None = None
+        """The plain tensor that was put into ``.grad``."""
         self.version = 0
         """Of a plain ``.grad`` when it was made."""
 
@@ -270,11 +271,13 @@ class ShownGrads:
     def expose(self, each: ShownParam, dtype: torch.dtype) -> None:
         """Make ``.grad`` a plain tensor in ``dtype``, but where the program has cleared or replaced it."""
         param, grad = each.param, each.grad
-        if grad is None or param.grad is grad or param.grad is grad.reduced:
+        held = param.grad
+        if grad is None or held is grad or (held is not None and held is each.plain):
             expose_grad(param, each.record, dtype)
+            each.plain = param.grad
             if grad is not None:
-                grad.reduced = param.grad
-            each.version = param.grad._version  # type: ignore[union-attr]
+                grad.reduced = each.plain
+            each.version = each.plain._version  # type: ignore[union-attr]
         each.record.exposed = True
 
     @torch.no_grad()
@@ -289,9 +292,6 @@ class ShownGrads:
                         each.take_change()
                     cleared = grad is not None and each.param.grad is None
                     _keep_own(each)
-                    each.grad = None
-                    clear_exposed_grad(each.param, each.record)
-                    each.param.grad = None
                     self._show(each)
                     if cleared:
                         each.param.grad = None
@@ -303,31 +303,33 @@ class ShownGrads:
             for each in self.params:
                 if each.grad is not None or each.record.exposed:
                     _keep_own(each)
-                    each.grad = None
-                    clear_exposed_grad(each.param, each.record)
-                    each.param.grad = None
 
 
 # ---- A gradient that the program keeps: ``grads = [p.grad for p in model.parameters()]``. ----
 
 
 def _keep_own(each: ShownParam) -> None:
-    """Before ``main_grad`` is written again: what the program keeps gets memory of its own."""
-    shown, real = each.spare, None
+    """Take ``.grad`` off. ``main_grad`` is written again, so what the program keeps gets memory of its own."""
+    clear_exposed_grad(each.param, each.record)
+    each.grad = each.param.grad = None
+    shown, reduced = each.spare, None
     if shown is not None:
-        real, shown.reduced = shown.reduced, None
-        if _num_references(each, "spare") > _baseline():
-            each.spare = None  # the next iteration shows another one
-            shown.reduced = None if real is None else real.clone()
-    plain = each.param.grad
-    if each.record.exposed and plain is not None and plain is not shown:
-        del real
-        each.plain = plain
-        del plain
-        kept = _num_references(each, "plain") > _baseline()
-        plain, each.plain = each.plain, None
-        if kept and plain.data_ptr() == each.record.view.data_ptr():
-            plain.data = plain.detach().clone()
+        reduced, shown.reduced = shown.reduced, None
+    if each.plain is not None:
+        reduced = None
+        if _num_references(each, "plain") > _baseline() and each.plain.data_ptr() == each.record.view.data_ptr():
+            each.plain.data = each.plain.detach().clone()
+    del shown
+    if each.spare is not None and _num_references(each, "spare") > _baseline():
+        kept, each.spare = each.spare, None  # the next iteration shows another one
+        kept.reduced = _own(each) if reduced is None else reduced.clone()
+    each.plain = None
+
+
+def _own(each: ShownParam) -> Tensor | None:
+    plain = each.plain
+    shares = plain is not None and plain.data_ptr() == each.record.view.data_ptr()
+    return plain.clone() if shares and plain is not None else plain
 
 
 def _num_references(each: ShownParam, name: str) -> int:
@@ -336,14 +338,9 @@ def _num_references(each: ShownParam, name: str) -> int:
 
 @functools.cache
 def _baseline() -> int:
-    """References to a gradient that lies in ``.grad`` and in a ``ShownParam``, and nowhere else.
-
-    Measured, as versions of torch differ in whether ``.grad`` counts.
-    """
-    param = torch.zeros(1, requires_grad=True)
-    each = ShownParam(param, None, param.dtype)  # type: ignore[arg-type]
+    """What ``_num_references`` counts of a tensor that nobody else refers to."""
+    each = ShownParam(torch.zeros(1), None, torch.float32)  # type: ignore[arg-type]
     each.plain = torch.zeros(1)
-    param.grad = each.plain
     return _num_references(each, "plain")
 
 

@@ -33,6 +33,7 @@ from ..collectives.reduction import GradReduction
 from ..collectives.step_check import StepCheck
 from ..collectives.timeline import Observer, Timeline, recorded_on
 from ..config import DistributedDataParallelConfig
+from ..contract.delayed import compute_pending
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
 from ..plan.owned_params import find_tensors
@@ -40,6 +41,7 @@ from ..stock.shown_grad import ShownGrads
 from .around_module import AroundModule
 from .attachment import discard_grads
 from .comparison import broadcast_tensors
+from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
 
 __all__ = ["BucketIteration"]
@@ -58,6 +60,7 @@ class BucketIteration(AroundModule):
     readiness: Readiness
     steps: StepCheck
     shown: ShownGrads
+    grad_parts: BucketParts
     _launcher: BucketLauncher
     _nan_check: NanCheck | None
     _replicas: Replicas
@@ -147,6 +150,7 @@ class BucketIteration(AroundModule):
         """
         if self._finished:
             return
+        self._compute_pending()
         if self.is_clear:
             raise RuntimeError(
                 f"{caller} before a backward: there are no gradients. A rank without a microbatch of its own calls "
@@ -154,6 +158,11 @@ class BucketIteration(AroundModule):
             )
         self._reduce_all(caller)
         self._settled = True
+
+    def _compute_pending(self) -> None:
+        """What the program's queues still hold; a schedule's parts hold what the schedule computes."""
+        if not self.grad_parts.num_open:
+            compute_pending(self.records)
 
     def settle_for_optimizer(self, caller: str) -> None:
         """``settle``, where a program reads ``.grad``: an optimizer trains the model, even if its step is skipped."""
@@ -216,8 +225,8 @@ class BucketIteration(AroundModule):
             self._launcher.wait()
         check_nothing_under_way(self.buckets)
         self.steps.next_iteration()
+        self.shown.hide()  # before the zeroing: what the program keeps is copied
         self._empty_buckets()
-        self.shown.hide()
         discard_grads(self.wired, self.module if self._ended else None)
         self.readiness.reset()
         self._launched = self._finished = self._settled = self._ended = False
@@ -318,6 +327,7 @@ class BucketIteration(AroundModule):
         elif not self._launched and self.is_clear:
             self.settle("optimizer.step()")  # raises
         elif not self._launched:
+            self._compute_pending()
             self._start("optimizer.step()")
 
     def prepare_stock_step(self) -> None:

@@ -78,6 +78,11 @@ class Parts(ABC):
         return len(self._begun)
 
     @property
+    def num_open(self) -> int:
+        """Number of parts of the running step that have backwards to come."""
+        return len(self._open)
+
+    @property
     @abstractmethod
     def host(self) -> nn.Module:
         """The wrapper or model that has the parts. The caller keeps it alive while parts run."""
