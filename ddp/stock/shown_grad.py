@@ -114,7 +114,7 @@ class ShownGrad(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ShownGrad):  # autograd accumulates
             args[0].added = args[1]
             return args[0]
@@ -312,24 +312,21 @@ def _keep_own(each: ShownParam) -> None:
     """Take ``.grad`` off. ``main_grad`` is written again, so what the program keeps gets memory of its own."""
     clear_exposed_grad(each.param, each.record)
     each.grad = each.param.grad = None
-    shown, reduced = each.spare, None
-    if shown is not None:
-        reduced, shown.reduced = shown.reduced, None
-    if each.plain is not None:
-        reduced = None
-        if _num_references(each, "plain") > _baseline() and each.plain.data_ptr() == each.record.view.data_ptr():
-            each.plain.data = each.plain.detach().clone()
-    del shown
-    if each.spare is not None and _num_references(each, "spare") > _baseline():
-        kept, each.spare = each.spare, None  # the next iteration shows another one
-        kept.reduced = _own(each) if reduced is None else reduced.clone()
-    each.plain = None
-
-
-def _own(each: ShownParam) -> Tensor | None:
+    was_read = each.spare is not None and each.spare.reduced is not None
+    if each.spare is not None:
+        each.spare.reduced = None
     plain = each.plain
     shares = plain is not None and plain.data_ptr() == each.record.view.data_ptr()
-    return plain.clone() if shares and plain is not None else plain
+    del plain
+    if each.plain is not None and shares and _num_references(each, "plain") > _baseline():
+        each.plain.data = each.plain.detach().clone()
+    if each.spare is not None and _num_references(each, "spare") > _baseline():
+        kept, each.spare = each.spare, None  # the next iteration shows another one
+        if was_read and each.part is not None:
+            kept.reduced = make_part(each.part[0].clone(), each.part[1])
+        elif was_read and each.plain is not None:
+            kept.reduced = each.plain.clone()
+    each.plain = None
 
 
 def _num_references(each: ShownParam, name: str) -> int:
@@ -346,7 +343,7 @@ def _baseline() -> int:
 
 def _make(each: ShownParam, owner: "weakref.ref[ShownGrads]") -> ShownGrad:
     param = each.param
-    grad: ShownGrad = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    grad: ShownGrad = torch.Tensor._make_wrapper_subclass(
         ShownGrad, param.shape, strides=param.stride(), dtype=each.dtype, device=param.device
     )
     grad.of, grad.owner, grad.reduced, grad.added = each.record.name, owner, None, None
