@@ -165,7 +165,7 @@ def _ddp(program: Program, phase: Phase, wrapper: Ddp) -> Ddp:
         wrapper = replace(wrapper, max_grad_norm=False)
     if not wrapper.stock or phase.clip is None:
         wrapper = replace(wrapper, clips="torch")
-    elif program.model.variants > 1:
+    elif program.model.variants > 1 and not wrapper.plain_loop:
         wrapper = replace(wrapper, clips="library")  # torch's norm is of what one rank holds, and refused
     elif program.optimizer.scaled and wrapper.clips == "too early":
         wrapper = replace(wrapper, clips="torch")
@@ -175,6 +175,9 @@ def _ddp(program: Program, phase: Phase, wrapper: Ddp) -> Ddp:
         wrapper = replace(wrapper, group="default")
     zeros = ("model.zero_grad_buffer()", "model.zero_grad()", "optimizer.zero_grad()")
     zero = wrapper.zero if wrapper.zero in zeros else zeros[0]
+    if wrapper.plain_loop:
+        zero = zeros[-1]
+        wrapper = replace(wrapper, clips="torch" if wrapper.clips == "too early" else wrapper.clips)
     return replace(wrapper, find_unused=wrapper.find_unused and wrapper.overlap, zero=zero)
 
 
@@ -250,6 +253,8 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
         iteration = replace(iteration, second="together")
     no_sync = iteration.no_sync
     early = wrapper.overlap if isinstance(wrapper, Ddp) else delays or wrapper.stepping_hooks
+    if isinstance(wrapper, Ddp) and wrapper.plain_loop:
+        early = wrapper.overlap and delays  # buckets of others are launched again
     if no_sync == "forgotten" and (early or outcome in ("given up", "fails")):
         no_sync = "backward"
     overflow = _some(iteration.overflow, phase.ranks) if program.optimizer.scaled and outcome == "step" else ()
@@ -300,6 +305,8 @@ def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
         if stays and not steps and _delays(program, phase):
             return "finish"
         return "finish" if iteration.finish == "finish" else "nothing"
+    if wrapper.plain_loop:
+        return "finish"
     if iteration.finish == "start" and (
         wrapper.stock
         or wrapper.per_token
@@ -349,6 +356,8 @@ def _changes_grads(program: Program, phase: Phase, iteration: Iteration) -> bool
     wrapper = phase.wrapper
     if not shows(iteration, wrapper) or program.optimizer.scaled:
         return False
+    if iteration.change == "none" and isinstance(wrapper, Ddp) and not wrapper.stock:
+        return False  # None is zero there: decay and momentum go on
     if iteration.change == "sign" and not _is_precise(program):
         return False
     if iteration.change == "normalised":  # norms of experts' gradients cover all ranks' experts
