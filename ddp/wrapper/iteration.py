@@ -308,7 +308,9 @@ class BucketIteration(AroundModule):
         check_whole(self.ddp_config, "expose_grads()")
         self.settle_for_optimizer("expose_grads()")
         for each in self.shown.params:
-            self.shown.expose(each, dtype or each.dtype)
+            if each.part is None:  # else its norms cover other ranks until a step reads it
+                self.shown.expose(each, dtype or each.dtype)
+        self.shown.fill()
 
     def start_for_step(self) -> None:
         """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""
