@@ -217,6 +217,13 @@ class ShownGrads:
         with DisableTorchFunctionSubclass():
             return all(each.param.grad is None for each in self.params if each.grad is not None)
 
+    def holds(self, record: GradRecord) -> bool:
+        """Whether ``.grad`` of this parameter is what the last backward has left there."""
+        each = self._by_record[id(record)]
+        with DisableTorchFunctionSubclass():
+            grad = each.param.grad
+            return grad is not None and each.grad is not None and (grad is each.grad or grad is each.grad.reduced)
+
     @property
     def is_changed(self) -> bool:
         """Whether a ``.grad`` was set to None, replaced, or changed where it is a copy."""
