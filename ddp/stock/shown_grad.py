@@ -50,8 +50,9 @@ class ShownParam:
         self.spare: ShownGrad | None = None
         """The same, from the first iteration on: it is shown again, unless the program has kept it."""
         self.plain: Tensor | None = None
+        """The plain tensor that ``.grad`` was made in this iteration."""
         self.version = 0
-        """Of a plain ``.grad`` when it was made."""
+        """Of ``plain`` when it was made."""
 
     @property
     def is_changed(self) -> bool:
@@ -134,6 +135,17 @@ class ShownGrad(Tensor):
                 f"first time: its values are gone. Read or clone param.grad between backward and zero_grad()"
             )
         return self.reduced
+
+
+    def full_tensor(self) -> Tensor:
+        """The whole reduced gradient, of the parameter's shape, on every rank. Collective."""
+        real = self.read()
+        return real.full_tensor() if isinstance(real, ShardedGrad) else real.clone()
+
+    def to_local(self) -> Tensor:
+        """A plain tensor of this rank's elements: flat where gradients are sharded, else all of them."""
+        real = self.read()
+        return real.to_local() if isinstance(real, ShardedGrad) else real
 
 
 let_foreach_take(ShownGrad)
@@ -277,8 +289,9 @@ class ShownGrads:
     def expose(self, each: ShownParam, dtype: torch.dtype) -> None:
         """Make ``.grad`` a plain tensor in ``dtype``, but where the program has cleared or replaced it."""
         param, grad = each.param, each.grad
-        if grad is None or param.grad is grad or param.grad is grad.reduced:
+        if grad is None or (param.grad is not None and (param.grad is grad or param.grad is grad.reduced)):
             expose_grad(param, each.record, dtype)
+            each.plain = param.grad
             if grad is not None:
                 grad.reduced = param.grad
             each.version = param.grad._version  # type: ignore[union-attr]
@@ -295,10 +308,9 @@ class ShownGrads:
                     if each.is_changed and each.param.grad is not None:
                         each.take_change()
                     cleared = grad is not None and each.param.grad is None
+                    del grad  # ``_keep_own`` counts references
                     _keep_own(each)
-                    each.grad = None
                     clear_exposed_grad(each.param, each.record)
-                    each.param.grad = None
                     self._show(each)
                     if cleared:
                         each.param.grad = None
@@ -310,48 +322,43 @@ class ShownGrads:
             for each in self.params:
                 if each.grad is not None or each.record.exposed:
                     _keep_own(each)
-                    each.grad = None
                     clear_exposed_grad(each.param, each.record)
-                    each.param.grad = None
 
 
 # ---- A gradient that the program keeps: ``grads = [p.grad for p in model.parameters()]``. ----
 
 
 def _keep_own(each: ShownParam) -> None:
-    """Before ``main_grad`` is written again: what the program keeps gets memory of its own."""
-    shown, real = each.spare, None
-    if shown is not None:
-        real, shown.reduced = shown.reduced, None
-        if _num_references(each, "spare") > _baseline():
-            each.spare = None  # the next iteration shows another one
-            shown.reduced = None if real is None else real.clone()
-    plain = each.param.grad
-    if each.record.exposed and plain is not None and plain is not shown:
-        del real
-        each.plain = plain
-        del plain
-        kept = _num_references(each, "plain") > _baseline()
-        plain, each.plain = each.plain, None
-        if kept and plain.data_ptr() == each.record.view.data_ptr():
-            plain.data = plain.detach().clone()
+    """Take ``.grad`` off, before ``main_grad`` is written again. What the program keeps gets memory of its own."""
+    each.param.grad = each.grad = real = None
+    if each.spare is not None:
+        real, each.spare.reduced = each.spare.reduced, None
+    if each.plain is not None:
+        is_plain, real = real is each.plain, None
+        if _is_kept(each, "plain") and each.plain.data_ptr() == each.record.view.data_ptr():
+            each.plain.data = each.plain.detach().clone()
+        if is_plain:
+            real = each.plain
+        each.plain = None
+    if _is_kept(each, "spare"):
+        if real is not None and each.part is not None:
+            real = make_part(each.part[0].clone(), each.part[1])
+        assert each.spare is not None
+        each.spare.reduced = real
+        each.spare = None  # the next iteration shows another one
 
 
-def _num_references(each: ShownParam, name: str) -> int:
-    return sys.getrefcount(getattr(each, name))
+def _is_kept(each: ShownParam, name: str) -> bool:
+    """Whether the program has a reference to this tensor, beside ``each``."""
+    return getattr(each, name) is not None and sys.getrefcount(getattr(each, name)) > _alone()
 
 
 @functools.cache
-def _baseline() -> int:
-    """References to a gradient that lies in ``.grad`` and in a ``ShownParam``, and nowhere else.
-
-    Measured, as versions of torch differ in whether ``.grad`` counts.
-    """
-    param = torch.zeros(1, requires_grad=True)
-    each = ShownParam(param, None, param.dtype)  # type: ignore[arg-type]
+def _alone() -> int:
+    """``sys.getrefcount`` of a tensor that a ``ShownParam`` alone has."""
+    each = ShownParam(torch.zeros(1), None, torch.float32)  # type: ignore[arg-type]
     each.plain = torch.zeros(1)
-    param.grad = each.plain
-    return _num_references(each, "plain")
+    return sys.getrefcount(getattr(each, "plain"))
 
 
 def _make(each: ShownParam, owner: "weakref.ref[ShownGrads]") -> ShownGrad:

@@ -216,8 +216,8 @@ class BucketIteration(AroundModule):
             self._launcher.wait()
         check_nothing_under_way(self.buckets)
         self.steps.next_iteration()
+        self.shown.hide()  # before buckets are emptied: what the program keeps is copied
         self._empty_buckets()
-        self.shown.hide()
         discard_grads(self.wired, self.module if self._ended else None)
         self.readiness.reset()
         self._launched = self._finished = self._settled = self._ended = False

@@ -328,7 +328,6 @@ def test_what_is_done_to_grad_is_what_steps(form: str, change: Callable[[nn.Modu
 
 
 def whole(grad: Tensor) -> Tensor:
-    grad = grad.detach()
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
