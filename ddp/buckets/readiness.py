@@ -196,7 +196,7 @@ class Readiness:
         if self._outer_task is not None:
             return
         call_when_backward_ends(self._show)
-        if not self._shown.active:
+        if not self._shown.active or self._shown.holds(record):
             return
         grad, param.grad = param.grad, None
         if self._shown.is_cleared:

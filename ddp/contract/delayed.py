@@ -162,9 +162,9 @@ def compute_pending(records: Iterable[GradRecord]) -> None:
 
 
 def settle(weight: Tensor, record: GradRecord | None, entry: DelayedWgrad) -> None:
-    """After a delayed gradient was written: absorb ``.grad``, which unfused owners of a tied weight have added to."""
-    if record is not None and record.sum_in_grad and entry.is_last_of(record):
-        hand_over_sum(weight, record)
+    """After a delayed gradient was written: absorb the sum that unfused owners of a tied weight have added to."""
+    if record is not None and record.late_sum is not None and entry.is_last_of(record):
+        hand_over_sum(record)
 
 
 # ---- Modules with delay_wgrad_compute always delay. All others delay in a ``delayed_wgrad`` block, kept here. ----

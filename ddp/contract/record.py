@@ -74,8 +74,8 @@ class GradRecord:
         """Delayed weight gradients that are not computed yet."""
         self.awaits_delayed = False
         """Only the pending gradients are missing. ``reset`` clears this."""
-        self.sum_in_grad = False
-        """Unfused delayed gradients of a microbatch were added to ``.grad``; ``hand_over_sum`` will absorb them."""
+        self.late_sum: Tensor | None = None
+        """The sum of a microbatch's unfused delayed gradients so far; ``hand_over_sum`` will absorb it."""
 
         # Per iteration: ``reset`` clears them.
         self.version = view._version

@@ -50,9 +50,9 @@ class ShownParam:
         self.spare: ShownGrad | None = None
         """The same, from the first iteration on: it is shown again, unless the program has kept it."""
         self.plain: Tensor | None = None
-        """The plain tensor that was put into ``.grad``."""
+        """The plain tensor that ``.grad`` was made in this iteration."""
         self.version = 0
-        """Of a plain ``.grad`` when it was made."""
+        """Of ``plain`` when it was made."""
 
     @property
     def is_changed(self) -> bool:
@@ -136,6 +136,16 @@ class ShownGrad(Tensor):
             )
         return self.reduced
 
+    def full_tensor(self) -> Tensor:
+        """The whole reduced gradient, of the parameter's shape, on every rank. Collective."""
+        real = self.read()
+        return real.full_tensor() if isinstance(real, ShardedGrad) else real.clone()
+
+    def to_local(self) -> Tensor:
+        """A plain tensor of this rank's elements: flat where gradients are sharded, else all of them."""
+        real = self.read()
+        return real.to_local() if isinstance(real, ShardedGrad) else real
+
 
 let_foreach_take(ShownGrad)
 
@@ -218,6 +228,13 @@ class ShownGrads:
         with DisableTorchFunctionSubclass():
             return all(each.param.grad is None for each in self.params if each.grad is not None)
 
+    def holds(self, record: GradRecord) -> bool:
+        """Whether ``.grad`` of this parameter is what the last backward has left there."""
+        each = self._by_record[id(record)]
+        with DisableTorchFunctionSubclass():
+            grad = each.param.grad
+            return grad is not None and each.grad is not None and (grad is each.grad or grad is each.grad.reduced)
+
     @property
     def is_changed(self) -> bool:
         """Whether a ``.grad`` was set to None, replaced, or changed where it is a copy."""
@@ -271,8 +288,7 @@ class ShownGrads:
     def expose(self, each: ShownParam, dtype: torch.dtype) -> None:
         """Make ``.grad`` a plain tensor in ``dtype``, but where the program has cleared or replaced it."""
         param, grad = each.param, each.grad
-        held = param.grad
-        if grad is None or held is grad or (held is not None and held is each.plain):
+        if grad is None or (param.grad is not None and (param.grad is grad or param.grad is grad.reduced)):
             expose_grad(param, each.record, dtype)
             each.plain = param.grad
             if grad is not None:
@@ -291,7 +307,9 @@ class ShownGrads:
                     if each.is_changed and each.param.grad is not None:
                         each.take_change()
                     cleared = grad is not None and each.param.grad is None
+                    del grad  # ``_keep_own`` counts references
                     _keep_own(each)
+                    clear_exposed_grad(each.param, each.record)
                     self._show(each)
                     if cleared:
                         each.param.grad = None
@@ -303,42 +321,43 @@ class ShownGrads:
             for each in self.params:
                 if each.grad is not None or each.record.exposed:
                     _keep_own(each)
+                    clear_exposed_grad(each.param, each.record)
 
 
 # ---- A gradient that the program keeps: ``grads = [p.grad for p in model.parameters()]``. ----
 
 
 def _keep_own(each: ShownParam) -> None:
-    """Take ``.grad`` off. ``main_grad`` is written again, so what the program keeps gets memory of its own."""
-    clear_exposed_grad(each.param, each.record)
-    each.grad = each.param.grad = None
-    was_read = each.spare is not None and each.spare.reduced is not None
+    """Take ``.grad`` off, before ``main_grad`` is written again. What the program keeps gets memory of its own."""
+    each.param.grad = each.grad = real = None
     if each.spare is not None:
-        each.spare.reduced = None
-    plain = each.plain
-    shares = plain is not None and plain.data_ptr() == each.record.view.data_ptr()
-    del plain
-    if each.plain is not None and shares and _num_references(each, "plain") > _baseline():
-        each.plain.data = each.plain.detach().clone()
-    if each.spare is not None and _num_references(each, "spare") > _baseline():
-        kept, each.spare = each.spare, None  # the next iteration shows another one
-        if was_read and each.part is not None:
-            kept.reduced = make_part(each.part[0].clone(), each.part[1])
-        elif was_read and each.plain is not None:
-            kept.reduced = each.plain.clone()
-    each.plain = None
+        real, each.spare.reduced = each.spare.reduced, None
+    if each.plain is not None:
+        is_plain, real = real is each.plain, None
+        if _is_kept(each, "plain") and each.plain.data_ptr() == each.record.view.data_ptr():
+            each.plain.data = each.plain.detach().clone()
+        if is_plain:
+            real = each.plain
+        each.plain = None
+    if _is_kept(each, "spare"):
+        if real is not None and each.part is not None:
+            real = make_part(each.part[0].clone(), each.part[1])
+        assert each.spare is not None
+        each.spare.reduced = real
+        each.spare = None  # the next iteration shows another one
 
 
-def _num_references(each: ShownParam, name: str) -> int:
-    return sys.getrefcount(getattr(each, name))
+def _is_kept(each: ShownParam, name: str) -> bool:
+    """Whether the program has a reference to this tensor, beside ``each``."""
+    return getattr(each, name) is not None and sys.getrefcount(getattr(each, name)) > _alone()
 
 
 @functools.cache
-def _baseline() -> int:
-    """What ``_num_references`` counts of a tensor that nobody else refers to."""
+def _alone() -> int:
+    """``sys.getrefcount`` of a tensor that a ``ShownParam`` alone has."""
     each = ShownParam(torch.zeros(1), None, torch.float32)  # type: ignore[arg-type]
     each.plain = torch.zeros(1)
-    return _num_references(each, "plain")
+    return sys.getrefcount(each.plain)
 
 
 def _make(each: ShownParam, owner: "weakref.ref[ShownGrads]") -> ShownGrad:

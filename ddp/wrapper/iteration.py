@@ -225,7 +225,7 @@ class BucketIteration(AroundModule):
             self._launcher.wait()
         check_nothing_under_way(self.buckets)
         self.steps.next_iteration()
-        self.shown.hide()  # before the zeroing: what the program keeps is copied
+        self.shown.hide()  # before buckets are emptied: what the program keeps is copied
         self._empty_buckets()
         discard_grads(self.wired, self.module if self._ended else None)
         self.readiness.reset()
@@ -319,7 +319,9 @@ class BucketIteration(AroundModule):
         check_whole(self.ddp_config, "expose_grads()")
         self.settle_for_optimizer("expose_grads()")
         for each in self.shown.params:
-            self.shown.expose(each, dtype or each.dtype)
+            if each.part is None:  # else its norms cover other ranks until a step reads it
+                self.shown.expose(each, dtype or each.dtype)
+        self.shown.fill()
 
     def start_for_step(self) -> None:
         """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""
