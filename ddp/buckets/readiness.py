@@ -212,6 +212,8 @@ class Readiness:
     def _show(self) -> None:
         """A backward is over. If it was the iteration's last, ``.grad`` shows its gradients."""
         counts, self._counts = self._counts, False
+        if counts and self._shown.active:
+            self._shown.show_again()
         if counts and self.sync and self.completes is None:
             self._shown.show()
 

@@ -98,7 +98,13 @@ class ParamSlice(NamedTuple):
 
     @property
     def grad(self) -> Tensor:
-        """[end - start] view of the gradients; they are reduced after ``finish_grad_sync``."""
+        """[end - start] view of the gradients, which are reduced when an iteration's last backward is over.
+
+        A read has the reduction finished where nothing else has: all ranks read, or step, in one order.
+        """
+        parts = None if self.wired.record.parts is None else self.wired.record.parts()
+        if parts is not None:
+            parts.settle()
         grads = self.wired.record.view.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 

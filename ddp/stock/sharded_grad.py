@@ -6,6 +6,7 @@ shard these results would be wrong and differ between ranks. So they cover the s
 that is not defined raises. ``grad_reads.py`` says which function does what.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -237,8 +238,8 @@ def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
 
 
 def make_part(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
-    """``make_sharded_grad``, flat whatever the parameter's number of dims: what a ``ShownGrad`` of this shard reads."""
-    return _as_shard(flat_view.view(-1), info)
+    """What a ``ShownGrad`` of this shard reads: ``make_sharded_grad``, but flat unless it is the whole parameter."""
+    return _as_shard(flat_view.view(info.shape if math.prod(info.shape) == info.numel else -1), info)
 
 
 def adopt_grad(grad: Any, info: ShardInfo) -> Any:

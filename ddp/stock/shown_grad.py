@@ -161,7 +161,7 @@ def _over_parts(func: Any, args: Any, kwargs: Any, reals: dict[int, Tensor]) -> 
         info = like.shard
         for index, each in enumerate(found):
             whole = isinstance(each, Tensor) and not isinstance(each, ShardedGrad) and each.numel() != 1
-            if whole and tuple(each.shape) == info.shape:
+            if whole and tuple(each.shape) == info.shape != tuple(like.shape):
                 if index == 0 and func.__name__.endswith("_") and not func.__name__.endswith("__"):
                     raise RuntimeError(
                         f"{func.__name__}() changes a whole tensor by .grad of parameter '{info.name}', of which this "
@@ -194,19 +194,26 @@ class ShownGrads:
         self._settle = settle
         self._by_record = {id(each.record): each for each in self.params}
         self._cleared: list[ShownParam] = []  # when the backward under way began
+        self._arrived: list[ShownParam] = []  # in the backward under way
 
     # ---- Showing, and the program's changes. ----
 
     def show(self) -> None:
-        """A backward is over: leave a gradient in every ``.grad`` that is empty."""
+        """The iteration's last backward is over, as far as one knows: leave a gradient in every ``.grad``."""
         self.active = True
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
             for each in self.params:
-                if each.grad is None:
-                    if (each.record.written or each.param.requires_grad) and not each.record.foreign_delayer:
+                if each.grad is None and not each.record.foreign_delayer:
+                    if each.record.written or each.param.requires_grad:
                         self._show(each)
-                elif each.param.grad is None:
-                    each.param.grad = each.grad  # cleared before this backward, which has brought another one
+
+    def show_again(self) -> None:
+        """A later backward is over: what has arrived in it is shown, as what was there before."""
+        arrived, self._arrived = self._arrived, []
+        with DisableTorchFunctionSubclass():
+            for each in arrived:
+                if each.grad is not None and each.param.grad is None:
+                    each.param.grad = each.grad
 
     def show_late(self, record: GradRecord) -> None:
         """The last delayed gradient of a foreign module, which works on ``.grad`` until then, is computed."""
@@ -254,11 +261,20 @@ class ShownGrads:
         """Zero ``main_grad``, which is reduced, of parameters whose ``.grad`` was None when the backward began."""
         for each in self._cleared:
             each.target.zero_()
-        self._cleared = []
+        self._cleared.clear()
+
+    @torch.no_grad()
+    def _zero_cleared_now(self) -> None:
+        """The same for those that are not launched yet."""
+        for each in self._cleared:
+            if each.record.closed is None:
+                each.record.view.zero_()
+        self._cleared = [each for each in self._cleared if each.record.closed is not None]
 
     def take_added(self, record: GradRecord) -> None:
         """In a parameter's hook, in a later backward: ``.grad`` is what this backward has accumulated."""
         each = self._by_record[id(record)]
+        self._arrived.append(each)
         with DisableTorchFunctionSubclass():
             if each.grad is not None and each.param.grad is each.grad:
                 each.param.grad, each.grad.added = each.grad.added, None
@@ -313,10 +329,12 @@ class ShownGrads:
                     self._show(each)
                     if cleared:
                         each.param.grad = None
+        self._zero_cleared_now()
 
     def hide(self) -> None:
         """The iteration is over: take every ``.grad`` off."""
         self.active = False
+        self._arrived.clear()
         with DisableTorchFunctionSubclass():
             for each in self.params:
                 if each.grad is not None or each.record.exposed:

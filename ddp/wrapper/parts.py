@@ -157,6 +157,11 @@ class BucketParts(Parts):
         for wired in complete:
             wrapper.readiness.complete(wired)
 
+    def settle(self) -> None:
+        """A program reads gradients of the wrapper's parameters."""
+        if self.host.shown.active:
+            self.host.settle_for_optimizer("a read of gradients")
+
     def prepare_stock_step(self) -> None:
         """A stock optimizer is about to read ``.grad`` of the wrapper's parameters."""
         self.host.prepare_stock_step()

@@ -254,7 +254,7 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
     no_sync = iteration.no_sync
     early = wrapper.overlap if isinstance(wrapper, Ddp) else delays or wrapper.stepping_hooks
     if isinstance(wrapper, Ddp) and wrapper.plain_loop:
-        early = wrapper.overlap and delays  # buckets of others are launched again
+        early = wrapper.overlap and (delays or any(micro.ranks is not None for micro in micros))  # reduced by all
     if no_sync == "forgotten" and (early or outcome in ("given up", "fails")):
         no_sync = "backward"
     overflow = _some(iteration.overflow, phase.ranks) if program.optimizer.scaled and outcome == "step" else ()
@@ -345,7 +345,7 @@ def _way(program: Program, phase: Phase, iteration: Iteration, begins: bool) -> 
 def _projects(program: Program, phase: Phase) -> bool:
     """``autograd.grad`` has the gradients of all parameters, on all ranks."""
     wrapper = phase.wrapper
-    if isinstance(wrapper, Ddp) and (wrapper.per_token or wrapper.find_unused):
+    if isinstance(wrapper, Ddp) and (wrapper.per_token or wrapper.find_unused or wrapper.plain_loop):
         return False
     if _steps_in_hooks(wrapper) or _delays(program, phase) or "reentrant" in _recomputes(program.model):
         return False
@@ -378,7 +378,7 @@ def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str
     wrapper, one_model = phase.wrapper, program.model.variants == 1
     if iteration.overflow or program.optimizer.scaled:
         return
-    stock = isinstance(wrapper, Ddp)  # whose .grad is what the rank has
+    stock = isinstance(wrapper, Ddp) and not wrapper.plain_loop  # whose .grad is what the rank has
     if not shows(iteration, wrapper):
         reduced = iteration.outcome == "step" and iteration.finish != "start"
         if reduced and isinstance(wrapper, Ddp) and wrapper.sharded and one_model and iteration.reads:
@@ -407,7 +407,7 @@ def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bo
         return "plain"
     if pattern in NO_GRADIENT_OF_LOSS and program.optimizer.name == "LBFGS":  # which searches along the loss
         return "plain"
-    if pattern == "added" and (isinstance(wrapper, Fsdp) or (last and wrapper.find_unused)):
+    if pattern == "added" and (isinstance(wrapper, Fsdp) or (last and (wrapper.find_unused or wrapper.plain_loop))):
         return "plain"
     recomputes = _recomputes(model)
     if pattern in INPUT_PATTERNS and (model.stem == "lookup" or program.dtype in ROUNDED):
@@ -461,6 +461,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
         return None
     if kind == "put by hand" and program.model.frozen_stem and program.model.tie == "embedding":
         return None  # the head's weight is not trained
+    if kind == "put by hand" and not fsdp and phase.wrapper.plain_loop:
+        return None  # behind a backward it is the gradient, as in plain PyTorch
     if kind == "unwrapped" and program.dtype == "bfloat16":  # whose masters go with the wrapper
         return None
     if kind in ("snapshot", "rollback") and _steps_in_hooks(phase.wrapper):
