@@ -136,7 +136,6 @@ class ShownGrad(Tensor):
             )
         return self.reduced
 
-
     def full_tensor(self) -> Tensor:
         """The whole reduced gradient, of the parameter's shape, on every rank. Collective."""
         real = self.read()
@@ -343,6 +342,8 @@ def _keep_own(each: ShownParam) -> None:
     if _is_kept(each, "spare"):
         if real is not None and each.part is not None:
             real = make_part(each.part[0].clone(), each.part[1])
+        elif real is not None and real.data_ptr() == each.record.view.data_ptr():
+            real = real.clone()
         assert each.spare is not None
         each.spare.reduced = real
         each.spare = None  # the next iteration shows another one
@@ -358,7 +359,7 @@ def _alone() -> int:
     """``sys.getrefcount`` of a tensor that a ``ShownParam`` alone has."""
     each = ShownParam(torch.zeros(1), None, torch.float32)  # type: ignore[arg-type]
     each.plain = torch.zeros(1)
-    return sys.getrefcount(getattr(each, "plain"))
+    return sys.getrefcount(each.plain)
 
 
 def _make(each: ShownParam, owner: "weakref.ref[ShownGrads]") -> ShownGrad:

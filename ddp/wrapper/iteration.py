@@ -289,6 +289,8 @@ class BucketIteration(AroundModule):
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
+        if self.shown.active:
+            self.settle("scale_gradients()")
         check_scalable(self.wired, "scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
 

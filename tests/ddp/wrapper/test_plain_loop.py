@@ -331,12 +331,17 @@ def whole(grad: Tensor) -> Tensor:
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
+@pytest.mark.parametrize("moment", ["before_clip", "before_step"])
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_that_the_program_keeps_hold_their_values_in_later_iterations(form: str, size: int) -> None:
+@pytest.mark.sampled(8)
+def test_gradients_that_the_program_keeps_hold_their_values_in_later_iterations(
+    form: str, size: int, moment: str
+) -> None:
     def kept_by(run: Callable[[Program], Result]) -> list[Tensor]:
         kept: list[Any] = []
-        run(Program(two_losses, before_step=lambda model, step: kept.extend(p.grad for p in model.parameters())))
+        keep = {moment: lambda model, step: kept.extend(p.grad for p in model.parameters())}
+        run(Program(two_losses, **keep))  # type: ignore[arg-type]
         return [whole(grad) for grad in kept]
 
     expected = kept_by(partial(plainly, size=size))
