@@ -353,10 +353,10 @@ def test_a_norm_finishes_the_iteration(ranks: int, config: dict[str, Any]) -> No
 
     def norms_of() -> list[Tensor]:
         found = []
-        for clip in (lambda: clip_grad_norm(ddp, 1.0), lambda: nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)):
+        for clip in (clip_grad_norm, lambda ddp, max_norm: nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)):
             ddp = wrap(make_net(torch.float64), **config)
             loss_of(ddp, batches[dist.get_rank()]).backward()
-            found.append(clip())
+            found.append(clip(ddp, 1.0))
         return found
 
     plain = make_net(torch.float64)

@@ -40,7 +40,7 @@ def run(ends_by: str, config: dict[str, object], max_norm: float | None) -> list
 @pytest.mark.parametrize(("sharded", "gathers"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.sampled(2)
-def test_start_and_step_is_finish_and_step_and_so_is_step_alone(
+def test_start_and_step_or_step_alone_is_finish_and_step(
     ranks: int, sharded: bool, gathers: bool, max_norm: float | None
 ) -> None:
     config: dict[str, object] = {"use_distributed_optimizer": sharded, "overlap_param_gather": gathers}

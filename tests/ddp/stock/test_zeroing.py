@@ -70,12 +70,13 @@ def test_gradients_are_zeroed_or_go_on_as_in_plain_pytorch(ranks: int, overlap: 
             for rank in among:
                 (loss_of(trained, make_batches(1, torch.float64, seed=10 * step + rank)[0]) / len(among)).backward()
             optimizer.step()
-            if zero != "no zero_grad":
-                for param in trained.parameters():  # DistributedOptimizer.zero_grad takes no notice of set_to_none
-                    if zero == "zero_grad()":
-                        param.grad = None
-                    else:
-                        param.grad.zero_()
+            if zero == "zero_grad()":
+                optimizer.zero_grad()
+            elif zero == "zero_grad(False)" and not isinstance(optimizer, DistributedOptimizer):
+                optimizer.zero_grad(set_to_none=False)
+            elif zero == "zero_grad(False)":  # DistributedOptimizer takes no notice of set_to_none
+                for param in trained.parameters():
+                    param.grad.zero_()
         return weights(trained)
 
     def run() -> dict[str, Tensor]:
@@ -93,22 +94,52 @@ def test_gradients_are_zeroed_or_go_on_as_in_plain_pytorch(ranks: int, overlap: 
             torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_zero_grad_in_the_middle_of_an_iteration_is_refused(name: str) -> None:
-    """An adversarial example needs the input's gradient alone: the parameters' would stay in main_grad."""
+@pytest.mark.sampled(12)
+def test_zero_grad_after_a_backward_for_something_else_discards_it(name: str, ranks: int, overlap: bool) -> None:
+    """An adversarial example needs the input's gradient alone: the parameters' are not wanted."""
+
+    def train(trained: nn.Module, mine: list[Tensor]) -> dict[str, Tensor]:
+        optimizer = OPTIMIZERS[name](trained.parameters())
+        for batch in mine:
+            inputs = batch.clone().requires_grad_()
+            loss_of(trained, inputs).backward()
+            assert inputs.grad is not None
+            optimizer.zero_grad()
+            loss_of(trained, inputs.detach() + 0.1 * inputs.grad.sign()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(trained)
+
+    steps = [make_batches(ranks, torch.float64, seed=step) for step in range(3)]
+    expected = train(plain_twin(make_model(torch.float64)), [torch.cat(step) for step in steps])
+
+    def run() -> dict[str, Tensor]:
+        ddp = wrap(make_model(torch.float64), overlap_grad_reduce=overlap)
+        return train(ddp, [step[dist.get_rank()] for step in steps])
+
+    for found in simulate(run, ranks):
+        for key, weight in expected.items():
+            torch.testing.assert_close(found[key], weight, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_zero_grad_between_microbatches_is_refused(name: str) -> None:
+    """After a backward under ``no_sync`` gradients are in main_grad alone, where they would stay."""
     ddp = wrap(make_model())
     optimizer = OPTIMIZERS[name](ddp.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     for step in range(3):
         optimizer.zero_grad()
-        ddp_backward(ddp, make_batches(2, seed=step))
-        ddp.expose_grads()
+        plain_backward(ddp, make_batches(2, seed=step))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=step == 0)
-        ddp.zero_grad_buffer()
-    inputs = make_batches(1)[0].requires_grad_()
-    loss_of(ddp, inputs).backward()
+    ddp.zero_grad_buffer()
+    with ddp.no_sync():
+        loss_of(ddp, make_batches(1)[0]).backward()
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) in the middle of an iteration.*model.zero_grad_buffer\(\)"):
         optimizer.zero_grad()
     ddp.zero_grad_buffer()
@@ -148,9 +179,7 @@ def test_what_needs_reduced_gradients_finishes_their_reduction(overlap: bool) ->
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_buckets_in_flight_are_scaled_when_they_arrive_and_zeroed_by_zero_grad_buffer(
-    ranks: int, sharded: bool
-) -> None:
+def test_buckets_in_flight_are_scaled_or_zeroed_when_they_arrive(ranks: int, sharded: bool) -> None:
     batches = make_batches(2 * ranks, torch.float64)
 
     def run() -> tuple[Tensor, list[Tensor]]:

@@ -308,7 +308,7 @@ def cancelled(model: nn.Module, step: int) -> None:
 
 
 def zeroed(model: nn.Module, step: int) -> None:
-    """What ``cancelled`` is under ``DistributedOptimizer``, where a parameter without gradient has the gradient zero."""
+    """What ``cancelled`` is under ``DistributedOptimizer``: parameters without gradient have the gradient zero."""
     if step < 2:
         grad = model.get_submodule("last").weight.grad
         assert isinstance(grad, Tensor)
