@@ -114,7 +114,9 @@ class ShownGrad(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ShownGrad):  # autograd accumulates
             args[0].added = args[1]
             return args[0]
@@ -364,7 +366,7 @@ def _alone() -> int:
 
 def _make(each: ShownParam, owner: "weakref.ref[ShownGrads]") -> ShownGrad:
     param = each.param
-    grad: ShownGrad = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    grad: ShownGrad = torch.Tensor._make_wrapper_subclass(
         ShownGrad, param.shape, strides=param.stride(), dtype=each.dtype, device=param.device
     )
     grad.of, grad.owner, grad.reduced, grad.added = each.record.name, owner, None, None

@@ -62,7 +62,7 @@ class BucketIteration(AroundModule):
     _nan_check: NanCheck | None
     _replicas: Replicas
     _watch: ModelWatch
-    _zeroed_views: Sequence[Tensor]
+    _zeroed_views: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
