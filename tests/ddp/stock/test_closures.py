@@ -102,6 +102,32 @@ def test_a_closure_trains_as_in_plain_pytorch(name: str, keyword: bool, called: 
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_closure_may_leave_the_last_reduction_to_the_step(name: str) -> None:
+    """All its backwards are under ``no_sync``, so that ``.grad`` shows nothing when it returns."""
+
+    def train() -> list[Tensor]:
+        model = DistributedDataParallel(make_net())
+        optimizer = OPTIMIZERS[name](model.parameters())
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss = model(batch(dist.get_rank())).square().mean()
+                loss.backward()
+            assert all(param.grad is None for param in model.parameters())
+            return averaged(loss)
+
+        for _ in range(3):
+            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.zero_grad()
+        return [param.detach() for param in model.parameters()]
+
+    expected = plainly_trained(OPTIMIZERS[name])
+    for found in simulate(train, RANKS):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_sharded_optimizer_takes_none_and_says_what_to_do() -> None:
     def refuse() -> None:
         model = DistributedDataParallel(make_net(), DistributedDataParallelConfig(use_distributed_optimizer=True))
