@@ -50,9 +50,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` is ``model.zero_grad_buffer``. Under
     fp16 use ``maingrad.ddp.GradScaler``.
 
-    ``step`` comes after ``model.finish_grad_sync()``, or after ``model.start_grad_sync()`` alone. In the second case
-    the step updates reduced buckets while other buckets are still being reduced, unless clipping or a check needs all
-    gradients at once. Raises ``RuntimeError`` before both.
+    ``step`` launches the reductions that are left. It updates reduced buckets while other buckets are still being
+    reduced, unless ``.grad`` was read before, or clipping or a check needs all gradients at once. Raises
+    ``RuntimeError`` where no backward came before.
     """
 
     def __init__(

@@ -142,7 +142,8 @@ def _guard_zero_grad(optimizer: Optimizer) -> None:
         live = here()
         assert live is not None, "called through the optimizer"
         for record in _records_of(live):
-            if record.written and record.closed is None:
+            parts = None if record.parts is None else record.parts()
+            if record.written and record.closed is None and not (parts is not None and parts.shows_grads):
                 raise RuntimeError(
                     f"{type(live).__name__}.zero_grad() in the middle of an iteration: the gradient of parameter "
                     f"'{record.name}' is in main_grad, where it would stay; call model.zero_grad_buffer() to discard it"

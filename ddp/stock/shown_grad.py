@@ -114,7 +114,9 @@ class ShownGrad(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ShownGrad):  # autograd accumulates
             args[0].added = args[1]
             return args[0]
@@ -360,6 +362,8 @@ def _keep_own(each: ShownParam) -> None:
     if _is_kept(each, "spare"):
         if real is not None and each.part is not None:
             real = make_part(each.part[0].clone(), each.part[1])
+        elif real is not None and real.data_ptr() == each.record.view.data_ptr():
+            real = real.clone()
         assert each.spare is not None
         each.spare.reduced = real
         each.spare = None  # the next iteration shows another one

@@ -203,6 +203,8 @@ class BucketIteration(AroundModule):
             self._replicas.end_iteration()
             end_iteration(self.module, self.grids["dense"], self.failures, self.readiness.trained)
         self._finished = self._ended = True
+        if not self.shown.active:  # all backwards were under no_sync: who clears .grad begins a new iteration here too
+            self.shown.show()
 
     @property
     def is_reduced(self) -> bool:

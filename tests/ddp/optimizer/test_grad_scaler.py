@@ -371,17 +371,30 @@ def test_torchs_own_scaler_is_refused_by_name(unscale: bool) -> None:
     assert_same(weights(ddp), before)
 
 
-def test_unscaling_before_the_reduction_is_refused() -> None:
-    ddp = wrap(make_net(), use_distributed_optimizer=True)
-    optimizer = DistributedOptimizer(ddp)
-    scaler = GradScaler("cpu")
-    scaler.scale(loss_of(ddp, batch_of(0, 0, FP32))).backward()
-    for verb in (scaler.unscale_, scaler.step):
-        with pytest.raises(RuntimeError, match=r"unscaling before finish_grad_sync\(\)"):
-            verb(optimizer)
-    ddp.finish_grad_sync()
-    scaler.step(optimizer)
-    scaler.update()
+@pytest.mark.parametrize("config", [{}, SHARDED, {**SHARDED, "overlap_grad_reduce": True}], ids=str)
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.sampled(6)
+def test_scaled_steps_finish_the_iteration(unscale: bool, config: dict[str, Any]) -> None:
+    def train(finish: bool) -> dict[str, Tensor]:
+        ddp = wrap(make_net(), **config)
+        optimizer = DistributedOptimizer(ddp)
+        scaler = GradScaler("cpu", init_scale=2.0**10)
+        for step in range(3):
+            scaler.scale(loss_of(ddp, batch_of(step, dist.get_rank(), FP32))).backward()
+            if finish:
+                ddp.finish_grad_sync()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        optimizer.finish_param_sync()
+        return weights(ddp)
+
+    before = weights(make_net())
+    for found, expected in zip(simulate(train, 2, False), simulate(train, 2, True), strict=True):
+        assert_same(found, expected)
+        assert all(not torch.equal(found[name], value) for name, value in before.items())
 
 
 def test_a_step_that_raised_leaves_no_scale_for_the_next_one() -> None:
