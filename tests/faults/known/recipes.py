@@ -69,7 +69,12 @@ FAULTS = [
         sentence="Without a wrapper, a step that the host skips leaves its amaxes in the history.",
         tests=[f"{GIVEN_UP}::test_a_scaler_without_a_wrapper[False]"],
         changes=[
-            Change("maingrad.te_integration.scaling.lone_modules", "_watch_optimizers", "_drop(use, history)", "pass")
+            Change(
+                "maingrad.te_integration.scaling.lone_modules",
+                "was_skipped",
+                "return use.num_unseen <= MOST_UNSEEN",
+                "return False",
+            )
         ],
     ),
     Fault(
