@@ -41,6 +41,7 @@ __all__ = [
 
 class _Sums(Protocol):
     def arrive(self) -> None: ...
+    def note_scaler(self) -> None: ...
 
 
 being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
