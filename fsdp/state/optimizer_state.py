@@ -1,7 +1,7 @@
 """State dicts of the user's optimizer: elementwise state in DTensors, as with PyTorch's FSDP2.
 
 So the functions of ``torch.distributed.checkpoint.state_dict`` work, and any number of ranks, or FSDP2, can load what
-these functions save. torch has hooks of one optimizer's state dicts, and does not tell when an optimizer is built: these
+these functions save. torch has hooks of one optimizer, and does not tell when an optimizer is built: these
 hooks are registered at its first step, or by ``make_optimizer``, ``save_checkpoint`` and ``load_checkpoint``. An
 optimizer that was given a state dict before keeps the DTensors until then, and so they are what it would save.
 """

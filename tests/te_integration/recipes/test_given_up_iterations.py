@@ -250,7 +250,8 @@ def test_gradients_that_stay_count() -> None:
     for takes in (False, True):
         model, _ = build("plain")
         for param in model.parameters():
-            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None) if takes else None)
+            if takes:
+                param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
         loss_of(model, 0).backward()
         loss_of(model, 1)
         assert_scaled(state_of(model), True)
