@@ -197,10 +197,6 @@ def _matrix_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    for grad in self:
-        sums = grad.sums() if getattr(grad, "sums", None) is not None else None  # type: ignore[attr-defined]
-        if sums is not None:
-            sums.note_scaler()
     with torch.no_grad(), DisableTorchFunctionSubclass():
         torch._amp_foreach_non_finite_check_and_unscale_(self, found_inf, inv_scale)  # type: ignore[arg-type]
         grids = [everyone_of(shard) for grad in self if (shard := shard_of(grad)) is not None]
