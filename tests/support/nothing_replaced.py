@@ -1,4 +1,4 @@
-"""A program: compares all that is reachable from torch before the import of maingrad and after steps under its wrappers.
+"""A program: compares all that is reachable from torch before the import of maingrad and after steps in its wrappers.
 
 Arguments: rank, number of ranks, path of the file by which ranks meet. It prints what differs and fails, or "equal" and
 the number of places that were compared.
