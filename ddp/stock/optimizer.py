@@ -69,8 +69,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if not _guarding:
         return None
     ours = _records_of(optimizer)
-    if ours and "zero_grad" not in vars(optimizer):
-        _guard_zero_grad(optimizer)
     if ours:
         prepare_skippable_step(optimizer)
     begin = functools.partial(_begin, optimizer, ours)
@@ -129,28 +127,6 @@ def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
             )
     for parts in _parts_of(ours):
         parts.note_step(vars(optimizer).get("found_inf"))
-
-
-def _guard_zero_grad(optimizer: Optimizer) -> None:
-    """From its first step on, make this optimizer's ``zero_grad`` raise in the middle of an iteration.
-
-    torch has no hook for ``zero_grad``. It is replaced on the instance, as learning-rate schedulers replace ``step``.
-    """
-    here = weakref.ref(optimizer)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        live = here()
-        assert live is not None, "called through the optimizer"
-        for record in _records_of(live):
-            parts = None if record.parts is None else record.parts()
-            if record.written and record.closed is None and not (parts is not None and parts.shows_grads):
-                raise RuntimeError(
-                    f"{type(live).__name__}.zero_grad() in the middle of an iteration: the gradient of parameter "
-                    f"'{record.name}' is in main_grad, where it would stay; call model.zero_grad_buffer() to discard it"
-                )
-        type(live).zero_grad(live, set_to_none)
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _parts_of(records: Sequence[GradRecord]) -> list[Any]:

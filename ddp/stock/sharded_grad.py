@@ -42,6 +42,7 @@ __all__ = [
 
 class _Sums(Protocol):
     def arrive(self) -> None: ...
+    def note_scaler(self) -> None: ...
 
 
 being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -49,6 +50,7 @@ being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 _PLAIN = Handling.PLAIN
+_UNSCALE: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 
 
 class _Step(threading.local):
@@ -112,6 +114,8 @@ class ShardedGrad(Tensor):
             _arrive(args, kwargs)
         handling = HANDLING[func]
         if handling is not _PLAIN and func in NORMS:
+            if func is _UNSCALE:
+                _note_scaler(args[0])
             return NORMS[func](*args, **kwargs)
         if len(types) > 1 and torch.is_grad_enabled() and any(issubclass(each, nn.Parameter) for each in types):
             return NotImplemented  # the check of ShardedParameter decides
@@ -174,6 +178,14 @@ def _arrive(args: Any, kwargs: Any) -> None:
         sums = leaf.sums() if isinstance(leaf, ShardedGrad) and leaf.sums is not None else None
         if sums is not None:
             sums.arrive()
+
+
+def _note_scaler(grads: Sequence[Tensor]) -> None:
+    """Tell the sums of which the gradients are views: an optimizer is to step, unless the scaler skips its step."""
+    for grad in grads:
+        sums = grad.sums() if isinstance(grad, ShardedGrad) and grad.sums is not None else None
+        if sums is not None:
+            sums.note_scaler()
 
 
 def _name_of(func: Any) -> str:

@@ -202,6 +202,27 @@ def test_grad_scaler_skips_a_step_with_inf_and_trains_as_in_plain_pytorch(fused:
         assert runs[0][2].get_scale() == runs[1][2].get_scale()
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_zero_grad_in_the_middle_of_an_iteration_discards(name: str) -> None:
+    """An adversarial example needs the input's gradient alone: the parameters' must not stay in main_grad."""
+    model = make_model()
+    plain = plain_twin(model)
+    ddp = wrap(model)
+    for trained in (ddp, plain):
+        optimizer = OPTIMIZERS[name](trained.parameters())
+        for step in range(2):
+            inputs = make_batches(1)[0].requires_grad_()
+            loss_of(trained, inputs).backward()
+            optimizer.zero_grad()
+            loss_of(trained, make_batches(2)[step]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "zero_grad" not in vars(optimizer)
+        loss_of(trained, make_batches(1)[0]).backward()
+    ddp.finish_grad_sync()
+    assert_same(main_grads(ddp), plain_grads(plain))
+
+
 # ---- What differs from a simple loop. ----
 
 
