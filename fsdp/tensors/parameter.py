@@ -42,7 +42,7 @@ _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode
 
 
 def _in_function() -> bool:
-    """Whether the forward of a ``torch.autograd.Function`` runs, where the program has not switched grad mode off."""
+    """Whether the forward of a ``torch.autograd.Function`` runs; no under ``inference_mode()``, which looks alike."""
     return not (is_forward_ad_enabled() or _is_grad_enabled() or _is_inference())
 
 
@@ -57,7 +57,8 @@ class _Guard:
     def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
         if _is_grad_enabled():
             return _checked
-        return _checked_in_function if _in_function() else disabled_torch_function
+        # As _in_function has it, without a call: optimizers come here for each parameter and operation.
+        return disabled_torch_function if is_forward_ad_enabled() or _is_inference() else _checked_in_function
 
 
 def _plainly(access: Callable[..., Any], *args: Any) -> Any:

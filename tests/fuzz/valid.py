@@ -499,7 +499,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     if kind in ("gc.collect", "forgetting") and not ranks:
         ranks = (0,)
     where = extra.where if kind in VARIED else 0
-    if kind == "changed and back" and where == 3 and not any(block.frozen == "all" for block in program.model.blocks):
+    frozen = any(block.frozen == "all" and block.kind != "nothing" for block in program.model.blocks)
+    if kind == "changed and back" and where == 3 and not frozen:
         where = 0  # nothing is frozen for sure
     if kind in ("failed forward", "layer dropped"):
         where = min(extra.where, num_members(program.model) - 1)

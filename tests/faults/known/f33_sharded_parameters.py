@@ -141,9 +141,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.tensors.parameter",
-                "_in_function",
-                "return not (is_forward_ad_enabled() or _is_grad_enabled() or _is_inference())",
-                "return False",
+                "_Guard.__get__",
+                "return disabled_torch_function if is_forward_ad_enabled() or _is_inference() else _checked_in_function",
+                "return disabled_torch_function",
             ),
         ],
     ),

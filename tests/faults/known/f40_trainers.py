@@ -52,4 +52,20 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "40d-a-fused-loss-gets-a-shard",
+        sentence="The Trainer makes a unit of output embeddings whose weight a replaced forward takes.",
+        tests=[
+            "tests/launch/training/hugging_face/test_users_trainers.py::test_a_loss_that_is_fused_with_the_last_product",
+            "tests/launch/training/hugging_face/test_users_trainers.py::test_output_embeddings_are_a_unit_unless_a_forward_may_take_their_weight",
+        ],
+        changes=[
+            Change(
+                "maingrad.launch.training.hugging_face.wrapping",
+                "_ends",
+                "ends = ends[:1]",
+                "pass",
+            ),
+        ],
+    ),
 ]

@@ -261,3 +261,20 @@ def test_a_loss_that_is_fused_with_the_last_product(adapters: bool, tmp_path: Pa
     assert len(plain) == 8
     for form in FORMS:
         assert run_ranks(with_a_fused_loss, 2, form, tmp_path, adapters)[0] == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_output_embeddings_are_a_unit_unless_a_forward_may_take_their_weight(replaced: bool) -> None:
+    from maingrad.fsdp import FSDPModule, MixedPrecisionPolicy
+    from maingrad.launch import simulate
+    from maingrad.launch.training.hugging_face.wrapping import shard
+
+    def units() -> set[str]:
+        model = language_model()
+        if replaced:
+            model.forward = model.forward
+        shard(model, {"LlamaDecoderLayer"}, {}, MixedPrecisionPolicy())
+        return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+    blocks = {"", "model.layers.0", "model.layers.1", "model.embed_tokens"}
+    assert simulate(units, 1) == [blocks if replaced else {*blocks, "lm_head"}]
