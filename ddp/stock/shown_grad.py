@@ -55,6 +55,11 @@ class ShownParam:
         """Of ``plain`` when it was made."""
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the parameter has a gradient in this iteration: one without a use has zeros, one frozen since none."""
+        return self.record.written or self.param.requires_grad
+
+    @property
     def is_changed(self) -> bool:
         """Whether the program has set ``.grad`` to None or to another tensor, or has changed a copy."""
         held, grad = self.param.grad, self.grad
@@ -205,9 +210,8 @@ class ShownGrads:
         self.active = True
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
             for each in self.params:
-                if each.grad is None and not each.record.foreign_delayer:
-                    if each.record.written or each.param.requires_grad:
-                        self._show(each)
+                if each.grad is None and not each.record.foreign_delayer and each.is_trained:
+                    self._show(each)
 
     def show_again(self) -> None:
         """A later backward is over: what has arrived in it is shown, as what was there before."""

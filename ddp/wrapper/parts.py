@@ -166,11 +166,6 @@ class BucketParts(Parts):
         """A stock optimizer is about to read ``.grad`` of the wrapper's parameters."""
         self.host.prepare_stock_step()
 
-    @property
-    def shows_grads(self) -> bool:
-        """Whether ``.grad`` shows the gradients of this iteration, so that who clears it discards them."""
-        return self.host.shown.active
-
     def note_step(self, found_inf: Tensor | None) -> None:
         """An optimizer takes its step; the device skips it where ``found_inf`` is not 0."""
         note_step(self.host.module, found_inf)
