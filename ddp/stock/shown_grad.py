@@ -56,7 +56,7 @@ class ShownParam:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the parameter has a gradient in this iteration: one without a use has zeros, one frozen since none."""
+        """Whether the parameter has a gradient in this iteration: zeros without a use, none if it was frozen."""
         return self.record.written or self.param.requires_grad
 
     @property
