@@ -69,6 +69,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if not _guarding:
         return None
     ours = _records_of(optimizer)
+    if ours and "zero_grad" not in vars(optimizer):
+        _have_main_grad_cleared(optimizer)
     if ours:
         prepare_skippable_step(optimizer)
     begin = functools.partial(_begin, optimizer, ours)
@@ -127,6 +129,25 @@ def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
             )
     for parts in _parts_of(ours):
         parts.note_step(vars(optimizer).get("found_inf"))
+
+
+def _have_main_grad_cleared(optimizer: Optimizer) -> None:
+    """From its first step on, this optimizer's ``zero_grad`` discards what backwards under ``no_sync`` have left.
+
+    After these ``.grad`` is None, so that nothing shows in ``.grad`` that the program clears it. torch has no hook for
+    ``zero_grad``: it is replaced on this instance, as learning-rate schedulers replace ``step``.
+    """
+    here = weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        live = here()
+        assert live is not None, "called through the optimizer"
+        ours = _records_of(live)
+        for parts in _parts_of(ours):
+            parts.clear_hidden(ours)
+        type(live).zero_grad(live, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _parts_of(records: Sequence[GradRecord]) -> list[Any]:

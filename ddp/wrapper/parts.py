@@ -14,7 +14,7 @@ given modules.
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..buckets.checks import check_nothing_bypassed
 from ..buckets.iteration_ends import note_step
 from ..contract.main_grad import record_of
+from ..contract.record import GradRecord
 
 if TYPE_CHECKING:
     from ..buckets.wiring import WiredParam
@@ -161,6 +162,23 @@ class BucketParts(Parts):
         """A program reads gradients of the wrapper's parameters."""
         if self.host.shown.active:
             self.host.settle_for_optimizer("a read of gradients")
+
+    def clear_hidden(self, records: Sequence[GradRecord]) -> None:
+        """An optimizer over ``records`` clears gradients: discard those that ``.grad`` does not show.
+
+        Raises ``RuntimeError`` where the optimizer has some of the wrapper's parameters alone.
+        """
+        wrapper = self.host
+        if wrapper.shown.active or wrapper.is_clear:
+            return
+        missing = set(map(id, wrapper.records)).difference(map(id, records))
+        left = next((record for record in wrapper.records if id(record) in missing and record.written), None)
+        if left is not None:
+            raise RuntimeError(
+                f"zero_grad() after backwards under no_sync(), by an optimizer that has not all of the model's "
+                f"parameters: what '{left.name}' has accumulated would stay; call model.zero_grad() to discard all"
+            )
+        wrapper.zero_grad_buffer()
 
     def prepare_stock_step(self) -> None:
         """A stock optimizer is about to read ``.grad`` of the wrapper's parameters."""

@@ -126,27 +126,41 @@ def test_zero_grad_after_a_backward_for_something_else_discards_it(name: str, ra
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_zero_grad_between_microbatches_is_refused(name: str) -> None:
-    """After a backward under ``no_sync`` gradients are in main_grad alone, where they would stay."""
+def test_optimizer_zero_grad_between_microbatches_discards(name: str) -> None:
+    """After a backward under ``no_sync`` gradients are in main_grad alone, and ``.grad`` is None already."""
     ddp = wrap(make_model())
-    optimizer = OPTIMIZERS[name](ddp.parameters())
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    for step in range(3):
+    plain = plain_twin(ddp.module)
+    for model in (ddp, plain):
+        optimizer = OPTIMIZERS[name](model.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            plain_backward(model, make_batches(2, seed=step))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=step == 0)
+        with ddp.no_sync():
+            loss_of(model, make_batches(1)[0]).backward()
         optimizer.zero_grad()
-        plain_backward(ddp, make_batches(2, seed=step))
+        loss_of(model, make_batches(2)[1]).backward()
         optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=step == 0)
-    ddp.zero_grad_buffer()
-    with ddp.no_sync():
-        loss_of(ddp, make_batches(1)[0]).backward()
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) in the middle of an iteration.*model.zero_grad_buffer\(\)"):
         optimizer.zero_grad()
-    ddp.zero_grad_buffer()
-    optimizer.zero_grad()
+    assert_same(weights(ddp), weights(plain))
     reference = weakref.ref(optimizer)
     del optimizer, schedule
     assert reference() is None, "no cycle"
+
+
+def test_an_optimizer_of_some_parameters_cannot_discard_between_microbatches() -> None:
+    ddp = wrap(make_model())
+    optimizer = torch.optim.SGD(list(ddp.parameters())[:1], lr=0.1)
+    plain_backward(ddp, make_batches(1))
+    optimizer.step()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        loss_of(ddp, make_batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"has not all of the model's parameters.*call model.zero_grad\(\)"):
+        optimizer.zero_grad()
 
 
 def test_zero_grad_of_the_wrapper_discards_what_was_accumulated() -> None:
