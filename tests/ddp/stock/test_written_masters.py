@@ -207,14 +207,19 @@ def test_a_gradient_of_a_master_that_nobody_reads_is_refused() -> None:
     on_each(program)
 
 
-@pytest.mark.xfail(strict=True, reason="masters have no .grad to read, and torch's clipping passes over them")
-def test_clipping_of_masters_is_refused() -> None:
-    """They have no ``.grad``: the norm would be 0."""
+def test_clipping_of_masters_clips_the_whole_model() -> None:
+    """Lightning clips the tensors of ``optimizer.param_groups``, of which each rank has its own."""
 
     def program(job: Job) -> None:
-        job.backward()
-        with pytest.raises(RuntimeError, match=r"clip_grad_norm_ over the tensors of a Distributed.*max_grad_norm="):
-            clip_grad_norm_(job.masters(), 1.0)
+        twin = Job()
+        for each in (job, twin):
+            each.backward()
+        expected = clip_grad_norm_(list(twin.model.parameters()), 1e-3)
+        torch.testing.assert_close(clip_grad_norm_(job.masters(), 1e-3), expected)
+        job.optimizer.step()
+        twin.optimizer.step()
+        for mine, theirs in zip(job.masters(), twin.masters(), strict=True):
+            torch.testing.assert_close(mine.data, theirs.data)
 
     on_each(program)
 
