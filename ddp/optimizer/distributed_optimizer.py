@@ -47,8 +47,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
 
     Learning-rate schedulers of torch work on this class. A step first reads parameters that were changed since the last
-    step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` is ``model.zero_grad_buffer``. Under
-    fp16 use ``maingrad.ddp.GradScaler``.
+    step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` begins a new iteration of ``model``,
+    after backwards under ``no_sync`` alone too. Under fp16 use ``maingrad.ddp.GradScaler``.
 
     ``step`` launches the reductions that are left. It updates reduced buckets while other buckets are still being
     reduced, unless ``.grad`` was read before, or clipping or a check needs all gradients at once. Raises
@@ -165,7 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_sync.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Start a new iteration: ``model.zero_grad_buffer()``."""
+        """Start a new iteration: discard all gradients."""
         self.model.zero_grad_buffer()
 
     @torch.no_grad()

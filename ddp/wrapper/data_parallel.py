@@ -3,7 +3,7 @@
 The way of a gradient: a module's backward writes ``main_grad``, or autograd leaves ``.grad`` and the hook
 (``buckets/readiness.py``) moves it there (``contract/main_grad.py``). In the final microbatch the hook marks the
 parameter ready (``buckets/bucket.py``). A ready bucket is launched in its turn (``buckets/launcher.py``,
-``collectives/reduction.py``). ``finish_grad_sync`` waits for all buckets. docs/architecture.md tells all of it.
+``collectives/reduction.py``). A first read of ``.grad``, or a step, waits for them. docs/architecture.md tells all of it.
 """
 
 import weakref
@@ -47,7 +47,7 @@ __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(BucketIteration):
-    """Data parallelism over contiguous gradient buckets, with Megatron-core's method names.
+    """Data parallelism over contiguous gradient buckets, under a plain PyTorch loop.
 
     ``main_grad`` of every trainable parameter is a view of a bucket, in which the gradients of all microbatches are
     summed. Backwards under ``no_sync`` only add. In the last microbatch each bucket's collective is launched as soon as
@@ -56,9 +56,13 @@ class DistributedDataParallel(BucketIteration):
         with model.no_sync():
             for microbatch in microbatches[:-1]: (loss(model, microbatch) / n).backward()
         (loss(model, microbatches[-1]) / n).backward()
-        model.finish_grad_sync()      # main_grad holds the average over ranks (of this rank's shard, where sharded)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    From the last backward on, ``.grad`` is the average over ranks, in the parameter's shape. Its first read in an
+    iteration is collective (``stock/shown_grad.py``). Programs that are written for Megatron-core call
+    ``start_grad_sync``, ``finish_grad_sync``, ``zero_grad_buffer`` and ``expose_grads``; no other program needs them.
 
     module                the model, on its final device and in its final dtype; frozen parameters get no accumulator
     config                see ``DistributedDataParallelConfig``
@@ -73,7 +77,8 @@ class DistributedDataParallel(BucketIteration):
     init_sync             copy the first rank's parameters and buffers to all ranks, as PyTorch's DDP does
 
     Gradients are averaged over the ranks of ``process_group``. Those of experts are too: an expert gets tokens of all
-    these ranks. With ``calculate_per_token_loss`` gradients are summed, and divided by the tokens of all ranks.
+    these ranks. With ``calculate_per_token_loss`` gradients are summed, and divided by the tokens of all ranks, which
+    ``set_num_tokens`` tells before ``.grad`` is read, clipped or stepped on.
     Attributes that the wrapper lacks are the module's: see ``AroundModule``. ``ddp_config`` is the wrapper's own.
 
     Raises ``ValueError`` at construction for settings that cannot take effect, where the model differs between ranks,
