@@ -223,7 +223,7 @@ class DistributedDataParallel(BucketIteration):
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:
-        if self.readiness.has_failed:
+        if self.readiness.has_failed and not self.grad_parts.num_begun:  # a schedule says itself what has failed
             self.abandon_iteration()
         self.begin_if_cleared()
         self.check_before_forward()
