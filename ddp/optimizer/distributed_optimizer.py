@@ -85,25 +85,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model), key=lambda flat: flat.bucket.index)
-        self._segments = segments_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
+        self.segments = segments_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
 
         # The inner optimizer does the arithmetic. Both optimizers share one list of groups and one state, so that
         # schedulers and state dicts act on what the step reads.
-        self._inner = optimizer_class(inner_groups(self._segments, param_groups), lr=lr, **options)  # type: ignore[call-arg]
-        self._masters = WatchedMasters({segment.master: segment.flat.bucket.name for segment in self._segments})
+        self._inner = optimizer_class(inner_groups(self.segments, param_groups), lr=lr, **options)  # type: ignore[call-arg]
+        self._masters = WatchedMasters({segment.master: segment.flat.bucket.name for segment in self.segments})
         self._inner.state = StateByMaster(self._masters, self._inner.state)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
         self.is_stepping = False
-        show_grads(self._segments, self)
+        show_grads(self.segments, self)
         self.num_loads = 0
         """How often a program has replaced masters or state: alike on all ranks."""
         self._sealed = True
         self.agreed_in = -1  # last iteration in which all ranks looked for Inf together
 
         group_of = lambda wired: groups[wired.owned.name]  # noqa: E731
-        self.slices: list[ParamSlice] = slices_of(self._flats, self._segments, group_of, self.state)
+        self.slices: list[ParamSlice] = slices_of(self._flats, self.segments, group_of, self.state)
         """What this rank updates of each parameter: for checkpoints and exports."""
         self._params = [held.wired.owned.param for held in self.slices]
         self._addresses = [held.view.data_ptr() for held in self.slices]
@@ -206,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def forget_step(self) -> None:
         """After a capture that failed: nothing of the step has run."""
-        for segment in self._segments:
+        for segment in self.segments:
             segment.master.grad = None
         vars(self).pop("grad_scale", None)
         vars(self).pop("found_inf", None)
@@ -327,7 +327,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """One pass of the inner optimizer over these buckets: the other masters have no gradient in this pass."""
         chosen = {id(flat.params) for flat in flats}
         self.is_stepping = True
-        for segment in self._segments:
+        for segment in self.segments:
             segment.master.grad = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
         found_inf = vars(self).get("found_inf")
         if self._runs_fused():
@@ -336,13 +336,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._inner.step()
             self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
         else:  # divide gradients first; the host reads once whether to skip
-            grads = [segment.master.grad for segment in self._segments if segment.master.grad is not None]
+            grads = [segment.master.grad for segment in self.segments if segment.master.grad is not None]
             if divisor is not None and grads:  # with whole parameters this rank may have no segment
                 torch._foreach_div_(grads, divisor)
             if found_inf is None or not found_inf.item():
                 prepare_skippable_step(self._inner)
                 self._inner.step()
-        for segment in self._segments:
+        for segment in self.segments:
             segment.master.grad = None
         self.is_stepping = False
 
@@ -368,7 +368,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             torch._foreach_copy_([flat.owned_params for flat in rounded], [flat.master for flat in rounded])
 
     def _layout_key(self) -> str:
-        return layout_key(self.optimizer_class, self.model.plan, self._segments)
+        return layout_key(self.optimizer_class, self.model.plan, self.segments)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         self.settle()

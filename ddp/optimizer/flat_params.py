@@ -279,15 +279,15 @@ def inner_groups(segments: Sequence[Segment], param_groups: Sequence[Mapping[str
 
 def show_grads(segments: Iterable[Segment], optimizer: Any) -> None:
     """Have ``.grad`` of masters show this rank's elements, whose norms and checks for Inf are those of all ranks."""
-    for segment in segments:
-        segment.master.shown = partial(_shown_grad, weakref.ref(optimizer), segment)
+    for index, segment in enumerate(segments):  # by number: a master that refers to its segment would never be freed
+        segment.master.shown = partial(_shown_grad, weakref.ref(optimizer), index)
 
 
-def _shown_grad(here: "weakref.ref[Any]", segment: Segment) -> Tensor | None:
+def _shown_grad(here: "weakref.ref[Any]", index: int) -> Tensor | None:
     optimizer = here()
     if optimizer is None or optimizer.is_stepping or not optimizer.model.shown.active:
         return None
-    model = optimizer.model
+    model, segment = optimizer.model, optimizer.segments[index]
     model.settle_for_optimizer("a read of gradients")
     optimizer.agreed_in = model.iteration  # a scaler's search for Inf covers all ranks
     grads, layout = segment.grads, segment.flat.bucket.layout
