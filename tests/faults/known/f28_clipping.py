@@ -91,7 +91,7 @@ FAULTS = [
         "28g-cleared-gradients-are-added-to",
         sentence="zero_grad sets every .grad to None, and the next backward adds to the gradients of before.",
         tests=[
-            "tests/ddp/stock/test_zeroing.py::test_zero_grad_after_a_backward_for_something_else_discards_it",
+            "tests/ddp/stock/test_zeroing.py::test_zero_grad_after_a_backward_for_something_else_discards_it[sgd-1-False]",
         ],
         changes=[
             Change(
@@ -99,6 +99,12 @@ FAULTS = [
                 "BucketIteration.begin_if_cleared",
                 "if self.shown.is_cleared:",
                 "if False:",
+            ),
+            Change(
+                "maingrad.ddp.stock.shown_grad",
+                "ShownGrads.unfill",
+                "self._cleared = [each for each in self.params if each.grad is not None and each.param.grad is None]",
+                "self._cleared = []",
             ),
         ],
     ),
