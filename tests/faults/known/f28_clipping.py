@@ -5,8 +5,9 @@ FAULTS = [
         "28a-what-is-not-shown-is-not-clipped",
         sentence="torch's clipping skips parameters without .grad: the norm is 0, and nothing is clipped.",
         tests=[
-            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs",
-            "tests/ddp/stock/test_stock_clipping.py::test_while_delayed_gradients_are_pending_it_is_refused",
+            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_norm_]",
+            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_value_]",
+            "tests/ddp/wrapper/test_plain_loop.py::test_logged_norms_are_those_of_the_whole_batch[ddp]",
         ],
         changes=[
             Change("maingrad.ddp.buckets.readiness", "Readiness._show", "self._shown.show()", "pass"),
@@ -16,8 +17,8 @@ FAULTS = [
         "28b-a-read-does-not-wait-for-the-reduction",
         sentence="A first read of .grad takes what this rank has summed, and not all ranks' sum.",
         tests=[
-            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs",
-            "tests/ddp/wrapper/test_plain_loop.py::test_each_optimizer_trains_as_in_plain_pytorch",
+            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_norm_]",
+            "tests/ddp/wrapper/test_plain_loop.py::test_each_optimizer_trains_as_in_plain_pytorch[ddp-2-sgd-1]",
         ],
         changes=[
             Change("maingrad.ddp.stock.shown_grad", "ShownGrads.settle", "self._settle()", ""),
@@ -27,8 +28,8 @@ FAULTS = [
         "28c-a-norm-is-that-of-one-ranks-shard",
         sentence="Under ZeRO-1 torch's clipping takes the norm of this rank's elements for that of the whole gradient.",
         tests=[
-            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs",
-            "tests/ddp/wrapper/test_plain_loop.py::test_logged_norms_are_those_of_the_whole_batch",
+            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{'use_distributed_optimizer': True}-clip_grad_norm_]",
+            "tests/ddp/wrapper/test_plain_loop.py::test_logged_norms_are_those_of_the_whole_batch[zero1]",
         ],
         changes=[
             Change(
@@ -43,7 +44,7 @@ FAULTS = [
         "28d-cancelled-gradients-come-back",
         sentence="A .grad that a program has set to None before clipping is there again after it.",
         tests=[
-            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps",
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp-cancelled-before_clip]",
         ],
         quick=[
             "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp-cancelled-before_clip]",
@@ -61,7 +62,7 @@ FAULTS = [
         "28e-replaced-gradients-are-not-stepped",
         sentence="DistributedOptimizer steps with main_grad, and another tensor that a program has put into .grad is lost.",
         tests=[
-            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps",
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-replaced-before_clip]",
             "tests/ddp/stock/test_written_masters.py::test_a_whole_gradient_that_is_put_in_place_of_another_is_stepped",
         ],
         quick=[
@@ -75,7 +76,7 @@ FAULTS = [
         "28f-kept-gradients-are-zeroed",
         sentence="A program keeps .grad over the end of an iteration, and finds zeros, or the next iteration's gradient.",
         tests=[
-            "tests/ddp/wrapper/test_plain_loop.py::test_gradients_that_the_program_keeps_hold_their_values_in_later_iterations",
+            "tests/ddp/wrapper/test_plain_loop.py::test_gradients_that_the_program_keeps_hold_their_values_in_later_iterations[ddp-2-before_clip]",
         ],
         changes=[
             Change(
@@ -90,7 +91,7 @@ FAULTS = [
         "28g-cleared-gradients-are-added-to",
         sentence="zero_grad sets every .grad to None, and the next backward adds to the gradients of before.",
         tests=[
-            "tests/ddp/stock/test_zeroing.py::test_zero_grad_after_a_backward_for_something_else_discards_it",
+            "tests/ddp/stock/test_zeroing.py::test_zero_grad_after_a_backward_for_something_else_discards_it[sgd-1-False]",
         ],
         changes=[
             Change(
@@ -98,6 +99,12 @@ FAULTS = [
                 "BucketIteration.begin_if_cleared",
                 "if self.shown.is_cleared:",
                 "if False:",
+            ),
+            Change(
+                "maingrad.ddp.stock.shown_grad",
+                "ShownGrads.unfill",
+                "self._cleared = [each for each in self.params if each.grad is not None and each.param.grad is None]",
+                "self._cleared = []",
             ),
         ],
     ),
