@@ -3,7 +3,8 @@
 The way of a gradient: a module's backward writes ``main_grad``, or autograd leaves ``.grad`` and the hook
 (``buckets/readiness.py``) moves it there (``contract/main_grad.py``). In the final microbatch the hook marks the
 parameter ready (``buckets/bucket.py``). A ready bucket is launched in its turn (``buckets/launcher.py``,
-``collectives/reduction.py``). A first read of ``.grad``, or a step, waits for them. docs/architecture.md tells all of it.
+``collectives/reduction.py``). A read of ``.grad``, or a step, waits for them. docs/architecture.md tells
+all of it.
 """
 
 import weakref

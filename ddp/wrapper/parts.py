@@ -126,8 +126,9 @@ class BucketParts(Parts):
         return wrapper
 
     def begin(self, part: object, params: Iterable[nn.Parameter]) -> None:
-        """See ``Parts``. Also runs the checks of the wrapper's forward, which a part may bypass."""
+        """See ``Parts``. Also does what the wrapper's forward begins with, which a part may bypass."""
         super().begin(part, params)
+        self.host.begin_if_cleared()
         self.host.check_before_forward()
         self._of[part] = {id(param): self._wired[id(param)] for param in params if id(param) in self._wired}
 
