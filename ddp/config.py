@@ -15,7 +15,7 @@ class DistributedDataParallelConfig:
     grad_reduce_in_fp32: bool = True
     """Gradients of bf16 and fp16 parameters are accumulated and reduced in fp32. False: in the parameter's dtype."""
     overlap_grad_reduce: bool = False
-    """Launch a bucket's collective from backward as soon as it is ready, instead of in ``finish_grad_sync``."""
+    """Launch a bucket's collective from backward as soon as it is ready, instead of at the step."""
     use_distributed_optimizer: bool = False
     """Reduce-scatter: each rank gets its shard's gradients, for ``DistributedOptimizer``. False: all-reduce."""
     overlap_param_gather: bool = False
@@ -35,11 +35,11 @@ class DistributedDataParallelConfig:
     average_in_collective: bool | None = None
     """True: the collective scales gradients (NCCL only). False: each rank scales before it. None: True under NCCL."""
     calculate_per_token_loss: bool = False
-    """Gradients are summed over ranks, and ``finish_grad_sync(num_tokens)`` divides by all ranks' tokens."""
+    """Gradients are summed over ranks, and divided by all ranks' tokens: see ``model.set_num_tokens``."""
     grad_reduce_wire_dtype: torch.dtype | None = None
     """dtype in which gradients are sent, bf16 or fp16; they are summed in fp32. Needs ``use_distributed_optimizer``."""
     check_for_nan_in_grad: bool = False
-    """``finish_grad_sync`` raises for NaN or Inf and names rank, bucket and parameter. The host waits for the GPU."""
+    """The reduction's end raises for NaN or Inf and names rank, bucket and parameter. The host waits for the GPU."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Every bucket ends at a multiple of 2^16 elements, at which NCCL's ring algorithms are fastest."""
     find_unused_parameters: bool = False

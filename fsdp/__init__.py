@@ -7,6 +7,7 @@ gradients), ``unit`` (one unit), ``iteration`` (all units of a model) and ``stat
 from ..ddp.collectives.placements import PLACEMENTS, AxisPlacement, Placement, Placements
 from .fully_shard import fully_shard
 from .module import FSDPModule
+from .state.optimizer_state import translate_state_dicts
 from .training_step import GraphedTrainingStep
 from .unit.mixed_precision import MixedPrecisionPolicy
 
@@ -19,4 +20,5 @@ __all__ = [
     "Placement",
     "Placements",
     "fully_shard",
+    "translate_state_dicts",
 ]

@@ -19,7 +19,6 @@ from ..ddp.contract.module import note_shard
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts
 from ..ddp.plan.parallel_marks import check_marks, is_marked_expert
-from ..ddp.stock.clipping import guard_stock_clipping
 from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all
 from ..ddp.wrapper.dropped import forget_dropped
 from ..ddp.wrapper.whose_experts import check_same_experts, check_same_slices
@@ -256,7 +255,6 @@ def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> GradRed
 
 def _take_over(module: nn.Module, unit: Unit) -> None:
     """Register the shards in place of the parameters, and have steps of optimizers watched."""
-    guard_stock_clipping(unit)
     for bucket in unit.buckets:
         watch_steps(bucket)
         for pair in bucket.pairs:

@@ -5,8 +5,10 @@ independent work that fits anywhere later in the schedule. If they are computed 
 bucket overlaps the weight gradients of the next bucket.
 """
 
+import functools
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from torch import nn
 
 from ..ddp.contract.delayed import DelayedWgrad, delaying_into
 from ..ddp.contract.module import forms_of
+from ..ddp.contract.record import tell
 
 __all__ = ["RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules"]
 
@@ -82,6 +85,14 @@ class WgradQueue:
             self._backward = entry.backward
         entry.pending.microbatch = self._microbatch
         self._entries.append(entry)
+        entry.pending.compute = functools.partial(tell, weakref.ref(self), WgradQueue.run, weakref.ref(entry))
+
+    def run(self, here: "weakref.ref[DelayedWgrad]") -> None:
+        """Compute this entry now, if it still waits: a step needs its gradient."""
+        with self._draining:
+            entry = here()
+            if entry is not None and entry in self._entries:
+                self._run_one(entry)
 
     @contextmanager
     def microbatch(self, index: int) -> Iterator[None]:
@@ -170,9 +181,7 @@ def drain_modules(model: nn.Module) -> None:
     queues = dict.fromkeys(queue for queue in found if isinstance(queue, WgradQueue))
     waiting = [(entry.bucket_index, entry.sequence, entry, queue) for queue in queues for entry in queue]
     for _, _, entry, queue in sorted(waiting, key=lambda item: item[:2]):
-        with queue._draining:
-            if entry in queue._entries:  # another thread may have drained it
-                queue._run_one(entry)
+        queue.run(weakref.ref(entry))  # unless another thread has drained it
 
 
 @contextmanager

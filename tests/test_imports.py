@@ -88,6 +88,7 @@ PUBLIC = {
         "Placement",
         "Placements",
         "fully_shard",
+        "translate_state_dicts",
     },
     "maingrad.te_integration": {
         "DelayedScaling",

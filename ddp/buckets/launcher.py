@@ -53,6 +53,7 @@ class BucketLauncher:
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
         self._next = 0
         self._in_flight: dict[int, InFlight] = {}
+        self._carried: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __del__(self) -> None:
         # The launcher may die while reductions run. Freed memory returns to the stream that allocated it, and this
@@ -95,10 +96,22 @@ class BucketLauncher:
                 flight.wait()
         del self._in_flight[bucket.index]
         bucket.phase = Phase.REDUCED
+        if bucket.index in self._carried:
+            part, reduced_before = self._carried.pop(bucket.index)
+            part.add_(reduced_before)
 
-    def reset(self) -> None:
-        """Start a new iteration."""
+    def carry(self, parts: Sequence[Tensor]) -> None:
+        """The iteration goes on after its reductions: add what they gave after the next ones.
+
+        parts  of each bucket the elements that this rank gets
+        """
+        self._carried = {index: (part, part.clone()) for index, part in enumerate(parts)}
+
+    def reset(self, *, forget: bool = True) -> None:
+        """Launch all buckets again: in a new iteration, or in one that goes on (not ``forget``)."""
         self._next = 0
+        if forget:
+            self._carried.clear()
 
     def forget(self) -> None:
         """A capture has failed: what was launched in it has not run. On CPUs it has, and is waited for."""
@@ -154,7 +167,7 @@ class BucketLauncher:
         for record in bucket.records:
             record.zero_unwritten()
         if self._nan_check is not None:
-            self._nan_check.note(bucket)
+            self._nan_check.note(bucket, again=bucket.index in self._carried)
         reduction = self._reductions[bucket.index]
         nbytes = partial(reduction.wire_nbytes, bucket.layout.numel, bucket.grad_data.dtype)
         return self.observer.launch(bucket.name, reduction.name, nbytes, partial(start, bucket.grad_data))

@@ -19,6 +19,7 @@ from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import take_grad_of_backward
 from ..contract.record import GradRecord
+from ..stock.shown_grad import ShownGrads
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .bucket import Bucket, Phase
 from .graph_walk import differentiable_tensors, walk_graph
@@ -41,8 +42,12 @@ class Readiness:
         device: torch.device,
         steps: StepCheck,
         watch: ModelWatch,
+        shown: ShownGrads,
+        enter_backward: Callable[[], None],
     ) -> None:
         self._wired = wired
+        self._shown = shown
+        self._enter_backward = enter_backward
         self._steps = steps
         self._watch = watch
         self._launcher = launcher
@@ -71,6 +76,7 @@ class Readiness:
             None  # what no forward of the final microbatch reaches; None: no such forward yet
         )
         self._passed: list[tuple[Bucket, GradRecord]] = []  # these get ready when the outermost backward ends
+        self._counts = False  # it accumulates into a parameter, as ``autograd.grad`` does not
 
     def reset(self) -> None:
         """Start a new iteration."""
@@ -78,6 +84,12 @@ class Readiness:
         self.trained.clear()
         self._unused = None
         self._checked = False
+        self._outer_task = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last backward has raised: outside of a backward, the end of one is still to come."""
+        return self._outer_task is not None and current_backward() == -1
 
     @torch.compiler.disable
     def watch(self, outputs: Any, *, trains: bool) -> None:
@@ -86,9 +98,8 @@ class Readiness:
         trains  the model is in training mode
         """
         note_forward()
+        self._counts = False
         watches = self._overlap or self._launcher.observer.recording
-        if not (watches or self._steps.active):
-            return
         tensors = differentiable_tensors(outputs)
         find_unused = self._find_unused and self.sync
         if find_unused or (watches and self._recomputes is None):
@@ -112,8 +123,7 @@ class Readiness:
             if noted:
                 noted = False
                 live._steps.note_use()
-            if watches:
-                live._on_backward_start()
+            live._on_backward_start()
 
         for tensor in tensors:
             if tensor.grad_fn is not None:  # a hook on a leaf (a returned parameter) would never be freed
@@ -159,6 +169,10 @@ class Readiness:
 
     def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
         """In the hook: a parameter's gradient of one backward is in ``.grad``, in ``main_grad``, or in a queue."""
+        if not self._counts:
+            self._begin_to_count(param, record)
+        if self._shown.active:
+            self._shown.take_added(record)
         take_grad_of_backward(param, record)
         if is_watched():
             self.trained.add(current_backward())
@@ -176,9 +190,38 @@ class Readiness:
         else:
             self._mark_ready(bucket, record)
 
+    def _begin_to_count(self, param: Tensor, record: GradRecord) -> None:
+        """A backward brings its first gradient. If it came through no output of the wrapper, notice its end here."""
+        self._counts = True
+        if self._outer_task is not None:
+            return
+        call_when_backward_ends(self._show)
+        if not self._shown.active or self._shown.holds(record):
+            return
+        grad, param.grad = param.grad, None
+        if self._shown.is_cleared:
+            if record.consumer_wrote:
+                raise RuntimeError(
+                    f"parameter '{record.name}' got a gradient after every .grad was set to None, in a backward of a "
+                    f"module that was called directly: call the wrapper, or model.zero_grad_buffer() before"
+                )
+            self._enter_backward()
+            self._counts = True
+        param.grad = grad
+
+    def _show(self) -> None:
+        """A backward is over. If it was the iteration's last, ``.grad`` shows its gradients."""
+        counts, self._counts = self._counts, False
+        if counts and self._shown.active:
+            self._shown.show_again()
+        if counts and self.sync and self.completes is None:
+            self._shown.show()
+
     def on_delayed_wgrad(self, bucket: Bucket, record: GradRecord) -> None:
         """A delayed weight gradient was computed: the parameter may be ready now."""
         self._note_write(bucket)
+        if record.foreign_delayer and not record.pending:
+            self._shown.show_late(record)
         if record.awaits_delayed and not record.pending:
             self._mark_ready(bucket, record)
 
@@ -196,6 +239,7 @@ class Readiness:
         task = current_backward()
         if task == self._outer_task:
             return  # another output of the same forward
+        self._enter_backward()
         self._outer_task = task
         # A callback queued here runs at the end of the outermost backward. Queued from a parameter's hook, it could run
         # at the end of a nested backward.
@@ -214,6 +258,7 @@ class Readiness:
         self._outer_task = None
         self.complete_passed()
         self._launcher.observer.backward_ended(self.sync)
+        self._show()
 
     def _note_write(self, bucket: Bucket) -> None:
         if bucket.idle:
@@ -222,6 +267,8 @@ class Readiness:
             bucket.streams.add(self._raw_stream())
 
     def _mark_ready(self, bucket: Bucket, record: GradRecord) -> None:
+        if record.closed is not None:
+            return  # its bucket was launched already, with what this backward has brought so far
         if record.pending:
             record.awaits_delayed = True
             return

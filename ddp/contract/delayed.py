@@ -3,7 +3,7 @@
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,15 @@ from .late_grads import note_lost, note_over, note_waiting
 from .main_grad import hand_over_sum
 from .record import GradRecord, PendingWgrad
 
-__all__ = ["DelayedWgrad", "current_checkpoint", "delay_blocks", "delaying_into", "queue_of_block", "settle"]
+__all__ = [
+    "DelayedWgrad",
+    "compute_pending",
+    "current_checkpoint",
+    "delay_blocks",
+    "delaying_into",
+    "queue_of_block",
+    "settle",
+]
 
 _sequence = itertools.count()
 
@@ -61,6 +69,7 @@ class DelayedWgrad:
         self.weights = weights
         self.sequence = next(_sequence)
         """Order of creation over all queues. The gradients of one weight are added in this order."""
+        self.pending.order = self.bucket_index, self.sequence
         for record in records:
             record.pending.append(self.pending)
         if not records:
@@ -144,10 +153,18 @@ class DelayedWgrad:
         return self._done is not None and not self._done.query()
 
 
+def compute_pending(records: Iterable[GradRecord]) -> None:
+    """Compute what queues of ours still hold of these parameters, in bucket order."""
+    waiting = {id(each): each for record in records for each in record.pending}
+    for pending in sorted(waiting.values(), key=lambda each: each.order):
+        if pending.compute is not None:
+            pending.compute()
+
+
 def settle(weight: Tensor, record: GradRecord | None, entry: DelayedWgrad) -> None:
-    """After a delayed gradient was written: absorb ``.grad``, which unfused owners of a tied weight have added to."""
-    if record is not None and record.sum_in_grad and entry.is_last_of(record):
-        hand_over_sum(weight, record)
+    """After a delayed gradient was written: absorb the sum that unfused owners of a tied weight have added to."""
+    if record is not None and record.late_sum is not None and entry.is_last_of(record):
+        hand_over_sum(record)
 
 
 # ---- Modules with delay_wgrad_compute always delay. All others delay in a ``delayed_wgrad`` block, kept here. ----

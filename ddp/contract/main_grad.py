@@ -167,6 +167,10 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
         )
     if grad.layout is not torch.strided:
         grad = grad.to_dense()  # nn.Embedding(sparse=True)
+    _add(record, grad)
+
+
+def _add(record: GradRecord, grad: Tensor) -> None:
     if record.open_for_write():
         record.view.copy_(grad)
     else:
@@ -253,7 +257,7 @@ def forget_failed_backward(param: Tensor) -> bool:
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     record = record_of(param)
     if record is not None:
-        record.consumer_wrote = record.sum_in_grad = False
+        record.consumer_wrote, record.late_sum = False, None
     return flag
 
 
@@ -349,16 +353,21 @@ def hand_over(weight: Tensor, record: GradRecord | None, *, delayed: bool, fused
 
 
 def add_to_grad(weight: Tensor, gradient: Tensor, record: GradRecord | None) -> None:
-    """Add a delayed gradient that is not fused to ``.grad``, as autograd would have done. Never assign over one."""
-    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    if record is not None:
-        record.sum_in_grad = True
+    """Sum a delayed gradient that is not fused, as autograd sums it in ``.grad``. Never assign over one.
+
+    Our provider keeps the sum beside ``.grad``, which may show this iteration's gradient already.
+    """
+    if record is None:
+        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    else:
+        record.late_sum = gradient if record.late_sum is None else record.late_sum.add_(gradient)
 
 
-def hand_over_sum(weight: Tensor, record: GradRecord) -> None:
-    """Absorb ``.grad``: the last delayed gradient of the microbatch, fused or not, was computed."""
-    record.sum_in_grad = False
-    absorb_grad(weight, record)
+def hand_over_sum(record: GradRecord) -> None:
+    """Absorb the sum: the last delayed gradient of the microbatch, fused or not, was computed."""
+    grad, record.late_sum = record.late_sum, None
+    assert grad is not None, "the caller has looked"
+    _add(record, grad)
 
 
 def _no_provider(weight: Tensor, owner: str) -> RuntimeError:

@@ -27,6 +27,10 @@ class PendingWgrad:
         """A foreign module's backward left a tensor in ``.grad``, which its ``backward_dw`` will read."""
         self.lost = False
         """The queue was freed: nobody will compute this gradient."""
+        self.order = (0, 0)
+        """Place among all pending gradients: index of the first bucket that waits, number in order of creation."""
+        self.compute: Callable[[], None] | None = None
+        """Set by our queue: computes this gradient now. None for foreign modules."""
 
 
 class GradRecord:
@@ -58,6 +62,9 @@ class GradRecord:
         self.make_room: Callable[[], None] | None = None
         """Set by a lazy provider (FSDP): gives ``view`` memory before the first write of an iteration."""
 
+        self.reopen: Callable[[], None] | None = None
+        """Set by the provider: called before a write while ``view`` is closed, which it may open again."""
+
         # Delayed weight gradients.
         self.on_delayed_wgrad: Callable[[], None] | None = None
         """Set by the provider: called after each delayed weight gradient."""
@@ -67,8 +74,8 @@ class GradRecord:
         """Delayed weight gradients that are not computed yet."""
         self.awaits_delayed = False
         """Only the pending gradients are missing. ``reset`` clears this."""
-        self.sum_in_grad = False
-        """Unfused delayed gradients of a microbatch were added to ``.grad``; ``hand_over_sum`` will absorb them."""
+        self.late_sum: Tensor | None = None
+        """The sum of a microbatch's unfused delayed gradients so far; ``hand_over_sum`` will absorb it."""
 
         # Per iteration: ``reset`` clears them.
         self.version = view._version
@@ -124,6 +131,8 @@ class GradRecord:
             self._check_zero()
         if self.make_room is not None and (self.closed is not None or not self.written):
             self.make_room()
+        if self.closed is not None and self.reopen is not None and not written_already:
+            self.reopen()
         if self.closed is not None:
             raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
         overwrite = self.first_write_overwrites and not self.written

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, make_subclass, tree_leaves
 from .reader_threads import ReaderThreads
 
-__all__ = ["Gather", "can_wait", "gathers_of", "have_wait", "let_go", "waited_for"]
+__all__ = ["Gather", "can_wait", "gathers_of", "have_wait", "let_go", "reads_no_values", "waited_for"]
 
 _GATHER = "_maingrad_gather"
 
@@ -94,7 +94,7 @@ class _Look:
 def _asked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """``__torch_function__``: torch calls this instead of ``func``."""
     kwargs = kwargs or {}
-    if func not in _metadata():
+    if func not in reads_no_values():
         params = list(_waiting_among((args, kwargs)))
         for param in params or tree_leaves((args, kwargs)):
             waited_for(param)
@@ -175,8 +175,8 @@ def _waiting_class(cls: type, threads: ReaderThreads) -> Any:
 
 
 @functools.cache
-def _metadata() -> frozenset[Any]:
-    """torch's functions over a parameter that read no values, so that nothing waits."""
+def reads_no_values() -> frozenset[Any]:
+    """torch's functions over a parameter or a gradient that read no values, so that nothing waits."""
     properties = """
         shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf _version is_cuda is_cpu is_meta
         is_sparse is_quantized output_nr names _backward_hooks _post_accumulate_grad_hooks

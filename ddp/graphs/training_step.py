@@ -51,9 +51,8 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         def train_step(tokens, targets):                 # one iteration, as a program without graphs writes it
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             loss.backward()
-            model.finish_grad_sync()
             optimizer.step()
-            model.zero_grad_buffer()                     # it ends like this: nothing of an iteration is left
+            optimizer.zero_grad()                        # it ends like this: nothing of an iteration is left
             return loss
 
         step = GraphedTrainingStep(train_step, model, optimizer)

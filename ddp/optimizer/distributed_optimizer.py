@@ -20,8 +20,8 @@ from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
 from ..stock.torch_tools import refuse_dcp_of_optimizer
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
-from .fit import check_fits, layout_key, shard_of_how_many
-from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, segments_of, slices_of
+from .fit import check_fits, check_storage, layout_key, shard_of_how_many
+from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
@@ -47,12 +47,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
 
     Learning-rate schedulers of torch work on this class. A step first reads parameters that were changed since the last
-    step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` is ``model.zero_grad_buffer``. Under
-    fp16 use ``maingrad.ddp.GradScaler``.
+    step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` begins a new iteration of ``model``,
+    after backwards under ``no_sync`` alone too. Under fp16 use ``maingrad.ddp.GradScaler``.
 
-    ``step`` comes after ``model.finish_grad_sync()``, or after ``model.start_grad_sync()`` alone. In the second case
-    the step updates reduced buckets while other buckets are still being reduced, unless clipping or a check needs all
-    gradients at once. Raises ``RuntimeError`` before both.
+    ``step`` launches the reductions that are left. It updates reduced buckets while other buckets are still being
+    reduced, unless ``.grad`` was read before, or clipping or a check needs all gradients at once. Raises
+    ``RuntimeError`` where no backward came before.
     """
 
     def __init__(
@@ -85,23 +85,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model), key=lambda flat: flat.bucket.index)
-        self._segments = segments_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
+        self.segments = segments_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
 
         # The inner optimizer does the arithmetic. Both optimizers share one list of groups and one state, so that
         # schedulers and state dicts act on what the step reads.
-        self._inner = optimizer_class(inner_groups(self._segments, param_groups), lr=lr, **options)  # type: ignore[call-arg]
-        self._masters = WatchedMasters({segment.master: segment.flat.bucket.name for segment in self._segments})
+        self._inner = optimizer_class(inner_groups(self.segments, param_groups), lr=lr, **options)  # type: ignore[call-arg]
+        self._masters = WatchedMasters({segment.master: segment.flat.bucket.name for segment in self.segments})
         self._inner.state = StateByMaster(self._masters, self._inner.state)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
+        self.is_stepping = False
+        show_grads(self.segments, self)
         self.num_loads = 0
         """How often a program has replaced masters or state: alike on all ranks."""
         self._sealed = True
-        self._agreed_in = -1  # last iteration in which all ranks looked for Inf together
+        self.agreed_in = -1  # last iteration in which all ranks looked for Inf together
 
         group_of = lambda wired: groups[wired.owned.name]  # noqa: E731
-        self.slices: list[ParamSlice] = slices_of(self._flats, self._segments, group_of, self.state)
+        self.slices: list[ParamSlice] = slices_of(self._flats, self.segments, group_of, self.state)
         """What this rank updates of each parameter: for checkpoints and exports."""
         self._params = [held.wired.owned.param for held in self.slices]
         self._addresses = [held.view.data_ptr() for held in self.slices]
@@ -128,10 +130,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.step() in the captured step of another optimizer: replays would not do what this one does "
                 "on the host; make a GraphedTrainingStep for each optimizer, and call them in turn"
             )
-        self.model.check_started("optimizer.step()")
+        self.model.start_for_step()
         self.model.steps.note_update()
         scaled = "found_inf" in vars(self)
-        if scaled and self._agreed_in != self.model.iteration:
+        if scaled and self.agreed_in != self.model.iteration:
             raise RuntimeError(
                 "torch.amp.GradScaler over DistributedOptimizer: each rank would look for Inf in its own shard only, "
                 "and ranks would skip different steps; use maingrad.ddp.GradScaler"
@@ -139,11 +141,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self.model.is_reduced and (
             self.max_grad_norm is not None or not self.model.ddp_config.can_wait_by_bucket
         ):
-            self.model.finish_grad_sync()  # clipping and checks need all gradients at once
+            self.model.settle("optimizer.step()")  # clipping and checks need all gradients at once
         self.finish_param_sync()
         self.refresh_masters()
         divisor = self._grad_divisor()
-        for flats in self._passes(at_once=scaled):
+        # Classes that are not torch's get one pass: such a class may count steps for all parameters together.
+        at_once = scaled or not is_of_torch(self.optimizer_class)
+        reduced, gathers = self.model.is_reduced, self.param_sync.overlaps
+        for flats in step_order(self._flats, reduced=reduced, gathers=gathers, at_once=at_once):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
             self._update(flats, divisor)
             self._round(flats)
@@ -160,7 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_sync.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Start a new iteration: ``model.zero_grad_buffer()``."""
+        """Start a new iteration: discard all gradients."""
         self.model.zero_grad_buffer()
 
     @torch.no_grad()
@@ -171,12 +176,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         no bits. The tensor's version shows in-place changes. Writes through ``param.data`` change no version: change
         the parameter itself under ``torch.no_grad()``.
         """
-        self._check_storage()
+        check_storage(self.slices, self._addresses)
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
             grads = [param.grad for param in self._params]
             versions = [param._version for param in self._params]
         for held, grad in zip(self.slices, grads, strict=True):
-            if grad is not None and not held.wired.record.exposed:
+            if grad is not None and not (self.model.shown.active or held.wired.record.exposed):
                 raise late_grad(held.name)
         for index in [i for i, version in enumerate(versions) if version != self._versions[i]]:
             held = self.slices[index]
@@ -201,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def forget_step(self) -> None:
         """After a capture that failed: nothing of the step has run."""
-        for segment in self._segments:
+        for segment in self.segments:
             segment.master.grad = None
         vars(self).pop("grad_scale", None)
         vars(self).pop("found_inf", None)
@@ -214,7 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_in_charge()
         self._adopt_assigned()
         self.finish_param_sync()
-        self._check_storage()
+        check_storage(self.slices, self._addresses)
         settle_first_step(self._inner)
 
     @torch.no_grad()
@@ -245,8 +250,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._check_in_charge()
         refuse_scaler(self.model)
-        self.model.check_reduced("unscaling")
-        self._agreed_in = self.model.iteration
+        self.model.settle("unscaling")
+        self.agreed_in = self.model.iteration
         found_inf = torch.zeros((), dtype=torch.float32, device=self.model.device)
         unscale([flat.grads for flat in self._flats], inv_scale, found_inf)
         with self.model.failures.watch("the search for Inf in scaled gradients"):
@@ -263,7 +268,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.refresh_masters()
         state = super().state_dict()
         state["masters"] = [flat.master.detach() for flat in self._flats]
-        state["layout"], state["shard"] = self._layout_key(), shard_of_how_many(self.model)
+        state["layout"], state["shard"] = (
+            self._layout_key(),
+            shard_of_how_many(self.model),
+        )
         return state
 
     @torch.no_grad()
@@ -303,7 +311,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """Class of the inner optimizer."""
+        """Of the inner optimizer."""
         return type(self._inner)
 
     def _adopt_assigned(self) -> None:
@@ -315,20 +323,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- One step's parts. ----
 
-    def _passes(self, *, at_once: bool) -> list[list[FlatBucket]]:
-        """The buckets of each pass of the inner optimizer: one pass where several passes would hide nothing.
-
-        Classes that are not torch's get one pass: such a class may count steps for all parameters together.
-        """
-        at_once = at_once or not is_of_torch(self.optimizer_class)
-        if at_once or (self.model.is_reduced and not self.param_sync.overlaps):
-            return [self._flats]
-        return step_order(self._flats, reduced=self.model.is_reduced, gathers=self.param_sync.overlaps)
-
     def _update(self, flats: Sequence[FlatBucket], divisor: Tensor | None) -> None:
         """One pass of the inner optimizer over these buckets: the other masters have no gradient in this pass."""
         chosen = {id(flat.params) for flat in flats}
-        for segment in self._segments:
+        self.is_stepping = True
+        for segment in self.segments:
             segment.master.grad = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
         found_inf = vars(self).get("found_inf")
         if self._runs_fused():
@@ -337,14 +336,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._inner.step()
             self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
         else:  # divide gradients first; the host reads once whether to skip
-            grads = [segment.master.grad for segment in self._segments if segment.master.grad is not None]
+            grads = [segment.master.grad for segment in self.segments if segment.master.grad is not None]
             if divisor is not None and grads:  # with whole parameters this rank may have no segment
                 torch._foreach_div_(grads, divisor)
             if found_inf is None or not found_inf.item():
                 prepare_skippable_step(self._inner)
                 self._inner.step()
-        for segment in self._segments:
+        for segment in self.segments:
             segment.master.grad = None
+        self.is_stepping = False
 
     def _runs_fused(self) -> bool:
         """Whether torch's kernel divides gradients and skips steps: a loaded group may have ``fused`` off."""
@@ -368,15 +368,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             torch._foreach_copy_([flat.owned_params for flat in rounded], [flat.master for flat in rounded])
 
     def _layout_key(self) -> str:
-        return layout_key(self.optimizer_class, self.model.plan, self._segments)
+        return layout_key(self.optimizer_class, self.model.plan, self.segments)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         self.settle()
         lengths = {"state": None, "param_groups": len(self.param_groups), "masters": len(self._flats)}
-        check_fits(state_dict, self._layout_key(), shard_of_how_many(self.model), lengths)
+        check_fits(
+            state_dict,
+            self._layout_key(),
+            shard_of_how_many(self.model),
+            lengths,
+        )
 
     def _check_steppable(self) -> None:
         """The checks of a step, before anything else of it."""
+        self.is_stepping = False  # one before may have raised
         self._check_in_charge()
         self._adopt_assigned()
         self._masters.check_gradless()
@@ -387,14 +393,4 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "this DistributedOptimizer was replaced: another one was built over its model, and has the parameters "
                 "and their masters in memory of its own; step, save and load that one alone"
-            )
-
-    def _check_storage(self) -> None:
-        with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
-            addresses = [param.data_ptr() for param in self._params]
-        if addresses != self._addresses:
-            moved = [held for held, now in zip(self.slices, addresses, strict=True) if now != held.view.data_ptr()]
-            raise RuntimeError(
-                f"parameter '{moved[0].name}' was given other storage (.to(), .data = ...) after the optimizer was "
-                f"built: updates would not reach it; move the model before wrapping it"
             )

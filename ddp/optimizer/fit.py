@@ -6,10 +6,11 @@ from typing import Any
 
 from ..collectives.placements import placements_of
 from ..plan.layout import GradPlan
+from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
-from .flat_params import Segment
+from .flat_params import ParamSlice, Segment
 
-__all__ = ["check_fits", "layout_key", "shard_of_how_many"]
+__all__ = ["check_fits", "check_storage", "layout_key", "shard_of_how_many"]
 
 
 def layout_key(optimizer_class: type, plan: GradPlan, segments: Sequence[Segment]) -> str:
@@ -52,3 +53,15 @@ def check_fits(state_dict: Mapping[str, Any], key: str, here: str, lengths: Mapp
         f"groups or another class: it has layout {state_dict.get('layout')}, and this is {key}; save_checkpoint writes "
         f"what fits any"
     )
+
+
+def check_storage(slices: Sequence[ParamSlice], addresses: Sequence[int]) -> None:
+    """Raise ``RuntimeError`` where a parameter has another memory than the optimizer gave it at ``addresses``."""
+    with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
+        now = [held.wired.owned.param.data_ptr() for held in slices]
+    if now != addresses:
+        moved = [held for held, address in zip(slices, now, strict=True) if address != held.view.data_ptr()]
+        raise RuntimeError(
+            f"parameter '{moved[0].name}' was given other storage (.to(), .data = ...) after the optimizer was "
+            f"built: updates would not reach it; move the model before wrapping it"
+        )

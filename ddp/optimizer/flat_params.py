@@ -10,7 +10,9 @@ all-gather runs in place, and an elementwise optimizer sees few and long tensors
 A *segment* is what the inner optimizer updates as one tensor. A *slice* is what this rank updates of one parameter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +25,20 @@ from ..collectives.in_flight import group_size
 from ..plan.layout import ParamSlot
 from ..plan.ranges import Range
 from ..stock.master_param import MasterParameter, make_master
+from ..stock.shard_info import ShardInfo
+from ..stock.sharded_grad import make_part
 from ..wrapper.data_parallel import DistributedDataParallel
 
-__all__ = ["FlatBucket", "ParamSlice", "Segment", "flatten_params", "inner_groups", "segments_of", "slices_of"]
+__all__ = [
+    "FlatBucket",
+    "ParamSlice",
+    "Segment",
+    "flatten_params",
+    "inner_groups",
+    "segments_of",
+    "show_grads",
+    "slices_of",
+]
 
 
 class FlatBucket(NamedTuple):
@@ -98,7 +111,13 @@ class ParamSlice(NamedTuple):
 
     @property
     def grad(self) -> Tensor:
-        """[end - start] view of the gradients; they are reduced after ``finish_grad_sync``."""
+        """[end - start] view of the gradients, which are reduced when an iteration's last backward is over.
+
+        A read has the reduction finished where nothing else has: all ranks read, or step, in one order.
+        """
+        parts = None if self.wired.record.parts is None else self.wired.record.parts()
+        if parts is not None:
+            parts.settle()
         grads = self.wired.record.view.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 
@@ -256,3 +275,25 @@ def inner_groups(segments: Sequence[Segment], param_groups: Sequence[Mapping[str
         members[segment.group].append(segment.master)
     options = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
     return [{**own, "params": masters} for own, masters in zip([*options, {}], members, strict=True)]
+
+
+def show_grads(segments: Iterable[Segment], optimizer: Any) -> None:
+    """Have ``.grad`` of masters show this rank's elements, whose norms and checks for Inf are those of all ranks."""
+    for index, segment in enumerate(segments):  # by number: a master that refers to its segment would never be freed
+        segment.master.shown = partial(_shown_grad, weakref.ref(optimizer), index)
+
+
+def _shown_grad(here: "weakref.ref[Any]", index: int) -> Tensor | None:
+    optimizer = here()
+    if optimizer is None or optimizer.is_stepping or not optimizer.model.shown.active:
+        return None
+    model, segment = optimizer.model, optimizer.segments[index]
+    model.settle_for_optimizer("a read of gradients")
+    optimizer.agreed_in = model.iteration  # a scaler's search for Inf covers all ranks
+    grads, layout = segment.grads, segment.flat.bucket.layout
+    info = ShardInfo(
+        segment.flat.bucket.name, tuple(grads.shape), 0, grads.numel(), model.grids[layout.grid_name],
+        model.reductions[layout.grid_name].num_replicas, "", model.grids["dense"],
+        any(record.sliced for record in model.records),
+    )  # fmt: skip
+    return make_part(grads, info)

@@ -21,7 +21,7 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
     how buckets and shards are cut. Padding is zeros. Squares of shards are summed over ranks: an element that several
     ranks hold counts once; elements that differ between ranks (experts) all count.
     """
-    model.check_reduced("the gradient norm")
+    model.settle("the gradient norm")
     refuse_norm(model, "the norm of gradients")
     squares, widest = [], torch.float32
     summed = False  # whether some ranks hold other elements than this rank
@@ -62,7 +62,7 @@ def clip_grad_norm(
     pipeline_group  the ranks with the pipeline's other stages: the norm covers them too, and is equal on all of them.
                     A weight of which two wrappers hold copies counts twice
 
-    Call it between ``finish_grad_sync`` and the optimizer's step. ``DistributedOptimizer(max_grad_norm=...)`` clips in
+    Call it between the last backward and the optimizer's step. ``DistributedOptimizer(max_grad_norm=...)`` clips in
     its own pass over the gradients of its wrapper. Collective. Raises ``ValueError`` for ``max_norm <= 0``.
     """
     models = [model] if isinstance(model, DistributedDataParallel) else list(model)
@@ -71,6 +71,7 @@ def clip_grad_norm(
     if not models:
         raise ValueError("clip_grad_norm: no wrapper was given; every rank of a pipeline has a stage")
     for each in models:
+        each.settle("clip_grad_norm()")
         check_scalable(each.wired, "clip_grad_norm()")
     norms = [global_grad_norm(each) for each in models]
     norm = norms[0]

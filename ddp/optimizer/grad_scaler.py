@@ -14,9 +14,9 @@ __all__ = ["GradScaler"]
 class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` that looks for Inf and NaN in the shards of all ranks.
 
-    Use it as torch's: ``scale(loss).backward()``, ``model.finish_grad_sync()``, ``step(optimizer)``, ``update()``.
-    ``unscale_(optimizer)`` comes after ``finish_grad_sync``. Optimizers other than ``DistributedOptimizer`` are handled
-    by torch's scaler. The host waits no more often than under torch's scaler.
+    Use it as torch's: ``scale(loss).backward()``, ``unscale_(optimizer)`` before clipping by a program's own code,
+    ``step(optimizer)``, ``update()``. Optimizers other than ``DistributedOptimizer`` are handled by torch's scaler. The
+    host waits no more often than under torch's scaler.
 
     pipeline_group  the ranks with the pipeline's other stages, as for ``clip_grad_norm``: all stages skip the same
                     steps. Each of these ranks has one optimizer

@@ -21,12 +21,15 @@ NO_CLOSURE = (
 T = TypeVar("T")
 
 
-def step_order(buckets: Sequence[T], *, reduced: bool, gathers: bool) -> list[list[T]]:
+def step_order(buckets: Sequence[T], *, reduced: bool, gathers: bool, at_once: bool = False) -> list[list[T]]:
     """Cut buckets, given in launch order, into passes of the optimizer.
 
     reduced  whether all gradients are reduced: then no update needs to come before the last bucket's
     gathers  whether updated parameters are gathered under the updates and the forward that follow
+    at_once  there is one pass, as where several passes would hide nothing
     """
+    if at_once or (reduced and not gathers):
+        return [list(buckets)]
     *others, last = buckets
     half = 0 if reduced else len(others) // 2
     passes = [others[:half], [last], others[half:]] if gathers else [others[:half], [*others[half:], last]]

@@ -7,7 +7,7 @@ master, which has another counter.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,35 @@ from .torch_tools import refuse_dcp_of_optimizer
 __all__ = ["MasterParameter", "StateByMaster", "WatchedMasters", "late_grad", "make_master"]
 
 
+_GRAD: Any = Tensor.grad  # torch's own attribute
+
+
 class MasterParameter(nn.Parameter):
     """This rank's elements [n] of one or more parameters; made by ``make_master``.
 
     ``data`` shares the version counter. Setting ``data`` copies values, since the buckets own the memory.
     """
+
+    shown: "Callable[[], Tensor | None] | None" = None
+    """Returns this rank's elements of the reduced gradient, while programs may read them."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of these elements after a backward: torch's clipping and scaler find it here. Collective.
+
+        In a step it is what the step updates with.
+        """
+        own: Tensor | None = _GRAD.__get__(self)
+        return own if own is not None or self.shown is None else self.shown()
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        _GRAD.__set__(self, grad)
+
+    @property
+    def has_own_grad(self) -> bool:
+        """Whether a step, or a program, has put a gradient here."""
+        return _GRAD.__get__(self) is not None
 
     @property
     def data(self) -> Tensor:
@@ -101,7 +125,7 @@ class WatchedMasters(dict[Any, str]):
 
     def check_gradless(self) -> None:
         """Raise ``RuntimeError`` where a master has a ``.grad``, which nobody would read."""
-        if any(master.grad is not None for master in self):
+        if any(master.has_own_grad for master in self):
             refuse_dcp_of_optimizer()
             raise RuntimeError(
                 "optimizer.step(): a gradient was put into .grad of a tensor of optimizer.param_groups, and would be "

@@ -63,15 +63,6 @@ def guard_stock_optimizers(wrapper: object) -> None:
 @functools.cache
 def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    unscale = torch.amp.GradScaler._unscale_grads_
-
-    @functools.wraps(unscale)
-    def noting(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for parts in _parts_of(_records_of(optimizer)) if _guarding else ():
-            parts.note_optimizer()  # a scaler may skip its very first step
-        return unscale(scaler, optimizer, *args, **kwargs)
-
-    torch.amp.GradScaler._unscale_grads_ = noting  # type: ignore[assignment,method-assign]  # there is no hook
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -79,7 +70,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         return None
     ours = _records_of(optimizer)
     if ours and "zero_grad" not in vars(optimizer):
-        _guard_zero_grad(optimizer)
+        _have_main_grad_cleared(optimizer)
     if ours:
         prepare_skippable_step(optimizer)
     begin = functools.partial(_begin, optimizer, ours)
@@ -113,6 +104,8 @@ def after_closure(
 
 def _begin(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
     """A step begins to read gradients. If the step has a closure, the closure has computed them before."""
+    for parts in _parts_of([record for record in ours if record.updater is None]):
+        parts.prepare_stock_step()
     _check_exposed(optimizer, ours)
     for parts in {record.parts for record in ours}:
         if parts is not None and (live := parts()) is not None:
@@ -127,7 +120,7 @@ def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
                 f"that was built over its model, and both would take a step with one gradient; step that one alone, "
                 f"or build none over this wrapper"
             )
-        if not record.exposed:
+        if not record.exposed and (record.written or record.pending):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, "
                 f"not in .grad, so the step would skip it; call model.finish_grad_sync() and model.expose_grads() "
@@ -138,22 +131,20 @@ def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
         parts.note_step(vars(optimizer).get("found_inf"))
 
 
-def _guard_zero_grad(optimizer: Optimizer) -> None:
-    """From its first step on, make this optimizer's ``zero_grad`` raise in the middle of an iteration.
+def _have_main_grad_cleared(optimizer: Optimizer) -> None:
+    """From its first step on, this optimizer's ``zero_grad`` discards what backwards under ``no_sync`` have left.
 
-    torch has no hook for ``zero_grad``. It is replaced on the instance, as learning-rate schedulers replace ``step``.
+    After these ``.grad`` is None, so that nothing shows in ``.grad`` that the program clears it. torch has no hook for
+    ``zero_grad``: it is replaced on this instance, as learning-rate schedulers replace ``step``.
     """
     here = weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
         live = here()
         assert live is not None, "called through the optimizer"
-        for record in _records_of(live):
-            if record.written and record.closed is None:
-                raise RuntimeError(
-                    f"{type(live).__name__}.zero_grad() in the middle of an iteration: the gradient of parameter "
-                    f"'{record.name}' is in main_grad, where it would stay; call model.zero_grad_buffer() to discard it"
-                )
+        ours = _records_of(live)
+        for parts in _parts_of(ours):
+            parts.clear_hidden(ours)
         type(live).zero_grad(live, set_to_none)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -6,9 +6,7 @@ Their functions are recognised by the module of the caller.
 import sys
 from typing import Any
 
-import torch
-
-__all__ = ["refuse_dcp_of_optimizer", "refuse_scaling_by_stage"]
+__all__ = ["refuse_dcp_of_optimizer"]
 
 
 def refuse_dcp_of_optimizer() -> None:
@@ -20,17 +18,6 @@ def refuse_dcp_of_optimizer() -> None:
             "torch.distributed.checkpoint's get_state_dict and set_state_dict take optimizers over the model's "
             "parameters, and DistributedOptimizer updates flat shards: save_checkpoint(path, model, optimizer) writes "
             "what DCP's tools read, and load_checkpoint reads it; get_model_state_dict(model.module) has the weights"
-        )
-
-
-def refuse_scaling_by_stage() -> None:
-    """Called by the wrapper's ``named_parameters``. Raises ``RuntimeError`` for torch's ``PipelineStage.scale_grads``,
-    which divides ``.grad`` and finds none."""
-    if not torch.compiler.is_compiling() and _is_called_by("torch.distributed.pipelining.stage", "scale_grads"):
-        raise RuntimeError(
-            "the schedule would divide .grad by the number of microbatches, and gradients are in main_grad: build the "
-            "schedule with scale_grads=False and scale the loss of each microbatch, or use "
-            "maingrad.te_integration.PipelineStage"
         )
 
 

@@ -9,8 +9,8 @@ Some names with an underscore are used in other files all the same:
 - ``torch._foreach_*``, of which torch's own optimizers consist, and ``Tensor._version``, which torch documents.
 - The tables of ``nn.Module`` and ``Optimizer`` (``_parameters``, ``_buffers``, ``_modules``, ``_forward_pre_hooks``,
   ``_compiled_call_impl`` and the like). Subclasses outside torch read them, and torch has kept them since they exist.
-- ``GradScaler._unscale_grads_`` (``ddp/wrapper/own_ranks.py``, ``ddp/stock/optimizer.py``): the method that torch's own
-  scaler for FSDP overrides.
+- ``GradScaler._unscale_grads_`` (``ddp/optimizer/grad_scaler.py``): the method that torch's own scaler for FSDP
+  overrides.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -8,7 +8,6 @@ from torch import nn
 
 from ..buckets.wiring import WiredParam
 from ..contract.torch_ddp import check_not_collected, check_not_inside
-from ..stock.torch_tools import refuse_scaling_by_stage
 
 __all__ = ["AroundModule"]
 
@@ -26,8 +25,7 @@ class AroundModule(nn.Module):
     wired: Sequence[WiredParam]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """``nn.Module.named_parameters``. Raises where torch's wrapper, or ``scale_grads`` of a stage, calls."""
-        refuse_scaling_by_stage()
+        """``nn.Module.named_parameters``. Raises where torch's wrapper calls."""
         check_not_collected((wired.owned.param for wired in self.wired), _OURS)
         return super().named_parameters(*args, **kwargs)
 

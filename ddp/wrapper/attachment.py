@@ -14,12 +14,11 @@ from ..collectives.rank_grid import RankGrid
 from ..contract.main_grad import attach, detach, forget_failed_backward
 from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
-from ..stock.clipping import guard_stock_clipping
 from ..stock.optimizer import clear_exposed_grad, guard_stock_optimizers
+from ..stock.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass
 from .around_module import AroundModule
 from .dropped import forget_dropped, mark_dropped
-from .own_ranks import note_own_ranks
 
 __all__ = ["attach_params", "detach_params", "discard_grads"]
 
@@ -50,9 +49,7 @@ def attach_params(
         forget_dropped(entry.owned.param, owners)
         references = tuple(weakref.ref(module) for module in owners)
         attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))
-    note_own_ranks(wired, grids)
     guard_stock_optimizers(wrapper)
-    guard_stock_clipping(wrapper)
     note_model(wrapper.module)
     dropped = any(grid.size > 1 for grid in grids.values())
     end = weakref.finalize(wrapper, _take_back, attached, hooks, weakref.ref(wrapper.module), dropped=dropped)
@@ -97,6 +94,9 @@ def _take_back(
         if param is None:
             continue
         clear_exposed_grad(param, entry.record)
+        with DisableTorchFunctionSubclass():
+            if isinstance(param.grad, ShownGrad):
+                param.grad = None
         detach(param, gone=entry.record.name)
         if dropped:
             owners = [module for owner in entry.owners if (module := owner()) is not None]

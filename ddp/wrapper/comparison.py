@@ -1,13 +1,18 @@
-"""What all ranks must have alike: configuration, model and plan. Each check raises ``ValueError`` on all ranks."""
+"""What all ranks must have alike: configuration, model, plan, and the values that a model starts with.
+
+Each check raises ``ValueError`` on all ranks.
+"""
 
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..collectives.failure_report import FailureReporter
 from ..collectives.in_flight import group_or_default
 from ..collectives.rank_grid import RankGrid, check_member
 from ..collectives.world import Ranks
@@ -15,7 +20,7 @@ from ..config import DistributedDataParallelConfig
 from ..plan.layout import GradPlan
 from ..plan.owned_params import ModelTensor
 
-__all__ = ["check_same_config", "check_same_model", "compare_between_ranks"]
+__all__ = ["broadcast_tensors", "check_same_config", "check_same_model", "compare_between_ranks"]
 
 
 def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks) -> None:
@@ -91,3 +96,12 @@ def _describe_rest(rest: Iterable[ModelTensor], grid_name: str) -> Iterator[str]
     for name, tensor, own_grid, is_buffer in rest:
         if own_grid == grid_name:
             yield f"{'buffer' if is_buffer else 'frozen'} '{name}' {tensor.dtype} {list(tensor.shape)}"
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[ModelTensor], grids: Mapping[str, RankGrid], failures: FailureReporter) -> None:
+    """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
+    with failures.watch("the broadcast of parameters and buffers"):
+        for _, tensor, grid_name, _ in tensors:
+            grids[grid_name].broadcast(tensor.detach())
+            torch.autograd.graph.increment_version(tensor)  # collectives do not raise it, and masters follow it

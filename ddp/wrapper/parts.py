@@ -14,15 +14,16 @@ given modules.
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..buckets.checks import check_nothing_bypassed
-from ..buckets.iteration_ends import note_optimizer, note_step
+from ..buckets.iteration_ends import note_step
 from ..contract.main_grad import record_of
+from ..contract.record import GradRecord
 
 if TYPE_CHECKING:
     from ..buckets.wiring import WiredParam
@@ -78,6 +79,11 @@ class Parts(ABC):
         return len(self._begun)
 
     @property
+    def num_open(self) -> int:
+        """Number of parts of the running step that have backwards to come."""
+        return len(self._open)
+
+    @property
     @abstractmethod
     def host(self) -> nn.Module:
         """The wrapper or model that has the parts. The caller keeps it alive while parts run."""
@@ -120,8 +126,9 @@ class BucketParts(Parts):
         return wrapper
 
     def begin(self, part: object, params: Iterable[nn.Parameter]) -> None:
-        """See ``Parts``. Also runs the checks of the wrapper's forward, which a part may bypass."""
+        """See ``Parts``. Also does what the wrapper's forward begins with, which a part may bypass."""
         super().begin(part, params)
+        self.host.begin_if_cleared()
         self.host.check_before_forward()
         self._of[part] = {id(param): self._wired[id(param)] for param in params if id(param) in self._wired}
 
@@ -152,9 +159,31 @@ class BucketParts(Parts):
         for wired in complete:
             wrapper.readiness.complete(wired)
 
-    def note_optimizer(self) -> None:
-        """A stock optimizer has parameters of the wrapper's model."""
-        note_optimizer(self.host.module)
+    def settle(self) -> None:
+        """A program reads gradients of the wrapper's parameters."""
+        if self.host.shown.active:
+            self.host.settle_for_optimizer("a read of gradients")
+
+    def clear_hidden(self, records: Sequence[GradRecord]) -> None:
+        """An optimizer over ``records`` clears gradients: discard those that ``.grad`` does not show.
+
+        Raises ``RuntimeError`` where the optimizer has some of the wrapper's parameters alone.
+        """
+        wrapper = self.host
+        if wrapper.shown.active or wrapper.is_clear:
+            return
+        missing = set(map(id, wrapper.records)).difference(map(id, records))
+        left = next((record for record in wrapper.records if id(record) in missing and record.written), None)
+        if left is not None:
+            raise RuntimeError(
+                f"zero_grad() after backwards under no_sync(), by an optimizer that has not all of the model's "
+                f"parameters: what '{left.name}' has accumulated would stay; call model.zero_grad() to discard all"
+            )
+        wrapper.zero_grad_buffer()
+
+    def prepare_stock_step(self) -> None:
+        """A stock optimizer is about to read ``.grad`` of the wrapper's parameters."""
+        self.host.prepare_stock_step()
 
     def note_step(self, found_inf: Tensor | None) -> None:
         """An optimizer takes its step; the device skips it where ``found_inf`` is not 0."""

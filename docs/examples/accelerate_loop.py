@@ -63,10 +63,9 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
             loss = F.cross_entropy(model(bits.to(net[0].weight.dtype)).float(), count) / MICROBATCHES
             accelerator.backward(loss)
         mean += loss.detach()
-    model.finish_grad_sync()
     optimizer.step()
     schedule.step()
-    model.zero_grad()
+    optimizer.zero_grad()
     mean = accelerator.reduce(mean, "mean")
     accelerator.print(f"step {step + 1} loss {mean.item():.6f} norm {optimizer.grad_norm.item():.4f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:

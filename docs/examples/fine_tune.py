@@ -59,10 +59,10 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
             loss = model(input_ids=tokens, labels=labels, num_items_in_batch=1).loss  # the sum over tokens
             loss.backward()
         sums += torch.stack([loss.detach(), (labels[:, 1:] != -100).sum()])
-    model.finish_grad_sync(num_tokens=sums[1])  # divides by the tokens of all ranks and microbatches
+    model.set_num_tokens(sums[1])  # gradients are divided by the tokens of all ranks and microbatches
     optimizer.step()
     schedule.step()
-    model.zero_grad()
+    optimizer.zero_grad()
     dist.all_reduce(sums)
     if rank == 0:
         print(f"step {step + 1} loss {(sums[0] / sums[1]).item():.6f} tokens {int(sums[1])}", flush=True)

@@ -56,10 +56,9 @@ class Counting(lightning.LightningModule):
                 loss = F.cross_entropy(self.model(bits.to(dtype)).float(), bits.sum(1)) / MICROBATCHES
                 self.manual_backward(loss)
             mean += loss.detach() / ranks
-        self.model.finish_grad_sync()
         self.optimizer.step()  # not self.optimizers().step(), which passes a closure
         self.schedule.step()
-        self.model.zero_grad()
+        self.optimizer.zero_grad()
         dist.all_reduce(mean)
         if rank == 0:
             print(f"step {step + 1} loss {mean.item():.6f} norm {self.optimizer.grad_norm.item():.4f}", flush=True)

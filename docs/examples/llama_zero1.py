@@ -62,10 +62,9 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
             loss = model(input_ids=tokens, labels=tokens).loss / MICROBATCHES
             loss.backward()  # the last one reduces each bucket as soon as it is complete
         mean += loss.detach() / ranks
-    model.finish_grad_sync()
     optimizer.step()  # clips, updates this rank's part, and gathers parameters under the next forward
     schedule.step()
-    model.zero_grad()
+    optimizer.zero_grad()
     dist.all_reduce(mean)
     if rank == 0:
         print(f"step {step + 1} loss {mean.item():.6f} norm {optimizer.grad_norm.item():.4f}", flush=True)

@@ -63,10 +63,9 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
             outputs = model(input_ids=tokens, labels=tokens)
             (outputs.loss / MICROBATCHES).backward()  # the last one reduces each bucket as soon as it is complete
         means += torch.stack([outputs.loss, outputs.aux_loss]).detach() / (MICROBATCHES * ranks)
-    model.finish_grad_sync()
     optimizer.step()  # clips, updates this rank's part, and gathers parameters under the next forward
     schedule.step()
-    model.zero_grad()
+    optimizer.zero_grad()
     dist.all_reduce(means)
     if rank == 0:
         print(f"step {step + 1} loss {means[0].item():.6f} balance {means[1].item() / 2:.3f}", flush=True)

@@ -64,11 +64,10 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
     rows = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()]).long().to(device)
     losses = []
     schedule.step(*([rows[:, :-1].contiguous()] if place == 0 else []), target=rows[:, -1], losses=losses)
-    model.finish_grad_sync()
     norm = ddp.clip_grad_norm(model, 1.0, pipeline_group=pp)  # by the norm over all stages
     optimizer.step()
     rate.step()
-    model.zero_grad()
+    optimizer.zero_grad()
     if place == 0:  # the first rank has the last stage too
         mean = torch.stack(losses).mean() / replicas
         dist.all_reduce(mean, group=dp)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
-from ...ddp.buckets.iteration_ends import TrainedBackwards, discard_iteration, end_iteration, is_watched
+from ...ddp.buckets.iteration_ends import TrainedBackwards, discard_iteration, end_iteration, is_watched, note_optimizer
 from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.in_flight import InFlight, in_stages
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
+from ...ddp.stock.sharded_grad import step_ended
 from ...ddp.torch_internals import current_raw_stream
-from ..tensors.gradient import step_ended
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import Meter
@@ -293,6 +293,8 @@ class GradRounds:
     def discarded(self) -> None:
         """``.grad`` of all shards were set to None after an iteration."""
         if (model := self._outermost.module()) is not None:
+            if any(bucket.grad_shard.has_scaler for bucket in self._buckets):
+                note_optimizer(model)
             discard_iteration(model)
 
     def _notice_all_cleared(self) -> None:

@@ -1,7 +1,9 @@
 """State dicts of the user's optimizer: elementwise state in DTensors, as with PyTorch's FSDP2.
 
 So the functions of ``torch.distributed.checkpoint.state_dict`` work, and any number of ranks, or FSDP2, can load what
-these functions save. ``optimizer_watch.py`` finds the user's optimizer at its first step, state dict or checkpoint.
+these functions save. torch has hooks of one optimizer, and does not tell when an optimizer is built: these
+hooks are registered at its first step, or by ``make_optimizer``, ``save_checkpoint`` and ``load_checkpoint``. An
+optimizer that was given a state dict before keeps the DTensors until then, and so they are what it would save.
 """
 
 from collections.abc import Iterable, Mapping
@@ -46,7 +48,13 @@ def elementwise_of(param: Tensor, state: Mapping[str, Any], counters: Iterable[s
 def translate_state_dicts(optimizer: Optimizer) -> None:
     """Have ``optimizer.state_dict()`` and ``load_state_dict()`` translate to DTensors and back, from now on.
 
-    State that was loaded before becomes shards. Collective if that state has DTensors.
+    The first step of an optimizer over sharded parameters does so by itself. Before it, only optimizers that make state
+    when they are built (``Adagrad``) have anything to translate.
+
+    optimizer  of ``torch.optim``. State that was loaded before becomes shards: DTensors of any ranks, and tensors of
+               the whole parameter's shape
+
+    Collective if there is state. Raises ``ValueError`` on all ranks if one rank's state fits no shard, or ranks differ.
     """
     if _after_saving in optimizer._optimizer_state_dict_post_hooks.values():
         return
@@ -54,7 +62,9 @@ def translate_state_dicts(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(_before_loading)
     with torch.no_grad():
         known = {param: optimizer.state[param] for param in _params_of(optimizer) if param in optimizer.state}
-        optimizer.state.update(_to_shards(known))
+        if known:
+            _check_fits(optimizer, known, [])
+            optimizer.state.update(_to_shards(known))
 
 
 @torch.no_grad()
@@ -98,6 +108,11 @@ def _check_loadable(
     complaints = []
     if here != there:
         complaints.append(f"the state dict has groups of {there} parameters, and this optimizer has groups of {here}")
+    _check_fits(optimizer, states, complaints)
+
+
+def _check_fits(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]], complaints: list[str]) -> None:
+    """The same for ``states`` alone, where this rank has ``complaints`` already. Collective."""
     translated = _to_translate(states)
     said: dict[ShardedParameter, str] = {}
     for param in _params_of(optimizer):

@@ -1,17 +1,13 @@
-"""Hooks around every optimizer's ``step``, ``state_dict`` and ``load_state_dict``.
+"""Hooks around every optimizer's ``step``, which torch offers.
 
 Before a step: a step over gradients that are not complete raises, and so does a step over parameters of before
-``fully_shard``, which no forward uses. After a step the units of the changed shards are to be gathered again: fused
-optimizers do not raise the version of tensors that they write.
-
-torch has global hooks of steps. Hooks of state dicts are registered on one optimizer, and torch does not tell when an
-optimizer is built. So ``state_dict`` and ``load_state_dict`` of torch's base class are replaced by functions that
-register the hooks of ``optimizer_state.py`` first.
+``fully_shard``, which no forward uses. State that was loaded becomes shards. After a step the units of the changed
+shards are to be gathered again: fused optimizers do not raise the version of tensors that they write.
 """
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...ddp.buckets.iteration_ends import discard_iteration, is_watched, note_optimizer, note_step
+from ...ddp.buckets.iteration_ends import is_watched, note_step
 from ...ddp.optimizer.param_groups import is_elementwise, why_not_over
 from ...ddp.stock.optimizer import after_closure
+from ...ddp.stock.sharded_grad import step_began, step_ended
 from ...ddp.stock.skipped_steps import prepare_skippable_step
-from ..tensors.gradient import step_began, step_ended
 from ..tensors.parameter import ShardedParameter
 from .optimizer_state import translate_state_dicts
 
@@ -59,34 +55,6 @@ def watch_optimizers() -> None:
     """Install the hooks, once in a process."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    for verb in ("state_dict", "load_state_dict"):
-        setattr(Optimizer, verb, _translating(getattr(Optimizer, verb)))
-    Optimizer.zero_grad = _noting(Optimizer.zero_grad)  # type: ignore[method-assign]
-
-
-def _translating(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """``verb``, a method of ``Optimizer``, that first registers the hooks on an optimizer over shards."""
-
-    @functools.wraps(verb)
-    def translating(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if any(_BUCKET in param.__dict__ for param in _params_of(optimizer)):
-            translate_state_dicts(optimizer)
-        return verb(optimizer, *args, **kwargs)
-
-    return translating
-
-
-def _noting(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """``Optimizer.zero_grad`` that also tells watchers that the gradients of shards are gone."""
-
-    @functools.wraps(zero_grad)
-    def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        zero_grad(optimizer, *args, **kwargs)
-        for model in _models_of(_buckets_of(optimizer)) if is_watched() else ():
-            note_optimizer(model)
-            discard_iteration(model)
-
-    return noting
 
 
 def _models_of(buckets: Sequence["ShardedBucket"]) -> list[nn.Module]:
@@ -117,7 +85,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     buckets = _buckets_of(optimizer)
     if buckets:
         _check_class(optimizer, buckets)
-    if buckets:
         translate_state_dicts(optimizer)
         prepare_skippable_step(optimizer)
     begin = functools.partial(_begin, optimizer, buckets)

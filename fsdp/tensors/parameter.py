@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...ddp.contract.torch_fsdp import is_asking
+from ...ddp.stock.shard_info import ShardInfo, local_shape
+from ...ddp.stock.sharded_grad import adopt_grad
 from ...ddp.torch_internals import (
     disabled_torch_function,
     grad_of_tensor,
@@ -20,8 +22,6 @@ from ...ddp.torch_internals import (
     make_subclass,
     tree_leaves,
 )
-from .gradient import adopt_grad
-from .shard_info import ShardInfo, local_shape
 
 __all__ = [
     "ShardInfo",

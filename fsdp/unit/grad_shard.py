@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...ddp.collectives.reduction import GradReduction
-from ..tensors.gradient import (
+from ...ddp.stock.sharded_grad import (
     PlaceholderGrad,
     ShardedGrad,
     being_reduced,
@@ -56,6 +56,8 @@ class GradShard:
         self._device = device
         self.settle: Callable[[], None] | None = None
         """Waits for the bucket's reduction. ``GradRounds`` sets it; the function refers to ``GradRounds`` weakly."""
+        self.has_scaler = False
+        """A loss scaler has unscaled ``.grad``: an optimizer steps, unless the scaler skips its step."""
         self._total: Tensor | None = None
         self._partial: Tensor | None = None
         self._shown: Tensor | None = None  # what .grad are views of: total, or its copy
@@ -166,6 +168,10 @@ class GradShard:
         """Wait for a reduction into the sums, because the program is about to read or change ``.grad``."""
         if self in being_reduced and self.settle is not None:
             self.settle()
+
+    def note_scaler(self) -> None:
+        """A loss scaler unscales ``.grad``."""
+        self.has_scaler = True
 
     def publish(self) -> None:
         """Copy the sums to ``.grad``, if the shard has another dtype or device than the sums."""

@@ -10,7 +10,7 @@ from ...ddp import DistributedDataParallel, DistributedOptimizer
 from ...ddp.buckets.wiring import WiredParam
 from ...ddp.optimizer.param_groups import assign_groups, check_options, is_fused
 from ...ddp.stock.optimizer import after_closure
-from ...fsdp import FSDPModule
+from ...fsdp import FSDPModule, translate_state_dicts
 from ...fsdp.module import root_of
 
 __all__ = ["make_optimizer"]
@@ -80,6 +80,7 @@ def make_optimizer(
     check_options(optimizer_class, options, param_groups)
     optimizer: Any = optimizer_class(_groups(model, param_groups), **options)
     optimizer.grad_norm = None
+    translate_state_dicts(optimizer)
     if max_grad_norm is not None:
         _clip_in_step(optimizer, max_grad_norm)
     return optimizer

@@ -49,9 +49,9 @@ REMEDIES: dict[Cause, str] = {
     Cause.NOT_FINITE: "find the operation (torch.autograd.detect_anomaly), or keep such rows out of the batch",
     Cause.UNEVEN_BATCH: "choose a batch that ranks times microbatches divides, or drop the last rows (drop_last=True)",
     Cause.SUM: "return the mean over the batch; or keep the sum, set calculate_per_token_loss=True and call "
-    "finish_grad_sync(num_tokens)",
+    "set_num_tokens(n)",
     Cause.WEIGHTED_MEAN: "return the sum over what is counted (tokens), set calculate_per_token_loss=True and call "
-    "finish_grad_sync(num_tokens); or divide by the mean number over all ranks and microbatches",
+    "set_num_tokens(num_tokens); or divide by the mean number over all ranks and microbatches",
     Cause.BATCH_EDITED: "compute a new tensor in forward instead of changing the argument in place",
     Cause.RANDOM: "none needed where each rank is seeded by its number: ranks then draw their own numbers. What ranks "
     "must draw alike takes a generator that all seed alike",

@@ -27,7 +27,7 @@ from ...ddp.plan.parallel_marks import is_marked_expert
 from ...ddp.torch_internals import checkpointed_regions, current_backward
 from ..recipes import DelayedScaling, amax_group_now
 from .amax_history import NONE_YET, OPERANDS, Roll, commit, select
-from .lone_modules import watch_steps
+from .lone_modules import drop_amaxes, was_skipped, watch_steps
 from .product_scaling import ProductScaling, ScalingUse
 
 __all__ = ["ScaledModule", "refused", "update_scales"]
@@ -89,18 +89,19 @@ class ScaledModule:
                     f"{self.describe()}: DelayedScaling in a reentrant checkpoint of a module without a wrapper, whose "
                     f"scales would change between the two forwards: use torch.utils.checkpoint(use_reentrant=False)"
                 )
-            watch_steps(self)
+            watch_steps(self, use)
             if use.recorded and not use.awaited:
                 use.recipe, use.group = recipe, amax_group_now()
                 self._end_own_iteration(use, history)
         return ProductScaling(recipe, scales, product, history, use, waits=waits)
 
     def _end_own_iteration(self, use: ScalingUse, history: Tensor) -> None:
-        """Without a wrapper: the iteration of the last backward is over. It was none if all was frozen for it alone."""
-        if use.frozen and any(weight.requires_grad for weight in _weights(self)):
-            with torch.no_grad():
-                history[0].fill_(NONE_YET)
-            use.recorded = False
+        """Without a wrapper: the iteration of the last backward is over.
+
+        It was none if all was frozen for it alone, or if its step was skipped.
+        """
+        if (use.frozen and any(weight.requires_grad for weight in _weights(self))) or was_skipped(use):
+            drop_amaxes(use, history)
         else:
             update_scales([self], ())
         use.frozen = False

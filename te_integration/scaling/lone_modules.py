@@ -1,7 +1,12 @@
 """Modules without a wrapper: the amaxes of a backward are dropped where its step is skipped.
 
 Without a wrapper nothing ends an iteration but the module's next forward, which moves on the amaxes of the last
-backward. Until then an optimizer over the module's weights may clear their gradients without having stepped.
+backward. By then a step was skipped if the backward had left ``.grad`` of all trained weights, every ``.grad`` is None
+again, no optimizer has stepped, and no weight has changed. A fused kernel decides on the device: torch's hook of steps
+has its answer.
+
+A program may also update weights past their versions (``weight.data``), with an optimizer over copies. It looks as if
+it skipped every step: such steps are dropped ``MOST_UNSEEN`` times, unless an optimizer was seen to step.
 """
 
 import functools
@@ -15,47 +20,54 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .amax_history import NONE_YET
-from .product_scaling import ScalingUse
+from .product_scaling import ScalingUse, versions_of
 
-__all__ = ["watch_steps"]
+__all__ = ["MOST_UNSEEN", "drop_amaxes", "was_skipped", "watch_steps"]
+
+MOST_UNSEEN = 16
+"""A scaler that begins with 2^16 skips at most so many steps before the first one."""
 
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def watch_steps(module: nn.Module) -> None:
-    """From now on, drop the amaxes that this ``ScaledModule`` got in backwards whose step is skipped."""
+def watch_steps(module: nn.Module, use: ScalingUse) -> None:
+    """From now on, ``was_skipped`` tells whether the step after a backward of this ``ScaledModule`` was skipped."""
+    _watch_optimizers()
     if module not in _watched:
-        _watch_optimizers()
         _watched.add(module)
+    if use.weights_now is None:
+        use.weights_now = functools.partial(_trained_weights, weakref.ref(module))
+
+
+def was_skipped(use: ScalingUse) -> bool:
+    """Before a forward: whether the gradients of the last backward were cleared without a step."""
+    before, now = use.weights_before, use.weights_now
+    if before is None or now is None:
+        return False
+    weights = now()
+    if any(weight.grad is not None for weight in weights) or before != versions_of(weights):
+        return False
+    if not use.optimized:
+        use.num_unseen += 1
+    return use.num_unseen <= MOST_UNSEEN
+
+
+@torch.no_grad()
+def drop_amaxes(use: ScalingUse, history: Tensor) -> None:
+    """Forget the amaxes of the last backward."""
+    history[0].fill_(NONE_YET)
+    use.recorded = False
 
 
 @functools.cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    clear, unscale = Optimizer.zero_grad, torch.amp.GradScaler._unscale_grads_
-
-    @functools.wraps(clear)
-    def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        clear(optimizer, *args, **kwargs)
-        for use, history in _trained_by(optimizer):
-            if use.optimized and not use.stepped:
-                _drop(use, history)
-
-    @functools.wraps(unscale)
-    def unscale_grads(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for use, _ in _trained_by(optimizer):
-            use.optimized = True
-        return unscale(scaler, optimizer, *args, **kwargs)
-
-    # torch has no hooks for these.
-    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign, assignment]
-    torch.amp.GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign, assignment]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     found_inf: Tensor | None = vars(optimizer).get("found_inf")
     for use, history in _trained_by(optimizer):
-        use.optimized = use.stepped = True
+        use.note_step()
         if found_inf is not None:
             with torch.no_grad():
                 history[0].masked_fill_(found_inf.to(history.device) != 0, NONE_YET)
@@ -72,7 +84,7 @@ def _trained_by(optimizer: Optimizer) -> Iterator[tuple[ScalingUse, Tensor]]:
             yield module._scaling_use, module._buffers["fp8_amax_history"]
 
 
-@torch.no_grad()
-def _drop(use: ScalingUse, history: Tensor) -> None:
-    history[0].fill_(NONE_YET)
-    use.recorded = False
+def _trained_weights(reference: "weakref.ref[Any]") -> list[Tensor]:
+    module = reference()
+    found = () if module is None else (module._parameters.get(name) for name in module.weight_names)
+    return [weight for weight in found if weight is not None and weight.requires_grad]

@@ -1,6 +1,7 @@
 """``ProductScaling``: scales of one product in one forward and its backwards, and where their amaxes are recorded."""
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from ...kernels.quantized import QuantSpec
 from ..recipes import DelayedScaling, Operand, amax_group_now
 from .amax_history import OPERANDS, AmaxRow, commit, commit_after_backward
 
-__all__ = ["ProductScaling", "ScalingUse"]
+__all__ = ["ProductScaling", "ScalingUse", "versions_of"]
 
 
 class _Graph:
@@ -33,8 +34,14 @@ class ScalingUse:
         """Row 0 may hold amaxes: those of this process, or of a state that was loaded."""
         self.frozen = False
         """All of these are of backwards in which nothing of the module was trained."""
-        self.optimized = self.stepped = False
-        """Without a wrapper: whether an optimizer was seen, and whether it has stepped since the last backward."""
+        self.weights_now: Callable[[], Sequence[Tensor]] | None = None
+        """Without a wrapper: the module's trained weights."""
+        self.weights_before: Sequence[tuple[int, int]] | None = None
+        """Their versions after the last backward. None: it has left no ``.grad`` in some, or a step has come."""
+        self.optimized = False
+        """Without a wrapper: whether an optimizer was seen to step."""
+        self.num_unseen = 0
+        """Steps that seem to be skipped, while no optimizer was seen."""
         self.rows: list[AmaxRow] = []
         """In a wrapper: of forwards since the last end of an iteration."""
         self.awaited: weakref.WeakSet[_Graph] = weakref.WeakSet()
@@ -58,16 +65,28 @@ class ScalingUse:
     def note_recorded(self, row: AmaxRow, *, frozen: bool = False) -> None:
         """A row is in row 0 of the history now."""
         self.frozen = frozen and (self.frozen or not self.recorded)
-        self.recorded, self.stepped = True, False
+        self.recorded = True
         self.recipe, self.group = row.recipe, row.group
+        weights = () if self.weights_now is None else self.weights_now()
+        shows = bool(weights) and all(weight.grad is not None for weight in weights)
+        self.weights_before = versions_of(weights) if shows else None
+
+    def note_step(self) -> None:
+        """An optimizer steps over the module's weights."""
+        self.optimized, self.weights_before = True, None
 
     def note_loaded(self) -> None:
         """Other amaxes are in row 0."""
-        self.recorded, self.frozen, self.stepped = True, False, True
+        self.recorded, self.frozen, self.weights_before = True, False, None
         self.rows = [row for row in self.rows if row.waits]
 
     def __reduce__(self) -> Any:
         return ScalingUse, ()  # a copied module has its own graphs, group and wrapper
+
+
+def versions_of(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """They change where a weight is changed or replaced."""
+    return [(id(weight), weight._version) for weight in weights]
 
 
 class ProductScaling:

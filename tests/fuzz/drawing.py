@@ -377,6 +377,7 @@ def _ddp(dice: Dice) -> Ddp:
         max_grad_norm=dice.chance(0.5),
         clips=dice.one_of({"torch": 6, "library": 3, "too early": 0.3}),
         zero=dice.one_of({"model.zero_grad_buffer()": 3, "model.zero_grad()": 1, "optimizer.zero_grad()": 1}),
+        plain_loop=dice.chance(0.5),
     )
 
 

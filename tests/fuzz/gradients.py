@@ -70,7 +70,11 @@ CHANGES = {
 def shows(iteration: Iteration, wrapper: object) -> bool:
     """Whether ``.grad`` is there to be read, before it is clipped."""
     if isinstance(wrapper, Ddp):
-        return wrapper.stock and wrapper.clips == "torch" and iteration.outcome == "step"
+        return (
+            (wrapper.stock or (wrapper.plain_loop and not wrapper.sharded))
+            and wrapper.clips == "torch"
+            and iteration.outcome == "step"
+        )
     return iteration.outcome in ("step", "accumulate")
 
 

@@ -61,6 +61,11 @@ class Pen:
         return self.phase.wrapper if isinstance(self.phase.wrapper, Ddp) and not self.plain else None
 
     @property
+    def exposes(self) -> bool:
+        """torch's own optimizer steps, and the program says so to the wrapper."""
+        return self.ddp is not None and self.ddp.stock and not self.ddp.plain_loop
+
+    @property
     def fsdp(self) -> Fsdp | None:
         """Likewise."""
         return self.phase.wrapper if isinstance(self.phase.wrapper, Fsdp) and not self.plain else None

@@ -108,6 +108,8 @@ class Ddp:
     """Who clips exposed gradients: "torch"; the "library", before, or after where they are
     scaled; or torch "too early", before they are exposed."""
     zero: str = "model.zero_grad_buffer()"
+    plain_loop: bool = False
+    """The program names no method of the wrapper from the last backward to the next iteration."""
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def _ddp(program: Program, phase: Phase, wrapper: Ddp) -> Ddp:
         wrapper = replace(wrapper, max_grad_norm=False)
     if not wrapper.stock or phase.clip is None:
         wrapper = replace(wrapper, clips="torch")
-    elif program.model.variants > 1:
+    elif program.model.variants > 1 and not wrapper.plain_loop:
         wrapper = replace(wrapper, clips="library")  # torch's norm is of what one rank holds, and refused
     elif program.optimizer.scaled and wrapper.clips == "too early":
         wrapper = replace(wrapper, clips="torch")
@@ -175,6 +175,9 @@ def _ddp(program: Program, phase: Phase, wrapper: Ddp) -> Ddp:
         wrapper = replace(wrapper, group="default")
     zeros = ("model.zero_grad_buffer()", "model.zero_grad()", "optimizer.zero_grad()")
     zero = wrapper.zero if wrapper.zero in zeros else zeros[0]
+    if wrapper.plain_loop:
+        zero = zeros[-1]
+        wrapper = replace(wrapper, clips="torch" if wrapper.clips == "too early" else wrapper.clips)
     return replace(wrapper, find_unused=wrapper.find_unused and wrapper.overlap, zero=zero)
 
 
@@ -250,6 +253,8 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
         iteration = replace(iteration, second="together")
     no_sync = iteration.no_sync
     early = wrapper.overlap if isinstance(wrapper, Ddp) else delays or wrapper.stepping_hooks
+    if isinstance(wrapper, Ddp) and wrapper.plain_loop:
+        early = wrapper.overlap and (delays or any(micro.ranks is not None for micro in micros))  # reduced by all
     if no_sync == "forgotten" and (early or outcome in ("given up", "fails")):
         no_sync = "backward"
     overflow = _some(iteration.overflow, phase.ranks) if program.optimizer.scaled and outcome == "step" else ()
@@ -300,6 +305,8 @@ def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
         if stays and not steps and _delays(program, phase):
             return "finish"
         return "finish" if iteration.finish == "finish" else "nothing"
+    if wrapper.plain_loop:
+        return "finish"
     if iteration.finish == "start" and (
         wrapper.stock
         or wrapper.per_token
@@ -338,7 +345,7 @@ def _way(program: Program, phase: Phase, iteration: Iteration, begins: bool) -> 
 def _projects(program: Program, phase: Phase) -> bool:
     """``autograd.grad`` has the gradients of all parameters, on all ranks."""
     wrapper = phase.wrapper
-    if isinstance(wrapper, Ddp) and (wrapper.per_token or wrapper.find_unused):
+    if isinstance(wrapper, Ddp) and (wrapper.per_token or wrapper.find_unused or wrapper.plain_loop):
         return False
     if _steps_in_hooks(wrapper) or _delays(program, phase) or "reentrant" in _recomputes(program.model):
         return False
@@ -349,6 +356,8 @@ def _changes_grads(program: Program, phase: Phase, iteration: Iteration) -> bool
     wrapper = phase.wrapper
     if not shows(iteration, wrapper) or program.optimizer.scaled:
         return False
+    if iteration.change == "none" and isinstance(wrapper, Ddp) and not wrapper.stock:
+        return False  # None is zero there: decay and momentum go on
     if iteration.change == "sign" and not _is_precise(program):
         return False
     if iteration.change == "normalised":  # norms of experts' gradients cover all ranks' experts
@@ -369,7 +378,7 @@ def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str
     wrapper, one_model = phase.wrapper, program.model.variants == 1
     if iteration.overflow or program.optimizer.scaled:
         return
-    stock = isinstance(wrapper, Ddp)  # whose .grad is what the rank has
+    stock = isinstance(wrapper, Ddp) and not wrapper.plain_loop  # whose .grad is what the rank has
     if not shows(iteration, wrapper):
         reduced = iteration.outcome == "step" and iteration.finish != "start"
         if reduced and isinstance(wrapper, Ddp) and wrapper.sharded and one_model and iteration.reads:
@@ -398,7 +407,7 @@ def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bo
         return "plain"
     if pattern in NO_GRADIENT_OF_LOSS and program.optimizer.name == "LBFGS":  # which searches along the loss
         return "plain"
-    if pattern == "added" and (isinstance(wrapper, Fsdp) or (last and wrapper.find_unused)):
+    if pattern == "added" and (isinstance(wrapper, Fsdp) or (last and (wrapper.find_unused or wrapper.plain_loop))):
         return "plain"
     recomputes = _recomputes(model)
     if pattern in INPUT_PATTERNS and (model.stem == "lookup" or program.dtype in ROUNDED):
@@ -452,6 +461,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
         return None
     if kind == "put by hand" and program.model.frozen_stem and program.model.tie == "embedding":
         return None  # the head's weight is not trained
+    if kind == "put by hand" and not fsdp and phase.wrapper.plain_loop:
+        return None  # behind a backward it is the gradient, as in plain PyTorch
     if kind == "unwrapped" and program.dtype == "bfloat16":  # whose masters go with the wrapper
         return None
     if kind in ("snapshot", "rollback") and _steps_in_hooks(phase.wrapper):

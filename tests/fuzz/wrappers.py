@@ -186,7 +186,10 @@ def _unit_options(unit: UnitOf) -> str:
 
 def write_finish(pen: Pen, iteration: Iteration) -> None:
     """Gradients are complete, on all ranks."""
-    if pen.ddp:
+    if pen.ddp and pen.ddp.plain_loop:
+        if pen.sums:
+            pen("model.set_num_tokens(tokens)")
+    elif pen.ddp:
         if "start" in iteration.finish:
             pen("model.start_grad_sync()")
         if iteration.finish != "start":
@@ -204,7 +207,7 @@ def write_zero(pen: Pen, complete: bool = True) -> None:
         pen("model.zero_grad()")
         return
     pen(pen.phase.wrapper.zero)
-    if pen.ddp and pen.ddp.stock and not pen.ddp.zero.startswith("model"):
+    if pen.exposes and not pen.ddp.zero.startswith("model"):
         pen("model.zero_grad_buffer()")
 
 
@@ -214,7 +217,7 @@ def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
     if pen.fsdp and pen.fsdp.stepping_hooks:
         return
     clips_late = ddp is None or ddp.clips == "torch" or wanted.scaled  # unscaled where they are exposed
-    if ddp and ddp.stock and clips_late:
+    if pen.exposes and clips_late:
         pen("model.expose_grads()")
     write_gradients(pen, iteration, name)
     if iteration.way == "two halves":
@@ -222,10 +225,10 @@ def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
     if clip is not None and not (ddp and ddp.max_grad_norm):
         if wanted.scaled:
             pen("scaler.unscale_(optimizer)")
-        ours = ddp is not None and not (ddp.stock and ddp.clips != "library")
+        ours = ddp is not None and not ((ddp.stock or ddp.plain_loop) and ddp.clips != "library")
         called = "clip_grad_norm(model" if ours else f"torch.nn.utils.clip_grad_norm_({pen.owner}.parameters()"
         pen(f"norm = {called}, {clip})")
-    if ddp and ddp.stock and not clips_late:
+    if pen.exposes and not clips_late:
         pen("model.expose_grads()")
     if wanted.scaled:
         pen("scaler.step(optimizer)", "scaler.update()")
@@ -247,9 +250,11 @@ def write_unseen_iteration(pen: Pen, data: str) -> None:
     pen.backward(f"loss_of({pen.forward(data)})")
     if pen.delays:
         pen.drain()
-    if not pen.fsdp or pen.delays:
+    if pen.ddp and pen.ddp.plain_loop:
+        pass
+    elif not pen.fsdp or pen.delays:
         pen("model.finish_grad_sync()")
-    if pen.ddp and pen.ddp.stock:
+    if pen.exposes:
         pen("model.expose_grads()")
     pen("optimizer.step()")
     if pen.program.optimizer.schedule != "no":
@@ -264,7 +269,9 @@ def write_first_half(pen: Pen, step: int) -> None:
         pen("(loss / size).backward()" if pen.plain else "loss.backward()")
     if pen.delays:
         pen.drain()
-    if pen.ddp:
+    if pen.ddp and not pen.exposes:
+        pass
+    elif pen.ddp:
         pen("model.finish_grad_sync()", "model.expose_grads()")
     elif pen.delays:
         pen("model.finish_grad_sync()")
@@ -279,7 +286,7 @@ def write_end_of_closure(pen: Pen, iteration: Iteration) -> None:
     write_finish(pen, iteration)
     if pen.plain:
         pen(f"zeros_where_none({pen.owner})")
-    if pen.ddp:
+    if pen.exposes:
         pen("model.expose_grads()")
     if not pen.searches:
         pen("return loss")

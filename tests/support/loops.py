@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.stock.shown_grad import ShownGrad
 from maingrad.te_integration import Linear
 
 FEATURES = 8
@@ -86,3 +87,8 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         assert actual[name].dtype == value.dtype, name
         assert torch.equal(actual[name], value), f"{name}: {(actual[name] - value).abs().max()}"
+
+
+def has_no_own_grad(param: Tensor) -> bool:
+    """Whether autograd has left nothing in ``.grad``: it is None, or shows the wrapper's gradient and has no memory."""
+    return param.grad is None or isinstance(param.grad, ShownGrad)

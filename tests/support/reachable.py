@@ -28,11 +28,16 @@ def reachable_tensors(*roots: Any) -> list[Tensor]:
             stack += [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
             stack += [thing.__defaults__, thing.__kwdefaults__, vars(thing)]
             continue
-        if isinstance(thing, Tensor):
+        if isinstance(thing, Tensor) and not has_no_memory(thing):
             found.append(thing)
             stack += [thing.grad, thing._base]
         stack += gc.get_referents(thing)
     return found
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """A shape alone: a ``.grad`` that was not read yet, whose storage has a size and no memory."""
+    return type(tensor).__name__ == "ShownGrad"
 
 
 def nbytes_of(tensors: list[Tensor]) -> int:
@@ -43,4 +48,6 @@ def nbytes_of(tensors: list[Tensor]) -> int:
 
 def live_nbytes() -> int:
     """Bytes of all storages that any tensor in Python refers to."""
-    return nbytes_of([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
+    return nbytes_of(
+        [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not has_no_memory(thing)]
+    )

@@ -336,12 +336,31 @@ def test_zero_gradients_are_left_as_they_are() -> None:
     assert not any(grad.any() for grad in ddp.reduced_grads())
 
 
-def test_a_norm_before_the_reduction_and_a_limit_of_zero_are_refused() -> None:
+def test_a_limit_of_zero_is_refused() -> None:
     ddp = wrap(make_net())
     loss_of(ddp, batch_of(0, 0, torch.float32)).backward()
-    with pytest.raises(RuntimeError, match=r"the gradient norm before finish_grad_sync\(\)"):
-        clip_grad_norm(ddp, 1.0)
-    ddp.finish_grad_sync()
     for limit in (0.0, -1.0):
         with pytest.raises(ValueError, match="max_norm must be positive"):
             clip_grad_norm(ddp, limit)
+
+
+@pytest.mark.parametrize("config", [{}, {"overlap_grad_reduce": True}, ZERO1], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sampled(6)
+def test_a_norm_finishes_the_iteration(ranks: int, config: dict[str, Any]) -> None:
+    """Ours as torch's: in fp64 that of plain PyTorch over all ranks' batches."""
+    batches = [batch_of(0, rank, torch.float64) for rank in range(ranks)]
+
+    def norms_of() -> list[Tensor]:
+        found = []
+        for clip in (clip_grad_norm, lambda ddp, max_norm: nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)):
+            ddp = wrap(make_net(torch.float64), **config)
+            loss_of(ddp, batches[dist.get_rank()]).backward()
+            found.append(clip(ddp, 1.0))
+        return found
+
+    plain = make_net(torch.float64)
+    sum(loss_of(plain, batch) / ranks for batch in batches).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    for found in simulate(norms_of, ranks):
+        torch.testing.assert_close(found, [expected.double()] * 2, rtol=1e-12, atol=0)

@@ -127,7 +127,7 @@ def segments_here(config: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
     groups = [{"params": "*.bias"}, {"params": "1.weight"}]
     optimizer = DistributedOptimizer(wrap(model, use_distributed_optimizer=True, **config), param_groups=groups)
     found: dict[int, list[tuple[int, int, int]]] = {}
-    for segment in optimizer._segments:
+    for segment in optimizer.segments:
         found.setdefault(id(segment.flat.params), []).append(
             (segment.start, segment.end, segment.flat.owned_params.numel())
         )

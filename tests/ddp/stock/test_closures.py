@@ -1,6 +1,6 @@
 """Optimizers that compute gradients themselves: closures, LBFGS, and steps of two halves (SAM).
 
-Under every wrapper the result is right, or an error says what the closure lacks.
+Under every wrapper the result is right, or an error says why there is none.
 """
 
 from collections.abc import Callable
@@ -49,12 +49,17 @@ def averaged(loss: Tensor) -> Tensor:
     return total / RANKS
 
 
-def ddp_closure(model: Any, exposes: bool = True) -> Callable[[], Tensor]:
+def ddp_closure(model: Any, optimizer: torch.optim.Optimizer | None = None) -> Callable[[], Tensor]:
+    """A plain closure; without ``optimizer`` one with the calls that nobody needs."""
+
     def closure() -> Tensor:
-        model.zero_grad_buffer()
+        if optimizer is None:
+            model.zero_grad_buffer()
+        else:
+            optimizer.zero_grad()
         loss = model(batch(dist.get_rank())).square().mean()
         loss.backward()
-        if exposes:
+        if optimizer is None:
             model.finish_grad_sync()
             model.expose_grads()
         return averaged(loss)
@@ -78,15 +83,17 @@ def plainly_trained(make: Callable[[Any], torch.optim.Optimizer]) -> list[Tensor
     return [param.detach() for param in net.parameters()]
 
 
+@pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("keyword", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled(4)
-def test_a_closure_that_exposes_trains_as_in_plain_pytorch(name: str, keyword: bool) -> None:
+@pytest.mark.sampled(8)
+def test_a_closure_trains_as_in_plain_pytorch(name: str, keyword: bool, called: bool) -> None:
     def train() -> list[Tensor]:
-        model = DistributedDataParallel(make_net())
+        model = DistributedDataParallel(make_net(), DistributedDataParallelConfig(overlap_grad_reduce=keyword))
         optimizer = OPTIMIZERS[name](model.parameters())
+        closure = ddp_closure(model, None if called else optimizer)
         for _ in range(3):
-            loss = optimizer.step(closure=ddp_closure(model)) if keyword else optimizer.step(ddp_closure(model))  # type: ignore[arg-type]
+            loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)  # type: ignore[arg-type]
             assert loss is not None
         return [param.detach() for param in model.parameters()]
 
@@ -95,17 +102,30 @@ def test_a_closure_that_exposes_trains_as_in_plain_pytorch(name: str, keyword: b
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "LBFGS"])
-def test_a_closure_that_does_not_expose_is_refused_before_anything_is_updated(name: str) -> None:
-    def refuse() -> None:
-        model = DistributedDataParallel(make_net())
-        before = [param.detach().clone() for param in model.parameters()]
-        optimizer = OPTIMIZERS[name](model.parameters())
-        with pytest.raises(RuntimeError, match=r"expose_grads\(\).*\(a closure ends with them"):
-            optimizer.step(ddp_closure(model, exposes=False))
-        assert all(map(torch.equal, before, model.parameters()))
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_closure_may_leave_the_last_reduction_to_the_step(name: str) -> None:
+    """All its backwards are under ``no_sync``, so that ``.grad`` shows nothing when it returns."""
 
-    simulate(refuse, RANKS)
+    def train() -> list[Tensor]:
+        model = DistributedDataParallel(make_net())
+        optimizer = OPTIMIZERS[name](model.parameters())
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss = model(batch(dist.get_rank())).square().mean()
+                loss.backward()
+            assert all(param.grad is None for param in model.parameters())
+            return averaged(loss)
+
+        for _ in range(3):
+            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.zero_grad()
+        return [param.detach() for param in model.parameters()]
+
+    expected = plainly_trained(OPTIMIZERS[name])
+    for found in simulate(train, RANKS):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_sharded_optimizer_takes_none_and_says_what_to_do() -> None:
@@ -208,7 +228,7 @@ def test_a_step_of_two_halves_is_plain_pytorchs_under_both_wrappers() -> None:
         optimizer = sam(model.parameters())
         for _ in range(3):
             for half in (optimizer.climb, optimizer.descend):
-                ddp_closure(model)()
+                ddp_closure(model, optimizer)()
                 half()
         return [param.detach() for param in model.parameters()]
 
@@ -247,9 +267,11 @@ def data_of_its_own(param: Any) -> None:
     param.grad.data = torch.full_like(param, 0.25)
 
 
+@pytest.mark.parametrize("plainly", [True, False])
 @pytest.mark.parametrize("change", [none, other, through_data, data_of_its_own])
-def test_what_is_done_to_an_exposed_gradient_is_stepped_and_gone_in_the_next_iteration(
-    change: Callable[[Any], None],
+@pytest.mark.sampled(8)
+def test_what_is_done_to_a_gradient_is_stepped_and_gone_in_the_next_iteration(
+    change: Callable[[Any], None], plainly: bool
 ) -> None:
     def steps(model: Any, params: list[Any], optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor]) -> None:
         for step in range(3):
@@ -265,7 +287,7 @@ def test_what_is_done_to_an_exposed_gradient_is_stepped_and_gone_in_the_next_ite
     def train() -> list[Tensor]:
         model = DistributedDataParallel(make_net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-        steps(model, list(model.parameters()), optimizer, ddp_closure(model))
+        steps(model, list(model.parameters()), optimizer, ddp_closure(model, optimizer if plainly else None))
         return [param.detach() for param in model.parameters()]
 
     def train_sharded() -> list[Tensor]:

@@ -33,12 +33,16 @@ class Job:
     """A model on two ranks and its optimizer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, sharded: bool = True, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
+        self.net = self.make_net().to(dtype)
         self.dtype = dtype
         config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **options)
         self.model = DistributedDataParallel(self.net, config)
         self.optimizer = DistributedOptimizer(self.model, lr=0.1)
+
+    @staticmethod
+    def make_net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 3))
 
     def backward(self, step: int = 0) -> None:
         self.model(batch(step, dist.get_rank()).to(self.dtype)).square().mean().backward()
@@ -145,8 +149,7 @@ def test_the_other_remedy_writes_parameters() -> None:
         job.step(9)
         return job.weights()
 
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 3))
+    plain = Job.make_net()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     slow = [param.detach().clone() for param in plain.parameters()]
     for step in (0, 1, 2, 3, 9):
@@ -164,13 +167,38 @@ def test_the_other_remedy_writes_parameters() -> None:
 # ---- .grad. ----
 
 
-def test_a_gradient_that_nobody_reads_is_refused() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("moment", ["at once", "after a read"])
+def test_a_whole_gradient_that_is_put_in_place_of_another_is_stepped(moment: str, overlap: bool) -> None:
+    def program(job: Job) -> list[Tensor]:
+        for step in range(3):
+            job.model(batch(step, dist.get_rank())).square().mean().backward()
+            if moment == "after a read":
+                clip_grad_norm_(job.net.parameters(), 0.1)
+            if step == 1:
+                job.net[0].weight.grad = torch.full_like(job.net[0].weight, 0.25)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        job.forward()
+        return job.weights()
+
+    plain = Job.make_net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(3):
+        (sum(plain(batch(step, rank)).square().mean() for rank in range(RANKS)) / RANKS).backward()
+        if moment == "after a read":
+            clip_grad_norm_(plain.parameters(), 0.1)
+        if step == 1:
+            plain[0].weight.grad = torch.full_like(plain[0].weight, 0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in on_each(program, overlap_grad_reduce=overlap):
+        torch.testing.assert_close(found, [param.detach() for param in plain.parameters()], rtol=1e-4, atol=1e-4)
+
+
+def test_a_gradient_of_a_master_that_nobody_reads_is_refused() -> None:
     def program(job: Job) -> None:
         job.backward()
-        job.net[0].weight.grad = torch.zeros_like(job.net[0].weight)
-        with pytest.raises(RuntimeError, match=r"put a gradient into \.grad of parameter '0\.weight'.*add_grad"):
-            job.optimizer.step()
-        job.net[0].weight.grad = None
         for master in job.masters():
             master.grad = torch.zeros_like(master)
         with pytest.raises(RuntimeError, match=r"\.grad of a tensor of optimizer\.param_groups.*reduced_grads\(\)"):
@@ -179,13 +207,19 @@ def test_a_gradient_that_nobody_reads_is_refused() -> None:
     on_each(program)
 
 
-def test_clipping_of_masters_is_refused() -> None:
-    """They have no ``.grad``: the norm would be 0."""
+def test_clipping_of_masters_clips_the_whole_model() -> None:
+    """Lightning clips the tensors of ``optimizer.param_groups``, of which each rank has its own."""
 
     def program(job: Job) -> None:
-        job.backward()
-        with pytest.raises(RuntimeError, match=r"clip_grad_norm_ over the tensors of a Distributed.*max_grad_norm="):
-            clip_grad_norm_(job.masters(), 1.0)
+        twin = Job()
+        for each in (job, twin):
+            each.backward()
+        expected = clip_grad_norm_(list(twin.model.parameters()), 1e-3)
+        torch.testing.assert_close(clip_grad_norm_(job.masters(), 1e-3), expected)
+        job.optimizer.step()
+        twin.optimizer.step()
+        for mine, theirs in zip(job.masters(), twin.masters(), strict=True):
+            torch.testing.assert_close(mine.data, theirs.data)
 
     on_each(program)
 

@@ -264,7 +264,7 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
         DistributedOptimizer(make_model())
     ddp = wrap(make_model())
     optimizer = DistributedOptimizer(ddp)
-    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) before finish_grad_sync\(\)"):
+    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) before a backward: there are no"):
         optimizer.step()
     ddp_backward(ddp, make_batches(2))
     with pytest.raises(ValueError, match=r"step\(\) takes no closure"):

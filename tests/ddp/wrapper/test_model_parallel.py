@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -344,18 +345,36 @@ def test_save_pretrained_of_shards_is_refused_by_name(tmp_path: Path) -> None:
         assert torch.equal(value, expected[name])
 
 
-def scales_by_torchs_stage() -> str:
-    model = wrap("ddp", nn.Linear(4, 4))
-    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
-    with model.no_sync():
-        model(torch.ones(2, 4)).sum().backward()
-    stage.scale_grads(1)  # scale_grads=False
-    return refusal(lambda: stage.scale_grads(4), RuntimeError)
+def steps_by_torchs_stage(way: str) -> list[Tensor]:
+    """Each rank runs a pipeline of one stage, alike on all ranks."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model = module if way == "plain" else wrap(way, module)
+    params = {"lr": 0.1, "momentum": 0.9}
+    optimizer: Any = (
+        DistributedOptimizer(model, optimizer_class=torch.optim.SGD, **params)
+        if way == "zero1"
+        else torch.optim.SGD(model.parameters(), **params)
+    )
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=groups[dist.get_rank()])
+    schedule = ScheduleGPipe(stage, 4, nn.functional.mse_loss)
+    for step in range(2):
+        draws = torch.Generator().manual_seed(step)
+        x, target = torch.randn(8, 4, generator=draws), torch.randn(8, 4, generator=draws)
+        schedule.step(x, target=target, losses=[])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
 
 
-def test_torchs_stage_does_not_scale_what_is_not_there() -> None:
-    for text in all_texts(scales_by_torchs_stage, ranks=1):
-        assert "build the schedule with scale_grads=False" in text
+@pytest.mark.parametrize("way", ["ddp", "zero1"])
+def test_torchs_stage_divides_grad_by_the_microbatches(way: str) -> None:
+    """As schedules do by default, ``scale_grads=True``."""
+    expected = simulate(steps_by_torchs_stage, 2, "plain")[0]
+    for found in simulate(steps_by_torchs_stage, 2, way):
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other)
 
 
 def test_megatrons_argument_of_finish_grad_sync() -> None:

@@ -30,31 +30,48 @@ def reduced() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_torchs_norm_of_one_ranks_experts_is_refused_and_ours_is_one_for_all() -> None:
-    def train() -> tuple[float, float]:
-        model, _ = reduced()
+@pytest.mark.parametrize("exposed", [False, True])
+def test_torchs_norm_and_ours_are_one_for_all_ranks(exposed: bool) -> None:
+    def train() -> tuple[list[float], float]:
+        model, optimizer = reduced()
         model(batch()).square().sum().backward()
-        model.finish_grad_sync()
-        model.expose_grads()
-        with pytest.raises(RuntimeError, match=r"'1\.\w+' is an expert .*maingrad\.ddp\.clip"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        squares = sum(param.grad.double().square().sum() for param in model.module[0].parameters())
-        own = sum(param.grad.double().square().sum() for param in model.module[1].parameters())
+        if exposed:
+            model.expose_grads()
+        params = list(model.parameters())
+        ours = clip_grad_norm(model, 1e9)
+        torchs = torch.nn.utils.clip_grad_norm_(params, 1e9)
+        by_hand = torch.stack([param.grad.norm() for param in params]).norm()
+        squares = sum(param.main_grad.double().square().sum() for param in model.module[0].parameters())
+        own = sum(param.main_grad.double().square().sum() for param in model.module[1].parameters())
         dist.all_reduce(own)
         expected = (squares + own).sqrt().item()
-        torch.nn.utils.clip_grad_norm_(model.module[0].parameters(), 1e9)  # what all ranks hold alike
-        torch.nn.utils.clip_grad_value_(model.parameters(), 1e9)
-        return clip_grad_norm(model, 1.0).item(), expected
+        torch.nn.utils.clip_grad_norm_(params, 0.5)
+        before = [param.detach().clone() for param in params]
+        grads = [param.main_grad.clone() for param in params]
+        optimizer.step()
+        for param, then, grad in zip(params, before, grads, strict=True):
+            torch.testing.assert_close(param.detach(), then - 0.1 * grad)
+        return [ours.item(), torchs.item(), by_hand.item(), 0.5 * expected / clipped_to(grads)], expected
 
     norms = simulate(train, RANKS)
-    assert norms[0][0] == norms[1][0]
-    for norm, expected in norms:
-        assert norm == pytest.approx(expected, rel=1e-6)
+    assert norms[0][1] == norms[1][1]
+    for found, expected in norms:
+        assert found == pytest.approx([expected] * 4, rel=1e-5)
+
+
+def clipped_to(grads: list[Tensor]) -> float:
+    """The norm over all ranks of one dense layer's gradients and one rank's own expert's."""
+    dense, own = (sum(grad.double().square().sum() for grad in part) for part in (grads[:2], grads[2:]))
+    assert isinstance(own, Tensor)
+    dist.all_reduce(own)
+    return (dense + own).sqrt().item()
 
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("unscales", [True, False])
-def test_all_ranks_skip_where_one_ranks_expert_overflows(scaler_class: type, unscales: bool) -> None:
+@pytest.mark.parametrize("exposed", [False, True])
+@pytest.mark.sampled(8)
+def test_all_ranks_skip_where_one_ranks_expert_overflows(exposed: bool, scaler_class: type, unscales: bool) -> None:
     def train() -> tuple[list[bool], float]:
         model, optimizer = reduced()
         scaler, moved = scaler_class("cpu", init_scale=1024.0), []
@@ -63,13 +80,13 @@ def test_all_ranks_skip_where_one_ranks_expert_overflows(scaler_class: type, uns
             y = model.module[1](model.module[0](batch()).detach()) if overflows else model(batch())
             loss = y.square().sum() * (float("inf") if overflows and dist.get_rank() == 0 else 1.0)
             scaler.scale(loss).backward()
-            model.finish_grad_sync()
-            model.expose_grads()
+            if exposed:
+                model.expose_grads()
             if unscales:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-            model.zero_grad_buffer()
+            optimizer.zero_grad()
             moved.append(not torch.equal(before, model.module[0].weight))
         return moved, scaler.get_scale()
 

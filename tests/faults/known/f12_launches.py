@@ -179,13 +179,13 @@ FAULTS = [
                 """
                 if not torch.is_grad_enabled() or is_frozen(self.wired):
                     return self._replicas.run(self.module, args, kwargs)
-                self.check_before_forward()
+                self._begin_forward()
                 """,
                 """
                 if not torch.is_grad_enabled():
                     return self._replicas.run(self.module, args, kwargs)
                 if not is_frozen(self.wired):
-                    self.check_before_forward()
+                    self._begin_forward()
                 """,
             ),
         ],
@@ -214,8 +214,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.data_parallel",
-                "DistributedDataParallel.no_sync",
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration.no_sync",
                 "self.readiness.sync = before",
                 "self.readiness.sync = True",
             ),
@@ -252,6 +252,37 @@ FAULTS = [
                     return  # autograd.grad was asked for the output itself, and goes no further
                 """,
                 "",
+            ),
+        ],
+    ),
+    Fault(
+        "12y-a-second-backward-forgets-what-was-reduced",
+        sentence="A second backward outside no_sync opens buckets again, and the sums of before are gone.",
+        tests=[
+            "tests/ddp/contract/test_backward_variants.py::test_backwards_outside_no_sync_add_up",
+            "tests/ddp/contract/test_add_grad.py::test_it_adds_to_what_backwards_bring",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration._reopen",
+                "self._launcher.carry([bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in self.buckets])",
+                "",
+            ),
+        ],
+    ),
+    Fault(
+        "12z-a-second-backward-reduces-the-first-again",
+        sentence="What a first backward has reduced stays in the buckets, and is averaged with the second one's, and added.",
+        tests=[
+            "tests/ddp/contract/test_backward_variants.py::test_backwards_outside_no_sync_add_up",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration._reopen",
+                "self._empty_buckets(goes_on=True)",
+                "for bucket in self.buckets:\n    bucket.reset()\n    for record in bucket.records:\n        record.written = True\nself._launcher.reset(forget=False)",
             ),
         ],
     ),

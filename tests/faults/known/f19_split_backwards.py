@@ -28,10 +28,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.data_parallel",
-                "DistributedDataParallel.start_grad_sync",
-                'check_nothing_bypassed([(each.owned.param, each.record) for each in self.wired], "start_grad_sync()")',
-                "",
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration._start",
+                "check_nothing_bypassed([(each.owned.param, each.record) for each in self.wired], caller)",
+                "pass",
             ),
         ],
     ),

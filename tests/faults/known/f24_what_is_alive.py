@@ -76,7 +76,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.tensors.gradient",
+                "maingrad.ddp.stock.sharded_grad",
                 "ShardedGrad.__torch_function__",
                 """
                 if being_reduced:

@@ -12,7 +12,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.tensors.over_ranks",
+                "maingrad.ddp.stock.over_ranks",
                 "everyone_of",
                 "return info.everyone",
                 "return info.grid",
@@ -23,15 +23,30 @@ FAULTS = [
         "26b-a-stock-optimizer-knows-one-ranks-experts",
         sentence="Under a stock optimizer each rank clips, and looks for Inf, by its own experts.",
         tests=[
-            "tests/ddp/wrapper/test_own_ranks.py::test_torchs_norm_of_one_ranks_experts_is_refused_and_ours_is_one_for_all",
-            "tests/ddp/wrapper/test_own_ranks.py::test_all_ranks_skip_where_one_ranks_expert_overflows[True-GradScaler0]",
+            "tests/ddp/wrapper/test_own_ranks.py::test_torchs_norm_and_ours_are_one_for_all_ranks[False]",
+            "tests/ddp/wrapper/test_own_ranks.py::test_all_ranks_skip_where_one_ranks_expert_overflows[False-True-GradScaler0]",
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.attachment",
-                "attach_params",
-                "note_own_ranks(wired, grids)",
-                "",
+                "maingrad.ddp.wrapper.data_parallel",
+                "DistributedDataParallel._shown_params",
+                "own = any(record.all_ranks is not None or record.sliced for record in self.records)",
+                "own = False",
+            ),
+        ],
+    ),
+    Fault(
+        "26c-expose-grads-makes-experts-of-one-rank-plain",
+        sentence="Where a program calls expose_grads, torch's clipping and its scaler see one rank's experts alone.",
+        tests=[
+            "tests/ddp/wrapper/test_own_ranks.py::test_torchs_norm_and_ours_are_one_for_all_ranks[True]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration.expose_grads",
+                "if each.part is None:",
+                "if True:",
             ),
         ],
     ),

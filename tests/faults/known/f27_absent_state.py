@@ -80,10 +80,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.state.optimizer_watch",
-                "_translating.translating",
-                "if any(_BUCKET in param.__dict__ for param in _params_of(optimizer)):",
-                "if False:",
+                "maingrad.fsdp.state.optimizer_state",
+                "translate_state_dicts",
+                "optimizer.register_state_dict_post_hook(_after_saving)",
+                "",
             ),
         ],
     ),

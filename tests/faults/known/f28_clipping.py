@@ -2,33 +2,109 @@ from fault import Change, Fault
 
 FAULTS = [
     Fault(
-        "28a-what-is-not-exposed-is-not-clipped",
-        sentence="torch's clipping skips parameters whose gradient is in main_grad: the norm is 0, and nothing is clipped.",
+        "28a-what-is-not-shown-is-not-clipped",
+        sentence="torch's clipping skips parameters without .grad: the norm is 0, and nothing is clipped.",
         tests=[
-            "tests/ddp/stock/test_stock_clipping.py::test_gradients_that_were_not_exposed_are_refused",
-            "tests/ddp/stock/test_stock_clipping.py::test_delayed_gradients_that_are_all_pending_are_refused",
+            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_norm_]",
+            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_value_]",
+            "tests/ddp/wrapper/test_plain_loop.py::test_logged_norms_are_those_of_the_whole_batch[ddp]",
+        ],
+        changes=[
+            Change("maingrad.ddp.buckets.readiness", "Readiness._show", "self._shown.show()", "pass"),
+        ],
+    ),
+    Fault(
+        "28b-a-read-does-not-wait-for-the-reduction",
+        sentence="A first read of .grad takes what this rank has summed, and not all ranks' sum.",
+        tests=[
+            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_norm_]",
+            "tests/ddp/wrapper/test_plain_loop.py::test_each_optimizer_trains_as_in_plain_pytorch[ddp-2-sgd-1]",
+        ],
+        changes=[
+            Change("maingrad.ddp.stock.shown_grad", "ShownGrads.settle", "self._settle()", ""),
+        ],
+    ),
+    Fault(
+        "28c-a-norm-is-that-of-one-ranks-shard",
+        sentence="Under ZeRO-1 torch's clipping takes the norm of this rank's elements for that of the whole gradient.",
+        tests=[
+            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{'use_distributed_optimizer': True}-clip_grad_norm_]",
+            "tests/ddp/wrapper/test_plain_loop.py::test_logged_norms_are_those_of_the_whole_batch[zero1]",
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.attachment",
-                "attach_params",
-                "guard_stock_clipping(wrapper)",
-                "",
+                "maingrad.ddp.stock.shown_grad",
+                "ShownGrads.fill",
+                "each.grad.reduced = make_part(*each.part)",
+                "each.grad.reduced = each.part[0].view(-1)",
             ),
         ],
     ),
     Fault(
-        "28b-clipping-imported-by-name-is-not-seen",
-        sentence="Only who looks torch's clipping up in its module finds the check: most programs have imported it by name.",
+        "28d-cancelled-gradients-come-back",
+        sentence="A .grad that a program has set to None before clipping is there again after it.",
         tests=[
-            "tests/ddp/stock/test_stock_clipping.py::test_gradients_that_were_not_exposed_are_refused",
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp-cancelled-before_clip]",
+        ],
+        quick=[
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp-cancelled-before_clip]",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.clipping",
-                "_guard_once",
-                "checked[function] = _with_check_inside(function) or _with_check(function)",
-                "checked[function] = _with_check(function)",
+                "maingrad.ddp.stock.shown_grad",
+                "ShownGrads.expose",
+                "(param.grad is not None and (param.grad is grad or param.grad is grad.reduced))",
+                "param.grad is grad or param.grad is grad.reduced",
+            ),
+        ],
+    ),
+    Fault(
+        "28e-replaced-gradients-are-not-stepped",
+        sentence="DistributedOptimizer steps with main_grad, and another tensor that a program has put into .grad is lost.",
+        tests=[
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-replaced-before_clip]",
+            "tests/ddp/stock/test_written_masters.py::test_a_whole_gradient_that_is_put_in_place_of_another_is_stepped",
+        ],
+        quick=[
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-replaced-before_clip]",
+        ],
+        changes=[
+            Change("maingrad.ddp.wrapper.iteration", "BucketIteration.start_for_step", "self.shown.take_changes()", ""),
+        ],
+    ),
+    Fault(
+        "28f-kept-gradients-are-zeroed",
+        sentence="A program keeps .grad over the end of an iteration, and finds zeros, or the next iteration's gradient.",
+        tests=[
+            "tests/ddp/wrapper/test_plain_loop.py::test_gradients_that_the_program_keeps_hold_their_values_in_later_iterations[ddp-2-before_clip]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.shown_grad",
+                "_is_kept",
+                "return getattr(each, name) is not None and sys.getrefcount(getattr(each, name)) > _alone()",
+                "return False",
+            ),
+        ],
+    ),
+    Fault(
+        "28g-cleared-gradients-are-added-to",
+        sentence="zero_grad sets every .grad to None, and the next backward adds to the gradients of before.",
+        tests=[
+            "tests/ddp/stock/test_zeroing.py::test_zero_grad_after_a_backward_for_something_else_discards_it[sgd-1-False]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration.begin_if_cleared",
+                "if self.shown.is_cleared:",
+                "if False:",
+            ),
+            Change(
+                "maingrad.ddp.stock.shown_grad",
+                "ShownGrads.unfill",
+                "self._cleared = [each for each in self.params if each.grad is not None and each.param.grad is None]",
+                "self._cleared = []",
             ),
         ],
     ),

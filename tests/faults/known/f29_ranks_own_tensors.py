@@ -9,7 +9,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.init_sync",
+                "maingrad.ddp.wrapper.comparison",
                 "broadcast_tensors",
                 "grids[grid_name].broadcast(tensor.detach())",
                 'grids[grid_name if tensor.requires_grad else "dense"].broadcast(tensor.detach())',

@@ -45,7 +45,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.tensors.gradient",
+                "maingrad.ddp.stock.sharded_grad",
                 "_elementwise",
                 "return found if like is None else _marked(func, found, like)",
                 "return found",
@@ -60,7 +60,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.tensors.gradient",
+                "maingrad.ddp.stock.sharded_grad",
                 "adopt_grad",
                 "return grad if grad.requires_grad else _as_shard(grad, info)",
                 "return grad",
@@ -86,7 +86,7 @@ FAULTS = [
         "33f-grad-data-takes-the-accumulator-away",
         sentence="Somebody sets .grad.data of an exposed gradient: backward accumulates into memory that is never reduced.",
         tests=[
-            "tests/ddp/stock/test_closures.py::test_what_is_done_to_an_exposed_gradient_is_stepped_and_gone_in_the_next_iteration[data_of_its_own]",
+            "tests/ddp/stock/test_closures.py::test_what_is_done_to_a_gradient_is_stepped_and_gone_in_the_next_iteration",
         ],
         changes=[
             Change(
@@ -105,7 +105,7 @@ FAULTS = [
         "33g-nobody-looks-after-a-closure",
         sentence="A closure leaves gradients in main_grad, and the step after it skips every parameter.",
         tests=[
-            "tests/ddp/stock/test_closures.py::test_a_closure_that_does_not_expose_is_refused_before_anything_is_updated",
+            "tests/ddp/stock/test_closures.py::test_a_closure_may_leave_the_last_reduction_to_the_step",
         ],
         changes=[
             Change(

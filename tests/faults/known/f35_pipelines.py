@@ -84,8 +84,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.data_parallel",
-                "DistributedDataParallel.abandon_iteration",
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration.abandon_iteration",
                 """
                 if self.ddp_config.overlap_grad_reduce:
                     self._launcher.launch_rest()

@@ -26,8 +26,8 @@ FAULTS = [
         changes=[
             Change("maingrad.ddp.buckets.readiness", "Readiness._mark_ready", "self._watch.check_launch()", "pass"),
             Change(
-                "maingrad.ddp.wrapper.data_parallel",
-                "DistributedDataParallel.start_grad_sync",
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration._start",
                 "self._watch.check_sync()",
                 "pass",
             ),

@@ -23,8 +23,8 @@ FAULTS = [
         tests=[f"{TESTS}test_zero_grad_buffer_clears_what_was_written_by_hand"],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.data_parallel",
-                "DistributedDataParallel.zero_grad_buffer",
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration.zero_grad_buffer",
                 "record.clear_touched()",
                 "pass",
             )

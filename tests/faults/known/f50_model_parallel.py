@@ -43,7 +43,7 @@ FAULTS = [
         tests=[TESTS + "test_what_would_cover_one_ranks_slices_is_refused"],
         changes=[
             Change(
-                "maingrad.fsdp.tensors.over_ranks",
+                "maingrad.ddp.stock.over_ranks",
                 "everyone_of",
                 "if info.is_slice and info.everyone.leaves_ranks_out:",
                 "if False:",
@@ -61,15 +61,8 @@ FAULTS = [
     Fault(
         "50f-a-stage-scales-what-is-not-there",
         sentence="torch's pipeline stage divides .grad, which is None, and gradients are too large.",
-        tests=[TESTS + "test_torchs_stage_does_not_scale_what_is_not_there"],
-        changes=[
-            Change(
-                "maingrad.ddp.wrapper.around_module",
-                "AroundModule.named_parameters",
-                "refuse_scaling_by_stage()",
-                "pass",
-            )
-        ],
+        tests=[TESTS + "test_torchs_stage_divides_grad_by_the_microbatches"],
+        changes=[Change("maingrad.ddp.buckets.readiness", "Readiness._show", "self._shown.show()", "pass")],
     ),
     Fault(
         "50g-one-stage-skips-a-step",

@@ -69,8 +69,19 @@ FAULTS = [
         sentence="Without a wrapper, a step that the host skips leaves its amaxes in the history.",
         tests=[f"{GIVEN_UP}::test_a_scaler_without_a_wrapper[False]"],
         changes=[
-            Change("maingrad.te_integration.scaling.lone_modules", "_watch_optimizers", "_drop(use, history)", "pass")
+            Change(
+                "maingrad.te_integration.scaling.lone_modules",
+                "was_skipped",
+                "return use.num_unseen <= MOST_UNSEEN",
+                "return False",
+            )
         ],
+    ),
+    Fault(
+        "53j-a-scaler-over-shards-is-not-seen",
+        sentence="Under fully_shard, a first step that the host skips leaves its amaxes: no optimizer was seen before.",
+        tests=[f"{GIVEN_UP}::test_a_scaler_that_skips_a_step_skips_its_amaxes[zero3]"],
+        changes=[Change("maingrad.fsdp.iteration.rounds", "GradRounds.discarded", "note_optimizer(model)", "pass")],
     ),
     Fault(
         "53h-a-frozen-first-layer-has-no-amax",

@@ -25,8 +25,8 @@ from sharded_twin import (
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from maingrad.ddp.stock.sharded_grad import PlaceholderGrad, ShardedGrad
 from maingrad.fsdp.module import root_of
-from maingrad.fsdp.tensors.gradient import PlaceholderGrad, ShardedGrad
 from maingrad.launch import simulate
 
 TOO_EARLY = r"\.grad of parameter '.*' was changed in the middle of an iteration"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp.stock.sharded_grad import PlaceholderGrad
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
-from maingrad.fsdp.tensors.gradient import PlaceholderGrad
 
 
 def on_gpu(

@@ -139,7 +139,7 @@ def test_an_optimizer_is_known_from_load_checkpoint_on(tmp_path: Path) -> None:
 
 
 def test_state_that_was_given_in_dtensors_is_saved_before_a_step(tmp_path: Path) -> None:
-    """The loaded DTensors become this rank's shards."""
+    """An optimizer that nobody has seen keeps what it was given, and saves the same; then it has this rank's shards."""
 
     def save_twice() -> None:
         model, optimizer = make(True, "zero3")
@@ -148,10 +148,11 @@ def test_state_that_was_given_in_dtensors_is_saved_before_a_step(tmp_path: Path)
         other, fresh = make(True, "zero3", seed=1)
         other.load_state_dict(model.state_dict())
         fresh.load_state_dict(optimizer.state_dict())
+        assert_same(*(whole({"state": each.state_dict()["state"]}) for each in (fresh, optimizer)))
+        save_checkpoint(tmp_path / "second", other, fresh)
         assert fresh.state and not any(
             isinstance(value, DTensor) for entry in fresh.state.values() for value in entry.values()
         )
-        save_checkpoint(tmp_path / "second", other, fresh)
 
     simulate(save_twice, 3)
     assert_same_files(tmp_path / "first", tmp_path / "second")

@@ -327,3 +327,29 @@ def test_the_documentations_wrapper_around_chunks_is_reduced() -> None:
     assert isinstance(model, DistributedDataParallel)
     assert model.is_reduced and len(names["losses"]) == 2
     assert all(record.view.any() for record in model.records)
+
+
+def trained(delays: bool) -> list[torch.Tensor]:
+    """Weights after three steps of a stock optimizer, which clears ``.grad`` and nothing else."""
+    chunks = make_chunks(fused, [[delays], [delays]])
+    ddp = DistributedDataParallel(chunks)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    inputs = batches(2)
+    order = [1, 1, 2, -2, 2, -2, -2.5, -2.5, -1, -1, -1.5, -1.5] if delays else [1, 1, 2, -2, 2, -2, -1, -1]
+    executor = ScheduleExecutor(parse_order(order), list(chunks))
+    for _ in range(3):
+        executor.run(inputs, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in ddp.parameters()]
+
+
+def test_a_plain_loop_around_a_schedule_with_a_stock_optimizer() -> None:
+    chunks = make_chunks(unfused, [[False], [False]])
+    optimizer = torch.optim.SGD(chunks.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        plain_losses(chunks, batches(2))
+        optimizer.step()
+        optimizer.zero_grad()
+    for delays in (False, True):
+        torch.testing.assert_close(trained(delays), [param.detach() for param in chunks.parameters()])

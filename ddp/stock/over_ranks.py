@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ddp.collectives.in_flight import device_types_of
-from ...ddp.collectives.rank_grid import RankGrid
+from ..collectives.in_flight import device_types_of
+from ..collectives.rank_grid import RankGrid
 from .shard_info import ShardInfo
 
 __all__ = ["everyone_of", "extremum", "max_over", "mean_and_variance", "norms", "reduced", "sums", "whole"]

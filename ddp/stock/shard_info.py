@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
-from ...ddp.collectives.rank_grid import RankGrid
-from ...ddp.plan.ranges import Range
+from ..collectives.rank_grid import RankGrid
+from ..plan.ranges import Range
 
 __all__ = ["ShardInfo", "local_shape"]
 

@@ -6,15 +6,16 @@ shard these results would be wrong and differ between ranks. So they cover the s
 that is not defined raises. ``grad_reads.py`` says which function does what.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ...ddp.torch_internals import (
+from ..torch_internals import (
     DisableTorchFunctionSubclass,
     disabled_torch_function,
     let_foreach_take,
@@ -25,15 +26,13 @@ from .grad_reads import HANDLING, NORMS, Handling, refuse
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
 
-if TYPE_CHECKING:
-    from .parameter import ShardedParameter
-
 __all__ = [
     "PlaceholderGrad",
     "ShardedGrad",
     "adopt_grad",
     "being_reduced",
     "changed_too_early",
+    "make_part",
     "make_placeholder_grads",
     "make_sharded_grad",
     "step_began",
@@ -43,6 +42,7 @@ __all__ = [
 
 class _Sums(Protocol):
     def arrive(self) -> None: ...
+    def note_scaler(self) -> None: ...
 
 
 being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -50,6 +50,7 @@ being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 _PLAIN = Handling.PLAIN
+_UNSCALE: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 
 
 class _Step(threading.local):
@@ -113,6 +114,8 @@ class ShardedGrad(Tensor):
             _arrive(args, kwargs)
         handling = HANDLING[func]
         if handling is not _PLAIN and func in NORMS:
+            if func is _UNSCALE:
+                _note_scaler(args[0])
             return NORMS[func](*args, **kwargs)
         if len(types) > 1 and torch.is_grad_enabled() and any(issubclass(each, nn.Parameter) for each in types):
             return NotImplemented  # the check of ShardedParameter decides
@@ -177,6 +180,14 @@ def _arrive(args: Any, kwargs: Any) -> None:
             sums.arrive()
 
 
+def _note_scaler(grads: Sequence[Tensor]) -> None:
+    """Tell the sums of which the gradients are views: an optimizer is to step, unless the scaler skips its step."""
+    for grad in grads:
+        sums = grad.sums() if isinstance(grad, ShardedGrad) and grad.sums is not None else None
+        if sums is not None:
+            sums.note_scaler()
+
+
 def _name_of(func: Any) -> str:
     if func.__name__ in ("__get__", "__set__", "__delete__"):  # of an attribute such as Tensor.T
         return f"Tensor.{getattr(func.__self__, '__name__', 'an attribute')}"
@@ -238,6 +249,11 @@ def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
     return _as_shard(flat_view.view(local_shape(info)), info)
 
 
+def make_part(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
+    """What a ``ShownGrad`` of this shard reads: ``make_sharded_grad``, but flat unless it is the whole parameter."""
+    return _as_shard(flat_view.view(info.shape if math.prod(info.shape) == info.numel else -1), info)
+
+
 def adopt_grad(grad: Any, info: ShardInfo) -> Any:
     """What is stored when ``grad`` is set as ``.grad`` of the shard ``info``: a plain tensor becomes a ``ShardedGrad``.
 
@@ -275,8 +291,11 @@ class PlaceholderGrad(ShardedGrad):
         return ShardedGrad.__torch_function__(func, types, args, kwargs)
 
 
-def make_placeholder_grads(params: "Sequence[ShardedParameter]") -> list[PlaceholderGrad]:
-    """A placeholder for each of ``params``, which have one dtype and device. All placeholders share one element."""
+def make_placeholder_grads(params: Sequence[Any]) -> list[PlaceholderGrad]:
+    """A placeholder for each of the sharded parameters ``params``, which have one dtype and device.
+
+    All placeholders share one element.
+    """
     zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
     zeros: list[PlaceholderGrad] = []
     for param in params:

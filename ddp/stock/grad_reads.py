@@ -18,7 +18,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from ...ddp.torch_internals import DisableTorchFunctionSubclass, foreach_norms
+from ..torch_internals import DisableTorchFunctionSubclass, foreach_norms
 from .over_ranks import everyone_of, extremum, max_over, mean_and_variance, norms, reduced, sums, whole
 from .shard_info import ShardInfo
 

@@ -1,0 +1,395 @@
+"""``.grad`` of wrapped parameters: what a program finds there from the end of a backward on.
+
+Gradients live in ``main_grad``, and other ranks' parts are added to them late: while a program goes on, or not before
+it asks. So a backward leaves a ``ShownGrad`` in ``.grad``. It has the parameter's shape and no memory. The first torch
+function that reads values of one has the iteration's reduction finished, and reads the gradients::
+
+    whole gradients     ``.grad`` becomes a plain tensor: ``main_grad``'s memory, or a copy in the parameter's dtype
+    sharded gradients   a function sees this rank's elements as a ``ShardedGrad``, whose norms are those of all ranks
+
+To set ``.grad`` to None discards the gradient, and another tensor in its place is the gradient, as in plain PyTorch.
+"""
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract.record import GradRecord
+from ..gathers.waiting_params import reads_no_values
+from ..torch_internals import DisableTorchFunctionSubclass, let_foreach_take, tree_leaves, tree_map
+from .optimizer import clear_exposed_grad, expose_grad
+from .shard_info import ShardInfo
+from .sharded_grad import ShardedGrad, make_part
+
+__all__ = ["ShownGrad", "ShownGrads", "ShownParam"]
+
+
+class ShownParam:
+    """One wrapped parameter, as ``ShownGrads`` knows it.
+
+    param   the parameter
+    record  its record
+    dtype   of the parameter, and of its ``.grad``
+    part    where gradients are sharded, or differ between ranks: this rank's elements [n] of ``main_grad``, and which
+            these are. None: ``main_grad`` is the whole gradient, equal on all ranks
+    """
+
+    __slots__ = ("dtype", "grad", "param", "part", "plain", "record", "spare", "version")
+
+    def __init__(
+        self, param: Tensor, record: GradRecord, dtype: torch.dtype, part: tuple[Tensor, ShardInfo] | None = None
+    ) -> None:
+        self.param, self.record, self.dtype, self.part = param, record, dtype, part
+        self.grad: ShownGrad | None = None
+        """What this iteration's backward has left in ``.grad``; None before."""
+        self.spare: ShownGrad | None = None
+        """The same, from the first iteration on: it is shown again, unless the program has kept it."""
+        self.plain: Tensor | None = None
+        """The plain tensor that ``.grad`` was made in this iteration."""
+        self.version = 0
+        """Of ``plain`` when it was made."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the parameter has a gradient in this iteration: zeros without a use, none if it was frozen."""
+        return self.record.written or self.param.requires_grad
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the program has set ``.grad`` to None or to another tensor, or has changed a copy."""
+        held, grad = self.param.grad, self.grad
+        if grad is None or held is grad:
+            return False
+        if held is None or held is not grad.reduced:
+            return True
+        return held._version != self.version and held.data_ptr() != self.record.view.data_ptr()
+
+    @property
+    def target(self) -> Tensor:
+        """What this rank has of the reduced gradient, in ``main_grad``."""
+        return self.record.view if self.part is None else self.part[0]
+
+    def take_change(self) -> None:
+        """Bring the change into ``main_grad``."""
+        held = self.param.grad
+        if held is None:
+            self.target.zero_()
+        elif self.part is None:
+            self.target.copy_(held)
+        else:
+            info = self.part[1]
+            self.target.copy_(
+                held.reshape(-1)[info.start : info.end] if tuple(held.shape) == info.shape else held.view(-1)
+            )
+
+
+class ShownGrad(Tensor):
+    """``.grad`` of a wrapped parameter: the parameter's shape and dtype, and no memory. See the top of this file.
+
+    Its first read of values is collective: all ranks read, or step, in one order. A program that keeps one over the
+    iteration's end has its values if they were read before; else a read raises ``RuntimeError``.
+    """
+
+    of: str
+    """The parameter's name."""
+    owner: "Callable[[], ShownGrads | None]"
+    """Weak reference."""
+    reduced: "Tensor | None"
+    """The reduced gradient, once it is there."""
+    added: "Tensor | None"
+    """What a later backward has accumulated into ``.grad``; its hook takes it."""
+
+    @staticmethod
+    def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in reads_no_values():
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        shown = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShownGrad)]
+        reals = {id(each): each.read() for each in shown}
+        parts = [real for real in reals.values() if isinstance(real, ShardedGrad)]
+        if parts:
+            return _over_parts(func, args, kwargs, reals)
+        args, kwargs = tree_map(lambda leaf: reals.get(id(leaf), leaf), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ShownGrad):  # autograd accumulates
+            args[0].added = args[1]
+            return args[0]
+        name = next(leaf.of for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, ShownGrad))
+        raise RuntimeError(
+            f"{func} read .grad of parameter '{name}' past torch's Python functions, which would finish its reduction: "
+            f"call model.finish_grad_sync() and model.expose_grads() before it"
+        )
+
+    def read(self) -> Tensor:
+        """The reduced gradient: a plain tensor, or a ``ShardedGrad``. Collective where it is not reduced yet."""
+        owner = self.owner()
+        if self.reduced is None and owner is not None:
+            owner.settle(self)
+        if self.reduced is None:
+            raise RuntimeError(
+                f"this gradient of parameter '{self.of}' was kept over its iteration's end and is read now for the "
+                f"first time: its values are gone. Read or clone param.grad between backward and zero_grad()"
+            )
+        return self.reduced
+
+    def full_tensor(self) -> Tensor:
+        """The whole reduced gradient, of the parameter's shape, on every rank. Collective."""
+        real = self.read()
+        return real.full_tensor() if isinstance(real, ShardedGrad) else real.clone()
+
+    def to_local(self) -> Tensor:
+        """A plain tensor of this rank's elements: flat where gradients are sharded, else all of them."""
+        real = self.read()
+        return real.to_local() if isinstance(real, ShardedGrad) else real
+
+
+let_foreach_take(ShownGrad)
+
+
+def _over_parts(func: Any, args: Any, kwargs: Any, reals: dict[int, Tensor]) -> Any:
+    """``func`` over this rank's elements. Of other operands in the parameter's shape the same are taken."""
+
+    def cut(values: Sequence[Any]) -> list[Any]:
+        found = [reals.get(id(each), each) for each in values]
+        like = next((each for each in found if isinstance(each, ShardedGrad)), None)
+        if like is None:
+            return found
+        info = like.shard
+        for index, each in enumerate(found):
+            whole = isinstance(each, Tensor) and not isinstance(each, ShardedGrad) and each.numel() != 1
+            if whole and tuple(each.shape) == info.shape != tuple(like.shape):
+                if index == 0 and func.__name__.endswith("_") and not func.__name__.endswith("__"):
+                    raise RuntimeError(
+                        f"{func.__name__}() changes a whole tensor by .grad of parameter '{info.name}', of which this "
+                        f"rank has elements {info.start} to {info.end} alone: use grad.full_tensor()"
+                    )
+                found[index] = each.reshape(-1)[info.start : info.end]
+        return found
+
+    columns = [index for index, each in enumerate(args) if isinstance(each, list | tuple)]
+    if columns and func.__name__.startswith("_foreach"):
+        rows = [cut(row) for row in zip(*(args[index] for index in columns), strict=True)]
+        for index, column in zip(columns, zip(*rows, strict=True), strict=True):
+            args = (*args[:index], list(column), *args[index + 1 :])
+        return func(*args, **kwargs)
+    values = cut([*args, *kwargs.values()])
+    values = [tree_map(lambda leaf: reals.get(id(leaf), leaf), each) for each in values]
+    return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+
+class ShownGrads:
+    """``.grad`` of all parameters of one wrapper.
+
+    settle  finishes the iteration's reduction; holds the wrapper weakly
+    """
+
+    def __init__(self, params: Iterable[ShownParam], settle: Callable[[], None]) -> None:
+        self.params = tuple(params)
+        self.active = False
+        """A backward outside ``no_sync`` has left gradients in ``.grad`` in this iteration."""
+        self._settle = settle
+        self._by_record = {id(each.record): each for each in self.params}
+        self._cleared: list[ShownParam] = []  # when the backward under way began
+        self._arrived: list[ShownParam] = []  # in the backward under way
+
+    # ---- Showing, and the program's changes. ----
+
+    def show(self) -> None:
+        """The iteration's last backward is over, as far as one knows: leave a gradient in every ``.grad``."""
+        self.active = True
+        with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
+            for each in self.params:
+                if each.grad is None and not each.record.foreign_delayer and each.is_trained:
+                    self._show(each)
+
+    def show_again(self) -> None:
+        """A later backward is over: what has arrived in it is shown, as what was there before."""
+        arrived, self._arrived = self._arrived, []
+        with DisableTorchFunctionSubclass():
+            for each in arrived:
+                if each.grad is not None and each.param.grad is None:
+                    each.param.grad = each.grad
+
+    def show_late(self, record: GradRecord) -> None:
+        """The last delayed gradient of a foreign module, which works on ``.grad`` until then, is computed."""
+        each = self._by_record[id(record)]
+        if self.active and each.grad is None and each.param.grad is None:
+            self._show(each)
+
+    def _show(self, each: ShownParam) -> None:
+        if each.spare is None:
+            each.spare = _make(each, weakref.ref(self))
+        each.grad = each.spare
+        each.param.grad = each.grad
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the program has set every ``.grad`` to None since the backward: it begins a new iteration."""
+        if not self.active:
+            return False
+        with DisableTorchFunctionSubclass():
+            return all(each.param.grad is None for each in self.params if each.grad is not None)
+
+    def holds(self, record: GradRecord) -> bool:
+        """Whether ``.grad`` of this parameter is what the last backward has left there."""
+        each = self._by_record[id(record)]
+        with DisableTorchFunctionSubclass():
+            grad = each.param.grad
+            return grad is not None and each.grad is not None and (grad is each.grad or grad is each.grad.reduced)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a ``.grad`` was set to None, replaced, or changed where it is a copy."""
+        with DisableTorchFunctionSubclass():
+            return self.active and any(each.is_changed for each in self.params)
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """Bring the program's changes of ``.grad`` into ``main_grad``, which is reduced."""
+        with DisableTorchFunctionSubclass():
+            for each in self.params:
+                if each.is_changed:
+                    each.take_change()
+
+    @torch.no_grad()
+    def zero_cleared(self) -> None:
+        """Zero ``main_grad``, which is reduced, of parameters whose ``.grad`` was None when the backward began."""
+        for each in self._cleared:
+            each.target.zero_()
+        self._cleared.clear()
+
+    @torch.no_grad()
+    def _zero_cleared_now(self) -> None:
+        """The same for those that are not launched yet."""
+        for each in self._cleared:
+            if each.record.closed is None:
+                each.record.view.zero_()
+        self._cleared = [each for each in self._cleared if each.record.closed is not None]
+
+    def take_added(self, record: GradRecord) -> None:
+        """In a parameter's hook, in a later backward: ``.grad`` is what this backward has accumulated."""
+        each = self._by_record[id(record)]
+        self._arrived.append(each)
+        with DisableTorchFunctionSubclass():
+            if each.grad is not None and each.param.grad is each.grad:
+                each.param.grad, each.grad.added = each.grad.added, None
+
+    # ---- Reading. ----
+
+    def settle(self, grad: ShownGrad) -> None:
+        """A program reads ``grad``: give all of this iteration's gradients their values."""
+        if any(each.grad is grad for each in self.params):
+            self._settle()
+            self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """All gradients are reduced: programs read them from now on."""
+        with DisableTorchFunctionSubclass():
+            for each in self.params:
+                if each.part is None:
+                    if not each.record.exposed:
+                        self.expose(each, each.dtype if each.record.updater is None else each.record.view.dtype)
+                    continue
+                if each.grad is None and each.param.grad is None:
+                    self._show(each)
+                if each.grad is not None and each.grad.reduced is None:
+                    each.grad.reduced = make_part(*each.part)
+
+    def expose(self, each: ShownParam, dtype: torch.dtype) -> None:
+        """Make ``.grad`` a plain tensor in ``dtype``, but where the program has cleared or replaced it."""
+        param, grad = each.param, each.grad
+        if grad is None or (param.grad is not None and (param.grad is grad or param.grad is grad.reduced)):
+            expose_grad(param, each.record, dtype)
+            each.plain = param.grad
+            if grad is not None:
+                grad.reduced = each.plain
+            each.version = each.plain._version  # type: ignore[union-attr]
+        each.record.exposed = True
+
+    @torch.no_grad()
+    def unfill(self) -> None:
+        """A backward begins, and may accumulate into ``.grad``: ``main_grad`` alone holds the gradients again."""
+        with DisableTorchFunctionSubclass():
+            self._cleared = [each for each in self.params if each.grad is not None and each.param.grad is None]
+            for each in self.params:
+                grad = each.grad
+                if each.record.exposed or (grad is not None and grad.reduced is not None):
+                    if each.is_changed and each.param.grad is not None:
+                        each.take_change()
+                    cleared = grad is not None and each.param.grad is None
+                    del grad  # ``_keep_own`` counts references
+                    _keep_own(each)
+                    clear_exposed_grad(each.param, each.record)
+                    self._show(each)
+                    if cleared:
+                        each.param.grad = None
+        self._zero_cleared_now()
+
+    def hide(self) -> None:
+        """The iteration is over: take every ``.grad`` off."""
+        self.active = False
+        self._arrived.clear()
+        with DisableTorchFunctionSubclass():
+            for each in self.params:
+                if each.grad is not None or each.record.exposed:
+                    _keep_own(each)
+                    clear_exposed_grad(each.param, each.record)
+
+
+# ---- A gradient that the program keeps: ``grads = [p.grad for p in model.parameters()]``. ----
+
+
+def _keep_own(each: ShownParam) -> None:
+    """Take ``.grad`` off, before ``main_grad`` is written again. What the program keeps gets memory of its own."""
+    each.param.grad = each.grad = real = None
+    if each.spare is not None:
+        real, each.spare.reduced = each.spare.reduced, None
+    if each.plain is not None:
+        is_plain, real = real is each.plain, None
+        if _is_kept(each, "plain") and each.plain.data_ptr() == each.record.view.data_ptr():
+            each.plain.data = each.plain.detach().clone()
+        if is_plain:
+            real = each.plain
+        each.plain = None
+    if _is_kept(each, "spare"):
+        if real is not None and each.part is not None:
+            real = make_part(each.part[0].clone(), each.part[1])
+        elif real is not None and real.data_ptr() == each.record.view.data_ptr():
+            real = real.clone()
+        assert each.spare is not None
+        each.spare.reduced = real
+        each.spare = None  # the next iteration shows another one
+
+
+def _is_kept(each: ShownParam, name: str) -> bool:
+    """Whether the program has a reference to this tensor, beside ``each``."""
+    return getattr(each, name) is not None and sys.getrefcount(getattr(each, name)) > _alone()
+
+
+@functools.cache
+def _alone() -> int:
+    """``sys.getrefcount`` of a tensor that a ``ShownParam`` alone has."""
+    each = ShownParam(torch.zeros(1), None, torch.float32)  # type: ignore[arg-type]
+    each.plain = torch.zeros(1)
+    return sys.getrefcount(each.plain)
+
+
+def _make(each: ShownParam, owner: "weakref.ref[ShownGrads]") -> ShownGrad:
+    param = each.param
+    grad: ShownGrad = torch.Tensor._make_wrapper_subclass(
+        ShownGrad, param.shape, strides=param.stride(), dtype=each.dtype, device=param.device
+    )
+    grad.of, grad.owner, grad.reduced, grad.added = each.record.name, owner, None, None
+    return grad

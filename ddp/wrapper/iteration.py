@@ -1,0 +1,373 @@
+"""``BucketIteration``: one iteration of a wrapper, from the first backward to the next iteration.
+
+    backward    hooks launch complete buckets (``buckets/readiness.py``); at its end ``.grad`` is shown
+    settle      a first read of ``.grad``, or a step: launches the rest, waits, and compares ranks, once an iteration
+    clearing    every ``.grad`` is None: the next forward or backward begins a new iteration
+
+``start_grad_sync``, ``finish_grad_sync``, ``zero_grad_buffer`` and ``expose_grads`` do the same when a program says so,
+by Megatron-core's names.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..buckets.bucket import Bucket, Phase, check_nothing_under_way
+from ..buckets.checks import (
+    check_nothing_bypassed,
+    check_nothing_pending,
+    check_scalable,
+    check_whole,
+)
+from ..buckets.iteration_ends import end_iteration, note_optimizer
+from ..buckets.launcher import BucketLauncher
+from ..buckets.model_watch import ModelWatch
+from ..buckets.nan_check import NanCheck
+from ..buckets.readiness import Readiness
+from ..buckets.replicas import Replicas
+from ..collectives.failure_report import FailureReporter
+from ..collectives.rank_grid import RankGrid
+from ..collectives.reduction import GradReduction
+from ..collectives.step_check import StepCheck
+from ..collectives.timeline import Observer, Timeline, recorded_on
+from ..config import DistributedDataParallelConfig
+from ..contract.delayed import compute_pending
+from ..contract.record import GradRecord
+from ..plan.layout import BucketLayout
+from ..plan.owned_params import find_tensors
+from ..stock.shown_grad import ShownGrads
+from .around_module import AroundModule
+from .attachment import discard_grads
+from .comparison import broadcast_tensors
+from .parts import BucketParts
+from .per_token import check_num_tokens, divide_by_tokens
+
+__all__ = ["BucketIteration"]
+
+
+class BucketIteration(AroundModule):
+    """The methods and the state of one iteration of ``DistributedDataParallel``, which makes the attributes."""
+
+    ddp_config: DistributedDataParallelConfig
+    device: torch.device
+    buckets: Sequence[Bucket]
+    records: Sequence[GradRecord]
+    reductions: Mapping[str, GradReduction]
+    grids: Mapping[str, RankGrid]
+    failures: FailureReporter
+    readiness: Readiness
+    steps: StepCheck
+    shown: ShownGrads
+    grad_parts: BucketParts
+    _launcher: BucketLauncher
+    _nan_check: NanCheck | None
+    _replicas: Replicas
+    _watch: ModelWatch
+    _zeroed_views: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.iteration = 0
+        """Number of iterations begun."""
+        self._launched = False  # from the first launch outside a hook to the next iteration
+        self._finished = False  # all gradients are reduced
+        self._settled = False  # that was done by a read or a step, not by finish_grad_sync
+        self._ended = False  # watchers were told of the iteration's end
+        self._num_tokens: Tensor | int | None = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block only accumulate. For every microbatch of an iteration but the last."""
+        before, self.readiness.sync = self.readiness.sync, False
+        try:
+            yield
+        finally:
+            self.readiness.sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False inside ``no_sync``; PyTorch's DDP has the same attribute."""
+        return self.readiness.sync
+
+    def start_grad_sync(self) -> None:
+        """Launch every bucket that is not launched yet, in the plan's order; returns at once.
+
+        Raises ``RuntimeError`` while delayed weight gradients are pending, and where a program has put a gradient into
+        ``.grad`` by hand: the reduction would lack both.
+        """
+        self._start("start_grad_sync()")
+
+    def _start(self, caller: str) -> None:
+        self.check_in_use(caller)
+        self.check_not_in_torch_ddp()
+        self._watch.check_sync()
+        check_nothing_pending(self.records, caller)
+        self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
+        if not self.shown.active:
+            check_nothing_bypassed([(each.owned.param, each.record) for each in self.wired], caller)
+        self._launcher.launch_rest()
+        self.steps.start()
+
+    def set_num_tokens(self, num_tokens: Tensor | int) -> None:
+        """With ``calculate_per_token_loss``: this rank's tokens in this iteration, by which gradients are divided.
+
+        num_tokens  a number or a tensor of one element, which the host does not read. Ranks may differ in tokens and
+                    in microbatches. Set it before ``.grad`` is read, clipped or stepped on
+        """
+        check_num_tokens(num_tokens, wanted=self.ddp_config.calculate_per_token_loss)
+        self._num_tokens = num_tokens
+
+    @torch.no_grad()
+    def finish_grad_sync(self, num_tokens: Tensor | int | None = None, *, force_all_reduce: bool = False) -> None:
+        """``start_grad_sync``, and wait: then ``main_grad`` holds the reduced gradients. A step does so by itself.
+
+        num_tokens        see ``set_num_tokens``
+        force_all_reduce  Megatron-core's; True is refused where gradients are sharded
+
+        Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration, and
+        ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds NaN or Inf.
+        """
+        if num_tokens is not None:
+            self.set_num_tokens(num_tokens)
+        if self._settled:
+            return  # a read of .grad came first
+        if self._finished:
+            raise RuntimeError(
+                "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
+                "zero_grad_buffer() after optimizer.step()"
+            )
+        if force_all_reduce:
+            check_whole(self.ddp_config, "finish_grad_sync(force_all_reduce=True)")
+        self._reduce_all("finish_grad_sync()")
+
+    @torch.no_grad()
+    def settle(self, caller: str) -> None:
+        """Have all gradients of the iteration reduced, once: for the first read of ``.grad``, and for a step.
+
+        Collective. Raises what ``finish_grad_sync`` raises, and ``RuntimeError`` where there is no gradient.
+        """
+        if self._finished:
+            return
+        self._compute_pending()
+        if self.is_clear:
+            raise RuntimeError(
+                f"{caller} before a backward: there are no gradients. A rank without a microbatch of its own calls "
+                f"model.finish_grad_sync(), since other ranks reduce theirs"
+            )
+        self._reduce_all(caller)
+        self._settled = True
+
+    def _compute_pending(self) -> None:
+        """What the program's queues still hold; a schedule's parts hold what the schedule computes."""
+        if not self.grad_parts.num_open:
+            compute_pending(self.records)
+
+    def settle_for_optimizer(self, caller: str) -> None:
+        """``settle``, where a program reads ``.grad``: an optimizer trains the model, even if its step is skipped."""
+        note_optimizer(self.module)
+        self.settle(caller)
+
+    def _reduce_all(self, caller: str) -> None:
+        check_num_tokens(self._num_tokens, wanted=self.ddp_config.calculate_per_token_loss)
+        self._start(caller)
+        self._launcher.wait()
+        self.steps.finish()
+        if self._nan_check is not None:
+            with self.failures.watch("the search for NaN and Inf"):
+                self._nan_check.raise_where_found(self.grids["dense"])
+        if self._num_tokens is not None:
+            with self.failures.watch("the sum of tokens"):
+                divide_by_tokens(self.reduced_grads(), self._num_tokens, self.grids["dense"], self.device)
+        self._finish()
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no bucket holds a gradient of this iteration so far."""
+        return not self._launched and all(bucket.is_clear for bucket in self.buckets)
+
+    def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
+        """After ``start_grad_sync``: wait for some buckets. After the last bucket, ``finish_grad_sync`` is done.
+
+        ``DistributedOptimizer.step`` so updates buckets while others are reduced, if ``ddp_config.can_wait_by_bucket``.
+        """
+        self.steps.finish()
+        for bucket in buckets:
+            self._launcher.wait_for(bucket)
+        if not self._finished and all(bucket.phase is Phase.REDUCED for bucket in self.buckets):
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self._ended:
+            self._replicas.end_iteration()
+            end_iteration(self.module, self.grids["dense"], self.failures, self.readiness.trained)
+        self._finished = self._ended = True
+        if not self.shown.active:  # all backwards were under no_sync: who clears .grad begins a new iteration here too
+            self.shown.show()
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether all gradients of this iteration are reduced."""
+        return self._finished
+
+    def zero_grad_buffer(self) -> None:
+        """Start a new iteration: discard all gradients.
+
+        Accumulators that only our fused modules write are not zeroed, as their first GEMM overwrites. All others are.
+        """
+        self._num_tokens = None
+        if self.is_clear:
+            for record in self.records:
+                record.clear_touched()
+            return
+        check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
+        if self.shown.active and not self._finished and self.ddp_config.overlap_grad_reduce:
+            self._launcher.launch_rest()  # other ranks may have launched more of the buckets that nobody wants
+            self._launcher.wait()
+        check_nothing_under_way(self.buckets)
+        self.steps.next_iteration()
+        self.shown.hide()  # before buckets are emptied: what the program keeps is copied
+        self._empty_buckets()
+        discard_grads(self.wired, self.module if self._ended else None)
+        self.readiness.reset()
+        self._launched = self._finished = self._settled = self._ended = False
+        self.iteration += 1
+
+    def _empty_buckets(self, *, goes_on: bool = False) -> None:
+        if self._zeroed_views:
+            torch._foreach_zero_(self._zeroed_views)
+        for bucket in self.buckets:  # after the zeroing, which raises versions
+            bucket.reset()
+        self._launcher.reset(forget=not goes_on)
+
+    # ---- What a backward begins with. ----
+
+    def begin_if_cleared(self) -> None:
+        """Before a forward or a backward: where the program has set every ``.grad`` to None, begin a new iteration."""
+        if self.shown.is_cleared:
+            self.zero_grad_buffer()
+
+    def _enter_backward(self) -> None:
+        """A backward has reached an output of the model. ``.grad`` of before must not be accumulated into."""
+        if self.shown.active:
+            self.begin_if_cleared()
+            self.shown.unfill()
+
+    @torch.no_grad()
+    def _reopen(self) -> None:
+        """A gradient arrives whose bucket was launched: by a second backward outside ``no_sync``.
+
+        What was reduced so far is put aside, and added after the next reduction. Nothing is done, and the write raises,
+        where gradients were divided by tokens, where delayed ones are pending, and for schedules.
+        """
+        self.begin_if_cleared()
+        divided = self._finished and self._num_tokens is not None
+        late = any(record.pending or record.exposed for record in self.records)
+        if not self.shown.active or divided or late:
+            return
+        self._launcher.launch_rest()
+        self._launcher.wait()
+        self.shown.zero_cleared()
+        self._launcher.carry([bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in self.buckets])
+        self._empty_buckets(goes_on=True)
+        self._launched = self._finished = self._settled = False
+
+    def abandon_iteration(self) -> None:
+        """``zero_grad_buffer`` after a backward that failed. Collective: launched buckets are reduced first."""
+        check_nothing_pending(self.records, "abandon_iteration()")
+        self.steps.note_given_up()
+        if self.ddp_config.overlap_grad_reduce:
+            self._launcher.launch_rest()
+            self.steps.start()  # other ranks may have come to finish_grad_sync()
+        self._launcher.wait()
+        self.zero_grad_buffer()
+
+    def note_replay(self) -> None:
+        """A captured iteration was replayed: what its Python would have left."""
+        self.iteration += 1
+        for record in self.records if self.device.type == "cpu" else ():  # replays run operations, and raise versions
+            record.note_version()
+
+    def forget_iteration(self) -> None:
+        """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""
+        self._launcher.forget()
+        self.zero_grad_buffer()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``zero_grad_buffer``: clearing ``.grad`` alone would leave the gradients in ``main_grad``."""
+        self.zero_grad_buffer()
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
+        if self.shown.active:
+            self.settle("scale_gradients()")
+        check_scalable(self.wired, "scale_gradients()")
+        torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
+
+    def broadcast_params(self) -> None:
+        """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
+        broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
+        self.steps.forget()
+
+    def expose_grads(self, dtype: torch.dtype | None = None) -> None:
+        """Make ``.grad`` plain tensors of the reduced gradients, as a read of ``.grad`` and a stock step do anyway.
+
+        dtype  dtype of ``.grad``; None: each parameter's dtype, which every optimizer takes. Where this is
+               ``main_grad``'s dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) nothing is copied
+
+        Raises ``RuntimeError`` where gradients are sharded.
+        """
+        check_whole(self.ddp_config, "expose_grads()")
+        self.settle_for_optimizer("expose_grads()")
+        for each in self.shown.params:
+            if each.part is None:  # else its norms cover other ranks until a step reads it
+                self.shown.expose(each, dtype or each.dtype)
+        self.shown.fill()
+
+    def start_for_step(self) -> None:
+        """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""
+        if self.shown.is_changed:
+            self.settle("optimizer.step()")
+            self.shown.take_changes()
+        elif not self._launched and self.is_clear:
+            self.settle("optimizer.step()")  # raises
+        elif not self._launched:
+            self._compute_pending()
+            self._start("optimizer.step()")
+
+    def prepare_stock_step(self) -> None:
+        """A stock optimizer is about to read ``.grad``: finish the reduction, and give it plain tensors."""
+        if not self.is_clear:
+            self.expose_grads_left()
+
+    def expose_grads_left(self) -> None:
+        """``expose_grads``, but what a program has exposed in another dtype stays so."""
+        self.settle("optimizer.step()")
+        check_whole(self.ddp_config, "optimizer.step()")
+        for each in self.shown.params:
+            if not each.record.exposed:
+                self.shown.expose(each, each.dtype)
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[Timeline]:
+        """Record the times of forwards, backwards, reductions and gathers in this block. Read them after the block."""
+        with recorded_on(self._launcher, self.device, self.grids.values()) as timeline:
+            yield timeline
+
+    def owned_range(self, layout: BucketLayout) -> tuple[int, int]:
+        """[start, end) of the bucket's elements whose sum this rank gets: its shard, or all elements."""
+        return self.reductions[layout.grid_name].owned_range(layout.numel)
+
+    def reduced_grads(self, grid_name: str | None = None) -> list[Tensor]:
+        """``owned_range`` of each bucket, as views that hold reduced gradients after ``finish_grad_sync``.
+
+        grid_name  "dense" or "expert": only buckets that are reduced over these ranks; None: all
+        """
+        wanted = [bucket for bucket in self.buckets if grid_name in (None, bucket.layout.grid_name)]
+        return [bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in wanted]
+
+    @property
+    def observer(self) -> Observer:
+        """The observer that forwards, backwards, reductions and gathers report to."""
+        return self._launcher.observer

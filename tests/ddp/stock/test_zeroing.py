@@ -1,0 +1,227 @@
+"""Zeroing gradients, in any of the ways that programs know, or forgetting to; and what finishes a reduction."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from loops import (
+    assert_same,
+    ddp_backward,
+    loss_of,
+    main_grads,
+    make_batches,
+    make_model,
+    plain_backward,
+    plain_grads,
+    plain_twin,
+    weights,
+    wrap,
+)
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedOptimizer, clip_grad_norm
+from maingrad.launch import simulate
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("order", ["before_buffer", "after_buffer", "before_backward"])
+def test_optimizer_zero_grad_beside_zero_grad_buffer_changes_nothing(order: str, set_to_none: bool) -> None:
+    model = make_model()
+    plain = plain_twin(model)
+    ddp = wrap(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, plain))
+    for step in range(3):
+        batches = make_batches(2, seed=step)
+        if order == "before_backward":
+            ours.zero_grad(set_to_none)
+        ddp_backward(ddp, batches)
+        ddp.expose_grads()
+        ours.step()
+        if order == "before_buffer":
+            ours.zero_grad(set_to_none)
+        ddp.zero_grad_buffer()
+        if order == "after_buffer":
+            ours.zero_grad(set_to_none)
+        plain_backward(plain, batches)
+        theirs.step()
+        theirs.zero_grad()
+    assert_same(weights(ddp), weights(plain))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("zero", ["zero_grad()", "zero_grad(False)", "no zero_grad"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sampled(12)
+def test_gradients_are_zeroed_or_go_on_as_in_plain_pytorch(ranks: int, overlap: bool, zero: str, sharded: bool) -> None:
+    """Zeros in ``.grad``, or the last step's gradient, are what the next backward adds to."""
+
+    def train(trained: Any, optimizer: torch.optim.Optimizer, among: range) -> dict[str, Tensor]:
+        for step in range(3):
+            for rank in among:
+                (loss_of(trained, make_batches(1, torch.float64, seed=10 * step + rank)[0]) / len(among)).backward()
+            optimizer.step()
+            if zero == "zero_grad()":
+                optimizer.zero_grad()
+            elif zero == "zero_grad(False)" and not isinstance(optimizer, DistributedOptimizer):
+                optimizer.zero_grad(set_to_none=False)
+            elif zero == "zero_grad(False)":  # DistributedOptimizer takes no notice of set_to_none
+                for param in trained.parameters():
+                    param.grad.zero_()
+        return weights(trained)
+
+    def run() -> dict[str, Tensor]:
+        ddp = wrap(make_model(torch.float64), overlap_grad_reduce=overlap, use_distributed_optimizer=sharded)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        if sharded:
+            optimizer = DistributedOptimizer(ddp, lr=0.1, optimizer_class=torch.optim.SGD)
+        rank = dist.get_rank()
+        return train(ddp, optimizer, range(rank, rank + 1))
+
+    plain = plain_twin(make_model(torch.float64))
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), range(ranks))
+    for found in simulate(run, ranks):
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(12)
+def test_zero_grad_after_a_backward_for_something_else_discards_it(name: str, ranks: int, overlap: bool) -> None:
+    """An adversarial example needs the input's gradient alone: the parameters' are not wanted."""
+
+    def train(trained: nn.Module, mine: list[Tensor]) -> dict[str, Tensor]:
+        optimizer = OPTIMIZERS[name](trained.parameters())
+        for batch in mine:
+            inputs = batch.clone().requires_grad_()
+            loss_of(trained, inputs).backward()
+            assert inputs.grad is not None
+            optimizer.zero_grad()
+            loss_of(trained, inputs.detach() + 0.1 * inputs.grad.sign()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(trained)
+
+    steps = [make_batches(ranks, torch.float64, seed=step) for step in range(3)]
+    expected = train(plain_twin(make_model(torch.float64)), [torch.cat(step) for step in steps])
+
+    def run() -> dict[str, Tensor]:
+        ddp = wrap(make_model(torch.float64), overlap_grad_reduce=overlap)
+        return train(ddp, [step[dist.get_rank()] for step in steps])
+
+    for found in simulate(run, ranks):
+        for key, weight in expected.items():
+            torch.testing.assert_close(found[key], weight, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_zero_grad_between_microbatches_discards(name: str) -> None:
+    """After a backward under ``no_sync`` gradients are in main_grad alone, and ``.grad`` is None already."""
+    ddp = wrap(make_model())
+    plain = plain_twin(ddp.module)
+    for model in (ddp, plain):
+        optimizer = OPTIMIZERS[name](model.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            plain_backward(model, make_batches(2, seed=step))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=step == 0)
+        with ddp.no_sync():
+            loss_of(model, make_batches(1)[0]).backward()
+        optimizer.zero_grad()
+        loss_of(model, make_batches(2)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(weights(ddp), weights(plain))
+    reference = weakref.ref(optimizer)
+    del optimizer, schedule
+    assert reference() is None, "no cycle"
+
+
+def test_an_optimizer_of_some_parameters_cannot_discard_between_microbatches() -> None:
+    ddp = wrap(make_model())
+    optimizer = torch.optim.SGD(list(ddp.parameters())[:1], lr=0.1)
+    plain_backward(ddp, make_batches(1))
+    optimizer.step()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        loss_of(ddp, make_batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"has not all of the model's parameters.*call model.zero_grad\(\)"):
+        optimizer.zero_grad()
+
+
+def test_zero_grad_of_the_wrapper_discards_what_was_accumulated() -> None:
+    model = make_model()
+    plain = plain_twin(model)
+    ddp = wrap(model)
+    first, second = make_batches(2)
+    for trained in (ddp, plain):
+        loss_of(trained, first).backward()
+        trained.zero_grad()
+    ddp_backward(ddp, [second])
+    plain_backward(plain, [second])
+    assert_same(main_grads(ddp), plain_grads(plain))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_needs_reduced_gradients_finishes_their_reduction(overlap: bool) -> None:
+    (batch,) = make_batches(1)
+    plain = plain_twin(make_model())
+    loss_of(plain, batch).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    for use in (lambda ddp: ddp.expose_grads(), lambda ddp: clip_grad_norm(ddp, 1e9)):
+        ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+        loss_of(ddp, batch).backward()
+        found = use(ddp)
+        assert found is None or torch.allclose(found, norm)
+        assert ddp.is_reduced
+        assert_same(plain_grads(ddp.module), plain_grads(plain))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buckets_in_flight_are_scaled_or_zeroed_when_they_arrive(ranks: int, sharded: bool) -> None:
+    batches = make_batches(2 * ranks, torch.float64)
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        mine = batches[dist.get_rank() :: ranks]
+        ddp = wrap(make_model(torch.float64), overlap_grad_reduce=True, use_distributed_optimizer=sharded)
+        loss_of(ddp, mine[0]).backward()
+        ddp.zero_grad_buffer()
+        assert all(param.grad is None for param in ddp.parameters())
+        loss_of(ddp, mine[1]).backward()
+        ddp.scale_gradients(2.0)
+        return torch.stack([param.grad.norm() for param in ddp.parameters()]), [p.grad.sum() for p in ddp.parameters()]
+
+    plain = plain_twin(make_model(torch.float64))
+    for batch in batches[ranks:]:
+        (2 * loss_of(plain, batch) / ranks).backward()
+    norms, sums = torch.stack([p.grad.norm() for p in plain.parameters()]), [p.grad.sum() for p in plain.parameters()]
+    for found in simulate(run, ranks):
+        torch.testing.assert_close(found, (norms, sums), rtol=1e-12, atol=1e-12)
+
+
+def test_a_skipped_step_leaves_no_trace() -> None:
+    model = make_model()
+    ddp = wrap(model)
+    plain = plain_twin(model)
+    bad, good = make_batches(1, seed=5), make_batches(2)
+    bad[0].fill_(torch.nan)
+    ddp_backward(ddp, bad)
+    ddp.zero_grad_buffer()
+    ddp_backward(ddp, good)
+    plain_backward(plain, good)
+    assert_same(main_grads(ddp), plain_grads(plain))
