@@ -117,6 +117,7 @@ class BucketIteration(AroundModule):
                     in microbatches. Set it before ``.grad`` is read, clipped or stepped on
         """
         check_num_tokens(num_tokens, wanted=self.ddp_config.calculate_per_token_loss)
+        self.begin_if_cleared()  # a program may know its tokens before the first forward
         self._num_tokens = num_tokens
 
     @torch.no_grad()
@@ -216,11 +217,11 @@ class BucketIteration(AroundModule):
 
         Accumulators that only our fused modules write are not zeroed, as their first GEMM overwrites. All others are.
         """
-        self._num_tokens = None
         if self.is_clear:
             for record in self.records:
                 record.clear_touched()
             return
+        self._num_tokens = None
         check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
         if self.shown.active and not self._finished and self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()  # other ranks may have launched more of the buckets that nobody wants

@@ -15,7 +15,7 @@ def check_num_tokens(num_tokens: Tensor | int | None, *, wanted: bool) -> None:
     if (num_tokens is not None) != wanted:
         raise TypeError(
             "finish_grad_sync(num_tokens) goes with DistributedDataParallelConfig(calculate_per_token_loss=True), "
-            "and only with it"
+            "and only with it; model.set_num_tokens(num_tokens) sets it too, before .grad is read or stepped on"
         )
     if isinstance(num_tokens, int) and is_capturing():
         raise RuntimeError(

@@ -4,6 +4,7 @@ Ranks sum the losses of their tokens; ``finish_grad_sync(num_tokens)`` divides t
 The reference adds every rank's gradients by hand (``summed_by_hand``) and divides once.
 """
 
+import copy
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -249,3 +250,53 @@ def test_inf_tokens_reach_the_gradients_visibly() -> None:
     (ddp(torch.ones(2, 4)) - 1).square().sum().backward()
     ddp.finish_grad_sync(torch.tensor(math.nan))
     assert global_grad_norm(ddp).isnan()
+
+
+@pytest.mark.parametrize("when", ["before the forward", "after the backward"])
+@pytest.mark.parametrize("form", ["stock", "whole", "sharded"])
+@pytest.mark.sampled(6)
+def test_a_plain_loop_sets_its_tokens(form: str, when: str) -> None:
+    """Equal to plain PyTorch's mean over all ranks' tokens; the counts of the iteration before are forgotten."""
+
+    def tokens_of(step: int, rank: int) -> Tensor:
+        return microbatch(rank, step).double()
+
+    def loss_of(model: torch.nn.Module, x: Tensor) -> Tensor:
+        return (model(x) - 1).square().mean(dim=1).sum()
+
+    def train() -> dict[str, Tensor]:
+        config = {**PER_TOKEN, "use_distributed_optimizer": form == "sharded"}
+        ddp = wrap(copy.deepcopy(begun), **config)
+        make = torch.optim.SGD if form == "stock" else DistributedOptimizer
+        options = {} if form == "stock" else {"optimizer_class": torch.optim.SGD}
+        optimizer = make(ddp.parameters() if form == "stock" else ddp, lr=0.1, **options)
+        for step in range(3):
+            x = tokens_of(step, dist.get_rank())
+            if when == "before the forward":
+                ddp.set_num_tokens(len(x))
+            loss_of(ddp, x).backward()
+            if when == "after the backward":
+                ddp.set_num_tokens(len(x))
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        loss_of(ddp, x).backward()
+        with pytest.raises(
+            TypeError, match=r"model\.set_num_tokens\(num_tokens\) sets it too, before .grad is read or"
+        ):
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+        return weights(ddp)
+
+    begun = torch.nn.Linear(7, 5).double()
+    plain = copy.deepcopy(begun)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        batches = [tokens_of(step, rank) for rank in range(2)]
+        (sum(loss_of(plain, x) for x in batches) / sum(map(len, batches))).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for found in simulate(train, 2):
+        for name, weight in weights(plain).items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
