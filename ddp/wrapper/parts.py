@@ -153,11 +153,15 @@ class BucketParts(Parts):
         complete = self._completed_by(part)
         self._open.discard(part)
         wrapper = self.host
-        if not (wrapper.ddp_config.overlap_grad_reduce and wrapper.require_backward_grad_sync):
+        if not wrapper.require_backward_grad_sync:
             return
-        check_nothing_bypassed([(wired.owned.param, wired.record) for wired in complete], "the end of a stage's step")
-        for wired in complete:
-            wrapper.readiness.complete(wired)
+        if wrapper.ddp_config.overlap_grad_reduce:
+            own = [(wired.owned.param, wired.record) for wired in complete]
+            check_nothing_bypassed(own, "the end of a stage's step")
+            for wired in complete:
+                wrapper.readiness.complete(wired)
+        if not self._open:
+            wrapper.shown.show()
 
     def settle(self) -> None:
         """A program reads gradients of the wrapper's parameters."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import random
 import re
 import types
@@ -30,7 +31,7 @@ from pipelines import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.te_integration import LayerNormLinear, LayerNormMLP, Sequential
 from maingrad.te_integration.pipeline.executor import ScheduleExecutor
 from maingrad.te_integration.pipeline.order import Kind, ScheduleError, parse_order
@@ -329,16 +330,17 @@ def test_the_documentations_wrapper_around_chunks_is_reduced() -> None:
     assert all(record.view.any() for record in model.records)
 
 
-def trained(delays: bool) -> list[torch.Tensor]:
+def trained(delays: bool, **config: bool) -> list[torch.Tensor]:
     """Weights after three steps of a stock optimizer, which clears ``.grad`` and nothing else."""
     chunks = make_chunks(fused, [[delays], [delays]])
-    ddp = DistributedDataParallel(chunks)
+    ddp = DistributedDataParallel(chunks, DistributedDataParallelConfig(**config))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     inputs = batches(2)
     order = [1, 1, 2, -2, 2, -2, -2.5, -2.5, -1, -1, -1.5, -1.5] if delays else [1, 1, 2, -2, 2, -2, -1, -1]
     executor = ScheduleExecutor(parse_order(order), list(chunks))
     for _ in range(3):
         executor.run(inputs, loss_of)
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()
     return [param.detach() for param in ddp.parameters()]
@@ -349,7 +351,9 @@ def test_a_plain_loop_around_a_schedule_with_a_stock_optimizer() -> None:
     optimizer = torch.optim.SGD(chunks.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         plain_losses(chunks, batches(2))
+        assert torch.nn.utils.clip_grad_norm_(chunks.parameters(), 0.01) > 0.02
         optimizer.step()
         optimizer.zero_grad()
-    for delays in (False, True):
-        torch.testing.assert_close(trained(delays), [param.detach() for param in chunks.parameters()])
+    expected = [param.detach() for param in chunks.parameters()]
+    for delays, overlap in itertools.product((False, True), repeat=2):
+        torch.testing.assert_close(trained(delays, overlap_grad_reduce=overlap), expected)
