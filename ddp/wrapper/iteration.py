@@ -361,10 +361,14 @@ class BucketIteration(AroundModule):
         return self.reductions[layout.grid_name].owned_range(layout.numel)
 
     def reduced_grads(self, grid_name: str | None = None) -> list[Tensor]:
-        """``owned_range`` of each bucket, as views that hold reduced gradients after ``finish_grad_sync``.
+        """``owned_range`` of each bucket, as views of reduced gradients. Collective where nothing was read before.
 
         grid_name  "dense" or "expert": only buckets that are reduced over these ranks; None: all
+
+        After ``start_grad_sync`` alone, and between microbatches, they are not reduced yet.
         """
+        if self.shown.active and not self._launched:
+            self.settle("reading reduced_grads()")
         wanted = [bucket for bucket in self.buckets if grid_name in (None, bucket.layout.grid_name)]
         return [bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in wanted]
 

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import assert_same, ddp_backward, make_batches, make_model, plain_backward, plain_grads, plain_twin, wrap
+from loops import (
+    assert_same,
+    ddp_backward,
+    loss_of,
+    make_batches,
+    make_model,
+    plain_backward,
+    plain_grads,
+    plain_twin,
+    weights,
+    wrap,
+)
 from torch import Tensor, nn
 
 # As most programs have it: by name, before the library is there.
@@ -178,3 +189,28 @@ def test_whole_parameters_of_a_sharded_model_are_refused_and_shards_are_not() ->
     clip_grad_norm_(model.parameters(), 1.0)
     with model.unsharded(), pytest.raises(RuntimeError, match=r"parameter '0.weight' is whole.*outside of"):
         clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_values_are_clipped_in_this_ranks_parts(sharded: bool, overlap: bool) -> None:
+    """The parts are reduced when a program takes them, though nothing has finished the reduction before."""
+
+    def run() -> dict[str, Tensor]:
+        ddp = wrap(make_model(), use_distributed_optimizer=sharded, overlap_grad_reduce=overlap)
+        optimizer = DistributedOptimizer(ddp, lr=0.1, optimizer_class=torch.optim.SGD)
+        loss_of(ddp, make_batches(2)[dist.get_rank()]).backward()
+        for grad in ddp.reduced_grads():
+            grad.clamp_(-0.01, 0.01)
+        optimizer.step()
+        optimizer.finish_param_sync()
+        return weights(ddp)
+
+    plain = make_model(fuse=False)
+    for batch in make_batches(2):
+        (loss_of(plain, batch) / 2).backward()
+    nn.utils.clip_grad_value_(plain.parameters(), 0.01)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for found in simulate(run, 2):
+        for name, weight in weights(plain).items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-8)
