@@ -46,7 +46,7 @@ LIBRARY = {
         "prepare_background_saves",
         "save_checkpoint",
     ),
-    "maingrad.fsdp": ("MixedPrecisionPolicy", "fully_shard"),
+    "maingrad.fsdp": ("MixedPrecisionPolicy", "fully_shard", "translate_state_dicts"),
     "maingrad.kernels.quantized": ("Element", "QuantSpec", "ScaleForm"),
     "maingrad.launch": ("simulate",),
     "maingrad.launch.config.file": ("structure",),

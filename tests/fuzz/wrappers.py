@@ -149,6 +149,8 @@ def _write_fsdp(pen: Pen, wrapper: Fsdp) -> None:
             pen(f"{second}.set_modules_to_backward_prefetch([{first}])")
     if not wrapper.stepping_hooks:
         pen(f"optimizer = {_stock_optimizer(pen)}")
+        if pen.program.optimizer.name == "Adagrad":  # its state dict is taken before a step, and has state then
+            pen("translate_state_dicts(optimizer)")
         return
     options = "".join(f", {name}={value!r}" for name, value in pen.program.optimizer.options)
     made = f"torch.optim.{pen.program.optimizer.name}([param]{options})"
