@@ -275,18 +275,6 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
         DistributedOptimizer(ddp, lr=-1)
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_grad_scaler_over_the_distributed_optimizer_is_refused(unscale: bool) -> None:
-    ddp = wrap(make_model())
-    optimizer, scaler = DistributedOptimizer(ddp), torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(ddp, make_batches(1)[0])).backward()
-    ddp.finish_grad_sync()
-    if unscale:
-        scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"GradScaler over DistributedOptimizer: .* use maingrad\.ddp\.GradScaler"):
-        scaler.step(optimizer)
-
-
 # ---- A fused layer's accumulator. ----
 
 
