@@ -52,6 +52,7 @@ class BucketLauncher:
         self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)] if device.type == "cuda" else []
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
         self._next = 0
+        self._all_came = False  # no backward of the iteration is to come: only delayed gradients hold buckets back
         self._in_flight: dict[int, InFlight] = {}
         self._carried: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -70,8 +71,27 @@ class BucketLauncher:
     def note_ready(self, bucket: Bucket) -> None:
         """``bucket`` is ready: launch every ready bucket whose turn has come."""
         self.observer.bucket_ready(bucket.name)
-        while self._next < len(self._buckets) and self._buckets[self._next].phase is Phase.READY:
+        self._launch_ready()
+
+    def note_all_came(self) -> None:
+        """A backward is over, perhaps the iteration's last: parameters that it has not reached are unused.
+
+        Launched here, all ranks' reductions come before whatever collectives the program issues next.
+        """
+        self._all_came = True
+        self._launch_ready()
+
+    def note_delayed(self) -> None:
+        """A delayed gradient was computed."""
+        if self._all_came:
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
             self._launch_next()
+
+    def _is_ready(self, bucket: Bucket) -> bool:
+        return bucket.phase is Phase.READY or (self._all_came and not any(record.pending for record in bucket.records))
 
     def launch_rest(self) -> None:
         """Launch all buckets that are left, ready or not. Gradients of unused parameters are zeros."""
@@ -110,6 +130,7 @@ class BucketLauncher:
     def reset(self, *, forget: bool = True) -> None:
         """Launch all buckets again: in a new iteration, or in one that goes on (not ``forget``)."""
         self._next = 0
+        self._all_came = False
         if forget:
             self._carried.clear()
 

@@ -215,6 +215,9 @@ class Readiness:
         if counts and self._shown.active:
             self._shown.show_again()
         if counts and self.sync and self.completes is None:
+            if self._overlap:
+                self._check_once()
+                self._launcher.note_all_came()
             self._shown.show()
 
     def on_delayed_wgrad(self, bucket: Bucket, record: GradRecord) -> None:
@@ -224,6 +227,7 @@ class Readiness:
             self._shown.show_late(record)
         if record.awaits_delayed and not record.pending:
             self._mark_ready(bucket, record)
+        self._launcher.note_delayed()
 
     def complete(self, wired: WiredParam) -> None:
         """No further backward of this iteration reaches this parameter."""
@@ -274,7 +278,11 @@ class Readiness:
             return
         bucket.mark_ready(record)
         if bucket.phase is Phase.READY:
-            if not self._checked:
-                self._watch.check_launch()
-                self._checked = True
+            self._check_once()
             self._launcher.note_ready(bucket)
+
+    def _check_once(self) -> None:
+        """Before an iteration's first launch: the model is what it was."""
+        if not self._checked:
+            self._watch.check_launch()
+            self._checked = True

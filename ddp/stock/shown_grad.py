@@ -206,12 +206,15 @@ class ShownGrads:
     # ---- Showing, and the program's changes. ----
 
     def show(self) -> None:
-        """The iteration's last backward is over, as far as one knows: leave a gradient in every ``.grad``."""
+        """The iteration's last backward is over, as far as one knows: leave a gradient in every ``.grad``.
+
+        What somebody has put there by hand stays, and is refused when the iteration settles: no hook has seen it.
+        """
         self.active = True
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
             for each in self.params:
                 if each.grad is None and not each.record.foreign_delayer and each.is_trained:
-                    self._show(each)
+                    self._show_if_empty(each)
 
     def show_again(self) -> None:
         """A later backward is over: what has arrived in it is shown, as what was there before."""
@@ -224,7 +227,11 @@ class ShownGrads:
     def show_late(self, record: GradRecord) -> None:
         """The last delayed gradient of a foreign module, which works on ``.grad`` until then, is computed."""
         each = self._by_record[id(record)]
-        if self.active and each.grad is None and each.param.grad is None:
+        if self.active and each.grad is None:
+            self._show_if_empty(each)
+
+    def _show_if_empty(self, each: ShownParam) -> None:
+        if each.param.grad is None:
             self._show(each)
 
     def _show(self, each: ShownParam) -> None:
@@ -302,8 +309,8 @@ class ShownGrads:
                     if not each.record.exposed:
                         self.expose(each, each.dtype if each.record.updater is None else each.record.view.dtype)
                     continue
-                if each.grad is None and each.param.grad is None:
-                    self._show(each)
+                if each.grad is None:
+                    self._show_if_empty(each)
                 if each.grad is not None and each.grad.reduced is None:
                     each.grad.reduced = make_part(*each.part)
 

@@ -1,7 +1,8 @@
 """``BucketIteration``: one iteration of a wrapper, from the first backward to the next iteration.
 
-    backward    hooks launch complete buckets (``buckets/readiness.py``); at its end ``.grad`` is shown
-    settle      a first read of ``.grad``, or a step: launches the rest, waits, and compares ranks, once an iteration
+    backward    hooks launch complete buckets (``buckets/readiness.py``), its end the others, but for those that wait
+                for delayed gradients (``buckets/launcher.py``); then ``.grad`` is shown
+    settle      a first read of ``.grad``, or a step: launches what is left, waits, compares ranks, once an iteration
     clearing    every ``.grad`` is None: the next forward or backward begins a new iteration
 
 ``start_grad_sync``, ``finish_grad_sync``, ``zero_grad_buffer`` and ``expose_grads`` do the same when a program says so,
@@ -105,8 +106,8 @@ class BucketIteration(AroundModule):
         self._watch.check_sync()
         check_nothing_pending(self.records, caller)
         self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
-        if not self.shown.active:
-            check_nothing_bypassed([(each.owned.param, each.record) for each in self.wired], caller)
+        unshown = [(each.param, each.record) for each in self.shown.params if each.grad is None]
+        check_nothing_bypassed(unshown, caller)
         self._launcher.launch_rest()
         self.steps.start()
 

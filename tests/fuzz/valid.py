@@ -516,8 +516,8 @@ def _saves_all(program: Program, phase: Phase) -> bool:
 def _launches_alike(program: Program, phase: Phase) -> bool:
     """Whether ranks that run the same microbatches do."""
     uses_differ = any("branch" in block.kind for block in program.model.blocks)
-    early = _delays(program, phase) if isinstance(phase.wrapper, Fsdp) else phase.wrapper.overlap
-    return not (uses_differ and early)
+    early = isinstance(phase.wrapper, Fsdp) or phase.wrapper.overlap
+    return not (uses_differ and early and _delays(program, phase))  # else a backward's end has launched the rest
 
 
 def _with_states(iterations: Sequence[Iteration]) -> list[Iteration]:

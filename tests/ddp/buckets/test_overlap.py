@@ -56,6 +56,8 @@ class Measured(NamedTuple):
     num_collectives: int
     num_called_inside: int
     """Collectives that were called, though perhaps not run, before the backward ended."""
+    num_called_last: int
+    """Of these, the ones behind all of the backward's work."""
 
 
 def share_inside(times: IterationTimes) -> float:
@@ -103,7 +105,10 @@ def measure(case: Case) -> list[Measured]:
             start, end = times.backward
             slept = sum(b - a for a, b in sleep.intervals if a >= start)
             called_inside = sum(c.queued < end for c in times.collectives)
-            measured.append(Measured(share_inside(times), end - start, slept, len(times.collectives), called_inside))
+            last = sum(sleep.intervals[-1][1] <= c.queued < end for c in times.collectives)
+            measured.append(
+                Measured(share_inside(times), end - start, slept, len(times.collectives), called_inside, last)
+            )
     return measured
 
 
@@ -115,7 +120,7 @@ def check_overlap(case: Case) -> None:
 def _too_little_overlap(by_rank: list[list[Measured]], num_buckets: int) -> dict[str, str]:
     late = {}
     for rank, iterations in enumerate(by_rank):
-        for i, (share, backward, slept, num_collectives, _) in enumerate(iterations):
+        for i, (share, backward, slept, num_collectives, _, _) in enumerate(iterations):
             line = (
                 f"rank {rank}, iteration {i}: {share:.1%} inside; backward {backward:.3f} s, of it slept {slept:.3f} s"
             )
@@ -165,14 +170,15 @@ def test_unused_parameters_hold_nothing_back(sharded: bool, unused: dict[str, An
 
 @COLLECTIVES
 @pytest.mark.sampled(1)
-def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_iteration_is_finished(sharded: bool) -> None:
-    """The bucket without its gradient, and the buckets behind it, are reduced in finish_grad_sync."""
+def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_backward_ends(sharded: bool) -> None:
+    """The bucket without its gradient, and the buckets behind it, come behind the work and inside the backward."""
     for unused_layer in (7, 3):
         case = Case(sharded=sharded, unused_spares=(unused_layer,), num_microbatches=(1, 2))
         for iterations in run_ranks(measure, 2, case):
             for measured in iterations:
                 assert measured.num_collectives == 8
-                assert measured.num_called_inside == 7 - unused_layer
+                assert measured.num_called_inside == 8
+                assert measured.num_called_inside - measured.num_called_last == 7 - unused_layer
 
 
 @COLLECTIVES

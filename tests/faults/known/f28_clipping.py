@@ -108,4 +108,24 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "28h-unused-parameters-are-reduced-behind-the-programs-collectives",
+        sentence="What a rank has not used is launched by its step alone, behind collectives of the program.",
+        tests=[
+            "tests/ddp/buckets/test_end_of_backward.py::test_a_collective_of_the_program_comes_behind_all_reductions"
+        ],
+        changes=[
+            Change("maingrad.ddp.buckets.readiness", "Readiness._show", "self._launcher.note_all_came()", "pass"),
+        ],
+    ),
+    Fault(
+        "28i-a-gradient-by-hand-is-lost-under-the-shown-one",
+        sentence="Where no backward reaches a parameter, a gradient that was put there by hand is overwritten silently.",
+        tests=[
+            "tests/ddp/buckets/test_end_of_backward.py::test_a_gradient_by_hand_of_what_no_backward_reaches_is_refused"
+        ],
+        changes=[
+            Change("maingrad.ddp.stock.shown_grad", "ShownGrads._show_if_empty", "each.param.grad is None", "True"),
+        ],
+    ),
 ]

@@ -1,0 +1,98 @@
+"""What a backward leaves when it is over: all its reductions launched, and no gradient overwritten."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.launch import simulate
+from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
+
+STEPS = 3
+
+
+class Branches(nn.Module):
+    """Each rank runs a branch of its own, so that ranks fill different buckets."""
+
+    def __init__(self, linear: Callable[..., nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = linear(5, 7)
+        self.branches = nn.ModuleList(linear(7, 7) for _ in range(3))
+        self.last = linear(7, 2)
+        self.double()
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.last(self.branches[branch](self.first(x).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def plain(ranks: int) -> tuple[list[Tensor], list[float]]:
+    model, losses = Branches(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        rows = [model(batch(rank, step), (rank + step) % 3).square().mean() for rank in range(ranks)]
+        loss = torch.stack(rows).mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()], losses
+
+
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.sampled(8)
+def test_a_collective_of_the_program_comes_behind_all_reductions(ranks: int, sharded: bool, delays: bool) -> None:
+    """A loss is averaged for a log between backward and step, on the wrapper's own group."""
+
+    def train() -> tuple[list[Tensor], list[float]]:
+        net = Branches(lambda *sizes: Linear(*sizes, fuse_wgrad_accumulation=True))
+        config = {"use_distributed_optimizer": sharded, "overlap_grad_reduce": True, "bucket_size": 20}
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(**config))
+        optimizer: Any = (
+            DistributedOptimizer(model, lr=0.1, optimizer_class=torch.optim.SGD)
+            if sharded
+            else torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        losses, queue = [], WgradQueue()
+        for step in range(STEPS):
+            with delayed_wgrad(queue) if delays else nullcontext():
+                loss = model(batch(dist.get_rank(), step), (dist.get_rank() + step) % 3).square().mean()
+            loss.backward()
+            queue.drain()
+            mean = loss.detach() / ranks
+            dist.all_reduce(mean)
+            losses.append(mean.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        if sharded:
+            optimizer.finish_param_sync()
+        return [param.detach().clone() for param in net.parameters()], losses
+
+    weights, losses = plain(ranks)
+    for found, seen in simulate(train, ranks):
+        torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-12)
+        assert seen == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_gradient_by_hand_of_what_no_backward_reaches_is_refused(overlap: bool) -> None:
+    """It is no part of the reduction, and must not be lost under what the backward shows."""
+    net = Branches()
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=overlap))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    net.branches[1].weight.grad = torch.ones(7, 7, dtype=torch.float64)
+    model(batch(0, 0), 0).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'branches.1.weight' was put into .grad by hand.*maingrad.ddp.add_grad"):
+        optimizer.step()
+    assert torch.equal(net.branches[1].weight.grad, torch.ones(7, 7, dtype=torch.float64))
