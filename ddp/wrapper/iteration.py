@@ -318,7 +318,8 @@ class BucketIteration(AroundModule):
         dtype  dtype of ``.grad``; None: each parameter's dtype, which every optimizer takes. Where this is
                ``main_grad``'s dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) nothing is copied
 
-        Raises ``RuntimeError`` where gradients are sharded.
+        Experts that only some ranks hold, and slices of tensor parallelism, stay parts, whose norms cover all ranks,
+        until a step reads them. Raises ``RuntimeError`` where gradients are sharded.
         """
         check_whole(self.ddp_config, "expose_grads()")
         self.settle_for_optimizer("expose_grads()")

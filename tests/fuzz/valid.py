@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import known
 from extras import AFTER, FORWARDS, RANK_DEPENDENT, VARIED
-from gradients import CANCELS, NOT_OF_SHARDS, READS_OF_ALL, SLICES, shows
+from gradients import CANCELS, NOT_OF_SHARDS, SLICES, shows
 from graphed_steps import FUSED, as_calls, with_exact_rate
 from layers import (
     ONCE_DIFFERENTIABLE,
@@ -378,7 +378,6 @@ def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str
     wrapper, one_model = phase.wrapper, program.model.variants == 1
     if iteration.overflow or program.optimizer.scaled:
         return
-    stock = isinstance(wrapper, Ddp) and not wrapper.plain_loop  # whose .grad is what the rank has
     if not shows(iteration, wrapper):
         reduced = iteration.outcome == "step" and iteration.finish != "start"
         if reduced and isinstance(wrapper, Ddp) and wrapper.sharded and one_model and iteration.reads:
@@ -386,7 +385,7 @@ def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str
         return
     precise = _is_precise(program)
     for way in iteration.reads:
-        if way == SLICES or (way in CANCELS and not precise) or (not one_model and (not stock or way in READS_OF_ALL)):
+        if way == SLICES or (way in CANCELS and not precise) or not one_model:
             continue
         if isinstance(wrapper, Ddp) or way not in NOT_OF_SHARDS:
             yield way
