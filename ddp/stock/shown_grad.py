@@ -338,7 +338,6 @@ class ShownGrads:
                     cleared = grad is not None and each.param.grad is None
                     del grad  # ``_keep_own`` counts references
                     _keep_own(each)
-                    clear_exposed_grad(each.param, each.record)
                     self._show(each)
                     if cleared:
                         each.param.grad = None
@@ -352,7 +351,6 @@ class ShownGrads:
             for each in self.params:
                 if each.grad is not None or each.record.exposed:
                     _keep_own(each)
-                    clear_exposed_grad(each.param, each.record)
 
 
 # ---- A gradient that the program keeps: ``grads = [p.grad for p in model.parameters()]``. ----
@@ -360,6 +358,7 @@ class ShownGrads:
 
 def _keep_own(each: ShownParam) -> None:
     """Take ``.grad`` off, before ``main_grad`` is written again. What the program keeps gets memory of its own."""
+    clear_exposed_grad(each.param, each.record)
     each.param.grad = each.grad = real = None
     if each.spare is not None:
         real, each.spare.reduced = each.spare.reduced, None

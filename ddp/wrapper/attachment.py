@@ -65,14 +65,13 @@ def detach_params(end: "weakref.finalize[Any, Any]") -> None:
 
 
 def discard_grads(wired: Iterable[WiredParam], ended: nn.Module | None) -> None:
-    """Clear what an iteration left on parameters: flags of a backward that failed, and ``.grad``.
+    """Clear what an iteration left on parameters: flags of a backward that failed, and ``.grad`` that is not shown.
 
     ended  the model, where its gradients were reduced: watchers are told that they are gone
     """
     with DisableTorchFunctionSubclass():  # no values are read, so no gather is waited for
         for entry in wired:
             forget_failed_backward(entry.owned.param)
-            clear_exposed_grad(entry.owned.param, entry.record)
             entry.owned.param.grad = None
     if ended is not None:
         discard_iteration(ended)

@@ -8,12 +8,12 @@ all of it.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..buckets.checks import is_frozen
 from ..buckets.launcher import BucketLauncher
@@ -21,7 +21,7 @@ from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas
-from ..buckets.wiring import allocate_buckets
+from ..buckets.wiring import WiredParam, allocate_buckets
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
 from ..collectives.reduction import GradReduction, make_reductions
@@ -30,8 +30,9 @@ from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
 from ..contract.record import GradRecord, tell
 from ..gathers.param_gather import ParamGather
-from ..plan.layout import BucketLayout, ParamSlot
+from ..plan.layout import ParamSlot
 from ..plan.owned_params import find_owned_params, find_tensors
+from ..plan.ranges import Range
 from ..stock.master_param import WatchedMasters
 from ..stock.shard_info import ShardInfo
 from ..stock.shown_grad import ShownGrads, ShownParam
@@ -167,28 +168,26 @@ class DistributedDataParallel(BucketIteration):
 
     def _shown_params(self) -> list[ShownParam]:
         """The parameters, with this rank's part of each gradient where norms over it would not be of the whole."""
-        config, everyone = self.ddp_config, self.grids["dense"]
         own = any(record.all_ranks is not None or record.sliced for record in self.records)
-        found = []
-        for wired, (slot, layout) in zip(self.wired, self._slots(), strict=True):
-            part = None
-            if config.use_distributed_optimizer or own:
-                first, last = self.owned_range(layout)
-                base, end = slot.start - layout.start, slot.end - layout.start
-                start, stop = min(max(base, first), end), max(min(end, last), base)
-                stop = max(start, stop)
-                reduction = self.reductions[layout.grid_name]
-                info = ShardInfo(
-                    wired.owned.name, tuple(slot.spec.shape), start - base, stop - base, self.grids[layout.grid_name],
-                    reduction.num_replicas, "", everyone, wired.record.sliced,
-                )  # fmt: skip
-                part = wired.bucket.grad_data[start:stop], info
-            found.append(ShownParam(wired.owned.param, wired.record, wired.dtype, part))
-        return found
+        slots: dict[str, ParamSlot] = {}
+        if own or self.ddp_config.use_distributed_optimizer:
+            slots = {slot.spec.name: slot for bucket in self.buckets for slot in bucket.layout.slots}
+        return [
+            ShownParam(wired.owned.param, wired.record, wired.dtype, self._part(wired, slots.get(wired.owned.name)))
+            for wired in self.wired
+        ]
 
-    def _slots(self) -> Iterator[tuple[ParamSlot, BucketLayout]]:
-        by_name = {slot.spec.name: (slot, layout) for layout in self.plan.buckets for slot in layout.slots}
-        return (by_name[wired.owned.name] for wired in self.wired)
+    def _part(self, wired: WiredParam, slot: ParamSlot | None) -> tuple[Tensor, ShardInfo] | None:
+        if slot is None:
+            return None
+        layout = wired.bucket.layout
+        whole = slot.range.counted_from(layout.start)
+        held = whole.intersect(Range(*self.owned_range(layout)))
+        info = ShardInfo(
+            slot.spec.name, slot.spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
+            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], wired.record.sliced,
+        )  # fmt: skip
+        return wired.bucket.grad_data[slice(*held)], info
 
     def follow(self, gathers: Sequence[ParamGather], masters: WatchedMasters) -> None:
         """By ``DistributedOptimizer``: compiled forwards wait for ``gathers``, every forward checks ``masters``."""

@@ -330,26 +330,21 @@ class BucketIteration(AroundModule):
 
     def start_for_step(self) -> None:
         """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""
-        if self.shown.is_changed:
-            self.settle("optimizer.step()")
+        if self.is_clear or self.shown.is_changed:
+            self.settle("optimizer.step()")  # raises where nothing is there
             self.shown.take_changes()
-        elif not self._launched and self.is_clear:
-            self.settle("optimizer.step()")  # raises
         elif not self._launched:
             self._compute_pending()
             self._start("optimizer.step()")
 
     def prepare_stock_step(self) -> None:
         """A stock optimizer is about to read ``.grad``: finish the reduction, and give it plain tensors."""
-        if not self.is_clear:
-            self.expose_grads_left()
-
-    def expose_grads_left(self) -> None:
-        """``expose_grads``, but what a program has exposed in another dtype stays so."""
+        if self.is_clear:
+            return
         self.settle("optimizer.step()")
         check_whole(self.ddp_config, "optimizer.step()")
         for each in self.shown.params:
-            if not each.record.exposed:
+            if not each.record.exposed:  # else the program has chosen its dtype
                 self.shown.expose(each, each.dtype)
 
     @contextmanager
