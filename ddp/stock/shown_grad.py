@@ -112,8 +112,7 @@ class ShownGrad(Tensor):
                 return func(*args, **kwargs)
         shown = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShownGrad)]
         reals = {id(each): each.read() for each in shown}
-        parts = [real for real in reals.values() if isinstance(real, ShardedGrad)]
-        if parts:
+        if any(isinstance(real, ShardedGrad) for real in reals.values()):
             return _over_parts(func, args, kwargs, reals)
         args, kwargs = tree_map(lambda leaf: reals.get(id(leaf), leaf), (args, kwargs))
         return func(*args, **kwargs)

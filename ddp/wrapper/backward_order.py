@@ -27,8 +27,8 @@ def recorded_backward_order(
     process_group  all these ranks get the first rank's order. None: the default group, if there is one;
                    ``WORLD_OF_ONE``: this process alone
 
-    Trainable parameters that the loss does not use come last. Parameters, their ``.grad`` and the default random state
-    do not change; buffers that a forward updates (batch norm's running statistics) do.
+    Trainable parameters that the loss does not use come last. ``.grad`` and the default random state do not change.
+    What the forward itself writes does: batch norm's running statistics, a parameter that it clamps.
     """
     group = group_or_default(process_group)
     owned = [entry for entry in find_owned_params(module) if entry.param.requires_grad]

@@ -169,7 +169,7 @@ def _ddp(program: Program, phase: Phase, wrapper: Ddp) -> Ddp:
         wrapper = replace(wrapper, clips="library")  # torch's norm is of what one rank holds, and refused
     elif program.optimizer.scaled and wrapper.clips == "too early":
         wrapper = replace(wrapper, clips="torch")
-    if half or delays or program.model.variants > 1:
+    if half or delays or program.model.variants > 1 or writes_in_forward(program.model):  # it runs a forward more
         wrapper = replace(wrapper, recorded_order=False)
     if wrapper.instances > 1 and wrapper.group == "group":
         wrapper = replace(wrapper, group="default")
