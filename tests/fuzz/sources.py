@@ -45,7 +45,8 @@ def tolerance_of(program: Program | Pipeline | Run | Recipes) -> float:
     """How far a tensor may be from what plain PyTorch computes, relative to its norm.
 
     fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
-    gradient that is zero by 1 / eps, a thousand. fp32 has 7. ``max_grad_norm`` rounds its coefficient to fp32, since
+    gradient that is zero by 1 / eps, a thousand. fp32 has 7; batch norm over three rows that are nearly equal divides
+    their roundings by what is left of their differences, step after step. ``max_grad_norm`` rounds its coefficient to fp32, since
     torch's fused kernels take no other. In bf16 the library's products and plain ones are rounded at other places, by
     1 / 256 each; with a few steps behind them weights are another number's roundings here and there. Gradients of the
     first iteration, where the library's products have no part in them, differ by sums in fp32 alone: 1e-4.
@@ -60,7 +61,7 @@ def tolerance_of(program: Program | Pipeline | Run | Recipes) -> float:
     if program.dtype in ("bfloat16", "autocast"):
         return 0.1
     if program.dtype == "float32" or any(block.single for block in program.model.blocks):
-        return 1e-4
+        return 1e-2 if any(block.kind == "batch norm" for block in program.model.blocks) else 1e-4
     rounded = any(isinstance(phase.wrapper, Ddp) and phase.wrapper.max_grad_norm for phase in program.phases)
     return 1e-6 if rounded else 1e-9
 
