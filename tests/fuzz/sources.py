@@ -46,10 +46,11 @@ def tolerance_of(program: Program | Pipeline | Run | Recipes) -> float:
 
     fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
     gradient that is zero by 1 / eps, a thousand. fp32 has 7; batch norm over three rows that are nearly equal divides
-    their roundings by what is left of their differences, step after step. ``max_grad_norm`` rounds its coefficient to fp32, since
-    torch's fused kernels take no other. In bf16 the library's products and plain ones are rounded at other places, by
-    1 / 256 each; with a few steps behind them weights are another number's roundings here and there. Gradients of the
-    first iteration, where the library's products have no part in them, differ by sums in fp32 alone: 1e-4.
+    their roundings by what is left of their differences, step after step. ``max_grad_norm`` rounds its coefficient to
+    fp32, since torch's fused kernels take no other. In bf16 the library's products and plain ones are rounded at other
+    places, by 1 / 256 each; with a few steps behind them weights are another number's roundings here and there.
+    Gradients of the first iteration, where the library's products have no part in them, differ by sums in fp32 alone:
+    1e-4.
     Logged losses of a run are those of fp32 steps; another batch changes them by a hundredth.
     """
     if isinstance(program, Run):
