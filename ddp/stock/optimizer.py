@@ -24,11 +24,12 @@ __all__ = ["after_closure", "clear_exposed_grad", "expose_grad", "guard_stock_op
 def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
     """Set ``.grad`` to the reduced gradient in ``dtype``: the accumulator's memory where dtype and strides fit.
 
-    For a dtype other than the parameter's, ``Tensor.grad_dtype`` tells autograd to allow it.
+    For a dtype other than the parameter's, ``Tensor.grad_dtype`` tells torch to allow any: the program may put a
+    gradient of the parameter's own dtype in its place.
     """
     param.grad = None
     if dtype is not param.dtype:
-        param.grad_dtype = dtype
+        param.grad_dtype = None
     # Fused optimizers go through parameter and gradient in memory order, so both must have the same strides.
     same = record.view.dtype is dtype and record.view.stride() == param.stride()
     # detach(): a user's ``.grad.data = ...`` must not replace the memory of record.view.

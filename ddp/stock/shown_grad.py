@@ -39,7 +39,7 @@ class ShownParam:
             these are. None: ``main_grad`` is the whole gradient, equal on all ranks
     """
 
-    __slots__ = ("dtype", "grad", "param", "part", "plain", "record", "spare", "version")
+    __slots__ = ("dtype", "grad", "memory", "param", "part", "plain", "record", "spare")
 
     def __init__(
         self, param: Tensor, record: GradRecord, dtype: torch.dtype, part: tuple[Tensor, ShardInfo] | None = None
@@ -51,8 +51,8 @@ class ShownParam:
         """The same, from the first iteration on: it is shown again, unless the program has kept it."""
         self.plain: Tensor | None = None
         """The plain tensor that ``.grad`` was made in this iteration."""
-        self.version = 0
-        """Of ``plain`` when it was made."""
+        self.memory: tuple[int, int] | None = None
+        """What was reduced, when it was shown: see ``_memory_of``."""
 
     @property
     def is_trained(self) -> bool:
@@ -63,11 +63,21 @@ class ShownParam:
     def is_changed(self) -> bool:
         """Whether the program has set ``.grad`` to None or to another tensor, or has changed a copy."""
         held, grad = self.param.grad, self.grad
-        if grad is None or held is grad:
+        if grad is None:
             return False
-        if held is None or held is not grad.reduced:
+        if held is None or (held is not grad and held is not grad.reduced):
             return True
-        return held._version != self.version and held.data_ptr() != self.record.view.data_ptr()
+        return grad.reduced is not None and self._memory_of(grad.reduced) != self.memory
+
+    def note_memory(self) -> None:
+        """``grad.reduced`` is shown from now on."""
+        if self.grad is not None and self.grad.reduced is not None:
+            self.memory = self._memory_of(self.grad.reduced)
+
+    def _memory_of(self, real: Tensor) -> tuple[int, int]:
+        """Its address, which ``.grad.data = ...`` changes; and a copy's version. ``main_grad`` has all other changes."""
+        address = real.data_ptr()
+        return address, 0 if address == self.target.data_ptr() else real._version
 
     @property
     def target(self) -> Tensor:
@@ -77,6 +87,8 @@ class ShownParam:
     def take_change(self) -> None:
         """Bring the change into ``main_grad``."""
         held = self.param.grad
+        if held is not None and held is self.grad:
+            held = self.grad.reduced
         if held is None:
             self.target.zero_()
         elif self.part is None:
@@ -312,6 +324,7 @@ class ShownGrads:
                     self._show_if_empty(each)
                 if each.grad is not None and each.grad.reduced is None:
                     each.grad.reduced = make_part(*each.part)
+                    each.note_memory()
 
     def expose(self, each: ShownParam, dtype: torch.dtype) -> None:
         """Make ``.grad`` a plain tensor in ``dtype``, but where the program has cleared or replaced it."""
@@ -321,7 +334,7 @@ class ShownGrads:
             each.plain = param.grad
             if grad is not None:
                 grad.reduced = each.plain
-            each.version = each.plain._version  # type: ignore[union-attr]
+                each.note_memory()
         each.record.exposed = True
 
     @torch.no_grad()

@@ -298,6 +298,11 @@ def replaced(model: nn.Module, step: int) -> None:
         param.grad = param.grad * 0.5
 
 
+def with_other_memory(model: nn.Module, step: int) -> None:
+    for param in model.parameters():
+        param.grad.data = param.grad.data * 0.5
+
+
 def whole(grad: Tensor) -> Tensor:
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
@@ -327,7 +332,7 @@ def zeroed(model: nn.Module, step: int) -> None:
     [
         (form, change)
         for form in FORMS
-        for change in (halved_in_place, decayed_by_hand, replaced, replaced_by_whole, cancelled)
+        for change in (halved_in_place, decayed_by_hand, replaced, with_other_memory, replaced_by_whole, cancelled)
         if change is not replaced or not form.startswith("zero1")  # a sharded gradient has another shape
     ],
 )
@@ -337,6 +342,34 @@ def test_what_is_done_to_grad_is_what_steps(form: str, change: Callable[[nn.Modu
     for max_norm in (0.3, None):
         program, plain = (Program(one_loss, max_norm=max_norm, **{moment: each}) for each in (change, rule))  # type: ignore[arg-type]
         check(form, program, rule=plain)
+
+
+def in_bf16(form: Form) -> list[Tensor]:
+    """``.grad`` of the parameter's dtype in place of what was reduced in fp32 and read."""
+    model = DistributedDataParallel(nn.Linear(3, 2).bfloat16(), DistributedDataParallelConfig(**form.config))
+    before = [param.detach().float() for param in model.parameters()]
+    optimizer: Any = (
+        torch.optim.SGD(model.parameters(), lr=0.5)
+        if form.stock
+        else DistributedOptimizer(model, optimizer_class=torch.optim.SGD, lr=0.5)
+    )
+    for _ in range(2):
+        model(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
+        for param in model.parameters():
+            assert param.grad is not None and param.grad.norm() > 0
+            param.grad = torch.ones_like(param.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish_param_sync() if not form.stock else None
+    return [old - param.detach().float() for old, param in zip(before, model.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_of_the_parameters_dtype_takes_the_place_of_one_in_fp32(form: str) -> None:
+    torch.manual_seed(0)
+    for steps in simulate(in_bf16, 2, FORMS[form]):
+        for step in steps:
+            torch.testing.assert_close(step, torch.ones_like(step), rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("moment", ["before_clip", "before_step"])
