@@ -75,7 +75,7 @@ class ShownParam:
             self.memory = self._memory_of(self.grad.reduced)
 
     def _memory_of(self, real: Tensor) -> tuple[int, int]:
-        """Its address, which ``.grad.data = ...`` changes; and a copy's version. ``main_grad`` has all other changes."""
+        """Its address, which ``.grad.data = ...`` changes, and its version where it is not ``main_grad``'s memory."""
         address = real.data_ptr()
         return address, 0 if address == self.target.data_ptr() else real._version
 
