@@ -330,6 +330,8 @@ class ShownGrads:
         """Make ``.grad`` a plain tensor in ``dtype``, but where the program has cleared or replaced it."""
         param, grad = each.param, each.grad
         if grad is None or (param.grad is not None and (param.grad is grad or param.grad is grad.reduced)):
+            if each.is_changed:
+                each.take_change()
             expose_grad(param, each.record, dtype)
             each.plain = param.grad
             if grad is not None:

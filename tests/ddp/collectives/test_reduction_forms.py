@@ -16,6 +16,7 @@ from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.collectives.placements import PLACEMENTS
 from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.ddp.collectives.reduction import GradReduction
+from maingrad.ddp.torch_internals.distributed import premultiplied_sum
 from maingrad.launch import simulate
 
 BF16 = torch.bfloat16
@@ -184,6 +185,8 @@ def reduce_alone(form: str, instances: int, factor: float, in_collective: bool) 
 @pytest.mark.parametrize(("form", "instances"), [("ddp", 1), ("zero1", 1), ("hybrid", 2)])
 def test_averages_inside_a_collective_and_before_it(form: str, instances: int, in_collective: bool) -> None:
     """NCCL scales inside the collective, other backends before it: both are exact on four ranks."""
+    if in_collective and not (premultiplied_sum and hasattr(premultiplied_sum(0.25), "factor")):
+        pytest.skip("this version of torch hides the factor of NCCL's operation, which simulated ranks need")
     for everyones, mine, start in simulate(reduce_alone, 4, form, instances, 0.25, in_collective):
         expected = tree_sum([values * 0.25 for values in everyones])[start : start + len(mine)]
         assert torch.equal(mine, expected)
