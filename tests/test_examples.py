@@ -90,6 +90,8 @@ def assert_learnt(steps: list[str]) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_learns_and_resumes(name: str, tmp_path: Path) -> None:
+    if name == "pipeline" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11's schedules in a V send to their own rank at first, which gloo refuses (NCCL does not)")
     inputs = inputs_of(name, tmp_path / "base")
     whole, others = run_ranks(run, 2, name, *inputs, str(tmp_path / "whole"))
     assert_learnt(whole)
