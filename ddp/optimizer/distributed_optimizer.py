@@ -17,7 +17,6 @@ from ..collectives.agreement import alike
 from ..collectives.streams import is_capturing
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
-from ..stock.torch_tools import refuse_dcp_of_optimizer
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, check_storage, layout_key, shard_of_how_many
@@ -263,7 +262,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         ``save_checkpoint`` writes checkpoints that fit any.
         """
-        refuse_dcp_of_optimizer()
         self.settle()
         self.refresh_masters()
         state = super().state_dict()
