@@ -25,7 +25,7 @@ from .grad_norm import clip_coefficient, global_grad_norm
 from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .param_sync import ParamSync
-from .step_order import NO_CLOSURE, step_order
+from .step_order import step_order
 
 __all__ = ["DistributedOptimizer"]
 
@@ -123,10 +123,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             wired.record.updater = self._in_charge
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Clip gradients, update masters, round masters into parameters, and all-gather the parameters."""
-        if closure is not None:
-            raise ValueError(NO_CLOSURE)
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Clip gradients, update masters, round masters into parameters, and all-gather the parameters.
+
+        closure  called once, before; computes the iteration's gradients, and returns the loss, which ``step`` returns
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._check_steppable()
         if is_capturing() and not self.param_sync.is_captured:
             raise RuntimeError(
@@ -151,6 +154,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.model.grad_parts.note_step(found_inf)
         self._masters.note()
         self.param_sync.publish()
+        return loss
 
     def finish_param_sync(self) -> None:
         """Wait for the gathers under way.
