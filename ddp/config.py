@@ -1,11 +1,42 @@
 """Configuration of ``DistributedDataParallel``, in Megatron-core's field names where it has the field."""
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["DistributedDataParallelConfig"]
+__all__ = ["DistributedDataParallelConfig", "with_names_meant"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def with_names_meant(**meant: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """For a function that users of other libraries call: a keyword that it lacks raises a ``TypeError`` that helps.
+
+    meant  name in another library -> what to write here. For any other name the error has the nearest of the function's
+    """
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            for name in kwargs:
+                if name not in known:
+                    nearest = difflib.get_close_matches(name, known, 1) or known
+                    instead = meant.get(name, f"it has {', '.join(nearest)}")
+                    whose = function.__qualname__.removesuffix(".__init__")
+                    raise TypeError(f"{whose} has no argument {name!r}: {instead}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,3 +138,13 @@ class DistributedDataParallelConfig:
                     f"{name} has no effect without use_distributed_optimizer: there are no shards; turn it on, or "
                     f"drop the option"
                 )
+
+
+DistributedDataParallelConfig.__init__ = with_names_meant(  # type: ignore[method-assign]
+    reduce_scatter_with_fp32_accumulation="write grad_reduce_wire_dtype=torch.bfloat16",
+    nccl_ub="write copy_engine_param_gather=True",
+    use_megatron_fsdp="call maingrad.fsdp.fully_shard in place of the wrapper",
+    data_parallel_sharding_strategy="call maingrad.fsdp.fully_shard(module, placements=...) in place of the wrapper",
+    bucket_cap_mb="write bucket_size, which counts elements",
+    delay_wgrad_compute="leave it away; the wrapper finds parameters whose gradients are delayed",
+)(DistributedDataParallelConfig.__init__)

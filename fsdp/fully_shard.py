@@ -15,6 +15,7 @@ from ..ddp.collectives.placements import Placements
 from ..ddp.collectives.rank_grid import RankGrid, make_grid
 from ..ddp.collectives.reduction import GradReduction
 from ..ddp.collectives.world import Ranks
+from ..ddp.config import with_names_meant
 from ..ddp.contract.module import note_shard
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts
@@ -53,6 +54,18 @@ _WHOSE_EXPERTS = (
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
+@with_names_meant(
+    mp_policy="write mixed_precision=maingrad.fsdp.MixedPrecisionPolicy(...)",
+    offload_policy="write offload_to_cpu=True",
+    shard_placement_fn="write shard_atoms='row'; each rank holds a range of elements",
+    process_group="write mesh=...",
+    device_mesh="write mesh=...",
+    device_id="write device=...",
+    auto_wrap_policy="call fully_shard on each block, then on the model, or maingrad.parallelize(model, 'zero3')",
+    sharding_strategy="write placements='zero3', or another of PLACEMENTS",
+    zero_dp_strategy="write placements='zero1', 'zero2' or 'zero3'",
+    fsdp_unit_modules="call fully_shard on each block, then on the model, or maingrad.parallelize(model, 'zero3')",
+)
 def fully_shard(
     module: _Module,
     mesh: Ranks = None,
@@ -113,6 +126,8 @@ def fully_shard(
     Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
     Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
+    if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
+        raise TypeError(f"mixed_precision is a maingrad.fsdp.MixedPrecisionPolicy, got {mixed_precision!r}")
     policy, when = mixed_precision or MixedPrecisionPolicy(), (reshard_after_forward, reduce_every_microbatch)
     ignored = {id(param) for param in ignored_params}
     failures = FailureReporter()

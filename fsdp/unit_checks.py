@@ -86,7 +86,10 @@ def check_offload(device: torch.device) -> None:
 def check_module(module: nn.Module) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a module that cannot be a unit, whatever its parameters are."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard takes an nn.Module, got {type(module).__name__}")
+        raise TypeError(
+            f"fully_shard takes one nn.Module, got {type(module).__name__}: call it on each module, or make one module "
+            f"that contains them where they are to be gathered together"
+        )
     if isinstance(module, FSDPModule):
         raise ValueError(f"{unit_of(module).label} ({type(module).__name__}) is fully sharded already")
     for name, inside in module.named_modules():

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
-from ..contract.torch_ddp import is_taken
 from ..gathers.waiting_modules import registered_params
 from ..torch_internals import DisableTorchFunctionSubclass
 from .bucket import Phase
@@ -75,12 +74,6 @@ def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: s
     """
     for param, record in wired:
         if param.grad is not None and not record.exposed and not record.pending:
-            if is_taken(param):
-                raise RuntimeError(
-                    f"{caller}: torch.nn.parallel.DistributedDataParallel reduces parameter '{record.name}' as well, "
-                    f"and has put a gradient into .grad, where no hook sees it: wrap a model in one of both, and call "
-                    f"maingrad's wrapper"
-                )
             raise RuntimeError(
                 f"{caller}: a gradient of parameter '{record.name}' was put into .grad by hand, where no hook sees it, "
                 f"and is not reduced. {_remedy_of(record)}"

@@ -7,7 +7,6 @@ ranks, and its backward reduces ``.grad``, where our gradients are not. The owne
 Around modules that delay weight gradients: torch reduces ``.grad`` in backward, before the delayed gradient is there.
 """
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -26,7 +25,6 @@ __all__ = [
     "check_not_collected",
     "check_not_inside",
     "in_torch_ddp",
-    "is_taken",
     "note_without_grad",
     "refuse_delay",
     "refuse_delay_in_recompute",
@@ -74,13 +72,6 @@ def check_none_inside(module: nn.Module) -> None:
                 f"{place} is wrapped in torch.nn.parallel.DistributedDataParallel already, and gradients would be "
                 f"reduced twice: wrap what it wraps, its .module"
             )
-
-
-def is_taken(param: Tensor) -> bool:
-    """Whether a torch wrapper reduces ``param``. Looks at every object of the process: for error messages only."""
-    # A wrapper without parameters is one whose constructor has failed.
-    wrappers = (found for found in gc.get_objects() if issubclass(type(found), TorchDDP))
-    return any(_are_among(params_of_torch_ddp(wrapper) or (), [param]) for wrapper in wrappers)
 
 
 def refuse_delay(owner: str, weight: Tensor) -> None:

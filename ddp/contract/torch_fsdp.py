@@ -7,9 +7,7 @@ a fused weight gradient is added to it. A gradient that is added after FSDP2 too
 iteration; so weight gradients cannot be delayed here.
 """
 
-import sys
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from ..torch_internals.distributed import accumulated_by_fsdp2, gathered_by_fsdp2
 
-__all__ = ["TorchShards", "is_asking", "is_sharded_by_torch"]
+__all__ = ["TorchShards", "is_sharded_by_torch"]
 
 _MARK = "_maingrad_torch_shards"
 
@@ -69,11 +67,3 @@ class TorchShards:
 def is_sharded_by_torch(param: Tensor) -> bool:
     """Whether ``param`` is a DTensor, or a weight that FSDP2 has gathered from one. For error messages."""
     return hasattr(param, "to_local") or TorchShards.of(param) is not None
-
-
-def is_asking() -> bool:
-    """Whether a function of ``torch.distributed.fsdp`` is among the callers. For error messages."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
-        frame = frame.f_back
-    return frame is not None

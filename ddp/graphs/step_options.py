@@ -27,24 +27,19 @@ class StepOptions:
         self._loaded: list[Any] = []
         self._state: list[tuple[Tensor, str, Tensor]] = []
 
-    @property
-    def _max_grad_norm(self) -> Hashable:
-        return getattr(self._optimizer, "max_grad_norm", None)  # torch's own optimizers do not clip
-
     def key(self) -> tuple[Hashable, ...]:
         """What is part of the kernels' arguments."""
         groups = [
             tuple((name, _identity(group[name])) for name in sorted(group) if name not in ("initial_lr", "lr"))
             for group in self._optimizer.param_groups
         ]
-        return (self._max_grad_norm, *groups)
+        own = tuple((name, getattr(self._optimizer, name, None)) for name in ("max_grad_norm", "skip_nonfinite"))
+        return (own, *groups)
 
     def changed(self, key: tuple[Any, ...]) -> list[str]:
         """Names of the options that differ from those in an earlier ``key``."""
-        names = set() if key[0] == self._max_grad_norm else {"max_grad_norm"}
-        if len(key) != len(self.key()):
-            names.add("the number of param_groups")
-        for before, now in zip(key[1:], self.key()[1:], strict=False):
+        names = set() if len(key) == len(self.key()) else {"the number of param_groups"}
+        for before, now in zip(key, self.key(), strict=False):
             names |= {name for name, _ in set(before) ^ set(now)}  # type: ignore[call-overload]
         return sorted(names)
 

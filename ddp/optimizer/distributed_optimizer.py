@@ -17,7 +17,6 @@ from ..collectives.agreement import alike
 from ..collectives.streams import is_capturing
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
-from ..stock.torch_tools import refuse_dcp_of_optimizer
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, check_storage, layout_key, shard_of_how_many
@@ -26,7 +25,7 @@ from .grad_norm import clip_coefficient, global_grad_norm
 from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .param_sync import ParamSync
-from .step_order import NO_CLOSURE, step_order
+from .step_order import step_order
 
 __all__ = ["DistributedOptimizer"]
 
@@ -44,11 +43,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                      sequence of them, or a function of name and parameter. A parameter is in the first group that
                      selects it; parameters that no group selects form the last group, with the default options
     max_grad_norm    clip by the global norm; None: no clipping (``grad_norm`` is then None)
+    skip_nonfinite   a step whose gradients' norm is Inf or NaN updates nothing on any rank, and counts in
+                     ``num_skipped_steps``. Fused classes skip on the device; for others the host waits once a step
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
 
     Learning-rate schedulers of torch work on this class. A step first reads parameters that were changed since the last
     step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` begins a new iteration of ``model``,
-    after backwards under ``no_sync`` alone too. Under fp16 use ``maingrad.ddp.GradScaler``.
+    after backwards under ``no_sync`` alone too. ``maingrad.ddp.GradScaler`` scales losses for it, and torch's own does.
 
     ``step`` launches the reductions that are left. It updates reduced buckets while other buckets are still being
     reduced, unless ``.grad`` was read before, or clipping or a check needs all gradients at once. Raises
@@ -63,6 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         param_groups: Sequence[Mapping[str, Any]] = (),
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -73,9 +75,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_optimizer_class(optimizer_class, model.wired, whole=whole)
         check_optimizer_over_slices(model, optimizer_class, max_grad_norm)
         self.model = model
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's gradients before clipping, a 0-dim tensor."""
+        self.num_skipped_steps = torch.zeros((), device=model.device)
+        """Steps of this object that ``skip_nonfinite`` has skipped, a 0-dim fp32 tensor on the model's device."""
 
         # All checks come before parameters move: where one raises, an earlier DistributedOptimizer still works.
         groups = assign_groups(model.wired, param_groups)
@@ -100,7 +104,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.num_loads = 0
         """How often a program has replaced masters or state: alike on all ranks."""
         self._sealed = True
-        self.agreed_in = -1  # last iteration in which all ranks looked for Inf together
 
         group_of = lambda wired: groups[wired.owned.name]  # noqa: E731
         self.slices: list[ParamSlice] = slices_of(self._flats, self.segments, group_of, self.state)
@@ -120,10 +123,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             wired.record.updater = self._in_charge
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Clip gradients, update masters, round masters into parameters, and all-gather the parameters."""
-        if closure is not None:
-            raise ValueError(NO_CLOSURE)
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Clip gradients, update masters, round masters into parameters, and all-gather the parameters.
+
+        closure  called once, before; computes the iteration's gradients, and returns the loss, which ``step`` returns
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._check_steppable()
         if is_capturing() and not self.param_sync.is_captured:
             raise RuntimeError(
@@ -132,30 +138,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self.model.start_for_step()
         self.model.steps.note_update()
-        scaled = "found_inf" in vars(self)
-        if scaled and self.agreed_in != self.model.iteration:
-            raise RuntimeError(
-                "torch.amp.GradScaler over DistributedOptimizer: each rank would look for Inf in its own shard only, "
-                "and ranks would skip different steps; use maingrad.ddp.GradScaler"
-            )
-        if not self.model.is_reduced and (
-            self.max_grad_norm is not None or not self.model.ddp_config.can_wait_by_bucket
-        ):
-            self.model.settle("optimizer.step()")  # clipping and checks need all gradients at once
+        if not (self.model.is_reduced or self.model.ddp_config.can_wait_by_bucket):
+            self.model.settle("optimizer.step()")  # checks need all gradients at once, as clipping does
         self.finish_param_sync()
         self.refresh_masters()
-        divisor = self._grad_divisor()
+        divisor, found_inf = self._grad_divisor(), self._found_inf()
         # Classes that are not torch's get one pass: such a class may count steps for all parameters together.
-        at_once = scaled or not is_of_torch(self.optimizer_class)
+        at_once = found_inf is not None or not is_of_torch(self.optimizer_class)
         reduced, gathers = self.model.is_reduced, self.param_sync.overlaps
         for flats in step_order(self._flats, reduced=reduced, gathers=gathers, at_once=at_once):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
-            self._update(flats, divisor)
+            self._update(flats, divisor, found_inf)
             self._round(flats)
             self.param_sync.note_updated(flats)
-        self.model.grad_parts.note_step(vars(self).get("found_inf"))
+        self.model.grad_parts.note_step(found_inf)
         self._masters.note()
         self.param_sync.publish()
+        return loss
 
     def finish_param_sync(self) -> None:
         """Wait for the gathers under way.
@@ -251,7 +250,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_in_charge()
         refuse_scaler(self.model)
         self.model.settle("unscaling")
-        self.agreed_in = self.model.iteration
         found_inf = torch.zeros((), dtype=torch.float32, device=self.model.device)
         unscale([flat.grads for flat in self._flats], inv_scale, found_inf)
         with self.model.failures.watch("the search for Inf in scaled gradients"):
@@ -263,7 +261,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         ``save_checkpoint`` writes checkpoints that fit any.
         """
-        refuse_dcp_of_optimizer()
         self.settle()
         self.refresh_masters()
         state = super().state_dict()
@@ -323,13 +320,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- One step's parts. ----
 
-    def _update(self, flats: Sequence[FlatBucket], divisor: Tensor | None) -> None:
+    def _update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """One pass of the inner optimizer over these buckets: the other masters have no gradient in this pass."""
         chosen = {id(flat.params) for flat in flats}
         self.is_stepping = True
         for segment in self.segments:
             segment.master.grad = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
-        found_inf = vars(self).get("found_inf")
         if self._runs_fused():
             self._inner.grad_scale, self._inner.found_inf = divisor, found_inf  # type: ignore[attr-defined]
             prepare_skippable_step(self._inner)
@@ -353,13 +349,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _grad_divisor(self) -> Tensor | None:
         """What the update divides gradients by: the loss scale over the clipping coefficient. None: by nothing."""
         scale: Tensor | None = vars(self).get("grad_scale")
-        if self.max_grad_norm is None:
+        if self.max_grad_norm is not None or self.skip_nonfinite:
+            norm = global_grad_norm(self.model)
+            self.grad_norm = norm if scale is None else norm / scale
+        if self.max_grad_norm is None or self.grad_norm is None:
             return scale
-        self.grad_norm = global_grad_norm(self.model)
-        if scale is not None:
-            self.grad_norm = self.grad_norm / scale
         inverse = clip_coefficient(self.grad_norm, self.max_grad_norm).reciprocal().float()
         return inverse if scale is None else inverse * scale
+
+    def _found_inf(self) -> Tensor | None:
+        """1.0 where this step is to update nothing, as a scaler or this step's norm says; None: nobody looks."""
+        found: Tensor | None = vars(self).get("found_inf")
+        if self.skip_nonfinite and self.grad_norm is not None:
+            found = self.grad_norm.isfinite().logical_not().float()  # so a scaler's Inf counts too
+            self.num_skipped_steps += found
+        return found
 
     def _round(self, flats: Sequence[FlatBucket]) -> None:
         """Round masters into the parameters that this rank updates."""

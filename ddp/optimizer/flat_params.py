@@ -289,7 +289,6 @@ def _shown_grad(here: "weakref.ref[Any]", index: int) -> Tensor | None:
         return None
     model, segment = optimizer.model, optimizer.segments[index]
     model.settle_for_optimizer("a read of gradients")
-    optimizer.agreed_in = model.iteration  # a scaler's search for Inf covers all ranks
     grads, layout = segment.grads, segment.flat.bucket.layout
     info = ShardInfo(
         segment.flat.bucket.name, tuple(grads.shape), 0, grads.numel(), model.grids[layout.grid_name],

@@ -55,12 +55,15 @@ def clip_grad_norm(
     max_norm: float,
     *,
     pipeline_group: dist.ProcessGroup | None = None,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before, a 0-dim tensor.
 
-    model           a wrapper, or a sequence of this rank's wrappers, one for each pipeline stage
-    pipeline_group  the ranks with the pipeline's other stages: the norm covers them too, and is equal on all of them.
-                    A weight of which two wrappers hold copies counts twice
+    model               a wrapper, or a sequence of this rank's wrappers, one for each pipeline stage
+    pipeline_group      the ranks with the pipeline's other stages: the norm covers them too, and is equal on all of
+                        them. A weight of which two wrappers hold copies counts twice
+    error_if_nonfinite  raise ``RuntimeError``, on all ranks, for a norm that is Inf or NaN; gradients stay as they are.
+                        The host waits for the device
 
     Call it between the last backward and the optimizer's step. ``DistributedOptimizer(max_grad_norm=...)`` clips in
     its own pass over the gradients of its wrapper. Collective. Raises ``ValueError`` for ``max_norm <= 0``.
@@ -81,6 +84,11 @@ def clip_grad_norm(
             with models[0].failures.watch("the sum of the stages' squares"):
                 dist.all_reduce(total, group=pipeline_group)
         norm = total.sqrt().to(max((each.dtype for each in norms), key=lambda dtype: dtype.itemsize))
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"clip_grad_norm(): the norm of all ranks' gradients is {norm.item()}: zero_grad() skips it, and "
+            f"check_for_nan_in_grad=True in DistributedDataParallelConfig names the parameter and the rank"
+        )
     coefficient = clip_coefficient(norm, max_norm)
     for each in models:
         torch._foreach_mul_(each.reduced_grads(), coefficient)

@@ -10,13 +10,7 @@ Backward completes buckets in launch order, and the next forward reads them in a
 from collections.abc import Sequence
 from typing import TypeVar
 
-__all__ = ["NO_CLOSURE", "step_order"]
-
-NO_CLOSURE = (
-    "DistributedOptimizer.step() takes no closure: gradients are reduced once per iteration; run what is in it, then "
-    "model.finish_grad_sync() and step(). One that calls closures (LBFGS) is a stock optimizer with "
-    "use_distributed_optimizer=False; its closure ends with model.finish_grad_sync() and model.expose_grads()"
-)
+__all__ = ["step_order"]
 
 T = TypeVar("T")
 

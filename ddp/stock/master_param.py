@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..contract.main_grad import record_of
 from ..torch_internals import let_optimizers_take, make_subclass
-from .torch_tools import refuse_dcp_of_optimizer
 
 __all__ = ["MasterParameter", "StateByMaster", "WatchedMasters", "late_grad", "make_master"]
 
@@ -126,7 +125,6 @@ class WatchedMasters(dict[Any, str]):
     def check_gradless(self) -> None:
         """Raise ``RuntimeError`` where a master has a ``.grad``, which nobody would read."""
         if any(master.has_own_grad for master in self):
-            refuse_dcp_of_optimizer()
             raise RuntimeError(
                 "optimizer.step(): a gradient was put into .grad of a tensor of optimizer.param_groups, and would be "
                 "lost: the gradients of this rank's shards are model.reduced_grads(), after finish_grad_sync(); "

@@ -27,7 +27,7 @@ from ..collectives.rank_grid import RankGrid
 from ..collectives.reduction import GradReduction, make_reductions
 from ..collectives.step_check import StepCheck
 from ..collectives.world import Ranks
-from ..config import DistributedDataParallelConfig
+from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord, tell
 from ..gathers.param_gather import ParamGather
 from ..plan.layout import ParamSlot
@@ -42,7 +42,7 @@ from .comparison import broadcast_tensors, check_same_config, check_same_model
 from .iteration import BucketIteration
 from .own_ranks import note_own_ranks
 from .parts import BucketParts
-from .setup_checks import grids_of, plan_on_each_rank
+from .setup_checks import check_arguments, grids_of, plan_on_each_rank
 from .whose_experts import check_whose_experts
 
 __all__ = ["DistributedDataParallel"]
@@ -87,6 +87,19 @@ class DistributedDataParallel(BucketIteration):
     and where a launcher has started several ranks and there is no process group.
     """
 
+    @with_names_meant(
+        device_ids="move the model to its device before wrapping",
+        output_device="move the model to its device before wrapping",
+        broadcast_buffers="buffers are copied once, at construction; average them by yourself where ranks must agree",
+        bucket_cap_mb="write config=DistributedDataParallelConfig(bucket_size=...), which counts elements",
+        gradient_as_bucket_view="leave it away, gradients lie in buckets",
+        find_unused_parameters="leave it away, or write it in config=DistributedDataParallelConfig(...), for overlap",
+        static_graph="leave it away, graphs may change",
+        device_mesh="write process_group=mesh",
+        mesh="write process_group=mesh",
+        ddp_config="write config=DistributedDataParallelConfig(...)",
+        pg_collection="write process_group=..., expert_process_group=...",
+    )
     def __init__(
         self,
         module: nn.Module,
@@ -98,6 +111,7 @@ class DistributedDataParallel(BucketIteration):
         init_sync: bool = True,
     ) -> None:
         check_wrappers_can_run()
+        check_arguments(module, config)
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()

@@ -20,7 +20,15 @@ from ..plan.model_plan import plan_model
 from ..plan.owned_params import ModelTensor, OwnedParam
 from ..plan.parallel_marks import check_marks
 
-__all__ = ["grids_of", "plan_on_each_rank"]
+__all__ = ["check_arguments", "grids_of", "plan_on_each_rank"]
+
+
+def check_arguments(module: object, config: object) -> None:
+    """Raise ``TypeError`` for what is no module, and no configuration."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"DistributedDataParallel takes one nn.Module first, got {type(module).__name__}")
+    if not isinstance(config, DistributedDataParallelConfig | None):
+        raise TypeError(f"config is a maingrad.ddp.DistributedDataParallelConfig, got {type(config).__name__}")
 
 
 def grids_of(

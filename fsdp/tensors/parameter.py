@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...ddp.contract.torch_fsdp import is_asking
 from ...ddp.stock.shard_info import ShardInfo, local_shape
 from ...ddp.stock.sharded_grad import adopt_grad
 from ...ddp.torch_internals import (
@@ -191,11 +190,6 @@ def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if func in _ALLOWED:
         return disabled_torch_function(func, types, args, kwargs)
     info = _sharded_among(args, kwargs).shard
-    if is_asking():
-        raise RuntimeError(
-            f"torch.distributed.fsdp.fully_shard over the parameter {info.name!r}, which maingrad.fsdp.fully_shard has "
-            f"sharded already: use one of both over the whole model"
-        )
     raise RuntimeError(
         f"{name_of_function(func)} {_used_outside(info)}. What is meant for the shard itself goes under "
         f"torch.no_grad(), or takes param.detach()"

@@ -364,3 +364,74 @@ def test_a_norm_finishes_the_iteration(ranks: int, config: dict[str, Any]) -> No
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     for found in simulate(norms_of, ranks):
         torch.testing.assert_close(found, [expected.double()] * 2, rtol=1e-12, atol=0)
+
+
+def raises_alike(config: dict[str, Any]) -> tuple[str, bool]:
+    ddp = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig(**config))
+    ddp(torch.full((2, 4), math.inf if dist.get_rank() == 1 else 1.0)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"the norm of all ranks' gradients is (inf|nan): zero_grad") as raised:
+        clip_grad_norm(ddp, 1.0, error_if_nonfinite=True)
+    unscaled = bool(ddp.reduced_grads()[0].isfinite().logical_not().any())
+    ddp.zero_grad()
+    ddp(torch.ones(2, 4)).sum().backward()
+    clip_grad_norm(ddp, 1.0, error_if_nonfinite=True)
+    return str(raised.value), unscaled
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_norm_that_is_not_finite_raises_on_all_ranks_where_the_program_asks_for_it(sharded: bool) -> None:
+    (first, _), (second, _) = simulate(raises_alike, 2, {"use_distributed_optimizer": sharded})
+    assert first == second
+
+
+SKIPPING: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "not fused": (torch.optim.Adagrad, {}),
+}
+
+
+def batches(step: int, ranks: list[int]) -> Tensor:
+    rows = [torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in ranks]
+    return torch.cat(rows).double()
+
+
+def skips_nan(name: str, config: dict[str, Any], max_norm: float | None, bad: int) -> tuple[list[Tensor], float]:
+    cls, options = SKIPPING[name]
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 4).double(), DistributedDataParallelConfig(**config))
+    optimizer = DistributedOptimizer(
+        ddp, lr=0.1, optimizer_class=cls, max_grad_norm=max_norm, skip_nonfinite=True, **options
+    )
+    for step in range(4):
+        x = batches(step, [dist.get_rank()])
+        if step == bad and dist.get_rank() == 1:
+            x[0, 0] = math.nan
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish_param_sync()
+    return [param.detach().clone() for param in ddp.parameters()], optimizer.num_skipped_steps.item()
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("config", [{}, {"use_distributed_optimizer": True, "overlap_grad_reduce": True}])
+@pytest.mark.parametrize("name", SKIPPING)
+def test_a_step_with_nan_on_one_rank_is_skipped_and_counted_on_all(
+    name: str, config: dict[str, Any], max_norm: float | None, bad: int
+) -> None:
+    cls, options = SKIPPING[name]
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4).double()
+    optimizer = cls(plain.parameters(), lr=0.1, **options)
+    for step in range(4):
+        if step != bad:
+            plain(batches(step, [0, 1])).square().mean().backward()
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, skipped in simulate(skips_nan, 2, name, config, max_norm, bad):
+        assert skipped == 1
+        torch.testing.assert_close(found, [param.detach() for param in plain.parameters()], rtol=1e-6, atol=1e-6)

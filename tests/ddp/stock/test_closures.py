@@ -128,14 +128,30 @@ def test_a_closure_may_leave_the_last_reduction_to_the_step(name: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_a_sharded_optimizer_takes_none_and_says_what_to_do() -> None:
-    def refuse() -> None:
-        model = DistributedDataParallel(make_net(), DistributedDataParallelConfig(use_distributed_optimizer=True))
-        optimizer = DistributedOptimizer(model)
-        with pytest.raises(ValueError, match=r"takes no closure.*finish_grad_sync\(\) and step\(\).*LBFGS"):
-            optimizer.step(lambda: pytest.fail("the closure ran"))
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_distributed_optimizer_calls_it_before_its_step(sharded: bool, name: str) -> None:
+    def train() -> list[Tensor]:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=True)
+        model = DistributedDataParallel(make_net(), config)
+        options: dict[str, Any] = {"AdamW": {"lr": 0.05}, "SGD": {"lr": 0.1, "momentum": 0.9}}[name]
+        optimizer = DistributedOptimizer(model, optimizer_class=getattr(torch.optim, name), **options)
 
-    simulate(refuse, RANKS)
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(batch(dist.get_rank())).square().mean()
+            loss.backward()
+            return loss.item()
+
+        losses = [optimizer.step(closure) for _ in range(3)]
+        assert all(isinstance(loss, float) for loss in losses)
+        assert len(set(losses)) == 3, "what the closure returned"
+        optimizer.finish_param_sync()
+        return [param.detach() for param in model.parameters()]
+
+    expected = plainly_trained(OPTIMIZERS[name])
+    for found in simulate(train, RANKS):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
