@@ -183,7 +183,7 @@ _SAME_ELEMENTS = frozenset(_WORDS_SAME_ELEMENTS.split())
 """Element-wise functions, and functions that keep all elements in their order, without torch's tag ``pointwise``."""
 
 _WORDS_NEEDS_WHOLE = """
-    squeeze unsqueeze squeeze_ unsqueeze_ _foreach_max
+    equal _foreach_max
     __bool__ __float__ __int__ __long__ __complex__ __index__ __deepcopy__
 """
 _NEEDS_WHOLE = frozenset(_WORDS_NEEDS_WHOLE.split())
