@@ -7,7 +7,7 @@ whole          everything else: torch's own function on the gathered gradients. 
 =============  =====================================================================================================
 
 Norms of all elements, and the check for Inf, take one collective for a whole list of gradients. They are the first
-things below. ``sharded_grad.py`` runs the other functions.
+things below. ``grad_functions.py`` runs the other functions.
 """
 
 import functools
@@ -33,7 +33,7 @@ def shard_of(tensor: Any) -> ShardInfo | None:
 # ---- Norms. A function returns NotImplemented where other elements than all are asked for. ----
 
 
-def _foreach_norm(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _foreach_norm(func: Any, self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     by_grid: dict[Any, list[int]] = {}
     with DisableTorchFunctionSubclass():
         for index, tensor in enumerate(self):
@@ -41,7 +41,7 @@ def _foreach_norm(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | N
     found: dict[int, Tensor] = {}
     for key, indices in by_grid.items():
         tensors = [self[index] for index in indices]
-        of_these = foreach_norms(tensors, ord, dtype=dtype) if key is None else _norms(tensors, ord, dtype)
+        of_these = func(tensors, ord, dtype=dtype) if key is None else _norms(tensors, ord, dtype)
         found |= zip(indices, of_these, strict=True)
     return [found[index] for index in range(len(self))]
 
@@ -60,47 +60,32 @@ def _norms(grads: Sequence[Any], ord: float, dtype: torch.dtype | None) -> list[
         return norms(grads, [grad.shard for grad in grads], ord, dtype)
 
 
-def _vector_norm(
-    input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None
-) -> Any:
-    if dim is not None or out is not None or isinstance(ord, str):
+def _norm(func: Any, *args: Any, **kwargs: Any) -> Any:
+    given = dict(zip(("input", "ord", "dim", "keepdim"), args))  # noqa: B905
+    given |= {{"self": "input", "p": "ord"}.get(name, name): value for name, value in kwargs.items()}
+    grad, ord = given["input"], given.get("ord")
+    of_matrix = func is torch.linalg.norm and ord not in (None, "fro") and len(grad.shard.shape) > 1
+    ord = 2 if ord in (None, "fro") else ord
+    if len(args) > 4 or of_matrix or isinstance(ord, str) or (given.get("dim"), given.get("out")) != (None, None):
         return NotImplemented
-    norm = _norms([input], ord, dtype)[0]
-    return norm.view([1] * (input.ndim if input.whole_shape is None else len(input.whole_shape))) if keepdim else norm
+    norm = _norms([grad], ord, given.get("dtype"))[0]
+    return norm.view([1] * len(grad.whole_shape or grad.shape)) if given.get("keepdim") else norm
 
 
-def _linalg_norm(input: Any, ord: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if ord not in (None, "fro") and len(input.shard.shape) > 1:
-        return NotImplemented  # it is one of matrices
-    return _vector_norm(input, 2 if ord in (None, "fro") else ord, *args, **kwargs)
-
-
-def _torch_norm(
-    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
-) -> Any:
-    return _vector_norm(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype, out=out)
-
-
-def _tensor_norm(self: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    return _torch_norm(self, p, dim, keepdim, dtype=dtype)
-
-
-def _check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+def _check_and_unscale(func: Any, self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     with torch.no_grad(), DisableTorchFunctionSubclass():
-        torch._amp_foreach_non_finite_check_and_unscale_(self, found_inf, inv_scale)  # type: ignore[arg-type]
+        func(self, found_inf, inv_scale)
         grids = [everyone_of(shard) for grad in self if (shard := shard_of(grad)) is not None]
         for grid in {grid[:2]: grid for grid in grids}.values():
             found_inf.copy_(reduced(found_inf.reshape(1), grid, max_over).view_as(found_inf))
 
 
 NORMS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys([torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm], _norm),
     foreach_norms: _foreach_norm,
-    torch.linalg.vector_norm: _vector_norm,
-    torch.linalg.norm: _linalg_norm,
-    torch.norm: _torch_norm,
-    Tensor.norm: _tensor_norm,
     getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None): _check_and_unscale,
 }
+"""By torch's function: what runs in its place. It is given torch's function first."""
 
 
 # ---- The three cases. ----

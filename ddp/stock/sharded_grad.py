@@ -2,13 +2,13 @@
 
 torch's ``clip_grad_norm_``, ``get_total_norm`` and ``GradScaler`` compute a norm of each gradient, or look for Inf and
 NaN. Programs log means, extrema and histograms of ``.grad``, and of copies, views and products of ``.grad``. Over one
-rank's shard these results would be wrong and differ between ranks. ``grad_reads.py`` says which function does what.
+rank's shard these results would be wrong and differ between ranks. ``grad_reads.py`` says which function does what, and
+``grad_functions.py`` runs it.
 """
 
-import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +20,9 @@ from ..torch_internals import (
     let_foreach_take,
     make_subclass,
     tree_leaves,
-    tree_map,
 )
-from .grad_reads import NORMS, VIEWS, Handling, handling_of, name_of, refuse, shard_of, writes
+from .grad_functions import on_elements, on_whole
+from .grad_reads import NORMS, Handling, handling_of, refuse, writes
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
 
@@ -114,11 +114,11 @@ class ShardedGrad(Tensor):
     def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if being_reduced:
-            _arrive(args, kwargs)
+            _arrive((args, kwargs))
         if func in NORMS:
-            if func is _UNSCALE:
-                _note_scaler(args[0])
-            found = NORMS[func](*args, **kwargs)
+            for sums in _live_sums(args[0]) if func is _UNSCALE else ():
+                sums.note_scaler()  # an optimizer is to step, unless the scaler skips its step
+            found = NORMS[func](func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
         if len(types) > 1 and torch.is_grad_enabled() and any(issubclass(each, nn.Parameter) for each in types):
@@ -126,7 +126,18 @@ class ShardedGrad(Tensor):
         handling = handling_of(func)
         if handling is Handling.PLAIN or _step.optimizer is not None:
             return disabled_torch_function(func, types, args, kwargs)
-        return (_elementwise if handling is Handling.ELEMENTWISE else _on_whole)(func, args, kwargs)
+        return (on_elements if handling is Handling.ELEMENTWISE else on_whole)(func, args, kwargs)
+
+    def marked(self, found: Any) -> Any:
+        """``found``, if it is a plain tensor, as a shard of the same elements."""
+        if not isinstance(found, Tensor) or isinstance(found, ShardedGrad):
+            return found
+        with DisableTorchFunctionSubclass():
+            shares = found.untyped_storage()._cdata == self.untyped_storage()._cdata
+        marked = _as_shard(found, self.shard, self.whole_shape, type(self) if shares else ShardedGrad)
+        if shares:
+            marked.sums = self.sums
+        return marked
 
     @property
     def data(self) -> Tensor:
@@ -141,7 +152,7 @@ class ShardedGrad(Tensor):
     def to_local(self) -> Tensor:
         """A plain tensor of this rank's elements, in the same memory."""
         if being_reduced:
-            _arrive((self,), {})
+            _arrive(self)
         return disabled_torch_function(Tensor.detach, (), (self,), {})  # type: ignore[no-any-return]
 
     def full_tensor(self) -> Tensor:
@@ -170,234 +181,18 @@ class ShardedGrad(Tensor):
         )
 
 
-def _arrive(args: Any, kwargs: Any) -> None:
-    """Wait for reductions into the sums of which the arguments are views."""
-    for leaf in tree_leaves((args, kwargs)):
+def _live_sums(given: Any) -> "Iterator[_Sums]":
+    """The sums of which tensors in ``given`` are views."""
+    for leaf in tree_leaves(given):
         sums = leaf.sums() if isinstance(leaf, ShardedGrad) and leaf.sums is not None else None
         if sums is not None:
-            sums.arrive()
+            yield sums
 
 
-def _note_scaler(grads: Sequence[Tensor]) -> None:
-    """Tell the sums of which the gradients are views: an optimizer is to step, unless the scaler skips its step."""
-    for grad in grads:
-        sums = grad.sums() if isinstance(grad, ShardedGrad) and grad.sums is not None else None
-        if sums is not None:
-            sums.note_scaler()
-
-
-def _first(given: Any) -> "ShardedGrad":
-    return next(leaf for leaf in tree_leaves(given) if isinstance(leaf, ShardedGrad))
-
-
-# ---- Element-wise functions. ----
-
-
-def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``func`` on this rank's elements. Results are shards of the same elements; what it writes stays what it is."""
-    name = func.__name__
-    if name.startswith("_foreach_"):
-        return _foreach(func, args, kwargs)
-    if name in VIEWS:
-        return _view(func, args, kwargs)
-    values = [*args, *kwargs.values()]
-    alone = not any(isinstance(each, Tensor) for each in values[1:])
-    if alone and (name in ("max", "min") or (len(values) == 1 and name == "where")):  # of one tensor: no element-wise ones
-        return _on_whole(func, args, kwargs)
-    written = values[0] if writes(func) else kwargs.get("out")
-    operands = values[:1] if name in ("to", "type_as") else values
-    found = _local(func, operands, written)
-    if found is None:
-        return _on_whole(func, args, kwargs)
-    like, local = found
-    made = _local_call(func, [*local, *values[len(local) :]], kwargs)
-    return made if like is None or written is not None else tree_map(lambda leaf: _marked(leaf, like), made)
-
-
-def _local_call(func: Any, values: Sequence[Any], names: Any) -> Any:
-    """``func`` as on plain tensors, with its positional arguments and behind them those called ``names``."""
-    count = len(values) - len(names)
-    return disabled_torch_function(func, (), tuple(values[:count]), dict(zip(names, values[count:], strict=True)))
-
-
-def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
-    """``_elementwise`` for each row of a function's lists."""
-    values = [*args, *kwargs.values()]
-    columns = [index for index, each in enumerate(values) if isinstance(each, list | tuple)]
-    in_place = writes(func)
-    if in_place and len(columns) == 1:
-        return disabled_torch_function(func, (), args, kwargs)
-    rows = list(zip(*(values[index] for index in columns), strict=True))
-    found = [_local(func, row, row[0] if in_place else None) for row in rows]
-    if None in found:  # one row after the other: whole gradients need memory
-        made = [_with_rows(values, columns, [row]) for row in rows]
-        made = [_on_whole(func, given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))) for given in made]
-        return None if in_place else [each for row in made for each in row]
-    made = _local_call(func, _with_rows(values, columns, [local for _, local in found]), kwargs)
-    return made if in_place else [_marked(each, like) for each, (like, _) in zip(made, found, strict=True)]
-
-
-def _with_rows(values: Sequence[Any], columns: Sequence[int], rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """``values``, whose lists are replaced by those that consist of ``rows``."""
-    lists = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
-    return [lists.get(index, each) for index, each in enumerate(values)]
-
-
-def _local(func: Any, values: Sequence[Any], written: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The first shard among ``values``, and for each operand its elements that are this rank's.
-
-    None where these do not give the result: it has another shape than the whole gradient, or ``written``, which
-    ``func`` changes in place, is a whole tensor. Raises ``RuntimeError`` for shards of different elements.
-    """
-    like = next((each for each in values if isinstance(each, ShardedGrad)), None)
-    if like is None or len(values) == 1:
-        return like, values
-    found = list(values)
-    for index, each in enumerate(values):
-        if isinstance(each, ShardedGrad):
-            if not each.shard.is_same_shard(like.shard):
-                refuse(like, f"{name_of(func)} of shards of different elements, the other one {each.shard},")
-            if each.whole_shape != like.whole_shape or each.shape != like.shape:
-                return None
-        elif each is written and isinstance(each, Tensor):
-            if like.shard.flat and each.shape == like.whole_shape:
-                return None
-            if each.shape != like.shape:
-                refuse(like, f"{name_of(func)} of a tensor of another shape, {tuple(each.shape)},")
-        elif isinstance(each, Tensor):
-            found[index] = _part(each, like)
-            if found[index] is None:
-                return None
-    return like, found
-
-
-def _part(operand: Tensor, like: ShardedGrad) -> Tensor | None:
-    """This rank's elements of a plain operand; None if it does not broadcast to the whole gradient's shape."""
-    shape = like.whole_shape
-    if operand.ndim == 0:
-        return operand
-    sizes = zip(reversed(operand.shape), reversed(shape or ()))
-    fits = shape is not None and operand.ndim <= len(shape) and all(size in (1, whole) for size, whole in sizes)
-    if operand.shape == like.shape and not (fits and like.shard.flat):
-        return operand
-    if not fits:
-        return None
-    return like.shard.cut(operand.expand(shape)).view(like.shape)
-
-
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view, or a copy, of all elements in their order. The program gives the sizes of what it sees: see ``flat``."""
-
-    def seen(leaf: Any) -> Any:
-        if not isinstance(leaf, ShardedGrad):
-            return leaf
-        return torch.empty(leaf.whole_shape if leaf.shard.flat else leaf.shape, dtype=leaf.dtype, device="meta")
-
-    given_args, given = tree_map(seen, (args, kwargs))
-    found = func(*given_args, **given)
-    grad = next(iter((*args, *kwargs.values())))
-    if not isinstance(grad, ShardedGrad):
-        return found
-    whole_shape, sizes = None, found.shape
-    if found.ndim == 1:
-        whole_shape, sizes = (math.prod(grad.shard.shape),), (-1,)
-    elif found.shape == seen(grad).shape:
-        whole_shape, sizes = grad.whole_shape, grad.shape
-    if found.dtype is not grad.dtype or (whole_shape is None and grad.shard.flat):
-        return _on_whole(func, args, kwargs)
-    viewed = _marked(disabled_torch_function(Tensor.reshape, (), (grad, sizes), {}), grad)
-    viewed.whole_shape = whole_shape
-    return viewed
-
-
-def _marked(found: Any, like: ShardedGrad | None) -> Any:
-    """``found`` as a shard of the same elements as ``like``."""
-    if like is None or not isinstance(found, Tensor) or isinstance(found, ShardedGrad):
-        return found
-    with DisableTorchFunctionSubclass():
-        shares = found.untyped_storage()._cdata == like.untyped_storage()._cdata
-    marked = _as_shard(found, like.shard, like.whole_shape, type(like) if shares else ShardedGrad)
-    if shares:
-        marked.sums = like.sums
-    return marked
-
-
-# ---- All other functions. ----
-
-
-def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``func`` on whole gradients. Raises ``RuntimeError`` where it would write to one of these copies."""
-    if func is Tensor.__setitem__:
-        grad, index, value = args
-        if not isinstance(grad, ShardedGrad):
-            if not _first(args).shard.flat:
-                return disabled_torch_function(func, (), args, kwargs)
-        elif getattr(index, "dtype", None) is torch.bool and index.shape in (grad.shape, grad.whole_shape):
-            return grad.masked_fill_(index, value)
-    for each in _written(func, args, kwargs):
-        if isinstance(each, ShardedGrad):
-            refuse(each, name_of(func))
-    wholes: list[Tensor] = []
-
-    def gathered(leaf: Any) -> Any:
-        if shard_of(leaf) is None:
-            return leaf
-        wholes.append(leaf.full_tensor().view(leaf.whole_shape))
-        return wholes[-1]
-
-    args, kwargs = tree_map(gathered, (args, kwargs))
-    return _as_views(func(*args, **kwargs), wholes, name_of(func))
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What ``func`` changes in place."""
-    return tree_leaves([args[0] if writes(func) else None, kwargs.get("out")])  # type: ignore[no-any-return]
-
-
-class _GatheredView(Tensor):
-    """A view of a gathered gradient, such as a row: to write to it would change no gradient, and raises."""
-
-    of: str
-    """The function that has made it."""
-
-    @staticmethod
-    def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for each in _written(func, args, kwargs):
-            if isinstance(each, _GatheredView):
-                raise RuntimeError(
-                    f"{name_of(func)} would change a copy: {each.of} of a sharded gradient gives a view of the gathered "
-                    f"one. Change gradients by element-wise functions in place, or set .grad to what is changed of "
-                    f"grad.full_tensor()"
-                )
-        views: list[Any] = []
-
-        def plain(leaf: Any) -> Any:
-            if not isinstance(leaf, _GatheredView):
-                return leaf
-            views.append(leaf)
-            return disabled_torch_function(Tensor.detach, (), (leaf,), {})
-
-        args, kwargs = tree_map(plain, (args, kwargs))
-        return _as_views(func(*args, **kwargs), views, views[0].of)
-
-
-def _as_views(found: Any, wholes: Sequence[Tensor], of: str) -> Any:
-    """Mark the results that are views of ``wholes``."""
-
-    def marked(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf._is_view() or leaf.untyped_storage()._cdata not in storages:
-            return leaf
-        view: _GatheredView = make_subclass(_GatheredView, leaf, False)
-        view.of = of
-        return view
-
-    with DisableTorchFunctionSubclass():
-        storages = {each.untyped_storage()._cdata for each in wholes}
-        return tree_map(marked, found)
-
-
-# ---- What is made a shard. ----
+def _arrive(given: Any) -> None:
+    """Wait for reductions into the sums of which the arguments are views."""
+    for sums in _live_sums(given):
+        sums.arrive()
 
 
 def _as_shard(
