@@ -15,9 +15,8 @@ from torch import Tensor
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import alike
 from ..collectives.streams import is_capturing
-from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
+from ..stock.master_param import StateByMaster, WatchedMasters, late_grad, refuse_dcp_of_optimizer
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
-from ..stock.torch_tools import refuse_dcp_of_optimizer
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, check_storage, layout_key, shard_of_how_many

@@ -147,7 +147,7 @@ class ShardedGrad(Tensor):
     @data.setter
     def data(self, data: Tensor) -> None:
         with torch.no_grad():
-            self.copy_(adopt_grad(data, self.shard))
+            self.copy_(data)
 
     def to_local(self) -> Tensor:
         """A plain tensor of this rank's elements, in the same memory."""

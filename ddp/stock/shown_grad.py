@@ -121,7 +121,8 @@ class ShownGrad(Tensor):
         name = next(leaf.of for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, ShownGrad))
         raise RuntimeError(
             f"{func} read .grad of parameter '{name}' past torch's Python functions, which would finish its reduction: "
-            f"call model.finish_grad_sync() and model.expose_grads() before it"
+            f"read .grad before it on all ranks, by param.grad.norm() for example, and take param.grad again; where "
+            f"gradients are sharded, give it param.grad.full_tensor()"
         )
 
     def read(self) -> Tensor:
@@ -135,6 +136,15 @@ class ShownGrad(Tensor):
                 f"first time: its values are gone. Read or clone param.grad between backward and zero_grad()"
             )
         return self.reduced
+
+    @property
+    def data(self) -> Tensor:
+        """``data`` of the reduced gradient; setting it changes the gradient."""
+        return self.read().data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        self.read().data = data
 
     def full_tensor(self) -> Tensor:
         """The whole reduced gradient, of the parameter's shape, on every rank. Collective."""
@@ -225,11 +235,14 @@ class ShownGrads:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Bring the program's changes of ``.grad`` into ``main_grad``, which is reduced."""
+        """Bring the program's changes of ``.grad`` into ``main_grad``, which is reduced and shows in ``.grad`` again."""
         with DisableTorchFunctionSubclass():
             for each in self.params:
                 if each.is_changed:
                     each.take_change()
+                    if each.param.grad is not None:
+                        each.param.grad = each.plain if each.record.exposed else each.grad
+                        each.version = each.param.grad._version
 
     @torch.no_grad()
     def zero_cleared(self) -> None:

@@ -504,7 +504,7 @@ def test_lists_of_several_grids_and_plain_tensors() -> None:
         lambda g: torch.linalg.norm(g, 2),
         lambda g: torch.linalg.norm(g, "nuc"),
         lambda g: torch.linalg.norm(g, ord=1),
-        lambda g: torch.linalg.norm(A=g, ord=2, dim=(0, 1)),
+        lambda g: torch.linalg.norm(input=g, ord=2, dim=(0, 1)),
         lambda g: torch.linalg.matrix_norm(g),
         lambda g: torch.norm(g, "nuc"),
         lambda g: g.norm(p="nuc"),
