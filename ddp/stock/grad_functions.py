@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, make_subclass, tree_leaves, tree_map
+from ..torch_internals import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function,
+    make_subclass,
+    tree_leaves,
+    tree_map,
+)
 from .grad_reads import VIEWS, name_of, refuse, shard_of, writes
 
 __all__ = ["on_elements", "on_whole"]
@@ -24,15 +30,17 @@ def on_elements(func: Any, args: Any, kwargs: Any) -> Any:
         if len(columns) > 1:
             return _by_rows(func, values, kwargs, columns)
         made = disabled_torch_function(func, (), args, kwargs)
-        return made if writes(func) else [_marked(each, [grad]) for each, grad in zip(made, values[columns[0]], strict=True)]
-    alone = not any(isinstance(each, Tensor) for each in values[1:])
-    if alone and (name in ("max", "min") or (len(values) == 1 and name == "where")):  # element-wise of two tensors alone
+        grads = values[columns[0]]
+        return made if writes(func) else [_marked(each, [grad]) for each, grad in zip(made, grads, strict=True)]
+    one_tensor = not any(isinstance(each, Tensor) for each in values[1:])
+    if (name in ("max", "min") and one_tensor) or (name == "where" and len(values) == 1):
         return on_whole(func, args, kwargs)
     written = values[0] if writes(func) else kwargs.get("out")
     local = values if name in ("to", "type_as") else _local(func, values, written)
     if local is None:
         return on_whole(func, args, kwargs)
-    made = disabled_torch_function(func, (), tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True)))
+    named = dict(zip(kwargs, local[len(args) :], strict=True))
+    made = disabled_torch_function(func, (), tuple(local[: len(args)]), named)
     return made if written is not None else tree_map(lambda leaf: _marked(leaf, values), made)
 
 

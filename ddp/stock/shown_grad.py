@@ -13,7 +13,7 @@ To set ``.grad`` to None discards the gradient, and another tensor in its place 
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -241,8 +241,13 @@ class ShownGrads:
                 if each.is_changed:
                     each.take_change()
                     if each.param.grad is not None:
-                        each.param.grad = each.plain if each.record.exposed else each.grad
-                        each.version = each.param.grad._version
+                        self._show_main_grad(each, each.param.grad.dtype)
+
+    def _show_main_grad(self, each: ShownParam, dtype: torch.dtype) -> None:
+        shares = each.plain is not None and each.plain.data_ptr() == each.record.view.data_ptr()
+        each.param.grad = each.plain if shares else each.grad
+        if each.record.exposed and not shares:
+            self.expose(each, dtype)
 
     @torch.no_grad()
     def zero_cleared(self) -> None:

@@ -86,7 +86,9 @@ def test_sizes_are_those_of_the_parameter(name: str) -> None:
 def test_writes_that_need_other_ranks_are_refused_by_name(name: str) -> None:
     def check() -> None:
         model = zero1()
-        with pytest.raises(RuntimeError, match=r"\(\) (is not defined over the shards|would change a copy).*full_tensor"):
+        with pytest.raises(
+            RuntimeError, match=r"\(\) (is not defined over the shards|would change a copy).*full_tensor"
+        ):
             (WRITES | WRITES_TO_VIEWS)[name](model.module[0].weight.grad)
 
     simulate(check, 2)

@@ -228,11 +228,16 @@ def replaced_after_a_read(params: list[Any]) -> None:
     replaced(params)
 
 
+def replaced_before_a_read_of_another(params: list[Any]) -> None:
+    params[0].grad = torch.full_like(params[0], 0.25, requires_grad=False)
+    assert params[1].grad.norm() > 0
+
+
 def cancelled(params: list[Any]) -> None:
     params[0].grad = None
 
 
-@pytest.mark.parametrize("change", [replaced, replaced_after_a_read, cancelled])
+@pytest.mark.parametrize("change", [replaced, replaced_after_a_read, replaced_before_a_read_of_another, cancelled])
 @pytest.mark.parametrize("sharded", [False, True, None])
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.sampled(6)

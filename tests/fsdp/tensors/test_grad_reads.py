@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from maingrad.ddp import WORLD_OF_ONE
 from maingrad.fsdp import fully_shard

@@ -514,7 +514,9 @@ def test_lists_of_several_grids_and_plain_tensors() -> None:
 )
 @every_layout
 @pytest.mark.sampled(5)
-def test_norms_of_rows_and_of_matrices_are_those_of_whole_gradients(ranks: Ranks, norm: Callable[[Any], Tensor]) -> None:
+def test_norms_of_rows_and_of_matrices_are_those_of_whole_gradients(
+    ranks: Ranks, norm: Callable[[Any], Tensor]
+) -> None:
     matrix = torch.arange(12.0).view(3, 4)
 
     def on_rank() -> Tensor:

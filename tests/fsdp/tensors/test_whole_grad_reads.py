@@ -83,7 +83,9 @@ def test_writes_that_need_other_ranks_are_refused_by_name(name: str) -> None:
     def check() -> None:
         model = sharded()
         before = model.wide.weight.grad.clone()
-        with pytest.raises(RuntimeError, match=r"\(\) is not defined over the shards .*'wide\.weight'.*full_tensor.*to_local"):
+        with pytest.raises(
+            RuntimeError, match=r"\(\) is not defined over the shards .*'wide\.weight'.*full_tensor.*to_local"
+        ):
             WRITES[name](model.wide.weight.grad)
         assert torch.equal(model.wide.weight.grad, before)
 
