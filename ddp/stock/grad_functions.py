@@ -20,7 +20,7 @@ __all__ = ["on_elements", "on_whole"]
 
 
 def on_elements(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``func`` on this rank's elements. Results are shards of the same elements; what it writes stays what it is."""
+    """Run ``func`` on this rank's elements. Results are shards of the same elements; what it writes keeps its class."""
     name = func.__name__
     if name in VIEWS:
         return _view(func, args, kwargs)
@@ -174,8 +174,8 @@ class _GatheredView(Tensor):
         kwargs = kwargs or {}
         if any(isinstance(each, _GatheredView) for each in _written(func, args, kwargs)):
             raise RuntimeError(
-                f"{name_of(func)} would change a copy: rows, transposes and other views of a sharded gradient are views "
-                f"of the gathered one. Change gradients by element-wise functions in place, or change "
+                f"{name_of(func)} would change a copy: rows, transposes and other views of a sharded gradient are of the "
+                f"gathered one. Change gradients by element-wise functions in place, or change "
                 f"grad.full_tensor() and put it, or this rank's part of it, into .grad"
             )
         views: list[Any] = []

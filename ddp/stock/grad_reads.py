@@ -147,9 +147,9 @@ def name_of(func: Any) -> str:
 def refuse(grad: Any, what: str) -> Never:
     """Raise ``RuntimeError``: ``what`` is not defined on shards of a gradient."""
     raise RuntimeError(
-        f"{what} is not defined over the shards of a gradient ({grad.shard}): change gradients by element-wise functions "
-        f"in place, take grad.full_tensor() for the whole one, on all ranks together, or grad.to_local() for this rank's "
-        f"elements alone"
+        f"{what} is not defined over the shards of a gradient ({grad.shard}): change gradients by element-wise "
+        f"functions in place, take grad.full_tensor() for the whole one, on all ranks together, or grad.to_local() for "
+        f"this rank's elements alone"
     )
 
 

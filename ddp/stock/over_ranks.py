@@ -78,8 +78,8 @@ def everyone_of(info: ShardInfo) -> RankGrid:
     if info.everyone is None:
         raise RuntimeError(
             f"ranks hold different numbers of parameters whose units have meshes of their own (experts), so that norms "
-            f"over all ranks and the check for Inf do not go together ({info}): give every rank as many experts, or take "
-            f"grad.to_local() for this rank's elements alone"
+            f"over all ranks and the check for Inf do not go together ({info}): give every rank as many experts, or "
+            f"take grad.to_local() for this rank's elements alone"
         )
     if info.is_slice and info.everyone.leaves_ranks_out:
         raise RuntimeError(

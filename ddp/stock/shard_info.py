@@ -60,8 +60,8 @@ def local_shape(info: ShardInfo) -> tuple[int, ...]:
     """Shape of the shard. It has as many dims as the parameter, because rules for weight decay ask for ``ndim``.
 
     ``(rows, *rest)`` if the shard is whole rows, else ``(n, 1, ..., 1)``; ``(n,)`` for a parameter of one dim. A scalar
-    has shape ``()`` on the rank that has it, and ``(0,)`` on other ranks. A ``flat`` shard has one dim, unless it is the
-    whole parameter.
+    has shape ``()`` on the rank that has it, and ``(0,)`` on other ranks. A ``flat`` shard has one dim, unless it is
+    the whole parameter.
     """
     if info.flat:
         return info.shape if math.prod(info.shape) == info.numel else (info.numel,)

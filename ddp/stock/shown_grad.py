@@ -235,7 +235,7 @@ class ShownGrads:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Bring the program's changes of ``.grad`` into ``main_grad``, which is reduced and shows in ``.grad`` again."""
+        """Bring the program's changes of ``.grad`` into ``main_grad``, which is reduced, and show it again."""
         with DisableTorchFunctionSubclass():
             for each in self.params:
                 if each.is_changed:
