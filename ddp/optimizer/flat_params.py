@@ -26,7 +26,7 @@ from ..plan.layout import ParamSlot
 from ..plan.ranges import Range
 from ..stock.master_param import MasterParameter, make_master
 from ..stock.shard_info import ShardInfo
-from ..stock.sharded_grad import make_part
+from ..stock.sharded_grad import make_sharded_grad
 from ..wrapper.data_parallel import DistributedDataParallel
 
 __all__ = [
@@ -295,4 +295,4 @@ def _shown_grad(here: "weakref.ref[Any]", index: int) -> Tensor | None:
         model.reductions[layout.grid_name].num_replicas, "", model.grids["dense"],
         any(record.sliced for record in model.records),
     )  # fmt: skip
-    return make_part(grads, info)
+    return make_sharded_grad(grads.view(-1), info, has_whole=False)  # ranks have masters of their own

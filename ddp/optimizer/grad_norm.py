@@ -74,7 +74,7 @@ def clip_grad_norm(
     if not models:
         raise ValueError("clip_grad_norm: no wrapper was given; every rank of a pipeline has a stage")
     for each in models:
-        each.settle("clip_grad_norm()")
+        each.settle_changes("clip_grad_norm()")
         check_scalable(each.wired, "clip_grad_norm()")
     norms = [global_grad_norm(each) for each in models]
     norm = norms[0]

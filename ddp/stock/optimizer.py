@@ -1,7 +1,7 @@
-"""Stock optimizers (those of ``torch.optim``): gradients are exposed to them as ``.grad``, or their step is refused.
+"""Stock optimizers (those of ``torch.optim``): gradients are exposed to them as ``.grad``.
 
-Gradients live in ``main_grad``, and ``.grad`` is None. So ``torch.optim.AdamW(model.parameters()).step()`` would do
-nothing, without an error. A hook that torch runs before every optimizer's step raises in this case.
+Gradients live in ``main_grad``, and ``.grad`` has no memory. A hook that torch runs before every optimizer's step
+finishes the reduction, and makes ``.grad`` plain tensors.
 """
 
 import functools
@@ -53,7 +53,7 @@ _guarding: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def guard_stock_optimizers(wrapper: object) -> None:
-    """Refuse steps over parameters whose gradient was not exposed, while ``wrapper`` lives.
+    """Before steps over the parameters of ``wrapper``, expose their gradients, while the wrapper lives.
 
     One hook serves all wrappers and is never removed: a wrapper may be freed while torch iterates over the hooks.
     """
@@ -105,15 +105,6 @@ def after_closure(
 
 def _begin(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
     """A step begins to read gradients. If the step has a closure, the closure has computed them before."""
-    for parts in _parts_of([record for record in ours if record.updater is None]):
-        parts.prepare_stock_step()
-    _check_exposed(optimizer, ours)
-    for parts in {record.parts for record in ours}:
-        if parts is not None and (live := parts()) is not None:
-            live.note_update()
-
-
-def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
     for record in ours:
         if record.updater is not None:
             raise RuntimeError(
@@ -121,14 +112,9 @@ def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
                 f"that was built over its model, and both would take a step with one gradient; step that one alone, "
                 f"or build none over this wrapper"
             )
-        if not record.exposed and (record.written or record.pending):
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, "
-                f"not in .grad, so the step would skip it; call model.finish_grad_sync() and model.expose_grads() "
-                f"before clipping and stepping (a closure ends with them, and begins with model.zero_grad_buffer()), "
-                f"or use maingrad.ddp.DistributedOptimizer"
-            )
     for parts in _parts_of(ours):
+        parts.prepare_stock_step()
+        parts.note_update()
         parts.note_step(vars(optimizer).get("found_inf"))
 
 

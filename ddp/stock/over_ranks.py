@@ -1,8 +1,9 @@
-"""Sums, extrema and norms of a gradient over the shards of all ranks: local arithmetic, then a collective.
+"""Norms of gradients over the shards of all ranks, and whole gradients.
 
-Each element counts once: a sum is divided by the number of ranks with the same elements. Sums are in fp64. They cover
-all ranks of the outermost unit, also for experts, whose mesh is smaller (``fsdp/norm_ranks.py``). Every function here
-but ``everyone_of`` is collective: all ranks call it, in the same order.
+Each element counts once: a sum of powers is divided by the number of ranks with the same elements. Norms cover all
+ranks of the outermost unit, also for experts, whose mesh is smaller (``fsdp/norm_ranks.py``). A whole gradient is
+gathered from the ranks of its own mesh. Every function here but ``everyone_of`` is collective: all ranks call it, in
+the same order.
 """
 
 import math
@@ -16,7 +17,7 @@ from ..collectives.in_flight import device_types_of
 from ..collectives.rank_grid import RankGrid
 from .shard_info import ShardInfo
 
-__all__ = ["everyone_of", "extremum", "max_over", "mean_and_variance", "norms", "reduced", "sums", "whole"]
+__all__ = ["everyone_of", "max_over", "norms", "reduced", "whole"]
 
 
 def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -44,36 +45,6 @@ def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtyp
     return [norm.to(own) for norm, own in zip(found.unbind(), dtypes, strict=True)]
 
 
-def sums(terms: Sequence[Tensor], shard: ShardInfo) -> Tensor:
-    """[len(terms)] fp64 or complex128: the sum of each tensor's elements over all ranks. One collective."""
-    wide = torch.complex128 if any(term.is_complex() for term in terms) else torch.float64
-    local = torch.stack([term.sum(dtype=wide) for term in terms]) / shard.num_replicas
-    together = torch.view_as_real(local) if local.is_complex() else local
-    found = reduced(together, everyone_of(shard), RankGrid.sum)
-    return torch.view_as_complex(found) if local.is_complex() else found
-
-
-def mean_and_variance(values: Tensor, shard: ShardInfo, correction: float | None) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all elements, 0-dim fp64.
-
-    The variance is sum |x - mean|^2 / (n - correction), as in ``torch.var``. ``correction`` None: the variance is NaN,
-    and the collective for it is left out.
-    """
-    total, count = sums([values, values.new_ones((), dtype=torch.float64).expand(values.shape)], shard).unbind()
-    mean = total / count
-    if correction is None:
-        return mean, torch.full_like(mean, math.nan)
-    squares = sums([(values.to(mean.dtype) - mean).abs().square()], shard)[0]
-    return mean, squares / (count.real - correction).clamp_min(0)
-
-
-def extremum(values: Tensor, shard: ShardInfo, *, largest: bool) -> Tensor:
-    """The largest or smallest of all elements, 0-dim fp64; NaN if any element is NaN."""
-    nothing = torch.full((), -math.inf if largest else math.inf, dtype=torch.float64, device=values.device)
-    local = (values.amax() if largest else values.amin()).double() if values.numel() else nothing
-    return _extremum_over_ranks(local.view(1), everyone_of(shard), largest=largest)[0]
-
-
 def max_over(grid: RankGrid, value: Tensor) -> Tensor:
     """Elementwise maximum of a small tensor over all ranks of ``grid``, in place. Returns ``value``."""
     for group in grid.axes:
@@ -83,13 +54,14 @@ def max_over(grid: RankGrid, value: Tensor) -> Tensor:
 
 def whole(values: Tensor, shard: ShardInfo) -> Tensor:
     """All ranks' elements in the parameter's shape, plain, on every rank."""
+    if shard.num_replicas == shard.grid.size > 1:
+        return values.reshape(shard.shape).clone()  # every rank has all of them
     flat = values.new_zeros(math.prod(shard.shape))
     flat[shard.start : shard.end] = values.reshape(-1)
     grid = shard.grid if shard.num_replicas == 1 else shard.grid._replace(outer=None)
     # No other rank of this grid has the elements. A sum of bytes with zeros copies every dtype bit by bit.
-    return (
-        reduced(flat.view(torch.uint8) if flat.numel() else flat, grid, RankGrid.sum).view(flat.dtype).view(shard.shape)
-    )
+    bits = flat.view(torch.uint8) if flat.numel() else flat
+    return reduced(bits, grid, RankGrid.sum).view(flat.dtype).view(shard.shape)
 
 
 def reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor], Tensor]) -> Tensor:
@@ -101,17 +73,17 @@ def reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor], 
 
 
 def everyone_of(info: ShardInfo) -> RankGrid:
-    """The ranks over which a norm or a sum is computed. Raises ``RuntimeError`` if ranks differ in their experts, and
+    """The ranks over which a norm is computed. Raises ``RuntimeError`` if ranks differ in their experts, and
     where ranks outside hold the rest of the parameter."""
     if info.everyone is None:
         raise RuntimeError(
             f"ranks hold different numbers of parameters whose units have meshes of their own (experts), so that norms "
-            f"and sums over all ranks and the check for Inf do not go together ({info}): give every rank as many "
-            f"experts, or take grad.to_local() for this rank's elements alone"
+            f"over all ranks and the check for Inf do not go together ({info}): give every rank as many experts, or "
+            f"take grad.to_local() for this rank's elements alone"
         )
     if info.is_slice and info.everyone.leaves_ranks_out:
         raise RuntimeError(
-            f"norms, sums and the check for Inf would cover this rank's slice alone: parameter {info.name!r} is a "
+            f"norms and the check for Inf would cover this rank's slice alone: parameter {info.name!r} is a "
             f"slice of tensor parallelism (tensor_model_parallel = True), whose other slices are on ranks outside the "
             f"outermost unit's; compute them from grad.to_local() over all of those ranks. If every rank holds the "
             f"whole parameter, set the mark to False before fully_shard"

@@ -1,7 +1,7 @@
 """Which elements of a parameter are in a rank's shard, and the shape of the shard."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..collectives.rank_grid import RankGrid
 from ..plan.ranges import Range
@@ -30,6 +30,9 @@ class ShardInfo(NamedTuple):
 
     is_slice: bool = False
     """The parameter is a slice of tensor parallelism: it has Megatron-core's mark ``tensor_model_parallel``."""
+    flat: bool = False
+    """The program sees the whole parameter, and works with tensors of its shape: shards have one dim. False: the
+    program sees shards, and works with tensors of a shard's shape."""
 
     @property
     def numel(self) -> int:
@@ -40,6 +43,10 @@ class ShardInfo(NamedTuple):
     def elements(self) -> Range:
         """``start`` and ``end``."""
         return Range(self.start, self.end)
+
+    def cut(self, values: Any) -> Any:
+        """The shard's elements [numel] of a tensor in the parameter's shape."""
+        return values.reshape(-1)[self.start : self.end]
 
     def is_same_shard(self, other: "ShardInfo") -> bool:
         """Whether both are the same elements of tensors of one shape; names, grids and units may differ."""
@@ -53,8 +60,11 @@ def local_shape(info: ShardInfo) -> tuple[int, ...]:
     """Shape of the shard. It has as many dims as the parameter, because rules for weight decay ask for ``ndim``.
 
     ``(rows, *rest)`` if the shard is whole rows, else ``(n, 1, ..., 1)``; ``(n,)`` for a parameter of one dim. A scalar
-    has shape ``()`` on the rank that has it, and ``(0,)`` on other ranks.
+    has shape ``()`` on the rank that has it, and ``(0,)`` on other ranks. A ``flat`` shard has one dim, unless it is
+    the whole parameter.
     """
+    if info.flat:
+        return info.shape if math.prod(info.shape) == info.numel else (info.numel,)
     if not info.shape:
         return () if info.numel else (0,)
     rest = info.shape[1:]

@@ -13,7 +13,7 @@ To set ``.grad`` to None discards the gradient, and another tensor in its place 
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..gathers.waiting_params import reads_no_values
 from ..torch_internals import DisableTorchFunctionSubclass, let_foreach_take, tree_leaves, tree_map
 from .optimizer import clear_exposed_grad, expose_grad
 from .shard_info import ShardInfo
-from .sharded_grad import ShardedGrad, make_part
+from .sharded_grad import ShardedGrad, make_sharded_grad
 
 __all__ = ["ShownGrad", "ShownGrads", "ShownParam"]
 
@@ -95,9 +95,7 @@ class ShownParam:
             self.target.copy_(held)
         else:
             info = self.part[1]
-            self.target.copy_(
-                held.reshape(-1)[info.start : info.end] if tuple(held.shape) == info.shape else held.view(-1)
-            )
+            self.target.copy_(info.cut(held) if tuple(held.shape) == info.shape else held.view(-1))
 
 
 class ShownGrad(Tensor):
@@ -122,11 +120,7 @@ class ShownGrad(Tensor):
         if func in reads_no_values():
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        shown = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShownGrad)]
-        reals = {id(each): each.read() for each in shown}
-        if any(isinstance(real, ShardedGrad) for real in reals.values()):
-            return _over_parts(func, args, kwargs, reals)
-        args, kwargs = tree_map(lambda leaf: reals.get(id(leaf), leaf), (args, kwargs))
+        args, kwargs = tree_map(lambda leaf: leaf.read() if isinstance(leaf, ShownGrad) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -139,7 +133,8 @@ class ShownGrad(Tensor):
         name = next(leaf.of for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, ShownGrad))
         raise RuntimeError(
             f"{func} read .grad of parameter '{name}' past torch's Python functions, which would finish its reduction: "
-            f"call model.finish_grad_sync() and model.expose_grads() before it"
+            f"read .grad before it on all ranks, by param.grad.norm() for example, and take param.grad again; where "
+            f"gradients are sharded, give it param.grad.full_tensor()"
         )
 
     def read(self) -> Tensor:
@@ -154,6 +149,15 @@ class ShownGrad(Tensor):
             )
         return self.reduced
 
+    @property
+    def data(self) -> Tensor:
+        """``data`` of the reduced gradient; setting it changes the gradient."""
+        return self.read().data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        self.read().data = data
+
     def full_tensor(self) -> Tensor:
         """The whole reduced gradient, of the parameter's shape, on every rank. Collective."""
         real = self.read()
@@ -166,37 +170,6 @@ class ShownGrad(Tensor):
 
 
 let_foreach_take(ShownGrad)
-
-
-def _over_parts(func: Any, args: Any, kwargs: Any, reals: dict[int, Tensor]) -> Any:
-    """``func`` over this rank's elements. Of other operands in the parameter's shape the same are taken."""
-
-    def cut(values: Sequence[Any]) -> list[Any]:
-        found = [reals.get(id(each), each) for each in values]
-        like = next((each for each in found if isinstance(each, ShardedGrad)), None)
-        if like is None:
-            return found
-        info = like.shard
-        for index, each in enumerate(found):
-            whole = isinstance(each, Tensor) and not isinstance(each, ShardedGrad) and each.numel() != 1
-            if whole and tuple(each.shape) == info.shape != tuple(like.shape):
-                if index == 0 and func.__name__.endswith("_") and not func.__name__.endswith("__"):
-                    raise RuntimeError(
-                        f"{func.__name__}() changes a whole tensor by .grad of parameter '{info.name}', of which this "
-                        f"rank has elements {info.start} to {info.end} alone: use grad.full_tensor()"
-                    )
-                found[index] = each.reshape(-1)[info.start : info.end]
-        return found
-
-    columns = [index for index, each in enumerate(args) if isinstance(each, list | tuple)]
-    if columns and func.__name__.startswith("_foreach"):
-        rows = [cut(row) for row in zip(*(args[index] for index in columns), strict=True)]
-        for index, column in zip(columns, zip(*rows, strict=True), strict=True):
-            args = (*args[:index], list(column), *args[index + 1 :])
-        return func(*args, **kwargs)
-    values = cut([*args, *kwargs.values()])
-    values = [tree_map(lambda leaf: reals.get(id(leaf), leaf), each) for each in values]
-    return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
 
 class ShownGrads:
@@ -274,11 +247,19 @@ class ShownGrads:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Bring the program's changes of ``.grad`` into ``main_grad``, which is reduced."""
+        """Bring the program's changes of ``.grad`` into ``main_grad``, which is reduced, and show it again."""
         with DisableTorchFunctionSubclass():
             for each in self.params:
                 if each.is_changed:
                     each.take_change()
+                    if each.param.grad is not None:
+                        self._show_main_grad(each, each.param.grad.dtype)
+
+    def _show_main_grad(self, each: ShownParam, dtype: torch.dtype) -> None:
+        shares = each.plain is not None and each.plain.data_ptr() == each.record.view.data_ptr()
+        each.param.grad = each.plain if shares else each.grad
+        if each.record.exposed and not shares:
+            self.expose(each, dtype)
 
     @torch.no_grad()
     def zero_cleared(self) -> None:
@@ -323,7 +304,7 @@ class ShownGrads:
                 if each.grad is None:
                     self._show_if_empty(each)
                 if each.grad is not None and each.grad.reduced is None:
-                    each.grad.reduced = make_part(*each.part)
+                    each.grad.reduced = make_sharded_grad(*each.part)
                     each.note_memory()
 
     def expose(self, each: ShownParam, dtype: torch.dtype) -> None:
@@ -385,7 +366,7 @@ def _keep_own(each: ShownParam) -> None:
         each.plain = None
     if _is_kept(each, "spare"):
         if real is not None and each.part is not None:
-            real = make_part(each.part[0].clone(), each.part[1])
+            real = make_sharded_grad(each.part[0].clone(), each.part[1])
         elif real is not None and real.data_ptr() == each.record.view.data_ptr():
             real = real.clone()
         assert each.spare is not None

@@ -199,7 +199,7 @@ class DistributedDataParallel(BucketIteration):
         held = whole.intersect(Range(*self.owned_range(layout)))
         info = ShardInfo(
             slot.spec.name, slot.spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
-            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], wired.record.sliced,
+            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], wired.record.sliced, flat=True,
         )  # fmt: skip
         return wired.bucket.grad_data[slice(*held)], info
 

@@ -166,6 +166,11 @@ class BucketIteration(AroundModule):
         if not self.grad_parts.num_open:
             compute_pending(self.records)
 
+    def settle_changes(self, caller: str) -> None:
+        """``settle``, and what the program has put into ``.grad`` is the gradient."""
+        self.settle(caller)
+        self.shown.take_changes()
+
     def settle_for_optimizer(self, caller: str) -> None:
         """``settle``, where a program reads ``.grad``: an optimizer trains the model, even if its step is skipped."""
         note_optimizer(self.module)
@@ -303,7 +308,7 @@ class BucketIteration(AroundModule):
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
         if self.shown.active:
-            self.settle("scale_gradients()")
+            self.settle_changes("scale_gradients()")
         check_scalable(self.wired, "scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
 
@@ -331,8 +336,7 @@ class BucketIteration(AroundModule):
     def start_for_step(self) -> None:
         """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""
         if self.is_clear or self.shown.is_changed:
-            self.settle("optimizer.step()")  # raises where nothing is there
-            self.shown.take_changes()
+            self.settle_changes("optimizer.step()")  # raises where nothing is there
         elif not self._launched:
             self._compute_pending()
             self._start("optimizer.step()")

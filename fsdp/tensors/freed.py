@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...ddp.stock.grad_reads import name_of
 from ...ddp.torch_internals import disabled_torch_function, tree_leaves
-from .parameter import leads_to_values, name_of_function, reads_no_values
+from .parameter import leads_to_values, reads_no_values
 
 __all__ = ["allow_reads", "refusal_of_grads", "refusal_of_params", "refuse_reads"]
 
@@ -24,7 +25,7 @@ class FreedParameter(nn.Parameter):
             return disabled_torch_function(func, types, args, kwargs or {})
         used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
         raise RuntimeError(
-            f"{name_of_function(func)} uses the parameter {used.__dict__[_NAME]!r}, which was whole within unsharded() "
+            f"{name_of(func)} uses the parameter {used.__dict__[_NAME]!r}, which was whole within unsharded() "
             f"or unshard(), and is sharded again: it has no memory now. Keep a copy from the block "
             f"(param.detach().clone(), state_dict()), or read the parameter in a block of its own"
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...ddp.stock.grad_reads import name_of
 from ...ddp.stock.shard_info import ShardInfo, local_shape
 from ...ddp.stock.sharded_grad import adopt_grad
 from ...ddp.torch_internals import (
@@ -30,7 +31,6 @@ __all__ = [
     "leads_to_values",
     "local_shape",
     "make_sharded",
-    "name_of_function",
     "reads_no_values",
 ]
 
@@ -191,7 +191,7 @@ def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return disabled_torch_function(func, types, args, kwargs)
     info = _sharded_among(args, kwargs).shard
     raise RuntimeError(
-        f"{name_of_function(func)} {_used_outside(info)}. What is meant for the shard itself goes under "
+        f"{name_of(func)} {_used_outside(info)}. What is meant for the shard itself goes under "
         f"torch.no_grad(), or takes param.detach()"
     )
 
@@ -206,7 +206,7 @@ def _checked_in_function(func: Any, types: Any, args: Any = (), kwargs: Any = No
 
 def _refuse_in_function(func: Any, used: ShardedParameter) -> NoReturn:
     raise RuntimeError(
-        f"{name_of_function(func)}, in the forward of a torch.autograd.Function, {_used_outside(used.shard)}. Where "
+        f"{name_of(func)}, in the forward of a torch.autograd.Function, {_used_outside(used.shard)}. Where "
         f"the shard itself is meant, give the function param.detach()"
     )
 
@@ -222,13 +222,6 @@ def _used_outside(info: ShardInfo) -> str:
         f"elements {info.start} to {info.end} of {info.shape}. Use it inside that forward, make one unit of all "
         f"modules that use it, or read it whole within unsharded()"
     )
-
-
-def name_of_function(func: Any) -> str:
-    """What a program calls ``func``, which torch has passed to ``__torch_function__``."""
-    if func.__name__ in ("__get__", "__set__", "__delete__"):  # of an attribute such as Tensor.T
-        return f"Tensor.{getattr(func.__self__, '__name__', 'an attribute')}"
-    return f"{func.__name__}()"
 
 
 def reads_no_values() -> frozenset[Any]:

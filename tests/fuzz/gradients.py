@@ -43,8 +43,6 @@ READS_OF_ALL = {
     "vector": "torch.nn.utils.parameters_to_vector(grads).norm()",
 }
 """Of all gradients at once."""
-NOT_OF_SHARDS = ("vector",)
-"""What joins gradients is refused of shards."""
 
 SLICES = "slices"
 """What a ``DistributedOptimizer`` has of gradients, which is the one way to read them there."""

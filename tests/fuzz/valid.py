@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import known
 from extras import AFTER, FORWARDS, RANK_DEPENDENT, VARIED
-from gradients import CANCELS, NOT_OF_SHARDS, SLICES, shows
+from gradients import CANCELS, SLICES, shows
 from graphed_steps import FUSED, as_calls, with_exact_rate
 from layers import (
     ONCE_DIFFERENTIABLE,
@@ -387,8 +387,7 @@ def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str
     for way in iteration.reads:
         if way == SLICES or (way in CANCELS and not precise) or not one_model:
             continue
-        if isinstance(wrapper, Ddp) or way not in NOT_OF_SHARDS:
-            yield way
+        yield way
 
 
 def _recomputes(model: Model) -> set[str]:

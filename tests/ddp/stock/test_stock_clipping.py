@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -214,3 +215,62 @@ def test_values_are_clipped_in_this_ranks_parts(sharded: bool, overlap: bool) ->
     for found in simulate(run, 2):
         for name, weight in weights(plain).items():
             torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-8)
+
+
+def replaced(params: list[Any]) -> None:
+    for param in params:
+        grad = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+        param.grad = grad * 0.5
+
+
+def replaced_after_a_read(params: list[Any]) -> None:
+    assert all(param.grad.norm() > 0 for param in params)
+    replaced(params)
+
+
+def replaced_before_a_read_of_another(params: list[Any]) -> None:
+    params[0].grad = torch.full_like(params[0], 0.25, requires_grad=False)
+    assert params[1].grad.norm() > 0
+
+
+def cancelled(params: list[Any]) -> None:
+    params[0].grad = None
+
+
+@pytest.mark.parametrize("change", [replaced, replaced_after_a_read, replaced_before_a_read_of_another, cancelled])
+@pytest.mark.parametrize("sharded", [False, True, None])
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.sampled(6)
+def test_what_is_put_into_grad_before_our_clipping_is_clipped(
+    scales: bool, sharded: bool | None, change: Callable[[list[Any]], None]
+) -> None:
+    """``sharded`` None: a stock optimizer."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> None:
+        change(list(model.parameters()))
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run() -> dict[str, Tensor]:
+        ddp = wrap(make_model(), use_distributed_optimizer=bool(sharded))
+        optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        if sharded is not None:
+            optimizer = DistributedOptimizer(ddp, lr=1.0, optimizer_class=torch.optim.SGD)
+        for seed in range(2):
+            loss_of(ddp, make_batches(2, seed=seed)[dist.get_rank()]).backward()
+            step(ddp, optimizer, partial(ddp.scale_gradients, 0.25) if scales else partial(clip_grad_norm, ddp, 0.05))
+        if sharded is not None:
+            optimizer.finish_param_sync()
+        return weights(ddp)
+
+    plain = make_model(fuse=False)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    params = list(plain.parameters())
+    for seed in range(2):
+        plain_backward(plain, make_batches(2, seed=seed))
+        scale = partial(lambda: [param.grad.mul_(0.25) for param in params if param.grad is not None])
+        step(plain, optimizer, scale if scales else partial(clip_grad_norm_, params, 0.05))
+    for found in simulate(run, 2):
+        for name, weight in weights(plain).items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)

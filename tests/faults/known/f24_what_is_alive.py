@@ -80,7 +80,7 @@ FAULTS = [
                 "ShardedGrad.__torch_function__",
                 """
                 if being_reduced:
-                    _arrive(args, kwargs)
+                    _arrive((args, kwargs))
                 """,
                 "",
             ),

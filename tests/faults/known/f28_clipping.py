@@ -35,7 +35,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.stock.shown_grad",
                 "ShownGrads.fill",
-                "each.grad.reduced = make_part(*each.part)",
+                "each.grad.reduced = make_sharded_grad(*each.part)",
                 "each.grad.reduced = each.part[0].view(-1)",
             ),
         ],
@@ -64,12 +64,13 @@ FAULTS = [
         tests=[
             "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-replaced-before_clip]",
             "tests/ddp/stock/test_written_masters.py::test_a_whole_gradient_that_is_put_in_place_of_another_is_stepped",
+            "tests/ddp/stock/test_stock_clipping.py::test_what_is_put_into_grad_before_our_clipping_is_clipped",
         ],
         quick=[
             "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-replaced-before_clip]",
         ],
         changes=[
-            Change("maingrad.ddp.wrapper.iteration", "BucketIteration.start_for_step", "self.shown.take_changes()", ""),
+            Change("maingrad.ddp.wrapper.iteration", "BucketIteration.settle_changes", "self.shown.take_changes()", ""),
         ],
     ),
     Fault(
@@ -126,6 +127,24 @@ FAULTS = [
         ],
         changes=[
             Change("maingrad.ddp.stock.shown_grad", "ShownGrads._show_if_empty", "each.param.grad is None", "True"),
+        ],
+    ),
+    Fault(
+        "28j-our-clipping-scales-what-is-not-stepped",
+        sentence="A tensor that a program has put into .grad stays there unscaled when our clipping scales main_grad.",
+        tests=[
+            "tests/ddp/stock/test_stock_clipping.py::test_what_is_put_into_grad_before_our_clipping_is_clipped",
+        ],
+        quick=[
+            "tests/ddp/stock/test_stock_clipping.py::test_what_is_put_into_grad_before_our_clipping_is_clipped[False-None-replaced]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.shown_grad",
+                "ShownGrads.take_changes",
+                "if each.param.grad is not None:",
+                "if False:",
+            ),
         ],
     ),
 ]

@@ -45,10 +45,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.sharded_grad",
-                "_elementwise",
-                "return found if like is None else _marked(func, found, like)",
-                "return found",
+                "maingrad.ddp.stock.grad_functions",
+                "on_elements",
+                "return made if written is not None else tree_map(lambda leaf: _marked(leaf, values), made)",
+                "return made",
             ),
         ],
     ),
@@ -62,7 +62,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.stock.sharded_grad",
                 "adopt_grad",
-                "return grad if grad.requires_grad else _as_shard(grad, info)",
+                "return grad if grad.requires_grad else _as_shard(grad, info, info.shape)",
                 "return grad",
             ),
         ],
@@ -144,6 +144,74 @@ FAULTS = [
                 "_Guard.__get__",
                 "return disabled_torch_function if is_forward_ad_enabled() or _is_inference() else _checked_in_function",
                 "return disabled_torch_function",
+            ),
+        ],
+    ),
+    Fault(
+        "33j-a-sum-is-that-of-one-ranks-elements",
+        sentence="Sums, rows and products of a sharded gradient are those of one rank's elements.",
+        tests=[
+            "tests/fsdp/tensors/test_whole_grad_reads.py::test_what_needs_rows_positions_or_all_elements_is_that_of_the_whole_gradient",
+            "tests/ddp/stock/test_reads_of_parts.py::test_a_read_is_that_of_the_whole_gradient",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.grad_functions",
+                "on_whole.gathered",
+                "leaf.full_tensor().view(leaf.whole_shape)",
+                "leaf.to_local()",
+            ),
+        ],
+    ),
+    Fault(
+        "33k-writes-to-a-row-are-lost",
+        sentence="A write to a row of a sharded gradient changes a gathered copy, and the gradient stays as it is.",
+        tests=[
+            "tests/fsdp/tensors/test_whole_grad_reads.py::test_writes_to_what_was_gathered_are_refused_and_not_lost",
+        ],
+        quick=[
+            "tests/fsdp/tensors/test_whole_grad_reads.py::test_writes_to_what_was_gathered_are_refused_and_not_lost[a row]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.grad_functions",
+                "_as_views",
+                "return tree_map(marked, found)",
+                "return found",
+            ),
+        ],
+    ),
+    Fault(
+        "33l-a-whole-operand-is-taken-for-a-part",
+        sentence="Of a whole tensor beside a sharded gradient the first elements are taken, on every rank.",
+        tests=[
+            "tests/fsdp/tensors/test_whole_grad_reads.py::test_whole_operands_change_this_ranks_elements_in_place",
+            "tests/ddp/stock/test_reads_of_parts.py::test_whole_tensors_beside_a_part",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.shard_info",
+                "ShardInfo.cut",
+                "return values.reshape(-1)[self.start : self.end]",
+                "return values.reshape(-1)[: self.numel]",
+            ),
+        ],
+    ),
+    Fault(
+        "33m-sizes-are-taken-for-those-of-one-rank",
+        sentence="A view of a gradient under ZeRO-1 is made by the sizes of this rank's elements, not by the parameter's.",
+        tests=[
+            "tests/ddp/stock/test_reads_of_parts.py::test_sizes_are_those_of_the_parameter[another]",
+        ],
+        quick=[
+            "tests/ddp/stock/test_reads_of_parts.py::test_sizes_are_those_of_the_parameter[another]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.grad_functions",
+                "_view",
+                "(whole_shape is None and grad.shard.flat)",
+                "False",
             ),
         ],
     ),

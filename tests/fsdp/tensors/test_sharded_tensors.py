@@ -495,21 +495,35 @@ def test_lists_of_several_grids_and_plain_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    "refused",
+    "norm",
     [
         lambda g: torch.linalg.vector_norm(g, 2, dim=0),
         lambda g: torch.norm(g, dim=1),
+        lambda g: torch.norm(g, 2, 1, True, torch.zeros(3, 1)),
         lambda g: g.norm(2, -1, True),
         lambda g: torch.linalg.norm(g, 2),
         lambda g: torch.linalg.norm(g, "nuc"),
+        lambda g: torch.linalg.norm(g, ord=1),
+        lambda g: torch.linalg.norm(input=g, ord=2, dim=(0, 1)),
         lambda g: torch.linalg.matrix_norm(g),
         lambda g: torch.norm(g, "nuc"),
+        lambda g: g.norm(p="nuc"),
         lambda g: torch.linalg.vector_norm(g, out=torch.zeros(())),
+        lambda g: g.flatten().norm(dim=0),
     ],
 )
-def test_norms_that_shards_do_not_have_are_refused(refused: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(RuntimeError, match=r"not defined over the shards .*elements 3 to 9 of 'layers\.0\.weight'"):
-        refused(make_sharded_grad(torch.ones(6), info_of((4, 3), 3, 9)))
+@every_layout
+@pytest.mark.sampled(5)
+def test_norms_of_rows_and_of_matrices_are_those_of_whole_gradients(
+    ranks: Ranks, norm: Callable[[Any], Tensor]
+) -> None:
+    matrix = torch.arange(12.0).view(3, 4)
+
+    def on_rank() -> Tensor:
+        return norm(sharded_grads(ranks, [matrix, torch.ones(5)])[0])
+
+    for found in simulate(on_rank, ranks.size):
+        torch.testing.assert_close(found, norm(matrix))
 
 
 def test_a_norm_keeps_dims_and_its_default_is_the_second() -> None:
