@@ -174,8 +174,8 @@ class _GatheredView(Tensor):
         kwargs = kwargs or {}
         if any(isinstance(each, _GatheredView) for each in _written(func, args, kwargs)):
             raise RuntimeError(
-                f"{name_of(func)} would change a copy: rows, transposes and other views of a sharded gradient are of the "
-                f"gathered one. Change gradients by element-wise functions in place, or change "
+                f"{name_of(func)} would change a copy: rows, transposes and other views of a sharded gradient are of "
+                f"the gathered one. Change gradients by element-wise functions in place, or change "
                 f"grad.full_tensor() and put it, or this rank's part of it, into .grad"
             )
         views: list[Any] = []

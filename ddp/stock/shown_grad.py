@@ -10,96 +10,21 @@ function that reads values of one has the iteration's reduction finished, and re
 To set ``.grad`` to None discards the gradient, and another tensor in its place is the gradient, as in plain PyTorch.
 """
 
-import functools
-import sys
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contract.record import GradRecord
 from ..gathers.waiting_params import reads_no_values
 from ..torch_internals import DisableTorchFunctionSubclass, let_foreach_take, tree_leaves, tree_map
-from .optimizer import clear_exposed_grad, expose_grad
-from .shard_info import ShardInfo
-from .sharded_grad import ShardedGrad, make_sharded_grad
+from .sharded_grad import ShardedGrad
 
-__all__ = ["ShownGrad", "ShownGrads", "ShownParam"]
-
-
-class ShownParam:
-    """One wrapped parameter, as ``ShownGrads`` knows it.
-
-    param   the parameter
-    record  its record
-    dtype   of the parameter, and of its ``.grad``
-    part    where gradients are sharded, or differ between ranks: this rank's elements [n] of ``main_grad``, and which
-            these are. None: ``main_grad`` is the whole gradient, equal on all ranks
-    """
-
-    __slots__ = ("dtype", "grad", "memory", "param", "part", "plain", "record", "spare")
-
-    def __init__(
-        self, param: Tensor, record: GradRecord, dtype: torch.dtype, part: tuple[Tensor, ShardInfo] | None = None
-    ) -> None:
-        self.param, self.record, self.dtype, self.part = param, record, dtype, part
-        self.grad: ShownGrad | None = None
-        """What this iteration's backward has left in ``.grad``; None before."""
-        self.spare: ShownGrad | None = None
-        """The same, from the first iteration on: it is shown again, unless the program has kept it."""
-        self.plain: Tensor | None = None
-        """The plain tensor that ``.grad`` was made in this iteration."""
-        self.memory: tuple[int, int] | None = None
-        """What was reduced, when it was shown: see ``_memory_of``."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether the parameter has a gradient in this iteration: zeros without a use, none if it was frozen."""
-        return self.record.written or self.param.requires_grad
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the program has set ``.grad`` to None or to another tensor, or has changed a copy."""
-        held, grad = self.param.grad, self.grad
-        if grad is None:
-            return False
-        if held is None or (held is not grad and held is not grad.reduced):
-            return True
-        return grad.reduced is not None and self._memory_of(grad.reduced) != self.memory
-
-    def note_memory(self) -> None:
-        """``grad.reduced`` is shown from now on."""
-        if self.grad is not None and self.grad.reduced is not None:
-            self.memory = self._memory_of(self.grad.reduced)
-
-    def _memory_of(self, real: Tensor) -> tuple[int, int]:
-        """Its address, which ``.grad.data = ...`` changes, and its version where it is not ``main_grad``'s memory."""
-        address = real.data_ptr()
-        return address, 0 if address == self.target.data_ptr() else real._version
-
-    @property
-    def target(self) -> Tensor:
-        """What this rank has of the reduced gradient, in ``main_grad``."""
-        return self.record.view if self.part is None else self.part[0]
-
-    def take_change(self) -> None:
-        """Bring the change into ``main_grad``."""
-        held = self.param.grad
-        if held is not None and held is self.grad:
-            held = self.grad.reduced
-        if held is None:
-            self.target.zero_()
-        elif self.part is None:
-            self.target.copy_(held)
-        else:
-            info = self.part[1]
-            self.target.copy_(info.cut(held) if tuple(held.shape) == info.shape else held.view(-1))
+__all__ = ["ShownGrad", "without_memory"]
 
 
 class ShownGrad(Tensor):
-    """``.grad`` of a wrapped parameter: the parameter's shape and dtype, and no memory. See the top of this file.
+    """``.grad`` of a wrapped parameter: the parameter's shape and dtype, and no memory.
 
     Its first read of values is collective: all ranks read, or step, in one order. A program that keeps one over the
     iteration's end has its values if they were read before; else a read raises ``RuntimeError``.
@@ -107,7 +32,7 @@ class ShownGrad(Tensor):
 
     of: str
     """The parameter's name."""
-    owner: "Callable[[], ShownGrads | None]"
+    owner: "Callable[[], Any]"
     """Weak reference."""
     reduced: "Tensor | None"
     """The reduced gradient, once it is there."""
@@ -120,8 +45,23 @@ class ShownGrad(Tensor):
         if func in reads_no_values():
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args, kwargs = tree_map(lambda leaf: leaf.read() if isinstance(leaf, ShownGrad) else leaf, (args, kwargs))
-        return func(*args, **kwargs)
+        reads: dict[int, ShownGrad] = {}
+
+        def read(leaf: Any) -> Any:
+            if not isinstance(leaf, ShownGrad):
+                return leaf
+            real = leaf.read()
+            reads[id(real)] = leaf
+            return real
+
+        def shown(leaf: Any) -> Any:
+            """Element-wise results have the parameter's shape too, and may become ``.grad``."""
+            if not isinstance(leaf, ShardedGrad) or leaf.whole_shape != leaf.shard.shape:
+                return leaf
+            return reads[id(leaf)] if id(leaf) in reads else _shown(leaf)
+
+        args, kwargs = tree_map(read, (args, kwargs))
+        return tree_map(shown, func(*args, **kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -172,225 +112,16 @@ class ShownGrad(Tensor):
 let_foreach_take(ShownGrad)
 
 
-class ShownGrads:
-    """``.grad`` of all parameters of one wrapper.
-
-    settle  finishes the iteration's reduction; holds the wrapper weakly
-    """
-
-    def __init__(self, params: Iterable[ShownParam], settle: Callable[[], None]) -> None:
-        self.params = tuple(params)
-        self.active = False
-        """A backward outside ``no_sync`` has left gradients in ``.grad`` in this iteration."""
-        self._settle = settle
-        self._by_record = {id(each.record): each for each in self.params}
-        self._cleared: list[ShownParam] = []  # when the backward under way began
-        self._arrived: list[ShownParam] = []  # in the backward under way
-
-    # ---- Showing, and the program's changes. ----
-
-    def show(self) -> None:
-        """The iteration's last backward is over, as far as one knows: leave a gradient in every ``.grad``.
-
-        What somebody has put there by hand stays, and is refused when the iteration settles: no hook has seen it.
-        """
-        self.active = True
-        with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
-            for each in self.params:
-                if each.grad is None and not each.record.foreign_delayer and each.is_trained:
-                    self._show_if_empty(each)
-
-    def show_again(self) -> None:
-        """A later backward is over: what has arrived in it is shown, as what was there before."""
-        arrived, self._arrived = self._arrived, []
-        with DisableTorchFunctionSubclass():
-            for each in arrived:
-                if each.grad is not None and each.param.grad is None:
-                    each.param.grad = each.grad
-
-    def show_late(self, record: GradRecord) -> None:
-        """The last delayed gradient of a foreign module, which works on ``.grad`` until then, is computed."""
-        each = self._by_record[id(record)]
-        if self.active and each.grad is None:
-            self._show_if_empty(each)
-
-    def _show_if_empty(self, each: ShownParam) -> None:
-        if each.param.grad is None:
-            self._show(each)
-
-    def _show(self, each: ShownParam) -> None:
-        if each.spare is None:
-            each.spare = _make(each, weakref.ref(self))
-        each.grad = each.spare
-        each.param.grad = each.grad
-
-    @property
-    def is_cleared(self) -> bool:
-        """Whether the program has set every ``.grad`` to None since the backward: it begins a new iteration."""
-        if not self.active:
-            return False
-        with DisableTorchFunctionSubclass():
-            return all(each.param.grad is None for each in self.params if each.grad is not None)
-
-    def holds(self, record: GradRecord) -> bool:
-        """Whether ``.grad`` of this parameter is what the last backward has left there."""
-        each = self._by_record[id(record)]
-        with DisableTorchFunctionSubclass():
-            grad = each.param.grad
-            return grad is not None and each.grad is not None and (grad is each.grad or grad is each.grad.reduced)
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether a ``.grad`` was set to None, replaced, or changed where it is a copy."""
-        with DisableTorchFunctionSubclass():
-            return self.active and any(each.is_changed for each in self.params)
-
-    @torch.no_grad()
-    def take_changes(self) -> None:
-        """Bring the program's changes of ``.grad`` into ``main_grad``, which is reduced, and show it again."""
-        with DisableTorchFunctionSubclass():
-            for each in self.params:
-                if each.is_changed:
-                    each.take_change()
-                    if each.param.grad is not None:
-                        self._show_main_grad(each, each.param.grad.dtype)
-
-    def _show_main_grad(self, each: ShownParam, dtype: torch.dtype) -> None:
-        shares = each.plain is not None and each.plain.data_ptr() == each.record.view.data_ptr()
-        each.param.grad = each.plain if shares else each.grad
-        if each.record.exposed and not shares:
-            self.expose(each, dtype)
-
-    @torch.no_grad()
-    def zero_cleared(self) -> None:
-        """Zero ``main_grad``, which is reduced, of parameters whose ``.grad`` was None when the backward began."""
-        for each in self._cleared:
-            each.target.zero_()
-        self._cleared.clear()
-
-    @torch.no_grad()
-    def _zero_cleared_now(self) -> None:
-        """The same for those that are not launched yet."""
-        for each in self._cleared:
-            if each.record.closed is None:
-                each.record.view.zero_()
-        self._cleared = [each for each in self._cleared if each.record.closed is not None]
-
-    def take_added(self, record: GradRecord) -> None:
-        """In a parameter's hook, in a later backward: ``.grad`` is what this backward has accumulated."""
-        each = self._by_record[id(record)]
-        self._arrived.append(each)
-        with DisableTorchFunctionSubclass():
-            if each.grad is not None and each.param.grad is each.grad:
-                each.param.grad, each.grad.added = each.grad.added, None
-
-    # ---- Reading. ----
-
-    def settle(self, grad: ShownGrad) -> None:
-        """A program reads ``grad``: give all of this iteration's gradients their values."""
-        if any(each.grad is grad for each in self.params):
-            self._settle()
-            self.fill()
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        """All gradients are reduced: programs read them from now on."""
-        with DisableTorchFunctionSubclass():
-            for each in self.params:
-                if each.part is None:
-                    if not each.record.exposed:
-                        self.expose(each, each.dtype if each.record.updater is None else each.record.view.dtype)
-                    continue
-                if each.grad is None:
-                    self._show_if_empty(each)
-                if each.grad is not None and each.grad.reduced is None:
-                    each.grad.reduced = make_sharded_grad(*each.part)
-                    each.note_memory()
-
-    def expose(self, each: ShownParam, dtype: torch.dtype) -> None:
-        """Make ``.grad`` a plain tensor in ``dtype``, but where the program has cleared or replaced it."""
-        param, grad = each.param, each.grad
-        if grad is None or (param.grad is not None and (param.grad is grad or param.grad is grad.reduced)):
-            if each.is_changed:
-                each.take_change()
-            expose_grad(param, each.record, dtype)
-            each.plain = param.grad
-            if grad is not None:
-                grad.reduced = each.plain
-                each.note_memory()
-        each.record.exposed = True
-
-    @torch.no_grad()
-    def unfill(self) -> None:
-        """A backward begins, and may accumulate into ``.grad``: ``main_grad`` alone holds the gradients again."""
-        with DisableTorchFunctionSubclass():
-            self._cleared = [each for each in self.params if each.grad is not None and each.param.grad is None]
-            for each in self.params:
-                grad = each.grad
-                if each.record.exposed or (grad is not None and grad.reduced is not None):
-                    if each.is_changed and each.param.grad is not None:
-                        each.take_change()
-                    cleared = grad is not None and each.param.grad is None
-                    del grad  # ``_keep_own`` counts references
-                    _keep_own(each)
-                    self._show(each)
-                    if cleared:
-                        each.param.grad = None
-        self._zero_cleared_now()
-
-    def hide(self) -> None:
-        """The iteration is over: take every ``.grad`` off."""
-        self.active = False
-        self._arrived.clear()
-        with DisableTorchFunctionSubclass():
-            for each in self.params:
-                if each.grad is not None or each.record.exposed:
-                    _keep_own(each)
+def _shown(part: ShardedGrad) -> ShownGrad:
+    return without_memory(part, part.shard.shape, part.dtype, part.shard.name, lambda: None, part)
 
 
-# ---- A gradient that the program keeps: ``grads = [p.grad for p in model.parameters()]``. ----
-
-
-def _keep_own(each: ShownParam) -> None:
-    """Take ``.grad`` off, before ``main_grad`` is written again. What the program keeps gets memory of its own."""
-    clear_exposed_grad(each.param, each.record)
-    each.param.grad = each.grad = real = None
-    if each.spare is not None:
-        real, each.spare.reduced = each.spare.reduced, None
-    if each.plain is not None:
-        is_plain, real = real is each.plain, None
-        if _is_kept(each, "plain") and each.plain.data_ptr() == each.record.view.data_ptr():
-            each.plain.data = each.plain.detach().clone()
-        if is_plain:
-            real = each.plain
-        each.plain = None
-    if _is_kept(each, "spare"):
-        if real is not None and each.part is not None:
-            real = make_sharded_grad(each.part[0].clone(), each.part[1])
-        elif real is not None and real.data_ptr() == each.record.view.data_ptr():
-            real = real.clone()
-        assert each.spare is not None
-        each.spare.reduced = real
-        each.spare = None  # the next iteration shows another one
-
-
-def _is_kept(each: ShownParam, name: str) -> bool:
-    """Whether the program has a reference to this tensor, beside ``each``."""
-    return getattr(each, name) is not None and sys.getrefcount(getattr(each, name)) > _alone()
-
-
-@functools.cache
-def _alone() -> int:
-    """``sys.getrefcount`` of a tensor that a ``ShownParam`` alone has."""
-    each = ShownParam(torch.zeros(1), None, torch.float32)  # type: ignore[arg-type]
-    each.plain = torch.zeros(1)
-    return sys.getrefcount(each.plain)
-
-
-def _make(each: ShownParam, owner: "weakref.ref[ShownGrads]") -> ShownGrad:
-    param = each.param
+def without_memory(
+    like: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str, owner: Any, reduced: Tensor | None
+) -> ShownGrad:
+    strides = like.stride() if like.shape == shape else None
     grad: ShownGrad = torch.Tensor._make_wrapper_subclass(
-        ShownGrad, param.shape, strides=param.stride(), dtype=each.dtype, device=param.device
+        ShownGrad, shape, strides=strides, dtype=dtype, device=like.device
     )
-    grad.of, grad.owner, grad.reduced, grad.added = each.record.name, owner, None, None
+    grad.of, grad.owner, grad.reduced, grad.added = name, owner, reduced, None
     return grad

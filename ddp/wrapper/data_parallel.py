@@ -35,7 +35,7 @@ from ..plan.owned_params import find_owned_params, find_tensors
 from ..plan.ranges import Range
 from ..stock.master_param import WatchedMasters
 from ..stock.shard_info import ShardInfo
-from ..stock.shown_grad import ShownGrads, ShownParam
+from ..stock.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run
 from .attachment import attach_params, detach_params
 from .comparison import broadcast_tensors, check_same_config, check_same_model

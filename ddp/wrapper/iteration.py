@@ -38,7 +38,7 @@ from ..contract.delayed import compute_pending
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
 from ..plan.owned_params import find_tensors
-from ..stock.shown_grad import ShownGrads
+from ..stock.shown_params import ShownGrads
 from .around_module import AroundModule
 from .attachment import discard_grads
 from .comparison import broadcast_tensors

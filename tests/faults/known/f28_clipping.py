@@ -21,7 +21,7 @@ FAULTS = [
             "tests/ddp/wrapper/test_plain_loop.py::test_each_optimizer_trains_as_in_plain_pytorch[ddp-2-sgd-1]",
         ],
         changes=[
-            Change("maingrad.ddp.stock.shown_grad", "ShownGrads.settle", "self._settle()", ""),
+            Change("maingrad.ddp.stock.shown_params", "ShownGrads.settle", "self._settle()", ""),
         ],
     ),
     Fault(
@@ -33,7 +33,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_grad",
+                "maingrad.ddp.stock.shown_params",
                 "ShownGrads.fill",
                 "each.grad.reduced = make_sharded_grad(*each.part)",
                 "each.grad.reduced = each.part[0].view(-1)",
@@ -51,7 +51,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_grad",
+                "maingrad.ddp.stock.shown_params",
                 "ShownGrads.expose",
                 "(param.grad is not None and (param.grad is grad or param.grad is grad.reduced))",
                 "param.grad is grad or param.grad is grad.reduced",
@@ -81,7 +81,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_grad",
+                "maingrad.ddp.stock.shown_params",
                 "_is_kept",
                 "return getattr(each, name) is not None and sys.getrefcount(getattr(each, name)) > _alone()",
                 "return False",
@@ -102,7 +102,7 @@ FAULTS = [
                 "if False:",
             ),
             Change(
-                "maingrad.ddp.stock.shown_grad",
+                "maingrad.ddp.stock.shown_params",
                 "ShownGrads.unfill",
                 "self._cleared = [each for each in self.params if each.grad is not None and each.param.grad is None]",
                 "self._cleared = []",
@@ -126,7 +126,7 @@ FAULTS = [
             "tests/ddp/buckets/test_end_of_backward.py::test_a_gradient_by_hand_of_what_no_backward_reaches_is_refused"
         ],
         changes=[
-            Change("maingrad.ddp.stock.shown_grad", "ShownGrads._show_if_empty", "each.param.grad is None", "True"),
+            Change("maingrad.ddp.stock.shown_params", "ShownGrads._show_if_empty", "each.param.grad is None", "True"),
         ],
     ),
     Fault(
@@ -140,10 +140,38 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_grad",
+                "maingrad.ddp.stock.shown_params",
                 "ShownGrads.take_changes",
                 "if each.param.grad is not None:",
                 "if False:",
+            ),
+        ],
+    ),
+    Fault(
+        "28l-memory-that-the-program-gives-is-lost",
+        sentence="`param.grad.data = ...` gives a reduced gradient other memory, which the step does not read.",
+        tests=["tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-with_other_memory-before_clip]"],
+        quick=["tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-with_other_memory-before_clip]"],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.shown_params",
+                "ShownParam.is_changed",
+                "return grad.reduced is not None and self._memory_of(grad.reduced) != self.memory",
+                "return False",
+            ),
+        ],
+    ),
+    Fault(
+        "28m-results-have-the-shards-shape",
+        sentence="Element-wise results of a sharded gradient are flat under ZeRO-1, and torch refuses them as `.grad`.",
+        tests=["tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[zero1-replaced-before_clip]"],
+        quick=["tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[zero1-replaced-before_clip]"],
+        changes=[
+            Change(
+                "maingrad.ddp.stock.shown_grad",
+                "ShownGrad.__torch_function__",
+                "return reads[id(leaf)] if id(leaf) in reads else _shown(leaf)",
+                "return leaf",
             ),
         ],
     ),
