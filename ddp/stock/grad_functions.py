@@ -41,6 +41,8 @@ def on_elements(func: Any, args: Any, kwargs: Any) -> Any:
         return on_whole(func, args, kwargs)
     named = dict(zip(kwargs, local[len(args) :], strict=True))
     made = disabled_torch_function(func, (), tuple(local[: len(args)]), named)
+    if isinstance(made, bool):  # equal, allclose: on all ranks
+        return bool(torch.full_like(_first(values), made, dtype=torch.bool).all())
     return made if written is not None else tree_map(lambda leaf: _marked(leaf, values), made)
 
 
@@ -139,6 +141,8 @@ def _marked(found: Any, given: Any) -> Any:
 
 def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` on whole gradients. Raises ``RuntimeError`` where it would write to one of these copies."""
+    if func.__name__ == "dot" and not kwargs:  # its operands may be this rank's elements
+        return torch.mul(*args).sum()
     if func is Tensor.__setitem__:
         grad, index, value = args
         if shard_of(grad) is None:

@@ -162,13 +162,13 @@ _WORDS_SAME_ELEMENTS = """
     subtract multiply divide absolute negative floor_divide positive fix greater less greater_equal less_equal not_equal
     arccos arcsin arctan arccosh arcsinh arctanh dropout rrelu relu6 selu softsign logsigmoid tanhshrink
     empty_like zeros_like ones_like full_like rand_like randn_like randint_like
-    copy fill zero normal uniform bernoulli exponential random log_normal cauchy
+    equal allclose copy fill zero normal uniform bernoulli exponential random log_normal cauchy
 """
 _SAME_ELEMENTS = frozenset(_WORDS_SAME_ELEMENTS.split())
 """Element-wise functions, and functions that keep all elements in their order, without torch's tag ``pointwise``."""
 
 _WORDS_NEEDS_WHOLE = """
-    equal _foreach_max
+    _foreach_max
     __bool__ __float__ __int__ __long__ __complex__ __index__ __deepcopy__
 """
 _NEEDS_WHOLE = frozenset(_WORDS_NEEDS_WHOLE.split())

@@ -133,6 +133,12 @@ def test_plain_tensors_that_take_shards_take_this_ranks_elements() -> None:
             else:
                 copied.copy_(param.grad)
             written = torch.mul(param.grad, 3, out=torch.empty_like(total))
+            assert torch.equal(param.grad, param.grad.to_local().clone())
+            assert torch.allclose(mine, param.grad, rtol=1e-9) and torch.allclose(param.grad, whole, rtol=1e-9)
+            changed = param.grad.to_local() + (dist.get_rank() == shard.grid.size - 1)
+            if name == "wide.weight":  # the last rank's elements differ, and all ranks see it
+                assert not torch.equal(param.grad, changed) and not torch.allclose(param.grad, changed)
+            torch.testing.assert_close(torch.dot(param.grad.view(-1), mine.view(-1)), whole.square().sum())
             for found, factor in ((total, 2), (copied, 1), (written, 3)):
                 assert type(found) is Tensor
                 torch.testing.assert_close(found, factor * mine)
