@@ -5,7 +5,7 @@ starts, so no rank waits for the other. The clock measures two things: installin
 parameters wait, and removing them at the first read of each bucket. The forward runs without gradients and with the
 garbage collector off.
 
-nn.Linear          torch's own class: guards on the parameters and on the dict that holds them
+nn.Linear          torch's own class: guards on the parameters
 a user's module    a subclass: the same guards, and a hook that waits before the forward
 """
 
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from ....ddp.collectives.failure_report import FailureReporter
 from ....ddp.collectives.rank_grid import make_grids
-from ....ddp.gathers.guard import guard_reads
 from ....ddp.gathers.param_gather import ParamGather
-from ....ddp.gathers.reader_threads import ReaderThreads
+from ....ddp.gathers.waiting_modules import guard_reads
 from ...report.table import Column
 from ...simulation.simulate import simulate
 
@@ -81,7 +80,7 @@ def _measure(
     """Medians over the rounds, by field of `GatherRow`."""
     bare, chain = (nn.Sequential(*[kind(_WIDTH, _WIDTH, device=device) for _ in range(num_modules)]) for _ in range(2))
     grids = make_grids(None, None, has_experts=False, num_instances=1, separate_gather=False, copy_engines=False)
-    threads, failures = ReaderThreads(), FailureReporter()
+    failures = FailureReporter()
     gathers = [
         ParamGather(
             f"bucket {start}",
@@ -89,7 +88,6 @@ def _measure(
             list(chain[start : start + modules_per_bucket].parameters()),
             grids["dense"],
             failures,
-            threads,
         )
         for start in range(0, num_modules, modules_per_bucket)
     ]
@@ -97,7 +95,7 @@ def _measure(
     x = torch.ones(16, _WIDTH, device=device)
 
     def guard() -> None:
-        guard_reads(list(chain.modules()), gathers, (), threads)
+        guard_reads(list(chain.modules()), gathers)
 
     times: dict[str, list[float]] = {"bare_us": [], "idle_us": [], "guard_us": [], "in_flight_us": []}
     with torch.no_grad():
