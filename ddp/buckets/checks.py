@@ -10,6 +10,7 @@ from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
 from ..contract.torch_ddp import is_taken
+from ..gathers.waiting_modules import registered_params
 from ..torch_internals import DisableTorchFunctionSubclass
 from .bucket import Phase
 from .wiring import WiredParam
@@ -34,7 +35,7 @@ def is_frozen(wired: Iterable[WiredParam]) -> bool:
 def check_no_stranger(module: nn.Module) -> None:
     """Raise ``RuntimeError`` for a parameter of ``module`` that requires a gradient and has no accumulator."""
     for prefix, owner in module.named_modules():
-        for local, param in owner._parameters.items():
+        for local, param in registered_params(owner).items():
             if param is not None and param.requires_grad and record_of(param) is None:
                 raise RuntimeError(
                     f"parameter '{f'{prefix}.{local}' if prefix else local}' requires a gradient, and was frozen or "

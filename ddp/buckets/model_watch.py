@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..gathers.waiting_modules import registered_params
 from ..torch_internals import DisableTorchFunctionSubclass
 from .checks import check_no_stranger
 from .wiring import WiredParam
@@ -77,7 +78,7 @@ class ModuleTables:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._tables: list[Any] = []
         for module in modules:
-            self._tables += (module._parameters, module._modules)
+            self._tables += (registered_params(module), module._modules)
 
     def entries(self) -> list[Any]:
         """All parameters and modules that are registered now. No value is read, so that no gather is waited for."""

@@ -7,6 +7,7 @@ import torch
 
 from ..contract.record import GradRecord
 from ..contract.torch_fsdp import is_sharded_by_torch
+from ..gathers.waiting_modules import registered_params
 from ..plan.layout import GradPlan
 from ..plan.owned_params import OwnedParam
 from .bucket import Bucket
@@ -28,7 +29,7 @@ class WiredParam(NamedTuple):
         """Raise ``RuntimeError`` if the module has another parameter now, or this one was moved or cast."""
         name, param, owners, _ = self.owned
         module, local = owners[0]
-        found = module._parameters[local] if local in module._parameters else None
+        found = registered_params(module).get(local)
         if found is not param and found is not None and is_sharded_by_torch(found):
             raise RuntimeError(
                 f"parameter '{name}' was made a DTensor after wrapping (torch.distributed.fsdp.fully_shard, or tensor "

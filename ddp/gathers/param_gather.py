@@ -2,16 +2,16 @@
 
 Gathers are issued in the order in which the next forward is expected to use the buckets: the reverse of the order in
 which backward fills them. A forward in another order is right too: while a gather is in flight, its parameters
-(``waiting_params.py``) and the forwards of modules that register them (``waiting_modules.py``) wait for it. The first
-wait of a step makes all parameters and modules of the bucket plain again.
+(``waiting_params.py``) and the modules that register them (``waiting_modules.py``) wait for it. The first wait of a
+step makes all parameters and modules of the bucket plain again.
 """
 
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,10 @@ from ..collectives.rank_grid import RankGrid
 from ..collectives.streams import OnStream, current_stream
 from ..collectives.timeline import UNOBSERVED, Observer
 from ..torch_internals import current_raw_stream, is_tracing
-from .waiting_params import have_wait, let_go, waiting_class
+from .waiting_modules import have_module_wait, let_module_go, registered_params
+from .waiting_params import gathers_of, have_wait, let_go, waiting_class
 
-__all__ = ["ParamGather"]
+__all__ = ["ParamGather", "guard_reads"]
 
 _LOCK = threading.RLock()
 """Held while a gather is found complete, never while waiting for it. Reentrant, because a finalizer may read a
@@ -75,7 +76,8 @@ class ParamGather:
         """No gather can come now: a read raises ``RuntimeError`` with this text. See ``guard_reads``."""
         # Code that reads these parameters was compiled while they waited. It has guards on plain parameters.
         self._traced = False
-        self._modules: list[weakref.ref[nn.Module]] = []  # their forwards wait for this gather now
+        self.modules: list[weakref.ref[nn.Module]] = []
+        """Modules that wait for this gather now."""
         self._in_graph = in_graph
         self._captured: InFlight | None = None  # keeps the tensors of a captured gather
         self._event: torch.cuda.Event | None = None  # the end of the latest gather
@@ -139,16 +141,6 @@ class ParamGather:
         for param in params:
             have_wait(param, self)
         return True
-
-    def wait_before(self, module: nn.Module) -> None:
-        """Have the forward of ``module`` wait too, before hooks of the program."""
-        hooks: Any = module._forward_pre_hooks  # torch's own keys are numbers
-        hooks[self] = self._wait_before_forward
-        hooks.move_to_end(self, last=False)
-        self._modules.append(weakref.ref(module))
-
-    def _wait_before_forward(self, module: nn.Module, args: Any) -> None:
-        self.arrive()
 
     def arrive(self) -> None:
         """Order the current stream (CUDA) or this thread (CPU) behind the gather, and make parameters plain again.
@@ -229,11 +221,11 @@ class ParamGather:
             self.guards = False
             for param in self.live_params():
                 let_go(param)
-            modules, self._modules = self._modules, []
-            for reference in modules:
+            for reference in self.modules:
                 module = reference()
                 if module is not None:
-                    module.__dict__["_forward_pre_hooks"].pop(self, None)
+                    let_module_go(module)
+            self.modules = []
 
     def live_params(self) -> Iterator[Tensor]:
         """The parameters that are still alive."""
@@ -248,3 +240,26 @@ class ParamGather:
     def _launch(self, observer: Observer) -> InFlight:
         start = partial(all_gather_shards, self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
         return observer.launch(self.name, "all_gather", lambda: self.flat.nbytes, start)
+
+
+def guard_reads(modules: Iterable[nn.Module], gathers: Sequence[ParamGather], refusal: str | None = None) -> None:
+    """From here on, every read of a parameter whose gather is under way waits for that gather.
+
+    modules  all modules of the model now: the modules that register a parameter may have changed since wrapping
+    gathers  all gathers of the model
+    refusal  no gather can come now: until ``allow_reads`` every read that could wait raises ``RuntimeError`` with
+             this text, with ``{name}`` for the bucket
+    """
+    for gather in gathers:
+        gather.refusal = refusal and refusal.format(name=gather.name)
+        if not gather.guard() and refusal is None:
+            gather.arrive()
+    for module in modules:
+        waiting = gathers_of(registered_params(module).values())
+        if waiting and isinstance(module, torch.jit.ScriptModule):
+            for gather in waiting if refusal is None else ():  # TorchScript reads in C++, where nothing here is asked
+                gather.arrive()
+        elif waiting:
+            have_module_wait(module)
+            for gather in waiting:
+                gather.modules.append(weakref.ref(module))

@@ -1,49 +1,57 @@
-"""Makes every read of a parameter wait for its gather: by the parameter's class, and by forward pre-hooks of modules.
+"""Modules that wait when a program takes a parameter from them whose gather is in flight, or calls their forward.
 
-The parameter's class waits in torch's functions (``waiting_params.py``). A C++ extension calls no
-``__torch_function__``: it reads a parameter in the forward of the module that registers it. So until the gather has
-arrived, that module has a forward pre-hook that waits. torch's own modules get no hook, because they give parameters
-only to torch's functions, and some change their ways if hooked.
+Code in C++ calls no ``__torch_function__`` of a parameter: extensions, ``torch.func.grad``, ``to_dlpack``. But the
+program took the parameter from a module before. So until the gather has arrived, each module that registers its
+parameters gets
+
+- a mapping ``_parameters`` whose reads wait. ``module.weight`` and ``module.parameters()`` read it.
+- a forward pre-hook that waits, for parameters that the module keeps elsewhere too (``self.weights = [...]``). torch's
+  own modules get no hook: they give parameters only to torch's functions, and some change their ways if hooked.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .param_gather import ParamGather
-from .waiting_params import gathers_of
+from .waiting_params import arrived, gathers_of
 
-__all__ = ["guard_reads", "is_waiting_hook"]
+__all__ = ["have_module_wait", "is_waiting_hook", "let_module_go", "registered_params"]
+
+_HOOK = "maingrad gather"
+"""Key of the hook in ``_forward_pre_hooks``; torch's own keys are numbers."""
 
 
-def guard_reads(modules: Iterable[nn.Module], gathers: Sequence[ParamGather], refusal: str | None = None) -> None:
-    """From here on, every read of a parameter whose gather is under way waits for that gather.
+def registered_params(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """The parameters that ``module`` itself registers, by name. This read waits for no gather."""
+    params: Any = module._parameters
+    if isinstance(params, _WaitingParameters):
+        return params.plain
+    return params if isinstance(params, dict) else dict(params.items())  # TorchScript's is a dict by name only
 
-    modules  all modules of the model now: the modules that register a parameter may have changed since wrapping
-    gathers  all gathers of the model
-    refusal  no gather can come now: until ``allow_reads`` every read that could wait raises ``RuntimeError`` with
-             this text, with ``{name}`` for the bucket
-    """
-    for gather in gathers:
-        gather.refusal = refusal and refusal.format(name=gather.name)
-        if not gather.guard() and refusal is None:
-            gather.arrive()
-    for module in modules:
-        waiting = gathers_of(module._parameters.values())
-        if waiting and isinstance(module, torch.jit.ScriptModule) and refusal is None:
-            for gather in waiting:  # TorchScript reads parameters in C++, and has methods beside forward
-                gather.arrive()
-        elif waiting and not _asks_through_torch(module.__dict__, type(module)):
-            for gather in waiting:
-                gather.wait_before(module)
+
+def have_module_wait(module: nn.Module) -> None:
+    """Have reads of parameters from ``module``, and its forward, wait for gathers under way."""
+    own = module.__dict__
+    own["_parameters"] = _WaitingParameters(registered_params(module))
+    if not _asks_through_torch(own, type(module)):
+        own["_forward_pre_hooks"][_HOOK] = _wait_before_forward
+        own["_forward_pre_hooks"].move_to_end(_HOOK, last=False)
+
+
+def let_module_go(module: nn.Module) -> None:
+    """Remove mapping and hook from ``module``, unless it waits for another gather too."""
+    own = module.__dict__
+    params = own["_parameters"]
+    if isinstance(params, _WaitingParameters) and not gathers_of(params.plain.values()):
+        own["_parameters"] = params.plain
+        own["_forward_pre_hooks"].pop(_HOOK, None)
 
 
 def is_waiting_hook(key: object) -> bool:
-    """Whether a module's forward pre-hook with this key is one that waits for a gather."""
-    return isinstance(key, ParamGather)
+    """Whether a module's forward pre-hook with this key is the one that waits for gathers."""
+    return key == _HOOK
 
 
 def _asks_through_torch(own: dict[str, Any], cls: type) -> bool:
@@ -56,3 +64,39 @@ def _asks_through_torch(own: dict[str, Any], cls: type) -> bool:
 @functools.cache
 def _is_of_torch(cls: type) -> bool:
     return cls.__module__.startswith("torch.nn.")
+
+
+def _wait_before_forward(module: nn.Module, _: Any) -> None:
+    for param in list(registered_params(module).values()):
+        arrived(param)
+
+
+class _WaitingParameters(MutableMapping[str, Any]):
+    """A module's ``_parameters`` while gathers of them are in flight: each read waits for what it returns."""
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+        """The module's own dict."""
+
+    def __getitem__(self, name: str) -> Any:
+        return arrived(self.plain[name])
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.plain[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.plain[name]
+
+    discard = __delitem__  # nn.Module calls it where a table is no dict
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.plain
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..gathers.waiting_modules import is_waiting_hook
+from ..gathers.waiting_modules import is_waiting_hook, registered_params
 from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
 
 __all__ = ["modes", "surroundings"]
@@ -43,7 +43,7 @@ def surroundings(root: nn.Module, trained: Sequence[Tensor], kind: str) -> tuple
                 seen += [key for key in hooks if not is_waiting_hook(key)]
             if buffers := module._buffers:
                 seen += [buffer.data_ptr() for buffer in buffers.values() if buffer is not None]
-            if params := module._parameters:
+            if params := registered_params(module):
                 for param in params.values():
                     seen += (None,) if param is None else (id(param), param.data_ptr(), param.requires_grad)
     return tuple(seen)

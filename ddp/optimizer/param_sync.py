@@ -8,8 +8,7 @@ import torch
 from ..collectives.placements import placements_of
 from ..gathers.compiled_modules import wait_before_compiled_code
 from ..gathers.gathered_models import note_gathered_model
-from ..gathers.param_gather import ParamGather
-from ..gathers.waiting_modules import guard_reads
+from ..gathers.param_gather import ParamGather, guard_reads
 from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket
 

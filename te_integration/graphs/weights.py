@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ...ddp.gathers.waiting_modules import is_waiting_hook
+from ...ddp.gathers.waiting_modules import is_waiting_hook, registered_params
 from ..dense.linear_module import LinearModule
 from .captured_order import Place, ReplayError
 
@@ -17,7 +17,7 @@ class CapturedWeights:
         self._params = [
             (f"{prefix}.{local}" if prefix else local, owner, local, param, param.data_ptr(), param.requires_grad)
             for prefix, owner in module.named_modules()
-            for local, param in owner._parameters.items()
+            for local, param in registered_params(owner).items()
             if param is not None
         ]
         modules = list(module.modules())
@@ -37,7 +37,7 @@ class CapturedWeights:
         A waiting parameter waits in ``data_ptr()``, by its class: see ``ddp/gathers/waiting_params.py``.
         """
         for name, owner, local, param, address, trained in self._params:
-            if owner._parameters.get(local) is not param:
+            if registered_params(owner).get(local) is not param:
                 raise self._error(name, "was replaced (load_state_dict(assign=True), a new nn.Parameter)")
             if param.data_ptr() != address:
                 raise self._error(name, "lies elsewhere (an optimizer was built, .to(), .data was assigned)")

@@ -5,7 +5,7 @@ starts, so no rank waits for the other. The clock measures two things: installin
 parameters wait, and removing them at the first read of each bucket. The forward runs without gradients and with the
 garbage collector off.
 
-nn.Linear          torch's own class: guards on the parameters
+nn.Linear          torch's own class: guards on the parameters and on the dict that holds them
 a user's module    a subclass: the same guards, and a hook that waits before the forward
 """
 
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from ....ddp.collectives.failure_report import FailureReporter
 from ....ddp.collectives.rank_grid import make_grids
-from ....ddp.gathers.param_gather import ParamGather
-from ....ddp.gathers.waiting_modules import guard_reads
+from ....ddp.gathers.param_gather import ParamGather, guard_reads
 from ...report.table import Column
 from ...simulation.simulate import simulate
 
