@@ -87,8 +87,6 @@ class _WaitingParameters(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         del self.plain[name]
 
-    discard = __delitem__  # nn.Module calls it where a table is no dict
-
     def __contains__(self, name: object) -> bool:
         return name in self.plain
 

@@ -1,5 +1,5 @@
-"""While gathers are under way and a rank is late, compiled code that is handed a parameter reads new weights: extensions
-in C++ in the forward of the parameter's module, and TorchScript. Neither asks ``__torch_function__``."""
+"""While gathers are under way and a rank is late, compiled code that is handed a parameter reads new weights, whatever
+way the parameter took: extensions in C++ and TorchScript ask no ``__torch_function__``."""
 
 import copy
 import time
@@ -218,28 +218,32 @@ Way = tuple[Callable[[], nn.Module], Callable[[Any, Sequence[nn.Parameter]], See
 
 WAYS: dict[str, Way] = {
     "its own weight": (Own, output),
+    "a child's weight": (Parent, output),
     "a list that the module keeps": (Keeps, output),
     "a list that the module makes later": (KeepsLater, output),
+    "a list and a dict of parameters": (InADict, output),
     "a lookup of the module's own": (LooksUp, output),
     "a tied weight": (Tied, output),
     "a hook": (WithAHook, output),
+    "a forward that is called by name": (ByName, output),
     "a scripted module and its second method": (Scripted, output),
     "a traced module": (Traced, output),
     "a scripted module's forward": (Scripted, lambda model, _: [model.scripted.forward(torch.ones(2, WIDTH))]),
     "a copy of a scripted module": (Scripted, lambda model, _: list(copy.deepcopy(model.scripted).parameters())),
+    "autograd.Function.apply": (Parent, lambda model, _: [Read.apply(torch.ones(2), model.linear.weight)]),
+    "a list of all parameters": (Parent, lambda model, _: read_all(list(model.parameters()))),
+    "parameters by name": (Parent, lambda model, _: read_all(list(dict(model.named_parameters()).values()))),
+    "a child's own dict": (Parent, lambda model, _: read_all([model.linear.__dict__["_parameters"]["weight"]])),
+    "that dict in another": (Parent, lambda model, _: read_all(list({**model.linear._parameters}.values()))),
+    "get_parameter": (Parent, lambda model, _: read_all([model.get_parameter("linear.weight")])),
     "after one look at a kept list": (Parent, lambda model, kept: read_all([param.view_as(param) for param in kept])),
 }
 
 OUTSIDE: dict[str, Way] = {
-    "a child's weight": (Parent, output),
     "a list that the parent keeps": (KeepingParent, output),
-    "a list and a dict of parameters": (InADict, output),
-    "a forward that is called by name": (ByName, output),
-    "autograd.Function.apply": (Parent, lambda model, _: [Read.apply(torch.ones(2), model.linear.weight)]),
-    "a list of all parameters": (Parent, lambda model, _: read_all(list(model.parameters()))),
-    "get_parameter": (Parent, lambda model, _: read_all([model.get_parameter("linear.weight")])),
+    "a list from before the step": (Parent, lambda _, kept: read_all(kept)),
 }
-"""C++ reads a parameter outside the forward of the module that registers it: the program waits."""
+"""C++ reads a parameter by a reference of before the step, outside the forward of its module: the program waits."""
 
 
 def read_after_a_late_step(
@@ -297,12 +301,11 @@ def test_new_weights_are_read_in_c(way: str) -> None:
 
 @pytest.mark.parametrize("way", OUTSIDE)
 @pytest.mark.sampled(1)
-def test_new_weights_are_read_in_c_outside_of_forwards(way: str) -> None:
-    """``finish_param_sync()`` waits for all of them, and the next step's forwards as well."""
+def test_a_program_waits_before_c_reads_old_references(way: str) -> None:
     check(way, 2, {"overlap_param_gather": True})
 
 
-@pytest.mark.parametrize("way", ["its own weight", "a tied weight", "a list of all parameters"])
+@pytest.mark.parametrize("way", ["its own weight", "a child's weight", "a list of all parameters", "a tied weight"])
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 def test_hybrid(way: str) -> None:
