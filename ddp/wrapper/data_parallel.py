@@ -218,7 +218,7 @@ class DistributedDataParallel(BucketIteration):
     @torch.compiler.disable
     def _finish_gathers(self) -> None:
         for gather in self._gathers:
-            gather.settle()
+            gather.arrive()
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:

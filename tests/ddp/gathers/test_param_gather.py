@@ -104,23 +104,14 @@ READS: dict[str, Callable[[DistributedDataParallel, list[nn.Parameter]], Any]] =
     "by keyword": lambda ddp, kept: [torch.mul(torch.ones(p.shape), other=p) for p in kept],
     "in a list by keyword": lambda ddp, kept: torch._foreach_mul([torch.ones(p.shape) for p in kept], other=kept),
     "in an autograd function": lambda ddp, kept: [Identity.apply(p) for p in kept],
-    "torch.func.grad": lambda ddp, kept: list(torch.func.grad(first_output(ddp))(named(ddp), TOKENS).values()),
-    "torch.vmap": lambda ddp, kept: [torch.vmap(first_output(ddp), (None, 0))(named(ddp), TOKENS[:, None])],
+    "torch.func.grad": lambda ddp, kept: list(torch.func.grad(squares)(dict(ddp.module.named_parameters())).values()),
     "to_dlpack": lambda ddp, kept: [from_dlpack(to_dlpack(p.requires_grad_(False))) for p in ddp.module.parameters()],
     "as a list inside a dict of keywords": lambda ddp, kept: [torch.cat(tensors=[p.view(-1) for p in kept])],
 }
 
 
-TOKENS = torch.arange(4)
-
-
-def named(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    return dict(ddp.module.last.named_parameters())
-
-
-def first_output(ddp: DistributedDataParallel) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
-    """The sum of outputs of a layer, as a function of parameters. torch.func takes these in C++."""
-    return lambda params, x: torch.func.functional_call(ddp.module.last, params, (x.new_ones(8, dtype=torch.float),)).sum()
+def squares(params: dict[str, Tensor]) -> Tensor:
+    return torch.stack([param.square().sum() for param in params.values()]).sum()
 
 
 class Identity(torch.autograd.Function):
