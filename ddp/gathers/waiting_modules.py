@@ -10,10 +10,10 @@ parameters gets
 """
 
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .waiting_params import arrived, gathers_of
 
@@ -23,7 +23,7 @@ _HOOK = "maingrad gather"
 """Key of the hook in ``_forward_pre_hooks``; torch's own keys are numbers."""
 
 
-def registered_params(module: nn.Module) -> Mapping[str, Tensor | None]:
+def registered_params(module: nn.Module) -> dict[str, Any]:
     """The parameters that ``module`` itself registers, by name. This read waits for no gather."""
     params: Any = module._parameters
     if isinstance(params, _WaitingParameters):
@@ -74,7 +74,7 @@ def _wait_before_forward(module: nn.Module, _: Any) -> None:
 class _WaitingParameters(MutableMapping[str, Any]):
     """A module's ``_parameters`` while gathers of them are in flight: each read waits for what it returns."""
 
-    def __init__(self, plain: Any) -> None:
+    def __init__(self, plain: dict[str, Any]) -> None:
         self.plain = plain
         """The module's own dict."""
 

@@ -188,13 +188,13 @@ def read_at_once(built: str, overlap: bool) -> list[Any]:
     if dist.get_rank() == 1:
         time.sleep(0.3)
     trained.step()
-    reads: list[Callable[[], Tensor]] = [
-        lambda: trained.kept[-1].detach().clone(),
-        lambda: read_natively(built, trained.model[-1].bias),
+    reads: list[Callable[[], list[Tensor]]] = [
+        lambda: [param.detach().clone() for param in trained.kept],
+        lambda: [read_natively(built, param) for layer in trained.model for param in layer._parameters.values()],
     ]
     with ThreadPoolExecutor(READERS * len(reads)) as pool:
         for reading in [pool.submit(read) for read in reads * READERS]:
-            seen.append(reading.result(20))
+            seen += reading.result(20)
     return [*seen, *trained.values()]
 
 
