@@ -218,7 +218,6 @@ class ParamGather:
         with _LOCK:
             if not self.guards or self._flight is not None:
                 return
-            self.guards = False
             for param in self.live_params():
                 let_go(param)
             for reference in self.modules:
@@ -226,6 +225,7 @@ class ParamGather:
                 if module is not None:
                     let_module_go(module)
             self.modules = []
+            self.guards = False  # in the end: a thread that reads meanwhile waits for the lock
 
     def live_params(self) -> Iterator[Tensor]:
         """The parameters that are still alive."""
