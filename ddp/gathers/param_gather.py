@@ -135,7 +135,7 @@ class ParamGather:
         if self.refusal is None and (self._flight is None or self._flight.collective.work is None):
             return True
         params = list(self.live_params())
-        if self._traced or None in map(waiting_class, map(type, params)):
+        if self._traced or None in map(waiting_class, set(map(type, params))):
             return False
         self.guards = True
         for param in params:
@@ -255,11 +255,13 @@ def guard_reads(modules: Iterable[nn.Module], gathers: Sequence[ParamGather], re
         if not gather.guard() and refusal is None:
             gather.arrive()
     for module in modules:
-        waiting = gathers_of(registered_params(module).values())
+        params = registered_params(module)
+        waiting = gathers_of(params.values())
         if waiting and isinstance(module, torch.jit.ScriptModule):
             for gather in waiting if refusal is None else ():  # TorchScript reads in C++, where nothing here is asked
                 gather.arrive()
         elif waiting:
-            have_module_wait(module)
+            have_module_wait(module, params)
+            reference = weakref.ref(module)
             for gather in waiting:
-                gather.modules.append(weakref.ref(module))
+                gather.modules.append(reference)

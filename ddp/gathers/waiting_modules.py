@@ -31,10 +31,10 @@ def registered_params(module: nn.Module) -> dict[str, Any]:
     return params if isinstance(params, dict) else dict(params.items())  # TorchScript's is a dict by name only
 
 
-def have_module_wait(module: nn.Module) -> None:
-    """Have reads of parameters from ``module``, and its forward, wait for gathers under way."""
+def have_module_wait(module: nn.Module, params: dict[str, Any]) -> None:
+    """Have reads of ``module``'s registered ``params``, and its forward, wait for gathers under way."""
     own = module.__dict__
-    own["_parameters"] = _WaitingParameters(registered_params(module))
+    own["_parameters"] = _WaitingParameters(params)
     if not _asks_through_torch(own, type(module)):
         own["_forward_pre_hooks"][_HOOK] = _wait_before_forward
         own["_forward_pre_hooks"].move_to_end(_HOOK, last=False)
@@ -73,6 +73,8 @@ def _wait_before_forward(module: nn.Module, _: Any) -> None:
 
 class _WaitingParameters(MutableMapping[str, Any]):
     """A module's ``_parameters`` while gathers of them are in flight: each read waits for what it returns."""
+
+    __slots__ = ("plain",)
 
     def __init__(self, plain: dict[str, Any]) -> None:
         self.plain = plain
