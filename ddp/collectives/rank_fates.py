@@ -72,10 +72,10 @@ class RankFates:
             self._store.set(f"{_KEYS}/waited_for/{self._rank}", self._waited_for)
             deadline = time.monotonic() + PATIENCE
             while self.silent and time.monotonic() < deadline:
-                self._reported |= self._read("waited_for")
+                self._reported |= self._read("waited_for", self.silent)
                 self.silent = [rank for rank in self.silent if rank not in self._reported]
                 time.sleep(_POLL)
-            self._processes = self._read("process")
+            self._processes = self._read("process", self.silent[:_SHOWN])
             # Rank 0 may serve the store, so it stays until the other ranks have read the reports.
             num_done = self._store.add(f"{_KEYS}/done", 1)
             while self._rank == 0 and num_done <= len(self._reported) and time.monotonic() < deadline + 0.5:
@@ -85,9 +85,9 @@ class RankFates:
         except RuntimeError as error:
             self._trouble = str(error).partition("\n")[0]
 
-    def _read(self, what: str) -> dict[int, str]:
-        """What silent ranks have written."""
-        keys = {rank: f"{_KEYS}/{what}/{rank}" for rank in self.silent}
+    def _read(self, what: str, ranks: Sequence[int]) -> dict[int, str]:
+        """What some of these ranks have written."""
+        keys = {rank: f"{_KEYS}/{what}/{rank}" for rank in ranks}
         return {rank: bytes(self._store.get(key)).decode() for rank, key in keys.items() if self._store.check([key])}
 
 

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .waiting_params import arrived, gathers_of
 
@@ -23,7 +23,7 @@ _HOOK = "maingrad gather"
 """Key of the hook in ``_forward_pre_hooks``; torch's own keys are numbers."""
 
 
-def registered_params(module: nn.Module) -> dict[str, Any]:
+def registered_params(module: nn.Module) -> dict[str, Tensor | None]:
     """The parameters that ``module`` itself registers, by name. This read waits for no gather."""
     params: Any = module._parameters
     if isinstance(params, _WaitingParameters):
@@ -31,7 +31,7 @@ def registered_params(module: nn.Module) -> dict[str, Any]:
     return params if isinstance(params, dict) else dict(params.items())  # TorchScript's is a dict by name only
 
 
-def have_module_wait(module: nn.Module, params: dict[str, Any]) -> None:
+def have_module_wait(module: nn.Module, params: dict[str, Tensor | None]) -> None:
     """Have reads of ``module``'s registered ``params``, and its forward, wait for gathers under way."""
     own = module.__dict__
     own["_parameters"] = _WaitingParameters(params)
@@ -76,7 +76,7 @@ class _WaitingParameters(MutableMapping[str, Any]):
 
     __slots__ = ("plain",)
 
-    def __init__(self, plain: dict[str, Any]) -> None:
+    def __init__(self, plain: dict[str, Tensor | None]) -> None:
         self.plain = plain
         """The module's own dict."""
 
