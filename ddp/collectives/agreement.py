@@ -93,5 +93,5 @@ def saying(error: BaseException, more: str) -> BaseException:
     """``error`` with the text ``more`` added, as an error of the same class. ``KeyboardInterrupt`` stays as it is."""
     if isinstance(error, CollectiveError):
         report = f"{error}\n  {more.lstrip('; ')}"
-        return CollectiveError(report, rank=error.rank, gone=error.gone, silent=error.silent)
+        return CollectiveError(report, rank=error.rank, silent=error.silent)
     return _KINDS[_kind_of(error)](f"{error}{more}") if isinstance(error, Exception) else error

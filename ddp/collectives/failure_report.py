@@ -1,4 +1,4 @@
-"""Turns a failed collective into a report: which rank waited for what and how long, and which ranks are gone.
+"""Turns a failed collective into a report: which rank waited for what and how long, and what the other ranks say.
 
 gloo    A wait raises when a connection is closed, or after the group's timeout. A rank that fails here closes all of
         its group's connections, so that all ranks fail at once. Ranks that take different numbers of steps wait for
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..torch_internals.distributed import default_store
-from .rank_fates import Process, RankFates, announce, look_up
+from .rank_fates import RankFates, announce
 from .rank_grid import RankGrid, all_groups
 
 __all__ = ["CollectiveError", "FailureReporter", "Watch"]
@@ -35,14 +35,12 @@ class CollectiveError(RuntimeError):
     """A collective failed: a rank is gone, or the ranks called different collectives.
 
     rank    this rank, in the default group
-    gone    ranks whose process has ended without a report
-    silent  ranks that run, as far as is known, and have not reported a failure
+    silent  ranks that have not reported a failure: they have ended, wait elsewhere, or take other numbers of steps
     """
 
-    def __init__(self, report: str, *, rank: int = 0, gone: Sequence[int] = (), silent: Sequence[int] = ()) -> None:
+    def __init__(self, report: str, *, rank: int = 0, silent: Sequence[int] = ()) -> None:
         super().__init__(report)
         self.rank = rank
-        self.gone = tuple(gone)
         self.silent = tuple(silent)
 
 
@@ -54,7 +52,6 @@ class FailureReporter:
         """The wrapper's ranks, whose groups are closed after a failure."""
         self.more_groups: Iterable[dist.ProcessGroup] = ()
         self._first: CollectiveError | None = None
-        self._known: dict[int, Process] = {}
         self.active = dist.is_available() and dist.is_initialized() and _on_processes() and default_store is not None
         """False without ``torch.distributed``, and on simulated ranks, whose own errors say everything."""
         if self.active:
@@ -63,13 +60,6 @@ class FailureReporter:
             self._store = default_store()
             with suppress(RuntimeError):  # an unreachable store is reported when it is needed
                 announce(self._store, self._rank)
-
-    def remember_rank_0(self) -> None:
-        """Remember where rank 0's process runs. Rank 0 often serves the store, which is gone if rank 0 is gone."""
-        if self.active:
-            process = look_up(self._store, 0)
-            if process is not None:
-                self._known[0] = process
 
     def watch(self, what: str, bucket: str | None = None, num_params: int = 0) -> "Watch":
         """A ``with`` block around a collective or a wait: its failure is raised as a ``CollectiveError``.
@@ -89,13 +79,13 @@ class FailureReporter:
             return self._first
         for group in (*all_groups(self.grids), *self.more_groups):
             _close_connections(group)
-        fates = RankFates(self._store, self._rank, self._world_size, waited_for, self._known)
+        fates = RankFates(self._store, self._rank, self._world_size, waited_for)
         fates.inquire()
         lines = [
             f"rank {self._rank} waited {seconds:.2f} s for {waited_for}, which failed: {_in_short(error)}",
             *fates.lines(),
         ]
-        self._first = CollectiveError("\n  ".join(lines), rank=self._rank, gone=fates.gone, silent=fates.silent)
+        self._first = CollectiveError("\n  ".join(lines), rank=self._rank, silent=fates.silent)
         return self._first
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals.distributed import start_all_gather
-from .rank_fates import process_state
 from .world import WorldOfOne, check_not_launched
 
 __all__ = [
@@ -134,15 +133,18 @@ def _let_gloo_finish() -> None:
     these threads with the group, which objects of this library keep alive past ``destroy_process_group``.
     """
     deadline = time.monotonic() + 10
-    threads = [each.name for each in Path("/proc/self/task").glob("*") if _is_of_gloo(each)]
+    threads = [each for each in Path("/proc/self/task").glob("*/stat") if _GLOO in _text(each)]
     while threads and time.monotonic() < deadline:
         time.sleep(0.001)  # without the lock: a thread that waits for the lock gets it now
-        if not any(process_state(f"self/task/{thread}")[0] == "R" for thread in threads):
+        if not any(f"{_GLOO} R" in _text(each) for each in threads):  # none runs
             break
 
 
-def _is_of_gloo(thread: Path) -> bool:
+_GLOO = "(pt_gloo_runloop)"
+
+
+def _text(stat: Path) -> str:
     try:
-        return (thread / "comm").read_text().strip() == "pt_gloo_runloop"
-    except OSError:  # it has ended
-        return False
+        return stat.read_text()
+    except OSError:  # the thread has ended
+        return ""

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from .param_gather import ParamGather
-from .waiting_modules import COMPILED_HOOK, registered_params
 
 __all__ = ["wait_before_compiled_code"]
 
@@ -22,34 +21,23 @@ _WAITS = "_maingrad_waits"
 def wait_before_compiled_code(modules: Iterable[nn.Module], gathers: Sequence[ParamGather]) -> None:
     """Have every compiled module among ``modules`` wait for its gathers. No-op for modules that do so already."""
     for module in modules:
-        compiled = module.__dict__.get("_compiled_call_impl")
-        if compiled is not None:
-            if not hasattr(compiled, _WAITS):
-                module._compiled_call_impl = _waiting(compiled, _waiter(module, gathers))
-        elif type(module).__name__ == "OptimizedModule" and _WAITS not in module.__dict__:
-            wait = _waiter(module, gathers)
-            hooks: dict[Any, Any] = module._forward_pre_hooks
-            hooks[COMPILED_HOOK] = lambda *_, wait=wait: wait()
-            module.__dict__[_WAITS] = True
+        own = module.__dict__
+        name = "forward" if type(module).__name__ == "OptimizedModule" else "_compiled_call_impl"
+        compiled = own.get(name)
+        if compiled is not None and not hasattr(compiled, _WAITS):
+            params = set(map(id, module.parameters()))
+            mine = [gather for gather in gathers if not params.isdisjoint(map(id, gather.live_params()))]
+            own[name] = _waiting(compiled, list(map(weakref.ref, mine)))
 
 
-def _waiter(module: nn.Module, gathers: Sequence[ParamGather]) -> Callable[[], None]:
-    """A function that waits for the gathers of ``module``'s parameters. It keeps no gather alive."""
-    params = {id(param) for each in module.modules() for param in registered_params(each).values()}
-    mine = [weakref.ref(gather) for gather in gathers if gather.holds(params)]
+def _waiting(compiled: Callable[..., Any], gathers: Sequence["weakref.ref[ParamGather]"]) -> Callable[..., Any]:
+    """``compiled`` behind the gathers. It keeps no gather alive."""
 
-    def wait() -> None:
-        for reference in mine:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for reference in gathers:
             gather = reference()
             if gather is not None:
-                gather.settle()
-
-    return wait
-
-
-def _waiting(compiled: Callable[..., Any], wait: Callable[[], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        wait()
+                gather.arrive()
         return compiled(*args, **kwargs)
 
     setattr(call, _WAITS, True)

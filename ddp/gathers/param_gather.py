@@ -7,6 +7,7 @@ step makes all parameters and modules of the bucket plain again.
 """
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -22,11 +23,14 @@ from ..collectives.rank_grid import RankGrid
 from ..collectives.streams import OnStream, current_stream
 from ..collectives.timeline import UNOBSERVED, Observer
 from ..torch_internals import current_raw_stream, is_tracing
-from .reader_threads import ReaderThreads
-from .waiting_modules import let_module_go
-from .waiting_params import can_wait, have_wait, let_go
+from .waiting_modules import have_module_wait, let_module_go, registered_params
+from .waiting_params import gathers_of, have_wait, let_go, waiting_class
 
-__all__ = ["ParamGather"]
+__all__ = ["ParamGather", "guard_reads"]
+
+_LOCK = threading.RLock()
+"""Held while a gather is found complete, never while waiting for it. Reentrant, because a finalizer may read a
+parameter at any time."""
 
 
 class _Flight(NamedTuple):
@@ -47,7 +51,6 @@ class ParamGather:
     params    the parameters whose storage lies in ``flat``
     grid      the ranks
     failures  reports a gather that fails; reading its parameters raises from then on
-    threads   the threads that read the model; one object for all guarded gathers of a model
     in_graph  a graph that captures reads of the parameters captures the gather too
     """
 
@@ -58,7 +61,6 @@ class ParamGather:
         params: Sequence[nn.Parameter],
         grid: RankGrid,
         failures: FailureReporter,
-        threads: ReaderThreads | None = None,
         *,
         in_graph: bool = False,
     ) -> None:
@@ -67,14 +69,11 @@ class ParamGather:
         self._params = [TensorWeakRef(param) for param in params]  # weak: waiting parameters refer to this
         self._grid = grid
         self._failures = failures
-        self.threads = threads or ReaderThreads()
-        self.threads.gathers.add(self)
         self._flight: _Flight | None = None
         self.guards = False
         """Parameters have the waiting class now."""
         self.refusal: str | None = None
-        """No gather can come now: a read raises ``RuntimeError`` with this text. See ``refuse_reads``."""
-        self._has_guarded = False  # parameters have had the waiting class at some time
+        """No gather can come now: a read raises ``RuntimeError`` with this text. See ``guard_reads``."""
         # Code that reads these parameters was compiled while they waited. It has guards on plain parameters.
         self._traced = False
         self.modules: list[weakref.ref[nn.Module]] = []
@@ -129,24 +128,19 @@ class ParamGather:
         return self._flight is not None
 
     def guard(self) -> bool:
-        """Have every parameter wait at its first use. The caller holds the threads' lock.
+        """Have every parameter wait at its first use.
 
         Returns False where parameters cannot wait, so that the caller must wait for the gather now.
         """
         if self.refusal is None and (self._flight is None or self._flight.collective.work is None):
             return True
         params = list(self.live_params())
-        if self._traced or not all(map(can_wait, set(map(type, params)))):
+        if self._traced or None in map(waiting_class, set(map(type, params))):
             return False
-        self.modules = []
-        self._have_wait(params)
+        self.guards = True
+        for param in params:
+            have_wait(param, self)
         return True
-
-    def keep_on(self) -> None:
-        """Give parameters that waited before the waiting class again. The caller holds the threads' lock."""
-        params = list(self.live_params())
-        if self._has_guarded and all(map(can_wait, set(map(type, params)))):
-            self._have_wait(params)
 
     def arrive(self) -> None:
         """Order the current stream (CUDA) or this thread (CPU) behind the gather, and make parameters plain again.
@@ -156,11 +150,11 @@ class ParamGather:
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
         if self.guards:
-            self.threads.note()
             self._traced = self._traced or is_tracing()
-        while (flight := self._flight) is not None:
+        flight = self._flight
+        if flight is not None:
             self._wait_for(flight)
-            with self.threads.lock:
+            with _LOCK:
                 if self._flight is flight:  # another thread may have issued the next gather meanwhile
                     self._flight = None
         if self._event is not None and not torch.cuda.is_current_stream_capturing():
@@ -168,17 +162,11 @@ class ParamGather:
         if self.guards:
             self._take_off()
 
-    def settle(self) -> None:
-        """``arrive``, and make parameters and modules plain even while other threads read them."""
-        self.arrive()
-        if self.guards:
-            self._take_off(at_once=True)
-
     def allow_reads(self) -> None:
         """``refusal`` is over: parameters and modules that it has guarded are plain again."""
         if self.refusal is not None:
             self.refusal = None
-            self.settle()
+            self.arrive()
 
     def wait_in_graph(self) -> None:
         """At the start of a capture: wait here where no read of a parameter will (see ``arrive``)."""
@@ -208,11 +196,6 @@ class ParamGather:
         if self._event is not None:
             self._order_stream(self._event)
 
-    def _have_wait(self, params: Iterable[Tensor]) -> None:
-        self.guards = self._has_guarded = True
-        for param in params:
-            have_wait(param, self, self.threads)
-
     def _wait_for(self, flight: _Flight) -> None:
         if flight.home is None:
             with self._watch():
@@ -231,25 +214,18 @@ class ParamGather:
             current_stream(self.flat.device).wait_event(event)
             self._streams.add(raw)
 
-    def _take_off(self, *, at_once: bool = False) -> None:
-        with self.threads.lock:
-            if not self.guards or self._flight is not None or not (at_once or self.threads.alone()):
+    def _take_off(self) -> None:
+        with _LOCK:
+            if not self.guards or self._flight is not None:
                 return
-            self.guards = False
             for param in self.live_params():
                 let_go(param)
-            modules, self.modules = self.modules, []
-            for reference in modules:
+            for reference in self.modules:
                 module = reference()
                 if module is not None:
                     let_module_go(module)
-
-    def holds(self, params: set[int]) -> bool:
-        """Whether this gather has one of these parameters.
-
-        params  their ``id``
-        """
-        return any(id(param) in params for param in self.live_params())
+            self.modules = []
+            self.guards = False  # in the end: a thread that reads meanwhile waits for the lock
 
     def live_params(self) -> Iterator[Tensor]:
         """The parameters that are still alive."""
@@ -264,3 +240,28 @@ class ParamGather:
     def _launch(self, observer: Observer) -> InFlight:
         start = partial(all_gather_shards, self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
         return observer.launch(self.name, "all_gather", lambda: self.flat.nbytes, start)
+
+
+def guard_reads(modules: Iterable[nn.Module], gathers: Sequence[ParamGather], refusal: str | None = None) -> None:
+    """From here on, every read of a parameter whose gather is under way waits for that gather.
+
+    modules  all modules of the model now: the modules that register a parameter may have changed since wrapping
+    gathers  all gathers of the model
+    refusal  no gather can come now: until ``allow_reads`` every read that could wait raises ``RuntimeError`` with
+             this text, with ``{name}`` for the bucket
+    """
+    for gather in gathers:
+        gather.refusal = refusal and refusal.format(name=gather.name)
+        if not gather.guard() and refusal is None:
+            gather.arrive()
+    for module in modules:
+        params = registered_params(module)
+        waiting = gathers_of(params.values())
+        if waiting and isinstance(module, torch.jit.ScriptModule):
+            for gather in waiting if refusal is None else ():  # TorchScript reads in C++, where nothing here is asked
+                gather.arrive()
+        elif waiting:
+            have_module_wait(module, params)
+            reference = weakref.ref(module)
+            for gather in waiting:
+                gather.modules.append(reference)

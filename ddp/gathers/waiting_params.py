@@ -7,17 +7,15 @@ While a gather is in flight, the class of its parameters is the *waiting class*:
 
 import copy
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, make_subclass, tree_leaves
-from .reader_threads import ReaderThreads
 
-__all__ = ["Gather", "can_wait", "gathers_of", "have_wait", "let_go", "reads_no_values", "waited_for"]
+__all__ = ["Gather", "arrived", "gathers_of", "have_wait", "let_go", "reads_no_values", "waiting_class"]
 
 _GATHER = "_maingrad_gather"
 
@@ -25,37 +23,29 @@ _GATHER = "_maingrad_gather"
 class Gather(Protocol):
     """What a parameter waits for; ``ParamGather`` is one."""
 
-    guards: bool
-    """Its parameters have the waiting class."""
-
     def arrive(self) -> None:
-        """Return when the parameters may be read."""
+        """Return when the parameters may be read, and have their own class again."""
         ...
 
 
-def can_wait(cls: Any) -> bool:
-    """Whether parameters of class ``cls`` can get a waiting class.
-
-    False for a class with a ``__torch_function__`` of its own, and where Python refuses to assign ``__class__``.
-    """
-    return issubclass(cls, _WaitsForGather) or _can_be_put_off_and_on(cls)
-
-
-def have_wait(param: Tensor, gather: Gather, threads: ReaderThreads) -> None:
-    """Have ``param`` wait for ``gather`` at each use, until ``let_go``.
-
-    threads  is told of each thread that reads
-    """
+def have_wait(param: Tensor, gather: Gather) -> None:
+    """Have ``param`` wait for ``gather`` at its next use. Its class must have a ``waiting_class``."""
     param.__dict__[_GATHER] = gather  # before the waiting class, which reads it
-    if not isinstance(param, _WaitsForGather):
-        param.__class__ = _waiting_class(type(param), threads)
+    param.__class__ = waiting_class(type(param))
 
 
 def let_go(param: Tensor) -> None:
     """Give ``param`` its own class back."""
     if isinstance(param, _WaitsForGather):
-        param.__class__ = type(param).__bases__[0]
+        param.__class__ = type(param).__bases__[1]
     param.__dict__.pop(_GATHER, None)
+
+
+def arrived(value: Any) -> Any:
+    """``value``, after its gather where it is a parameter that waits."""
+    if isinstance(value, _WaitsForGather):
+        value.__dict__[_GATHER].arrive()
+    return value
 
 
 def gathers_of(values: Iterable[Any]) -> list[Any]:
@@ -63,65 +53,35 @@ def gathers_of(values: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
     for value in values:
         if isinstance(value, _WaitsForGather):
-            gather = value.__dict__.get(_GATHER)
-            if gather is not None and gather not in found:
+            gather = value.__dict__[_GATHER]
+            if gather not in found:
                 found.append(gather)
     return found
-
-
-def waited_for(value: Any) -> Any:
-    """``value``, after its gather where it is a parameter that waits."""
-    if isinstance(value, _WaitsForGather):
-        gather = value.__dict__.get(_GATHER)
-        if gather is not None:
-            gather.arrive()
-    return value
-
-
-class _Look:
-    """``__torch_function__`` of waiting classes, as a descriptor: each look at it notes the thread that reads."""
-
-    def __init__(self, threads: ReaderThreads) -> None:
-        self._threads = weakref.ref(threads)
-
-    def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
-        threads = self._threads()
-        if threads is not None:
-            threads.note()
-        return _asked
-
-
-def _asked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """``__torch_function__``: torch calls this instead of ``func``."""
-    kwargs = kwargs or {}
-    if func not in reads_no_values():
-        params = list(_waiting_among((args, kwargs)))
-        for param in params or tree_leaves((args, kwargs)):
-            waited_for(param)
-        if params and not any(isinstance(param, _WaitsForGather) for param in params):
-            return func(*args, **kwargs)
-    # ``func`` reads no values, or the waiting class stays because other threads read: act as the own class would.
-    others = tuple(each for each in types if not issubclass(each, _WaitsForGather))
-    for other in others:
-        result = other.__torch_function__(func, others, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    if others:
-        return NotImplemented
-    with DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 class _WaitsForGather:
     """Mixed into a parameter's own class while its gather is in flight."""
 
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """torch calls this instead of ``func``."""
+        kwargs = kwargs or {}
+        if func in reads_no_values():
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for value in list(_waiting_among((args, kwargs))) or tree_leaves((args, kwargs)):
+            arrived(value)
+        return func(*args, **kwargs)
+
     # Copies and pickles are made of type(self), which must be the parameter's own class then.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(_in_own_class(waited_for(self)), memo)
+        return copy.deepcopy(arrived(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _in_own_class(waited_for(self)).__reduce_ex__(protocol)
+        return arrived(self).__reduce_ex__(protocol)
 
 
 def _waiting_among(value: Any) -> Iterator[Any]:
@@ -139,38 +99,22 @@ def _waiting_among(value: Any) -> Iterator[Any]:
             yield from _waiting_among(each)
 
 
-def _in_own_class(param: Any) -> Any:
-    """``param``, or, while it has the waiting class, a new parameter of its own class over the same memory."""
-    if not isinstance(param, _WaitsForGather):
-        return param
-    waiting: Any = param
-    with DisableTorchFunctionSubclass():
-        twin: Any = make_subclass(type(waiting).__bases__[0], waiting.data, waiting.requires_grad)
-    twin.__dict__.update((name, value) for name, value in waiting.__dict__.items() if name != _GATHER)
-    return twin
-
-
 @functools.cache
-def _can_be_put_off_and_on(cls: Any) -> bool:
+def waiting_class(cls: Any) -> Any:
+    """The waiting class of parameters of class ``cls``.
+
+    None for a class with a ``__torch_function__`` of its own, and where Python refuses to assign ``__class__``.
+    """
+    if issubclass(cls, _WaitsForGather):
+        return cls
     if cls.__torch_function__ is not disabled_torch_function:
-        return False  # the class's own __torch_function__ would be hidden
+        return None  # the class's own __torch_function__ would be hidden
     try:
+        waiting = type(f"Gathering{cls.__name__}", (_WaitsForGather, cls), {})
         probe: Any = make_subclass(cls, torch.empty(0))
-        probe.__class__ = type(cls.__name__, (cls, _WaitsForGather), {})
+        probe.__class__ = waiting
     except TypeError:
-        return False
-    return True
-
-
-def _waiting_class(cls: type, threads: ReaderThreads) -> Any:
-    """The waiting class of ``cls``."""
-    waiting = threads.classes.get(cls)
-    if waiting is None:
-        # cls is the first base, where let_go() finds it. So the mixin's methods are set on the class itself, to come
-        # before those of cls.
-        members = {name: getattr(_WaitsForGather, name) for name in ("__deepcopy__", "__reduce_ex__")}
-        members["__torch_function__"] = _Look(threads)
-        waiting = threads.classes[cls] = type(f"Gathering{cls.__name__}", (cls, _WaitsForGather), members)
+        return None
     return waiting
 
 

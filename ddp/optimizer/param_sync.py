@@ -8,9 +8,7 @@ import torch
 from ..collectives.placements import placements_of
 from ..gathers.compiled_modules import wait_before_compiled_code
 from ..gathers.gathered_models import note_gathered_model
-from ..gathers.guard import find_keepers, guard_reads, refuse_reads
-from ..gathers.param_gather import ParamGather
-from ..gathers.reader_threads import ReaderThreads
+from ..gathers.param_gather import ParamGather, guard_reads
 from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket
 
@@ -26,7 +24,6 @@ class ParamSync:
 
     def __init__(self, model: DistributedDataParallel, flats: Sequence[FlatBucket]) -> None:
         self._model = model
-        self._threads = ReaderThreads()
         self.gathers = [
             ParamGather(
                 flat.bucket.name,
@@ -34,7 +31,6 @@ class ParamSync:
                 [wired.owned.param for wired in flat.wired],
                 model.grids[flat.bucket.layout.grid_name],
                 model.failures,
-                self._threads,
             )
             for flat in reversed(flats)
             if placements_of(model.ddp_config).inner.gathers and model.grids[flat.bucket.layout.grid_name].size > 1
@@ -42,7 +38,6 @@ class ParamSync:
         """In the order in which the forward reads parameters."""
         self.stream = torch.cuda.Stream(model.device) if self.gathers and model.device.type == "cuda" else None
         """Gathers run on this stream."""
-        self._keepers = find_keepers(model.module, self.gathers)
         self._overlaps = model.ddp_config.overlap_param_gather
         self._started: list[ParamGather] = []  # of this step, so far
         self._captured: CapturedUpdates | None = None
@@ -60,8 +55,7 @@ class ParamSync:
         return self._captured is not None
 
     def begin_step(self) -> None:
-        """This thread calls ``step``: it is the home thread (see ``ReaderThreads``)."""
-        self._threads.come_home()
+        """A step begins."""
         self._started = []
         note_gathered_model(self)
 
@@ -89,7 +83,7 @@ class ParamSync:
         elif not guarded:
             modules = list(self._model.module.modules())
             wait_before_compiled_code(modules, self.gathers)
-            guard_reads(modules, self.gathers, self._keepers, self._threads)
+            guard_reads(modules, self.gathers)
 
     def start_and_finish(self) -> None:
         """Gather all parameters now."""
@@ -141,7 +135,7 @@ class ParamSync:
         )
         modules = list(self._model.module.modules())
         wait_before_compiled_code(modules, self.gathers)
-        refuse_reads(modules, self.gathers, self._keepers, self._threads, why)
+        guard_reads(modules, self.gathers, why)
 
     def wait_in_graph(self) -> None:
         """At the start of a capture under ``captured``.

@@ -132,7 +132,6 @@ class DistributedDataParallel(BucketIteration):
         with failures.watch("the comparison of models between ranks"):
             check_same_model(self.plan, overwritten, self.grids)
             check_whose_experts(overwritten, self.grids["dense"], process_group, expert_process_group)
-            failures.remember_rank_0()
 
         # Storage, and the collectives over it.
         self.buckets, self.wired = allocate_buckets(self.plan, trainable, self.device)
@@ -233,7 +232,7 @@ class DistributedDataParallel(BucketIteration):
     @torch.compiler.disable
     def _finish_gathers(self) -> None:
         for gather in self._gathers:
-            gather.settle()
+            gather.arrive()
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:

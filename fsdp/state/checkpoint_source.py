@@ -223,7 +223,6 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
     dense = max(grids, key=lambda grid: grid.size)
     with failures.watch("the comparison of meshes for checkpoints"):
         members = {_axes(grid): _members(grid) for grid in grids}
-        failures.remember_rank_0()
     fewer = [grid for grid in grids if members[_axes(grid)] != members[_axes(dense)]]
     if len(fewer) > 1:
         sets = ", ".join(str(members[_axes(grid)]) for grid in (dense, *fewer))

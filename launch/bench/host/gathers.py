@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from ....ddp.collectives.failure_report import FailureReporter
 from ....ddp.collectives.rank_grid import make_grids
-from ....ddp.gathers.guard import guard_reads
-from ....ddp.gathers.param_gather import ParamGather
-from ....ddp.gathers.reader_threads import ReaderThreads
+from ....ddp.gathers.param_gather import ParamGather, guard_reads
 from ...report.table import Column
 from ...simulation.simulate import simulate
 
@@ -81,7 +79,7 @@ def _measure(
     """Medians over the rounds, by field of `GatherRow`."""
     bare, chain = (nn.Sequential(*[kind(_WIDTH, _WIDTH, device=device) for _ in range(num_modules)]) for _ in range(2))
     grids = make_grids(None, None, has_experts=False, num_instances=1, separate_gather=False, copy_engines=False)
-    threads, failures = ReaderThreads(), FailureReporter()
+    failures = FailureReporter()
     gathers = [
         ParamGather(
             f"bucket {start}",
@@ -89,7 +87,6 @@ def _measure(
             list(chain[start : start + modules_per_bucket].parameters()),
             grids["dense"],
             failures,
-            threads,
         )
         for start in range(0, num_modules, modules_per_bucket)
     ]
@@ -97,7 +94,7 @@ def _measure(
     x = torch.ones(16, _WIDTH, device=device)
 
     def guard() -> None:
-        guard_reads(list(chain.modules()), gathers, (), threads)
+        guard_reads(list(chain.modules()), gathers)
 
     times: dict[str, list[float]] = {"bare_us": [], "idle_us": [], "guard_us": [], "in_flight_us": []}
     with torch.no_grad():

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointed import Everything, build, left_by_a_save, take_steps
-from ending_ranks import assert_gone, run_to_the_end, the_report
+from ending_ranks import assert_silent, run_to_the_end, the_report
 from loops import assert_same
 from torch import nn
 
@@ -293,7 +293,7 @@ def test_a_rank_that_is_killed_in_a_save_is_named(
                 or f"checkpoint '{tmp_path}/c'" in report["what"]
                 or (report["what"] == "the comparison of experts between ranks")
             )
-            assert_gone(report, victim, all_ended)
+            assert_silent(report, victim, all_ended)
     assert weights_alone(tmp_path / "c", kind) == there
 
 
@@ -310,7 +310,7 @@ def test_whatever_the_moment_it_is_named(kind: str, ranks: int, victim: int, tmp
         assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output
         for rank, ended in enumerate(all_ended):
             if rank != victim:
-                assert_gone(the_report(rank, ended), victim, all_ended)
+                assert_silent(the_report(rank, ended), victim, all_ended)
         moved = events.index("os.rename c.incomplete") + 1 if victim == 0 else len(events)
         assert weights_alone(place / "c", kind) == (2 if at >= moved else 1), events[at - 1]
 
@@ -330,7 +330,7 @@ def test_a_rank_that_is_killed_in_a_load_is_named(kind: str, victim: int, at: tu
     assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output
     report = the_report(1 - victim, all_ended[1 - victim])
     assert re.search(r"load_checkpoint|the (opening|reading) of checkpoint '", report["what"]), report["what"]
-    assert_gone(report, victim, all_ended)
+    assert_silent(report, victim, all_ended)
     overwritten = "the reading of" in report["what"]
     assert ("the model is partly overwritten, do not go on with it\n" in report["fates"]) == overwritten
 
@@ -362,5 +362,5 @@ def test_another_rank_that_is_killed_between_the_renames_is_named(ranks: int, vi
         if rank != victim:
             report = the_report(rank, ended)
             assert f"the completion of checkpoint '{tmp_path}/c'" in report["what"], report["what"]
-            assert_gone(report, victim, all_ended)
+            assert_silent(report, victim, all_ended)
     assert weights_alone(tmp_path / "c", "ZeRO-1") == 2, "the first rank went on"

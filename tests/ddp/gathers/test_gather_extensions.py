@@ -221,7 +221,6 @@ WAYS: dict[str, Way] = {
     "a child's weight": (Parent, output),
     "a list that the module keeps": (Keeps, output),
     "a list that the module makes later": (KeepsLater, output),
-    "a list that the parent keeps": (KeepingParent, output),
     "a list and a dict of parameters": (InADict, output),
     "a lookup of the module's own": (LooksUp, output),
     "a tied weight": (Tied, output),
@@ -240,6 +239,12 @@ WAYS: dict[str, Way] = {
     "after one look at a kept list": (Parent, lambda model, kept: read_all([param.view_as(param) for param in kept])),
 }
 
+OUTSIDE: dict[str, Way] = {
+    "a list that the parent keeps": (KeepingParent, output),
+    "a list from before the step": (Parent, lambda _, kept: read_all(kept)),
+}
+"""C++ reads a parameter by a reference of before the step, outside the forward of its module: the program waits."""
+
 
 def read_after_a_late_step(
     path: str, way: str, config: dict[str, Any]
@@ -249,7 +254,7 @@ def read_after_a_late_step(
     built = path
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     torch.manual_seed(0)
-    make, read = WAYS[way]
+    make, read = {**WAYS, **OUTSIDE}[way]
     model = make()
     kept = list(model.parameters())
     settings = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 32, **config}
@@ -266,6 +271,8 @@ def read_after_a_late_step(
             dist.recv(torch.zeros(1), last - 1)
             time.sleep(LATE)
         optimizer.step()
+        if way in OUTSIDE:
+            optimizer.finish_param_sync()
         with torch.no_grad():
             seen += [value.clone() for value in read(model, kept)]
         waited.append(time.perf_counter() - began >= LATE)
@@ -289,6 +296,12 @@ def check(way: str, ranks: int, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.sampled(1)
 def test_new_weights_are_read_in_c(way: str) -> None:
+    check(way, 2, {"overlap_param_gather": True})
+
+
+@pytest.mark.parametrize("way", OUTSIDE)
+@pytest.mark.sampled(1)
+def test_a_program_waits_before_c_reads_old_references(way: str) -> None:
     check(way, 2, {"overlap_param_gather": True})
 
 

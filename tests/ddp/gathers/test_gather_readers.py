@@ -79,10 +79,18 @@ MODULES: dict[str, Callable[[], Wrapped]] = {
         nn.Linear(WIDTH, WIDTH), lambda m, x: torch.func.functional_call(m, dict(m.named_parameters()), (x,))
     ),
     "recompute": lambda: Wrapped(nn.Linear(WIDTH, WIDTH), lambda m, x: checkpoint(m, x, use_reentrant=False)),
-    # In evaluation it goes its own way, unless it finds a hook or a __torch_function__ in it.
-    "encoder": lambda: Wrapped(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True), lambda m, x: m(x)),
+    # In evaluation they go their own way, unless they find a hook or a __torch_function__ in them.
+    "encoder layer": lambda: Wrapped(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True), lambda m, x: m(x)),
+    "encoder": lambda: Wrapped(_encoder(), lambda m, x: m(x, src_key_padding_mask=PADDING[: len(x)])),
     "autocast": lambda: Wrapped(nn.Linear(WIDTH, WIDTH), _under_autocast),
 }
+
+
+PADDING = torch.tensor([[False, False, True], [False, True, True]])
+
+
+def _encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True), 2)
 
 
 def _under_autocast(module: nn.Module, x: Tensor) -> Tensor:

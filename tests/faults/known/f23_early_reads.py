@@ -93,6 +93,9 @@ FAULTS = [
             "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[get_parameter]",
             "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[autograd.Function.apply]",
             "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[that dict in another]",
+            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list of all parameters]",
+            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[parameters by name]",
+            "tests/ddp/gathers/test_param_gather.py::test_every_way_to_read_a_parameter_sees_the_new_weights[torch.func.grad]",
         ],
         quick=[
             "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a child's weight]",
@@ -101,27 +104,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.gathers.waiting_modules",
                 "_WaitingParameters.__getitem__",
-                "return waited_for(super().__getitem__(name))",
-                "return super().__getitem__(name)",
-            ),
-        ],
-    ),
-    Fault(
-        "23f-a-list-of-all-parameters-is-given-away-early",
-        sentence="model.parameters() gives parameters away whose gathers have not arrived.",
-        tests=[
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list of all parameters]",
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[parameters by name]",
-        ],
-        quick=[
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list of all parameters]",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.gathers.waiting_modules",
-                "_WaitingParameters.items",
-                "self.wait()",
-                "",
+                "return arrived(self.plain[name])",
+                "return self.plain[name]",
             ),
         ],
     ),
@@ -140,26 +124,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.gathers.waiting_modules",
                 "have_module_wait",
-                "if kept or not _asks_through_torch(own, type(module)):",
-                "if kept:",
-            ),
-        ],
-    ),
-    Fault(
-        "23h-what-a-parent-keeps-is-not-waited-for",
-        sentence="A module reads its children's parameters from a list of its own, before they have arrived.",
-        tests=[
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list that the parent keeps]",
-        ],
-        quick=[
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list that the parent keeps]",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.gathers.guard",
-                "find_keepers",
-                "for module in root.modules():",
-                "for module in ():",
+                "if not _asks_through_torch(own, type(module)):",
+                "if False:",
             ),
         ],
     ),
@@ -177,10 +143,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.gathers.guard",
+                "maingrad.ddp.gathers.param_gather",
                 "guard_reads",
-                "if gather.holds(scripted):",
-                "if gather.holds(set()):",
+                "for gather in waiting if refusal is None else ():",
+                "for gather in ():",
             ),
         ],
     ),
@@ -214,7 +180,7 @@ FAULTS = [
                 "ParamGather.arrive",
                 """
                 self._wait_for(flight)
-                with self.threads.lock:
+                with _LOCK:
                     if self._flight is flight:  # another thread may have issued the next gather meanwhile
                         self._flight = None
                 """,
@@ -222,58 +188,6 @@ FAULTS = [
                 self._flight = None
                 self._wait_for(flight)
                 """,
-            ),
-        ],
-    ),
-    Fault(
-        "23l-a-class-is-taken-off-between-two-looks",
-        sentence="A thread takes off the class of a parameter that another thread has looked at once.",
-        tests=[
-            "tests/ddp/gathers/test_gather_threads.py::test_another_thread_reads_between_two_looks",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.gathers.reader_threads",
-                "ReaderThreads.alone",
-                "return not (self._others and any(thread.is_alive() for thread in self._others))",
-                "return True",
-            ),
-        ],
-    ),
-    Fault(
-        "23m-readers-take-off-what-the-trainer-relies-on",
-        sentence="Any thread that reads takes off what makes parameters wait: the one that trains fails in the middle of a function.",
-        tests=[
-            "tests/ddp/gathers/test_gather_threads.py::test_another_thread_reads_between_two_looks",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.gathers.reader_threads",
-                "ReaderThreads.alone",
-                """
-                if threading.get_ident() != self._home_ident:
-                    return False
-                return not (self._others and any(thread.is_alive() for thread in self._others))
-                """,
-                "return True or not (self._others and any(thread.is_alive() for thread in self._others))",
-            ),
-        ],
-    ),
-    Fault(
-        "23n-a-thread-is-known-too-late",
-        sentence="A thread is known to read when it waits, and not when it looks for the first time.",
-        tests=[
-            "tests/ddp/gathers/test_gather_threads.py::test_another_thread_reads_between_two_looks",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.gathers.waiting_params",
-                "_Look.__get__",
-                """
-                if threads is not None:
-                    threads.note()
-                """,
-                "del threads",
             ),
         ],
     ),
@@ -289,14 +203,17 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.gathers.waiting_params",
-                "_asked",
+                "_WaitsForGather.__torch_function__",
                 """
-                params = list(_waiting_among((args, kwargs)))
-                for param in params or tree_leaves((args, kwargs)):
+                for value in list(_waiting_among((args, kwargs))) or tree_leaves((args, kwargs)):
+                    arrived(value)
+                return func(*args, **kwargs)
                 """,
                 """
-                params = list(_waiting_among(args))
-                for param in params or tree_leaves(args):
+                for value in list(_waiting_among(args)) or tree_leaves(args):
+                    arrived(value)
+                with DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
                 """,
             ),
         ],
@@ -309,13 +226,13 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.gathers.guard",
+                "maingrad.ddp.gathers.param_gather",
                 "guard_reads",
                 """
-                for gather in _guard(modules, gathers, keepers, threads):
+                if not gather.guard() and refusal is None:
                     gather.arrive()
                 """,
-                "_guard(modules, gathers, keepers, threads)",
+                "gather.guard()",
             ),
         ],
     ),
