@@ -13,6 +13,7 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -125,6 +126,47 @@ def test_a_model_that_another_step_trains() -> None:
         return [*seen, *student.params(), *teacher.params()]
 
     check_equal(program)
+
+
+def test_the_mode_that_the_step_leaves() -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model({})
+
+        def train_step(x: Tensor) -> Any:
+            model.ddp.train()
+            return model.train(x)
+
+        step, seen = model.graphed(train_step, graphed), []
+        for _ in range(5):
+            model.ddp.eval()
+            step(torch.randn(3, 8).bfloat16())
+            seen.append(torch.tensor([module.training for module in model.ddp.modules()]))
+        return seen
+
+    check_equal(program, ranks=1)
+
+
+def test_a_sharded_average_of_the_weights() -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model({})
+        mean = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16())
+
+        def train_step(x: Tensor) -> Any:
+            loss = model.train(x)
+            with torch.no_grad():
+                for average, param in zip(mean.parameters(), model.ddp.module.parameters(), strict=True):
+                    average.lerp_(param, 0.25)
+            return loss
+
+        step, seen = model.graphed(train_step, graphed), []
+        for _ in range(6):
+            x = torch.randn(3, 8).bfloat16()
+            step(x)
+            with torch.no_grad():
+                seen.append(mean(x).clone())
+        return seen
+
+    check_equal(program, ranks=1)
 
 
 def test_two_optimizers_in_one_step() -> None:

@@ -128,6 +128,16 @@ def test_a_queue_that_nobody_keeps_is_gone_and_what_it_lacked_is_said() -> None:
     optimizer.step()
 
 
+def test_a_queue_keeps_nothing_of_the_layers_before() -> None:
+    before, layer, queue = nn.Linear(8, 8), Linear(8, 8), WgradQueue()
+    pending_in(queue, nn.Sequential(before, layer))
+    alive = weakref.ref(before.weight)
+    del before
+    assert alive() is None
+    queue.drain()
+    assert layer.weight.grad is not None
+
+
 def test_a_backward_whose_queue_is_gone_is_refused() -> None:
     layer, queue = Linear(8, 8, name="layer"), WgradQueue()
     with delayed_wgrad(queue):
