@@ -161,7 +161,7 @@ class ScaledModule:
             vars(self)["_scaling_use"].note_loaded()
         elif scales is not None and history is not None:
             scales.fill_(1.0)
-            history.zero_()
+            history.zero_()[0] = NONE_YET
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = [self._buffers.get(name) for name in BUFFERS]
@@ -198,7 +198,9 @@ def _ones(module: ScaledModule, device: torch.device) -> Tensor:
 
 
 def _empty_history(module: ScaledModule, length: int, device: torch.device) -> Tensor:
-    return torch.zeros(length, len(OPERANDS) * module.num_products, dtype=torch.float32, device=device)
+    history = torch.zeros(length, len(OPERANDS) * module.num_products, dtype=torch.float32, device=device)
+    history[0] = NONE_YET
+    return history
 
 
 # ---- The end of an iteration. ----

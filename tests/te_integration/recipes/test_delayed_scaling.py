@@ -178,6 +178,17 @@ def test_operands_are_multiplied_by_the_scales() -> None:
 # ---- When amaxes are recorded. ----
 
 
+def test_a_history_begins_without_an_amax() -> None:
+    model = DistributedDataParallel(towers())
+    with autocast(recipe=RECIPE):
+        model(batch(1))
+    histories = [value for name, value in scaling(model.module).items() if "history" in name]
+    assert len(histories) == 2
+    for history in histories:
+        assert set(history[0].tolist()) == {-1.0}
+        assert not history[1:].any()
+
+
 def test_microbatches_share_scales_and_leave_the_largest_amax() -> None:
     model = DistributedDataParallel(towers())
     iterate(model, [1])
