@@ -4,6 +4,7 @@ from fault import Change, Fault
 
 ITERATION = "tests/fsdp/iteration"
 GRAPHS = "tests/te_integration/graphs/test_callables.py"
+RECOMPUTED = "tests/te_integration/delayed/test_queue_edges.py::test_uses_in_two_recomputed_blocks_are_one_microbatch"
 SCALING = "tests/te_integration/recipes"
 MANIFEST = "tests/ddp/checkpoint/test_damaged_files.py::test_a_manifest_of_other_types_is_refused_by_name"
 
@@ -280,6 +281,45 @@ FAULTS = [
                 "ScaledModule.adopt_stored",
                 "history.zero_()[0] = NONE_YET",
                 "history.zero_()",
+            ),
+        ],
+    ),
+    Fault(
+        "53o-gradients-that-nobody-recorded-are-zero",
+        sentence="A frozen layer's history forgets the amaxes of its gradients.",
+        tests=[f"{SCALING}/test_delayed_scaling.py::test_a_frozen_layer_keeps_the_history_of_its_gradients"],
+        changes=[
+            Change(
+                "maingrad.te_integration.scaling.amax_history",
+                "AmaxRow.__init__",
+                "(len(OPERANDS),), NONE_YET,",
+                "(len(OPERANDS),), 0.0,",
+            ),
+        ],
+    ),
+    Fault(
+        "21f-each-recomputed-block-of-a-layer-is-a-microbatch",
+        sentence="A layer that two reentrant checkpoints run needs two calls of backward_dw().",
+        tests=[f"{RECOMPUTED}[False]"],
+        changes=[
+            Change(
+                "maingrad.te_integration.dense.fused_linear",
+                "_weight_grad",
+                "ctx.outer_backward if ctx.outer_backward != -1 else current_backward()",
+                "current_backward()",
+            ),
+        ],
+    ),
+    Fault(
+        "21g-each-recomputed-block-of-a-quantised-layer-is-a-microbatch",
+        sentence="Under a recipe a layer that two reentrant checkpoints run needs two calls of backward_dw().",
+        tests=[f"{RECOMPUTED}[True]"],
+        changes=[
+            Change(
+                "maingrad.te_integration.dense.quantized_linear",
+                "_weight_grads",
+                "ctx.outer_backward if ctx.outer_backward != -1 else current_backward()",
+                "current_backward()",
             ),
         ],
     ),

@@ -544,6 +544,31 @@ def test_without_a_wrapper_scales_change_before_the_next_forward() -> None:
     assert not all(torch.equal(scaling(plain)[name], scales[name]) for name in scales if "scale" in name)
 
 
+def test_a_frozen_layer_keeps_the_history_of_its_gradients() -> None:
+    layer = Linear(32, 32, dtype=BF16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+
+    def forward(seed: int) -> Tensor:
+        with autocast(recipe=RECIPE):
+            return layer(batch(seed))  # type: ignore[no-any-return]
+
+    for seed in range(2):
+        forward(seed).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layer.requires_grad_(False)
+    forward(2)  # the last step's amaxes are in the history now
+    before = scaling(layer)
+    for seed in range(3, 6):
+        forward(seed)
+    after = scaling(layer)
+    grads = slice(2, None, 3)
+    assert before["fp8_amax_history"][:, grads].any()
+    assert torch.equal(after["fp8_amax_history"][:, grads], before["fp8_amax_history"][:, grads])
+    assert torch.equal(after["fp8_scale"][grads], before["fp8_scale"][grads])
+    assert not torch.equal(after["fp8_amax_history"], before["fp8_amax_history"]), "inputs go on"
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="calibrating"), autocast(recipe=RECIPE, calibrating=True):
         pass
