@@ -98,7 +98,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         super().__init__(
             train_step,
             optimizer,
-            model.module,
+            model,
             [wired.owned.param for wired in model.wired],
             model.device,
             num_warmup_steps=num_warmup_steps,

@@ -261,8 +261,8 @@ class GradRounds:
         A round with delays is sent when its gradients are computed: before the gather on one rank, after it on another.
         So all ranks raise, also those without pending gradients.
         """
-        if self._due is None and not self._num_with_delays:
-            return
+        if self._sending or (self._due is None and not self._num_with_delays):
+            return  # sending has raised: ``begin`` gives the iteration up
         num_with_delays = sum(grad_set.round.had_delays for grad_set in self._all)
         over = self._due is None and num_with_delays < self._num_with_delays  # an optimizer has stepped
         if not over and not all(bucket.grad_shard.is_cleared for bucket in self._buckets):
@@ -358,11 +358,8 @@ class GradRounds:
             self._settle(other)
 
     def _settle_all(self) -> None:
-        """Wait for all reductions, in the order of launches.
-
-        Without streams the collective across instances begins in the wait. So waits have one order on all ranks.
-        """
-        for bucket in [*self._pool.launched, *self._buckets]:
+        """Wait for all reductions, in one order on all ranks: without streams the second collective begins here."""
+        for bucket in self._buckets:
             self._settle(bucket)
 
     def _settle(self, bucket: ShardedBucket) -> None:

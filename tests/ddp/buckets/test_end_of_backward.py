@@ -1,5 +1,6 @@
 """What a backward leaves when it is over: all its reductions launched, and no gradient overwritten."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.launch import simulate
@@ -29,6 +31,18 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor, branch: int) -> Tensor:
         return self.last(self.branches[branch](self.first(x).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+class Recomputed(nn.Module):
+    """Layers of which those from ``from_block`` on are one reentrant checkpoint."""
+
+    def __init__(self, layers: nn.Sequential, from_block: int) -> None:
+        super().__init__()
+        self.before, self.block = layers[:from_block], layers[from_block:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return checkpoint(self.block, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -83,6 +97,31 @@ def test_a_collective_of_the_program_comes_behind_all_reductions(ranks: int, sha
     for found, seen in simulate(train, ranks):
         torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-12)
         assert seen == pytest.approx(losses, rel=1e-12)
+
+
+def test_what_a_failed_backward_has_reached_is_not_ready_in_the_next_iteration() -> None:
+    """Parameters of a recomputed block get ready when the outermost backward ends."""
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)).double()
+    twin = copy.deepcopy(net)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=20)
+    model = DistributedDataParallel(Recomputed(net, from_block=2), config)
+    x = batch(0, 0)
+
+    def fail(_: Tensor) -> None:
+        raise KeyError
+
+    hook = net[1].register_forward_hook(lambda _, args, output: output.register_hook(fail) and None)
+    with pytest.raises(KeyError):
+        model(x).square().mean().backward()
+    hook.remove()
+    model.zero_grad_buffer()
+    for each in (model, twin):
+        with model.no_sync() if each is model else nullcontext():
+            each(x).square().mean().backward()
+        each(x + 1).square().mean().backward()
+    model.finish_grad_sync()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.main_grad, plain.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -13,6 +13,7 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -123,6 +124,49 @@ def test_a_model_that_another_step_trains() -> None:
             x = torch.randn(3, 8).bfloat16()
             seen += [teach(x), learn(x)]
         return [*seen, *student.params(), *teacher.params()]
+
+    check_equal(program)
+
+
+def test_the_mode_that_the_step_leaves() -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model({})
+
+        def train_step(x: Tensor) -> Any:
+            model.ddp.train()
+            return model.train(x)
+
+        step, seen = model.graphed(train_step, graphed), []
+        for _ in range(5):
+            model.ddp.eval()
+            step(torch.randn(3, 8).bfloat16())
+            seen.append(torch.tensor([module.training for module in model.ddp.modules()]))
+        return seen
+
+    check_equal(program, ranks=1)
+
+
+def test_a_sharded_average_of_the_weights() -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model({})
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16()
+        mean = fully_shard(layers, placements="zero2")  # whole parameters stay, until they are known to have changed
+
+        def train_step(x: Tensor) -> Any:
+            loss = model.train(x)
+            with torch.no_grad():
+                for average, param in zip(mean.parameters(), model.ddp.module.parameters(), strict=True):
+                    own = param.flatten()[average.shard.start : average.shard.end]
+                    average.lerp_(own.view_as(average), 0.25)
+            return loss
+
+        step, seen = model.graphed(train_step, graphed), []
+        for _ in range(6):
+            x = torch.randn(3, 8).bfloat16()
+            step(x)
+            with torch.no_grad():
+                seen.append(mean(x).clone())
+        return seen
 
     check_equal(program)
 

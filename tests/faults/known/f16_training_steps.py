@@ -40,6 +40,7 @@ FAULTS = [
         sentence="A step that switches to training leaves the model in evaluation when it is replayed.",
         tests=[
             "tests/fsdp/test_training_step_programs.py::test_a_step_that_switches_to_training",
+            "tests/ddp/graphs/test_host_effects.py::test_the_mode_that_the_step_leaves",
         ],
         changes=[
             Change(
@@ -58,6 +59,7 @@ FAULTS = [
         sentence="A replay writes a second sharded model, and eager code computes with its whole parameters of before.",
         tests=[
             "tests/fsdp/test_training_step_programs.py::test_an_average_in_the_step",
+            "tests/ddp/graphs/test_host_effects.py::test_a_sharded_average_of_the_weights",
         ],
         changes=[
             Change(

@@ -61,6 +61,32 @@ def test_an_iteration_is_given_up_before_its_delayed_gradients_are_computed(kind
     simulate(on_each_rank, ranks_of(kind))
 
 
+@pytest.mark.parametrize("kind", ["zero2", "hsdp"])
+def test_gradients_are_cleared_while_delayed_ones_wait(kind: str) -> None:
+    """Of weights ``.grad`` then has what is computed later, and nothing of the microbatch before."""
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model = Delaying()
+        other = copy.deepcopy(model)
+        for each in (model, other):
+            shard_blocks(each, **options_of(kind))
+        first, second = batches_of(dist.get_rank(), 2)
+        queue = WgradQueue()
+        with model.no_sync():
+            mean_loss(model(first)).backward()
+        with delayed_wgrad(queue):
+            loss = mean_loss(model(second))
+        loss.backward()
+        model.zero_grad()
+        queue.drain()
+        mean_loss(other(second)).backward()
+        for mine, theirs in zip(model.blocks, other.blocks, strict=True):
+            assert torch.equal(mine.weight.grad.to_local(), theirs.weight.grad.to_local())
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
 class Tied(nn.Module):
     """An embedding tied to the head, around layers that are units of their own."""
 

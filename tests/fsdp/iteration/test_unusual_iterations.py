@@ -148,6 +148,21 @@ def test_sums_that_were_cleared_are_not_reduced_across_instances(placements: str
     check(4, cleared_in_the_middle, (1, 2), placements, every)
 
 
+def cleared_before_the_end(placements: str) -> list[Tensor]:
+    model = sharded(mesh=init_device_mesh("cpu", (2, 2)), placements=placements)
+    with model.no_sync():
+        model(batch(0)).backward()
+    model.zero_grad()
+    model.finish_grad_sync()
+    return whole_grads(model)
+
+
+@pytest.mark.parametrize("placements", ["hsdp", "hsdp_zero1"])
+def test_an_iteration_that_ends_after_its_sums_were_cleared_has_none(placements: str) -> None:
+    for grads in simulate(cleared_before_the_end, 4, placements):
+        assert not any(grad.any() for grad in grads)
+
+
 def cleared_after_the_end() -> list[Tensor]:
     model = sharded(mesh=init_device_mesh("cpu", (2, 2)), placements="hsdp")
     model(batch(0)).backward()
@@ -192,6 +207,31 @@ def test_grad_after_a_backward_that_failed(kept: bool, cleared: bool) -> None:
     for grads in simulate(after_a_failure, 2, kept, cleared):
         for found, each in zip(grads, wanted, strict=False):
             torch.testing.assert_close(found, each)
+
+
+def after_a_refused_end(cleared: bool) -> list[Tensor]:
+    """``.grad`` was changed between microbatches, and the end of the iteration has refused to add to it."""
+    model = sharded(reduce_every_microbatch=False)
+    model(batch(0)).backward()
+    with model.no_sync():
+        model(batch(1)).backward()
+    for param in model.parameters():
+        param.grad = param.grad * 2
+    with pytest.raises(RuntimeError, match="was changed in the middle of an iteration"):
+        model.finish_grad_sync()
+    if cleared:
+        model.zero_grad()
+    model(batch(3)).backward()
+    return whole_grads(model)
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_an_iteration_after_one_whose_end_was_refused(cleared: bool) -> None:
+    """Gradients that were not reduced are lost; what is in ``.grad`` stays."""
+    before, after = expected(2, 0), expected(2, 3)
+    for grads in simulate(after_a_refused_end, 2, cleared):
+        for found, old, new in zip(grads, before, after, strict=True):
+            torch.testing.assert_close(found, new if cleared else 2 * old + new)
 
 
 class FlagAndFail(torch.autograd.Function):

@@ -134,6 +134,13 @@ def test_blends_keep_their_shares_everywhere():
         assert np.array_equal(earlier[sets == number], np.arange((sets == number).sum()))
 
 
+def test_no_set_of_a_blend_is_a_whole_sequence_ahead():
+    weights = [0.7, 0.2, 0.1]
+    sets, _ = Blend.of(weights).locate(np.arange(500))
+    had = np.cumsum(np.eye(3)[sets], axis=0)
+    assert np.abs(had - np.arange(1, 501)[:, None] * weights).max() < 1
+
+
 def test_epochs_are_complete_and_differ_and_go_on_at_any_step():
     each = sampler([body()])
     assert len(SequenceSet(body(), 4, "join")) == 13

@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
+from maingrad.te_integration import Float8CurrentScaling, Linear, WgradQueue, autocast, delayed_wgrad
 from maingrad.te_integration.wgrad_queue import drain_modules
 
 WIDTH = 256  # so wide that a product lets other threads run
@@ -126,6 +127,32 @@ def test_a_queue_that_nobody_keeps_is_gone_and_what_it_lacked_is_said() -> None:
     optimizer.zero_grad()
     layer(torch.ones(2, 8)).sum().backward()
     optimizer.step()
+
+
+def test_a_queue_keeps_nothing_of_the_layers_before() -> None:
+    before, layer, queue = nn.Linear(8, 8), Linear(8, 8), WgradQueue()
+    pending_in(queue, nn.Sequential(before, layer))
+    alive = weakref.ref(before.weight)
+    del before
+    assert alive() is None
+    queue.drain()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_uses_in_two_recomputed_blocks_are_one_microbatch(quantised: bool) -> None:
+    """Each block of a reentrant checkpoint runs a backward of its own, inside the one that the program has called."""
+    layer = Linear(32, 32, bias=False, dtype=torch.bfloat16, delay_wgrad_compute=True)
+
+    def run(x: Tensor) -> Tensor:
+        with autocast(enabled=quantised, recipe=Float8CurrentScaling()):
+            return layer(x)  # type: ignore[no-any-return]
+
+    x = torch.ones(4, 32, dtype=torch.bfloat16, requires_grad=True)
+    (checkpoint(run, x, use_reentrant=True) + checkpoint(run, x, use_reentrant=True)).sum().backward()
+    layer.backward_dw()
+    assert not layer.need_backward_dw()
+    assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, 8.0))
 
 
 def test_a_backward_whose_queue_is_gone_is_refused() -> None:

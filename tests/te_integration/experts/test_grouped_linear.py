@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import has_no_own_grad, wrap
 from torch import Tensor, nn
+from triton_devices import LAUNCHER_DEVICES
 
 from maingrad.te_integration import GroupedLinear, Linear, WgradQueue, delayed_wgrad
 
@@ -361,9 +362,13 @@ def test_output_and_input_gradient_in_the_callers_memory(form: str, device: str)
         assert torch.equal(mine.grad, theirs.grad)
 
 
-def test_memory_that_was_filled_again_too_early_is_noticed() -> None:
-    module, case = make(4), case_of(*SPLITS["uneven"])
-    out = torch.empty(17, 21)
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_memory_that_was_filled_again_too_early_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a kernel, whose writes torch does not see."""
+    if device == "cpu":
+        monkeypatch.setattr("maingrad.kernels.grouped.products.runs_on_triton", lambda *_: True)
+    module, case = make(4, device=device), case_of(*SPLITS["uneven"], device=device)
+    out = torch.empty(17, 21, device=device)
     loss = module(case.x, case.splits, out=out).square().sum()
     module(case.x, case.splits, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

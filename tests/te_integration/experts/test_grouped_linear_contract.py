@@ -1,5 +1,6 @@
 """Experts of one grouped product under different providers, each by its own row; faults of weight groups."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from foreign import ForeignProvider, LazyForeignProvider
 from loops import has_no_own_grad, wrap
 from modules import error
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp.contract.return_table import placeholder
 from maingrad.launch import simulate
@@ -184,6 +186,29 @@ def test_a_group_that_waits_is_not_read_after_it_was_overwritten() -> None:
     x.zero_()
     with pytest.raises(RuntimeError, match=r"GroupedLinear\(.*was changed in place before it was computed"):
         module.backward_dw()
+
+
+def test_a_group_that_waits_keeps_nothing_of_the_layers_before() -> None:
+    before, module = nn.Linear(K, K), make(delay_wgrad_compute=True, fuse_wgrad_accumulation=False)
+    x, dy = batch()
+    module(before(x), torch.tensor(SPLITS)).backward(dy)
+    alive = weakref.ref(before.weight)
+    del before
+    assert alive() is None
+    module.backward_dw()
+    assert module.weight0.grad is not None
+
+
+def test_uses_in_two_recomputed_blocks_are_one_microbatch() -> None:
+    """Each block of a reentrant checkpoint runs a backward of its own, inside the one that the program has called."""
+    module = make(delay_wgrad_compute=True, fuse_wgrad_accumulation=False)
+    batches, splits = [batch(seed=seed) for seed in range(2)], torch.tensor(SPLITS)
+    outputs = [checkpoint(module, x.requires_grad_(), splits, use_reentrant=True) for x, _ in batches]
+    torch.autograd.backward(outputs, [dy for _, dy in batches])
+    module.backward_dw()
+    assert not module.need_backward_dw()
+    for expert, wanted in enumerate(wgrads(batches)):
+        assert error(getattr(module, f"weight{expert}").grad, wanted) <= ROUNDING
 
 
 def test_a_queue_over_a_foreign_providers_experts_is_refused() -> None:

@@ -296,6 +296,39 @@ def test_gradients_without_a_provider_are_the_users():
     assert not torch.equal(kept[0][1], kept[1][1])
 
 
+def test_input_gradients_that_a_program_asks_for_are_its_own():
+    (graphed,) = make_graphed_callables([nn.Linear(WIDTH, WIDTH)], samples(1))
+    kept = []
+    for k in range(2):
+        x = batch(k, grad=True)
+        (dx,) = torch.autograd.grad(graphed(x).square().sum(), x)
+        kept.append((dx, dx.clone()))
+    assert all(torch.equal(dx, then) for dx, then in kept)
+    assert not torch.equal(kept[0][0], kept[1][0])
+
+
+class Sum(nn.Module):
+    """Its backward gives both inputs the gradient of its output as it is."""
+
+    def forward(self, x, y):
+        return x + y
+
+
+def test_a_gradient_that_two_layers_get_stays_until_the_second_reads_it():
+    outcomes = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        layers = [*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), Sum()]
+        run = layers
+        if graphed:
+            run = make_graphed_callables(layers, [*samples(3), (batch(grad=True), batch(grad=True))], order=[1, -1])
+        for k in range(2):
+            x = batch(k, grad=True)
+            run[3](run[0](x), run[2](run[1](x))).square().sum().backward()
+        outcomes.append([param.grad for layer in layers for param in layer.parameters()])
+    assert all(map(torch.equal, *outcomes))
+
+
 # ---- Providers of others, tied weights. ----
 
 

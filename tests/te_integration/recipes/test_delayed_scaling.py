@@ -178,6 +178,17 @@ def test_operands_are_multiplied_by_the_scales() -> None:
 # ---- When amaxes are recorded. ----
 
 
+def test_a_history_begins_without_an_amax() -> None:
+    model = DistributedDataParallel(towers())
+    with autocast(recipe=RECIPE):
+        model(batch(1))
+    histories = [value for name, value in scaling(model.module).items() if "history" in name]
+    assert len(histories) == 2
+    for history in histories:
+        assert set(history[0].tolist()) == {-1.0}
+        assert not history[1:].any()
+
+
 def test_microbatches_share_scales_and_leave_the_largest_amax() -> None:
     model = DistributedDataParallel(towers())
     iterate(model, [1])
@@ -531,6 +542,31 @@ def test_without_a_wrapper_scales_change_before_the_next_forward() -> None:
     with autocast(recipe=RECIPE):
         plain(batch(6))
     assert not all(torch.equal(scaling(plain)[name], scales[name]) for name in scales if "scale" in name)
+
+
+def test_a_frozen_layer_keeps_the_history_of_its_gradients() -> None:
+    layer = Linear(32, 32, dtype=BF16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+
+    def forward(seed: int) -> Tensor:
+        with autocast(recipe=RECIPE):
+            return layer(batch(seed))  # type: ignore[no-any-return]
+
+    for seed in range(2):
+        forward(seed).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layer.requires_grad_(False)
+    forward(2)  # the last step's amaxes are in the history now
+    before = scaling(layer)
+    for seed in range(3, 6):
+        forward(seed)
+    after = scaling(layer)
+    grads = slice(2, None, 3)
+    assert before["fp8_amax_history"][:, grads].any()
+    assert torch.equal(after["fp8_amax_history"][:, grads], before["fp8_amax_history"][:, grads])
+    assert torch.equal(after["fp8_scale"][grads], before["fp8_scale"][grads])
+    assert not torch.equal(after["fp8_amax_history"], before["fp8_amax_history"]), "inputs go on"
 
 
 def test_what_is_refused() -> None:

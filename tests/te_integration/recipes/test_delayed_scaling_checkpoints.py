@@ -132,6 +132,9 @@ def test_a_checkpoint_of_before_the_recipe(tmp_path: Path, how: str) -> None:
     (anew, second), _ = simulate(resumed, 2, tmp_path / "run", how, True)
     assert fresh == {}
     assert all(value.tolist() == [1.0] * len(value) for name, value in anew.items() if name.endswith("scale"))
+    for history in (value for name, value in anew.items() if name.endswith("history")):
+        assert set(history[0].tolist()) == {-1.0}
+        assert not history[1:].any()
     for name, value in first.items():
         assert torch.equal(second[name], value), name
 
