@@ -203,7 +203,7 @@ class Readiness:
             if record.consumer_wrote:
                 raise RuntimeError(
                     f"parameter '{record.name}' got a gradient after every .grad was set to None, in a backward of a "
-                    f"module that was called directly: call the wrapper, or model.zero_grad_buffer() before"
+                    f"module that was called directly: call the wrapper, or model.zero_grad() before"
                 )
             self._enter_backward()
             self._counts = True

@@ -14,8 +14,8 @@ __all__ = ["NO_CLOSURE", "step_order"]
 
 NO_CLOSURE = (
     "DistributedOptimizer.step() takes no closure: gradients are reduced once per iteration; run what is in it, then "
-    "model.finish_grad_sync() and step(). One that calls closures (LBFGS) is a stock optimizer with "
-    "use_distributed_optimizer=False; its closure ends with model.finish_grad_sync() and model.expose_grads()"
+    "step(). An optimizer that calls closures (LBFGS) is a stock optimizer with use_distributed_optimizer=False; its "
+    "closure begins with zero_grad() and returns the loss averaged over ranks"
 )
 
 T = TypeVar("T")

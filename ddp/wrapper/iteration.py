@@ -138,7 +138,7 @@ class BucketIteration(AroundModule):
         if self._finished:
             raise RuntimeError(
                 "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
-                "zero_grad_buffer() after optimizer.step()"
+                "model.zero_grad() after optimizer.step()"
             )
         if force_all_reduce:
             check_whole(self.ddp_config, "finish_grad_sync(force_all_reduce=True)")

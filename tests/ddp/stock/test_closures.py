@@ -132,7 +132,7 @@ def test_a_sharded_optimizer_takes_none_and_says_what_to_do() -> None:
     def refuse() -> None:
         model = DistributedDataParallel(make_net(), DistributedDataParallelConfig(use_distributed_optimizer=True))
         optimizer = DistributedOptimizer(model)
-        with pytest.raises(ValueError, match=r"takes no closure.*finish_grad_sync\(\) and step\(\).*LBFGS"):
+        with pytest.raises(ValueError, match=r"takes no closure.*then step\(\).*LBFGS"):
             optimizer.step(lambda: pytest.fail("the closure ran"))
 
     simulate(refuse, RANKS)
