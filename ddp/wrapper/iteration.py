@@ -150,6 +150,7 @@ class BucketIteration(AroundModule):
 
         Collective. Raises what ``finish_grad_sync`` raises, and ``RuntimeError`` where there is no gradient.
         """
+        self.readiness.check_backward_over(caller)
         if self._finished:
             return
         self._compute_pending()
@@ -330,6 +331,7 @@ class BucketIteration(AroundModule):
 
     def start_for_step(self) -> None:
         """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""
+        self.readiness.check_backward_over("optimizer.step()")
         if self.is_clear or self.shown.is_changed:
             self.settle("optimizer.step()")  # raises where nothing is there
             self.shown.take_changes()
@@ -339,6 +341,7 @@ class BucketIteration(AroundModule):
 
     def prepare_stock_step(self) -> None:
         """A stock optimizer is about to read ``.grad``: finish the reduction, and give it plain tensors."""
+        self.readiness.check_backward_over("optimizer.step()")
         if self.is_clear:
             return
         self.settle("optimizer.step()")
