@@ -270,10 +270,13 @@ class BucketIteration(AroundModule):
         if not self.shown.active or divided or late:
             return
         self._launcher.launch_rest()
+        self.steps.start(again=True)
         self._launcher.wait()
+        self.steps.finish()
         self.shown.zero_cleared()
         self._launcher.carry([bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in self.buckets])
         self._empty_buckets(goes_on=True)
+        self.steps.go_on()
         self._launched = self._finished = self._settled = False
 
     def abandon_iteration(self) -> None:
