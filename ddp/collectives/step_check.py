@@ -43,6 +43,19 @@ _COUNTS = _APART + 1  # first column of the counts
 _NUM_COUNTS = 4
 _NUM_COLUMNS = _COUNTS + 2 * _NUM_COUNTS
 _LIMIT = 4096  # entries that a log keeps
+_OTHER_STEPS = {
+    1: "ranks have skipped different batches before iteration {number}, and gradients of different steps were "
+    "averaged: forwards whose gradients were not used: {found}. Decide on all ranks alike whether to skip (all-reduce "
+    "what decides, then model.abandon_iteration() of DistributedDataParallel on all ranks); a forward on one rank that "
+    "trains nothing runs under torch.no_grad() or after model.eval()",
+    2: "ranks have taken different numbers of optimizer steps before iteration {number}: {found}. Their weights are no "
+    "longer those of one model. Decide on all ranks alike whether to step (all-reduce what decides); load a "
+    "checkpoint, or call broadcast_params() of DistributedDataParallel, to go on",
+    3: "ranks have run different numbers of backwards outside no_sync() in iteration {number}: at least {found}. Each "
+    "of these reduces gradients, and meets the same one of the other ranks: run equally many on all ranks, and under "
+    "no_sync() those of which ranks run different numbers",
+}
+"""By column of the counts."""
 
 
 class _Entries:
@@ -250,11 +263,10 @@ class StepCheck:
         used, left, updates, reductions = _spreads(row[_COUNTS:])
         if row[_APART] or any(_spreads(row[:_APART])):
             self._raise_other_units(sent)
-        if reductions:
-            self._raise_other_reductions(sent)
         # Ranks may have different numbers of microbatches, also where a microbatch has no loss and thus no backward.
-        if updates or (left and not used):
-            self._raise_other_steps(sent, updates=updates > 0)
+        for column, apart in ((3, reductions), (2, updates), (1, left and not used)):
+            if apart:
+                self._raise_other_steps(sent, column)
 
     def _new_log(self, group: dist.ProcessGroup) -> GroupLog:
         return GroupLog(group, self._over.get(id(group), group))
@@ -317,32 +329,11 @@ class StepCheck:
         texts = (_first_difference(verb, each, log.names) for verb, each in zip(_KINDS, orders, strict=True))
         return next((text for text in texts if text is not None), None)
 
-    def _raise_other_steps(self, sent: _Sent, *, updates: bool) -> None:
+    def _raise_other_steps(self, sent: _Sent, column: int) -> None:
         everyone = self._everyones((own_rank(), sent.counts))
         self.forget()
-        if updates:
-            taken = _by_value({rank: str(counts[2]) for rank, counts in everyone})
-            raise RuntimeError(
-                f"ranks have taken different numbers of optimizer steps before iteration {sent.number}: {taken}. Their "
-                f"weights are no longer those of one model. Decide on all ranks alike whether to step (all-reduce what "
-                f"decides); load a checkpoint, or call broadcast_params() of DistributedDataParallel, to go on"
-            )
-        left = _by_value({rank: str(counts[1]) for rank, counts in everyone})
-        raise RuntimeError(
-            f"ranks have skipped different batches before iteration {sent.number}, and gradients of different steps "
-            f"were averaged: forwards whose gradients were not used: {left}. Decide on all ranks alike whether to skip "
-            f"(all-reduce what decides, then model.abandon_iteration() of DistributedDataParallel on all ranks); a "
-            f"forward on one rank that trains nothing runs under torch.no_grad() or after model.eval()"
-        )
-
-    def _raise_other_reductions(self, sent: _Sent) -> None:
-        run = _by_value({rank: str(counts[3]) for rank, counts in self._everyones((own_rank(), sent.counts))})
-        self.forget()
-        raise RuntimeError(
-            f"ranks have run different numbers of backwards outside no_sync() in iteration {sent.number}: at least "
-            f"{run}. Each of these reduces gradients, and meets the same one of the other ranks: run equally many on "
-            f"all ranks, and under no_sync() those of which ranks run different numbers"
-        )
+        found = _by_value({rank: str(counts[column]) for rank, counts in everyone})
+        raise RuntimeError(_OTHER_STEPS[column].format(number=sent.number, found=found))
 
     def _everyones(self, mine: T) -> list[T]:
         return gather(mine, self._grid.axes, self._failures, "the ranks' steps")

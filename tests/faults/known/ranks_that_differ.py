@@ -79,8 +79,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.step_check",
                 "StepCheck.read",
-                "if updates or (left and not used):",
-                "if updates or left:",
+                "left and not used",
+                "left",
             ),
         ],
     ),
