@@ -102,8 +102,8 @@ class DistributedDataParallelConfig:
             )
         if self.find_unused_parameters and not self.overlap_grad_reduce:
             raise ValueError(
-                "find_unused_parameters has no effect without overlap_grad_reduce: finish_grad_sync reduces zeros for "
-                "unused parameters anyway; turn overlap on, or drop the option"
+                "find_unused_parameters has no effect without overlap_grad_reduce: the step reduces zeros for unused "
+                "parameters anyway; turn overlap on, or drop the option"
             )
         if self.forward_writes not in ("refused", "alike"):
             raise ValueError(f"forward_writes is 'refused' or 'alike', got {self.forward_writes!r}")
@@ -123,7 +123,7 @@ class DistributedDataParallelConfig:
 
     @property
     def can_wait_by_bucket(self) -> bool:
-        """Whether ``finish_grad_sync`` does nothing after its waits, so that buckets may be waited for one by one."""
+        """Whether nothing follows on the waits for buckets, so that a step may wait for them one by one."""
         return not (self.check_for_nan_in_grad or self.calculate_per_token_loss or self.check_replicas_every)
 
     def _refuse_without_shards(self) -> None:

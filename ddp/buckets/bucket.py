@@ -98,7 +98,10 @@ class Bucket:
                 "find_unused_parameters return from forward all that the loss uses"
             )
         elif phase is Phase.REDUCED:
-            self._close("was reduced: call zero_grad_buffer() before the next iteration's backward")
+            self._close(
+                "was reduced: run earlier backwards of an iteration under no_sync(), and call model.zero_grad() before "
+                "the next iteration's"
+            )
 
     @property
     def is_clear(self) -> bool:
@@ -134,7 +137,8 @@ def check_nothing_under_way(buckets: Iterable[Bucket]) -> None:
     for bucket in buckets:
         if bucket.phase is Phase.REDUCING:
             raise RuntimeError(
-                f"{bucket.name} is still being reduced: call finish_grad_sync() after the last backward of an "
-                f"iteration and before zero_grad_buffer(). A backward whose gradients are not wanted (an attack's, a "
-                f"generator's through its discriminator) runs under no_sync() of this model"
+                f"{bucket.name} is still being reduced: call model.finish_grad_sync() after the last backward of an "
+                f"iteration, or abandon_iteration() on all ranks after one that has failed. A backward whose gradients "
+                f"are not wanted (an attack's, a generator's through its discriminator) runs under no_sync() of this "
+                f"model"
             )

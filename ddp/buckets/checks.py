@@ -58,8 +58,8 @@ def check_nothing_pending(records: Iterable[GradRecord], caller: str, *, gives_u
         if lost is not None:
             raise RuntimeError(
                 f"{caller} without a delayed weight gradient of {lost.owner}, whose WgradQueue was let go before it "
-                f"was drained: keep the queue, and drain() it before this; zero_grad_buffer(), or zero_grad() of "
-                f"sharded models, gives the iteration up"
+                f"was drained: keep the queue, and drain() it before this; model.zero_grad() gives the "
+                f"iteration up"
             )
         raise RuntimeError(
             f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
@@ -91,7 +91,7 @@ def _remedy_of(record: GradRecord) -> str:
         return f"Gradients made by hand go into .grad of model.parameters(), after the last backward.{schedules}"
     return (
         f"Where it was you (PCGrad, torch.autograd.grad), call maingrad.ddp.add_grad(param, grad) in its place, before "
-        f"the last backward; reduced gradients are changed after expose_grads().{schedules}"
+        f"the last backward; reduced gradients are changed in .grad after it.{schedules}"
     )
 
 
@@ -109,9 +109,12 @@ def check_scalable(wired: Iterable[WiredParam], caller: str) -> None:
     for entry in wired:
         grad, record = entry.owned.param.grad, entry.record
         if entry.bucket.phase is Phase.REDUCING:
-            raise RuntimeError(f"{caller} before finish_grad_sync(): {entry.bucket.name} is still being reduced")
+            raise RuntimeError(
+                f"{caller} while {entry.bucket.name} is being reduced: call it before start_grad_sync(), or after "
+                f"finish_grad_sync()"
+            )
         if record.exposed and grad is not None and grad.data_ptr() != record.view.data_ptr():
             raise RuntimeError(
-                f"{caller} after expose_grads(): .grad of parameter '{record.name}' is a {grad.dtype} copy and "
-                f"would stay as it is; call it before expose_grads(), or torch.nn.utils.clip_grad_norm_ after it"
+                f"{caller} after .grad was read: .grad of parameter '{record.name}' is a {grad.dtype} copy and would "
+                f"stay as it is; call it before .grad is read, or multiply each .grad in its place"
             )

@@ -22,8 +22,7 @@ class NanCheck:
 
     reduction  its wire dtype and factor say which finite gradients would overflow on the wire: these count as bad too
 
-    Costs one pass over the gradients, an all-gather of three integers, and one wait of the host in each
-    ``finish_grad_sync``.
+    Costs one pass over the gradients, an all-gather of three integers, and one wait of the host in each iteration.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, reduction: GradReduction) -> None:
@@ -66,7 +65,7 @@ class NanCheck:
         raise FloatingPointError(
             f"the gradient of parameter '{parameter}' holds NaN or Inf{self._or_more} on rank {rank}, before it was "
             f"reduced in {bucket}: the first of {total} such gradients over all ranks{elsewhere}. "
-            f"The weights are as they were: call zero_grad_buffer() to go on without this iteration"
+            f"The weights are as they were: call model.zero_grad() to go on without this iteration"
         )
 
 

@@ -91,6 +91,15 @@ class Readiness:
         """Whether the last backward has raised: outside of a backward, the end of one is still to come."""
         return self._outer_task is not None and current_backward() == -1
 
+    def check_backward_over(self, caller: str) -> None:
+        """Raise ``RuntimeError`` in a hook of a backward through the model, whose gradients are not complete yet."""
+        task = current_backward()
+        if task != -1 and (self._counts or task == self._outer_task):
+            raise RuntimeError(
+                f"{caller} in a hook, while a backward is under way: other ranks' gradients are added after it; step "
+                f"and read .grad after the backward. An optimizer that steps in hooks needs maingrad.fsdp.fully_shard"
+            )
+
     @torch.compiler.disable
     def watch(self, outputs: Any, *, trains: bool) -> None:
         """After a forward: have backward's start noticed, and find out which parameters backward will reach.
@@ -203,7 +212,7 @@ class Readiness:
             if record.consumer_wrote:
                 raise RuntimeError(
                     f"parameter '{record.name}' got a gradient after every .grad was set to None, in a backward of a "
-                    f"module that was called directly: call the wrapper, or model.zero_grad_buffer() before"
+                    f"module that was called directly: call the wrapper, or model.zero_grad() before"
                 )
             self._enter_backward()
             self._counts = True

@@ -54,7 +54,7 @@ class WiredParam(NamedTuple):
             f"parameter '{self.owned.name}' was frozen (requires_grad_(False)) after wrapping: its gradient would be "
             f"reduced as zero, and momentum or decay move it on; freeze before wrapping, or unwrap() and wrap again. "
             f"Where a backward is to go through the model without training it (a generator's, through its "
-            f"discriminator), freeze all of its parameters and unfreeze them before finish_grad_sync(); or run "
+            f"discriminator), freeze all of its parameters and unfreeze them before the step; or run "
             f"that backward under no_sync() of this model, then its zero_grad()"
         )
 

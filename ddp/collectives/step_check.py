@@ -1,9 +1,10 @@
-"""``StepCheck``: ranks compare once an iteration which units they have gathered and reduced, and which steps they took.
+"""``StepCheck``: ranks compare which units they have gathered and reduced, and which steps they took.
 
 The ranks of a group meet in collectives by number alone: each rank's third collective meets the third of the others. If
 one rank gathers a layer where another gathers a different layer of the same size, both get mixed weights. If one rank
 skips a batch, the gradients of different steps are averaged. No collective fails. So each rank notes what it does, and
-the ranks reduce one row of integers for each group, with MAX::
+behind each reduction of all gradients, once an iteration as a rule, the ranks reduce one row of integers for each
+group, with MAX::
 
     hash of gathers, hash of reductions | the same, negative | groups so far differ | counts | counts, negative
 
@@ -39,9 +40,22 @@ _KINDS = ("gathered", "reduced")
 _NUM_HASHES = len(_KINDS)
 _APART = 2 * _NUM_HASHES  # column of a row: not 0 if the hashes of a group differ
 _COUNTS = _APART + 1  # first column of the counts
-_NUM_COUNTS = 3
+_NUM_COUNTS = 4
 _NUM_COLUMNS = _COUNTS + 2 * _NUM_COUNTS
 _LIMIT = 4096  # entries that a log keeps
+_OTHER_STEPS = {
+    1: "ranks have skipped different batches before iteration {number}, and gradients of different steps were "
+    "averaged: forwards whose gradients were not used: {found}. Decide on all ranks alike whether to skip (all-reduce "
+    "what decides, then model.abandon_iteration() of DistributedDataParallel on all ranks); a forward on one rank that "
+    "trains nothing runs under torch.no_grad() or after model.eval()",
+    2: "ranks have taken different numbers of optimizer steps before iteration {number}: {found}. Their weights are no "
+    "longer those of one model. Decide on all ranks alike whether to step (all-reduce what decides); load a "
+    "checkpoint, or call broadcast_params() of DistributedDataParallel, to go on",
+    3: "ranks have run different numbers of backwards outside no_sync() in iteration {number}: at least {found}. Each "
+    "of these reduces gradients, and meets the same one of the other ranks: run equally many on all ranks, and under "
+    "no_sync() those of which ranks run different numbers",
+}
+"""By column of the counts."""
 
 
 class _Entries:
@@ -148,6 +162,8 @@ class StepCheck:
         self._answer: Tensor | None = None  # CUDA: pinned memory that the last row is copied to
         self._rows: Tensor | None = None  # CUDA: where the rows are reduced
 
+        self._reductions = 1  # of all gradients, in this iteration
+
         # Since the last comparison.
         self._forwards = self._used = self._updates = 0
 
@@ -190,10 +206,18 @@ class StepCheck:
         if not self._started:
             self._used = 0
         self._started = False
+        self._reductions = 1
 
-    def start(self) -> None:
-        """Compare what ranks have done since the last comparison, once an iteration. Collective, behind the
-        reductions.
+    def go_on(self) -> None:
+        """A backward comes behind this iteration's reduction: all gradients are reduced, and compared, once more."""
+        self._started = False
+        self._reductions += 1
+        self._number -= not is_capturing()  # it counts iterations that were compared
+
+    def start(self, *, again: bool = False) -> None:
+        """Compare what ranks have done since the last comparison, once a reduction. Collective, behind the reductions.
+
+        again  the iteration is to be reduced once more
 
         CUDA: raise first what the comparison before has found. Captured iterations are not compared.
         """
@@ -204,9 +228,9 @@ class StepCheck:
         if is_capturing():
             self.forget()
             return
-        counts = [self._used, self._forwards - self._used, self._updates]
+        counts = [self._used, self._forwards - self._used, self._updates, self._reductions + again]
         if not self._number:  # what a rank did before, a look at shapes or a warm-up, is its own affair
-            counts = [0] * _NUM_COUNTS
+            counts[:-1] = [0] * (_NUM_COUNTS - 1)
             self._leave_out_single_names()
         self._number += 1
         entries = self._take()
@@ -236,12 +260,13 @@ class StepCheck:
                 assert self._event is not None and self._answer is not None, "sent before"
                 self._event.synchronize()
                 row = self._answer.tolist()
-        used, left, updates = _spreads(row[_COUNTS:])
+        used, left, updates, reductions = _spreads(row[_COUNTS:])
         if row[_APART] or any(_spreads(row[:_APART])):
             self._raise_other_units(sent)
         # Ranks may have different numbers of microbatches, also where a microbatch has no loss and thus no backward.
-        if updates or (left and not used):
-            self._raise_other_steps(sent, updates=updates > 0)
+        for column, apart in ((3, reductions), (2, updates), (1, left and not used)):
+            if apart:
+                self._raise_other_steps(sent, column)
 
     def _new_log(self, group: dist.ProcessGroup) -> GroupLog:
         return GroupLog(group, self._over.get(id(group), group))
@@ -304,23 +329,11 @@ class StepCheck:
         texts = (_first_difference(verb, each, log.names) for verb, each in zip(_KINDS, orders, strict=True))
         return next((text for text in texts if text is not None), None)
 
-    def _raise_other_steps(self, sent: _Sent, *, updates: bool) -> None:
+    def _raise_other_steps(self, sent: _Sent, column: int) -> None:
         everyone = self._everyones((own_rank(), sent.counts))
         self.forget()
-        if updates:
-            taken = _by_value({rank: str(counts[2]) for rank, counts in everyone})
-            raise RuntimeError(
-                f"ranks have taken different numbers of optimizer steps before iteration {sent.number}: {taken}. Their "
-                f"weights are no longer those of one model. Decide on all ranks alike whether to step (all-reduce what "
-                f"decides); load a checkpoint, or call broadcast_params() of DistributedDataParallel, to go on"
-            )
-        left = _by_value({rank: str(counts[1]) for rank, counts in everyone})
-        raise RuntimeError(
-            f"ranks have skipped different batches before iteration {sent.number}, and gradients of different steps "
-            f"were averaged: forwards whose gradients were not used: {left}. Decide on all ranks alike whether to skip "
-            f"(all-reduce what decides, then model.abandon_iteration() of DistributedDataParallel on all ranks); a "
-            f"forward on one rank that trains nothing runs under torch.no_grad() or after model.eval()"
-        )
+        found = _by_value({rank: str(counts[column]) for rank, counts in everyone})
+        raise RuntimeError(_OTHER_STEPS[column].format(number=sent.number, found=found))
 
     def _everyones(self, mine: T) -> list[T]:
         return gather(mine, self._grid.axes, self._failures, "the ranks' steps")

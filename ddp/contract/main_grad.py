@@ -222,7 +222,7 @@ def add_grad(param: Tensor, grad: Tensor) -> None:
 
     For gradients that no ``backward()`` delivers: projected gradients (PCGrad), results of ``torch.autograd.grad``,
     noise. ``grad`` is this rank's contribution, and is reduced with the others. Call it before the iteration's last
-    backward, or, in an iteration without a backward, before ``finish_grad_sync()``.
+    backward, or, in an iteration without a backward, before the step.
 
     Raises ``ValueError`` for a parameter that no ``DistributedDataParallel`` has wrapped, or another shape;
     ``RuntimeError`` once the parameter's bucket was launched.

@@ -101,7 +101,7 @@ class GradRecord:
         self.num_fused_writes = 0
         self.num_hook_writes = 0
         self.exposed = False
-        """``expose_grads`` has put the gradient into ``.grad``."""
+        """``.grad`` is a plain tensor of the reduced gradient."""
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -138,7 +138,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         super()._check_startable(known=known)
         if not model.is_clear:
             raise RuntimeError(
-                f"{self._name}: an iteration has begun outside of the graphed step: call model.zero_grad_buffer() "
+                f"{self._name}: an iteration has begun outside of the graphed step: call model.zero_grad() "
                 f"before it, or abandon_iteration() after a backward that failed"
             )
         if known:
@@ -157,8 +157,8 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         if iterations != 1 or steps != 1 or not model.is_clear:
             raise RuntimeError(
                 f"{self._name} must run one whole iteration: it called optimizer.step() {steps} times, and "
-                f"model.zero_grad_buffer() {iterations} times after a backward"
-                + ("" if model.is_clear else ", and has left gradients: let zero_grad_buffer() be its last call")
+                f"zero_grad() {iterations} times after a backward"
+                + ("" if model.is_clear else ", and has left gradients: let zero_grad() be its last call")
             )
 
     @contextmanager

@@ -183,7 +183,7 @@ def check_flattenable(model: DistributedDataParallel) -> None:
         if param.is_complex():
             raise ValueError(
                 f"parameter '{name}' is {wired.dtype}: DistributedOptimizer updates real parameters; use a stock "
-                f"optimizer with model.expose_grads()"
+                f"optimizer, with use_distributed_optimizer=False"
             )
         first = names.setdefault(param.data_ptr(), name)
         if first != name and param.numel():

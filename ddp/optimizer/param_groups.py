@@ -47,7 +47,7 @@ def check_optimizer_class(cls: type, wired: Iterable[WiredParam], *, whole: bool
     if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ValueError(
             f"{cls.__name__} cannot update flat shards: it needs all parameters at once, or sparse gradients; use it "
-            f"as it is with model.expose_grads() and use_distributed_optimizer=False"
+            f"as it is, with use_distributed_optimizer=False"
         )
     if whole and issubclass(cls, torch.optim.Muon):
         for entry in wired:

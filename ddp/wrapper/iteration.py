@@ -138,7 +138,7 @@ class BucketIteration(AroundModule):
         if self._finished:
             raise RuntimeError(
                 "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
-                "zero_grad_buffer() after optimizer.step()"
+                "model.zero_grad() after optimizer.step()"
             )
         if force_all_reduce:
             check_whole(self.ddp_config, "finish_grad_sync(force_all_reduce=True)")
@@ -150,6 +150,7 @@ class BucketIteration(AroundModule):
 
         Collective. Raises what ``finish_grad_sync`` raises, and ``RuntimeError`` where there is no gradient.
         """
+        self.readiness.check_backward_over(caller)
         if self._finished:
             return
         self._compute_pending()
@@ -274,10 +275,13 @@ class BucketIteration(AroundModule):
         if not self.shown.active or divided or late:
             return
         self._launcher.launch_rest()
+        self.steps.start(again=True)
         self._launcher.wait()
+        self.steps.finish()
         self.shown.zero_cleared()
         self._launcher.carry([bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in self.buckets])
         self._empty_buckets(goes_on=True)
+        self.steps.go_on()
         self._launched = self._finished = self._settled = False
 
     def abandon_iteration(self) -> None:
@@ -335,6 +339,7 @@ class BucketIteration(AroundModule):
 
     def start_for_step(self) -> None:
         """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""
+        self.readiness.check_backward_over("optimizer.step()")
         if self.is_clear or self.shown.is_changed:
             self.settle_changes("optimizer.step()")  # raises where nothing is there
         elif not self._launched:
@@ -343,6 +348,7 @@ class BucketIteration(AroundModule):
 
     def prepare_stock_step(self) -> None:
         """A stock optimizer is about to read ``.grad``: finish the reduction, and give it plain tensors."""
+        self.readiness.check_backward_over("optimizer.step()")
         if self.is_clear:
             return
         self.settle("optimizer.step()")

@@ -14,17 +14,17 @@ def check_num_tokens(num_tokens: Tensor | int | None, *, wanted: bool) -> None:
     ``RuntimeError`` for a number in a capture."""
     if (num_tokens is not None) != wanted:
         raise TypeError(
-            "finish_grad_sync(num_tokens) goes with DistributedDataParallelConfig(calculate_per_token_loss=True), "
-            "and only with it; model.set_num_tokens(num_tokens) sets it too, before .grad is read or stepped on"
+            "model.set_num_tokens(num_tokens), before .grad is read or stepped on, goes with "
+            "DistributedDataParallelConfig(calculate_per_token_loss=True), and only with it"
         )
     if isinstance(num_tokens, int) and is_capturing():
         raise RuntimeError(
-            "finish_grad_sync(num_tokens) got a number in a function that is captured, and every replay would divide "
+            "set_num_tokens(num_tokens) got a number in a function that is captured, and every replay would divide "
             "by this number: give it a tensor on the device, computed from the microbatches"
         )
     if isinstance(num_tokens, Tensor) and num_tokens.numel() != 1:
         raise ValueError(
-            f"finish_grad_sync(num_tokens) takes one number for this rank, not a tensor of {list(num_tokens.shape)}"
+            f"set_num_tokens(num_tokens) takes one number for this rank, not a tensor of {list(num_tokens.shape)}"
         )
 
 

@@ -15,7 +15,7 @@ from accelerate.utils import set_seed
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from maingrad import ddp
+import maingrad
 from maingrad.te_integration import LayerNormMLP, Linear, Sequential
 
 parser = argparse.ArgumentParser()
@@ -42,13 +42,12 @@ loader = accelerator.prepare(DataLoader(Numbers(), batch_size=ROWS, shuffle=True
 fused = {"fuse_wgrad_accumulation": True}  # weight gradients are written into the buckets
 net = Sequential(Linear(8, WIDTH, **fused), LayerNormMLP(WIDTH, 2 * WIDTH, **fused), Linear(WIDTH, 9, **fused))
 net.to(accelerator.device, torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32)
-overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-model = ddp.DistributedDataParallel(net, ddp.DistributedDataParallelConfig(use_distributed_optimizer=True, **overlap))
-optimizer = ddp.DistributedOptimizer(model, lr=1e-2, max_grad_norm=1.0)
+model = maingrad.parallelize(net, "zero1")
+optimizer = maingrad.make_optimizer(model, torch.optim.AdamW, lr=1e-2, max_grad_norm=1.0)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, cycle_momentum=False)
 
 try:
-    saved = ddp.load_checkpoint(args.folder, model, optimizer)
+    saved = maingrad.load_checkpoint(args.folder, model, optimizer)
     schedule.load_state_dict(saved["schedule"])
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
@@ -69,5 +68,6 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
     mean = accelerator.reduce(mean, "mean")
     accelerator.print(f"step {step + 1} loss {mean.item():.6f} norm {optimizer.grad_norm.item():.4f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
-        ddp.save_checkpoint(args.folder, model, optimizer, extra={"step": step + 1, "schedule": schedule.state_dict()})
+        extra = {"step": step + 1, "schedule": schedule.state_dict()}
+        maingrad.save_checkpoint(args.folder, model, optimizer, extra=extra)
 accelerator.end_training()

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
-from maingrad import ddp
-from maingrad.te_integration import convert_linears
+import maingrad
 
 parser = argparse.ArgumentParser()
 parser.add_argument("weights", type=Path, help="folder with config.json and safetensors")
@@ -24,7 +23,7 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 args = parser.parse_args()
 STEPS, WARMUP, SAVE_EVERY, MICROBATCHES, SEQUENCES = 40, 5, 10, 2, 8
 
-device, rank, ranks = ddp.init_process_group()
+device, rank, ranks = maingrad.init_process_group()
 
 
 def microbatches(step):
@@ -40,14 +39,12 @@ def microbatches(step):
 
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 model = AutoModelForCausalLM.from_pretrained(args.weights, dtype=dtype, trust_remote_code=False).to(device)
-convert_linears(model)  # weight gradients are written into the buckets
-sharded = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-model = ddp.DistributedDataParallel(model, ddp.DistributedDataParallelConfig(calculate_per_token_loss=True, **sharded))
-optimizer = ddp.DistributedOptimizer(model, lr=5e-3, max_grad_norm=1.0)
+model = maingrad.parallelize(model, "zero1", calculate_per_token_loss=True)
+optimizer = maingrad.make_optimizer(model, torch.optim.AdamW, lr=5e-3, max_grad_norm=1.0)
 schedule = get_linear_schedule_with_warmup(optimizer, WARMUP, STEPS)
 
 try:
-    saved = ddp.load_checkpoint(args.folder / "checkpoint", model, optimizer)
+    saved = maingrad.load_checkpoint(args.folder / "checkpoint", model, optimizer)
     schedule.load_state_dict(saved["schedule"])
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
@@ -68,7 +65,7 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
         print(f"step {step + 1} loss {(sums[0] / sums[1]).item():.6f} tokens {int(sums[1])}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
         extra = {"step": step + 1, "schedule": schedule.state_dict()}
-        ddp.save_checkpoint(args.folder / "checkpoint", model, optimizer, extra=extra)
+        maingrad.save_checkpoint(args.folder / "checkpoint", model, optimizer, extra=extra)
 if rank == 0:
     model.module.save_pretrained(args.folder / "model")
 dist.destroy_process_group()

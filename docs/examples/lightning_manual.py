@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from maingrad import ddp
+import maingrad
 from maingrad.te_integration import LayerNormMLP, Linear, Sequential
 
 parser = argparse.ArgumentParser()
@@ -25,7 +25,7 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 args = parser.parse_args()
 STEPS, SAVE_EVERY, MICROBATCHES, ROWS, WIDTH = 40, 10, 2, 32, 64
 
-device, rank, ranks = ddp.init_process_group()
+device, rank, ranks = maingrad.init_process_group()
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 torch.manual_seed(0)  # the same weights on all ranks, and in each run
 
@@ -39,10 +39,8 @@ class Counting(lightning.LightningModule):
         super().__init__()
         fused = {"fuse_wgrad_accumulation": True}  # weight gradients are written into the buckets
         net = Sequential(Linear(8, WIDTH, **fused), LayerNormMLP(WIDTH, 2 * WIDTH, **fused), Linear(WIDTH, 9, **fused))
-        sharded = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-        config = ddp.DistributedDataParallelConfig(**sharded)
-        self.model = ddp.DistributedDataParallel(net.to(device, dtype), config)
-        self.optimizer = ddp.DistributedOptimizer(self.model, lr=1e-2, max_grad_norm=1.0)
+        self.model = maingrad.parallelize(net.to(device, dtype), "zero1")
+        self.optimizer = maingrad.make_optimizer(self.model, torch.optim.AdamW, lr=1e-2, max_grad_norm=1.0)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, STEPS, cycle_momentum=False)
 
     def configure_optimizers(self):
@@ -64,12 +62,12 @@ class Counting(lightning.LightningModule):
             print(f"step {step + 1} loss {mean.item():.6f} norm {self.optimizer.grad_norm.item():.4f}", flush=True)
         if (step + 1) % SAVE_EVERY == 0:
             extra = {"step": step + 1, "schedule": self.schedule.state_dict()}
-            ddp.save_checkpoint(args.folder, self.model, self.optimizer, extra=extra)
+            maingrad.save_checkpoint(args.folder, self.model, self.optimizer, extra=extra)
 
 
 module, saved = Counting(), {"step": 0}
 if args.folder.exists():
-    saved = ddp.load_checkpoint(args.folder, module.model, module.optimizer)
+    saved = maingrad.load_checkpoint(args.folder, module.model, module.optimizer)
     module.schedule.load_state_dict(saved["schedule"])
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 own = {"accelerator": device.type, "devices": 1 if device.index is None else [device.index], "max_epochs": 1}

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
-from maingrad import ddp
-from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
-from maingrad.te_integration import convert_linears
+import maingrad
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path, help="of the checkpoint")
@@ -24,7 +22,7 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 args = parser.parse_args()
 STEPS, WARMUP, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH = 40, 5, 10, 2, 4, 64
 
-device, rank, ranks = ddp.init_process_group()
+device, rank, ranks = maingrad.init_process_group()
 torch.manual_seed(0)
 
 sources = sorted(Path(os.__file__).parent.glob("*.py"))  # the data: Python's standard library, as bytes
@@ -42,17 +40,14 @@ def microbatches(step):
 sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, **sizes))
 model.to(device)  # in fp32: the shards are the masters
-convert_linears(model)  # weight gradients are written into what is reduced
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device.type == "cuda" else None)
-for part in [model.model.embed_tokens, *model.model.layers, model.lm_head, model]:  # from the inside out
-    fully_shard(part, mixed_precision=policy)  # each is gathered for its forward and backward
-matrices = [param for param in model.parameters() if param.ndim > 1]
-norms = {"params": [param for param in model.parameters() if param.ndim < 2], "weight_decay": 0.0}
-optimizer = torch.optim.AdamW([{"params": matrices}, norms], lr=1e-2, weight_decay=0.1, fused=True)
+dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+model = maingrad.parallelize(model, "zero3", param_dtype=dtype)  # each layer is gathered for its forward and backward
+norms = {"params": lambda name, param: param.ndim < 2, "weight_decay": 0.0}
+optimizer = maingrad.make_optimizer(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1, param_groups=[norms])
 schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS)
 
 try:
-    saved = ddp.load_checkpoint(args.folder, model, optimizer)
+    saved = maingrad.load_checkpoint(args.folder, model, optimizer)
     schedule.load_state_dict(saved["schedule"])
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
@@ -72,5 +67,6 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
     if rank == 0:
         print(f"step {step + 1} loss {mean.item():.6f} norm {norm.item():.4f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
-        ddp.save_checkpoint(args.folder, model, optimizer, extra={"step": step + 1, "schedule": schedule.state_dict()})
+        extra = {"step": step + 1, "schedule": schedule.state_dict()}
+        maingrad.save_checkpoint(args.folder, model, optimizer, extra=extra)
 dist.destroy_process_group()

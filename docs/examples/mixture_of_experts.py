@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, MixtralConfig, get_cosine_schedule_with_warmup
 
-from maingrad import ddp
-from maingrad.te_integration import convert_linears
+import maingrad
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path, help="of the checkpoint")
@@ -23,7 +22,7 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 args = parser.parse_args()
 STEPS, WARMUP, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH = 40, 5, 10, 2, 4, 64
 
-device, rank, ranks = ddp.init_process_group()
+device, rank, ranks = maingrad.init_process_group()
 torch.manual_seed(0)
 
 sources = sorted(Path(os.__file__).parent.glob("*.py"))  # the data: Python's standard library, as bytes
@@ -43,15 +42,14 @@ experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logi
 config = MixtralConfig(vocab_size=256, max_position_embeddings=LENGTH, num_key_value_heads=2, **sizes, **experts)
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)  # rotary frequencies stay in fp32
-convert_linears(model)  # weight gradients are written into the buckets
-overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-model = ddp.DistributedDataParallel(model, ddp.DistributedDataParallelConfig(use_distributed_optimizer=True, **overlap))
+model = maingrad.parallelize(model, "zero1")  # weight gradients are written into the buckets
 norms = {"params": lambda name, param: param.ndim < 2, "weight_decay": 0.0}
-optimizer = ddp.DistributedOptimizer(model, lr=1e-2, weight_decay=0.1, param_groups=[norms], max_grad_norm=1.0)
+adamw = {"lr": 1e-2, "weight_decay": 0.1, "param_groups": [norms], "max_grad_norm": 1.0}
+optimizer = maingrad.make_optimizer(model, torch.optim.AdamW, **adamw)
 schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS)
 
 try:
-    saved = ddp.load_checkpoint(args.folder, model, optimizer)
+    saved = maingrad.load_checkpoint(args.folder, model, optimizer)
     schedule.load_state_dict(saved["schedule"])
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
@@ -70,5 +68,6 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
     if rank == 0:
         print(f"step {step + 1} loss {means[0].item():.6f} balance {means[1].item() / 2:.3f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
-        ddp.save_checkpoint(args.folder, model, optimizer, extra={"step": step + 1, "schedule": schedule.state_dict()})
+        extra = {"step": step + 1, "schedule": schedule.state_dict()}
+        maingrad.save_checkpoint(args.folder, model, optimizer, extra=extra)
 dist.destroy_process_group()

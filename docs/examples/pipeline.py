@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from torch.nn import functional as F
 
-from maingrad import ddp
+import maingrad
 from maingrad.te_integration import LayerNormMLP, Linear
 from maingrad.te_integration.pipeline import PipelineStage
 
@@ -26,7 +26,7 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 args = parser.parse_args()
 STEPS, SAVE_EVERY, MICROBATCHES, ROWS, CONTEXT, WIDTH = 40, 10, 4, 64, 4, 64
 
-device, rank, ranks = ddp.init_process_group()
+device, rank, ranks = maingrad.init_process_group()
 mesh = init_device_mesh(device.type, (ranks // 2, 2), mesh_dim_names=("dp", "pp"))
 replica, replicas, place = mesh.get_local_rank("dp"), mesh.size(0), mesh.get_local_rank("pp")
 
@@ -44,16 +44,15 @@ def stage_module(index):
 
 indices, dp, pp = (place, 3 - place), mesh.get_group("dp"), mesh.get_group("pp")  # stages 0 and 3, or 1 and 2
 here = nn.ModuleList(stage_module(index) for index in indices)
-config = ddp.DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
-model = ddp.DistributedDataParallel(here, config, process_group=dp)  # both stages of this rank, over all replicas
+model = maingrad.parallelize(here, "zero1", mesh=dp, overlap_param_gather=False)  # both stages, over all replicas
 stages = [PipelineStage(*pair, 4, device, group=pp) for pair in zip(here, indices, strict=True)]
 schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, lambda y, to: F.cross_entropy(y.float(), to), scale_grads=False)
-optimizer = ddp.DistributedOptimizer(model, lr=1e-2, weight_decay=0.1)
+optimizer = maingrad.make_optimizer(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, cycle_momentum=False)
 
 path = args.folder / f"stages-of-rank-{place}"  # each rank of the pipeline has its own parameters
 try:
-    saved = ddp.load_checkpoint(path, model, optimizer)
+    saved = maingrad.load_checkpoint(path, model, optimizer)
     rate.load_state_dict(saved["rate"])
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
@@ -64,7 +63,7 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
     rows = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()]).long().to(device)
     losses = []
     schedule.step(*([rows[:, :-1].contiguous()] if place == 0 else []), target=rows[:, -1], losses=losses)
-    norm = ddp.clip_grad_norm(model, 1.0, pipeline_group=pp)  # by the norm over all stages
+    norm = maingrad.clip_grad_norm(model, 1.0, pipeline_group=pp)  # by the norm over all stages
     optimizer.step()
     rate.step()
     optimizer.zero_grad()
@@ -74,5 +73,5 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
         if rank == 0:
             print(f"step {step + 1} loss {mean.item():.6f} norm {norm.item():.4f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
-        ddp.save_checkpoint(path, model, optimizer, extra={"step": step + 1, "rate": rate.state_dict()})
+        maingrad.save_checkpoint(path, model, optimizer, extra={"step": step + 1, "rate": rate.state_dict()})
 dist.destroy_process_group()

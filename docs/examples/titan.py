@@ -14,11 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
-from maingrad import ddp
-from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
-from maingrad.te_integration import convert_linears
+import maingrad
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path, help="of the checkpoints")
@@ -26,7 +23,7 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 parser.add_argument("--replicas", type=int, default=1, help="of the model, each sharded over as many ranks")
 args = parser.parse_args()
 STEPS, SAVE_EVERY, SEQUENCES, LENGTH, WIDTH, HEADS = 40, 10, 8, 64, 64, 4
-device, rank, ranks = ddp.init_process_group()
+device, rank, ranks = maingrad.init_process_group()
 
 
 class Block(nn.Module):
@@ -38,19 +35,16 @@ class Block(nn.Module):
     def forward(self, x):
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(nn.functional.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
-        return x + checkpoint(self.mlp, x, use_reentrant=False)  # recomputed in backward
+        return x + self.mlp(x)
 
 
 torch.manual_seed(0)
 with torch.device("meta"):
     model = nn.Sequential(nn.Embedding(61, WIDTH), Block(), Block(), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 61))
-convert_linears(model)  # weight gradients are written into what is reduced
 mesh = init_device_mesh(device.type, (args.replicas, ranks // args.replicas), mesh_dim_names=("replica", "shard"))
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-for part in [*model, model]:  # from the inside out
-    if isinstance(part, Block):
-        part.compile(disable=device.type == "cpu")
-    fully_shard(part, mesh, "hsdp", policy, device=device)  # initialises it too
+blocks = {"units": Block, "recompute": True, "compile": device.type == "cuda"}
+dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+model = maingrad.parallelize(model, "hsdp", mesh=mesh, param_dtype=dtype, device=device, **blocks)  # initialises it too
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, cycle_momentum=False)
 parts = {}  # of a checkpoint

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Units", "add_recompute", "default_units", "find_units"]
+__all__ = ["Units", "add_recompute", "default_units", "find_units", "self_contained"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def _of_classes(model: nn.Module, classes: Sequence[type]) -> list[nn.Module]:
         if not any(isinstance(module, cls) for module in inside):
             names = sorted({type(module).__name__ for module in inside})
             raise ValueError(f"units: the model has no {cls.__name__} inside it; its classes are {', '.join(names)}")
-    return list(_self_contained(model, (module for module in inside if isinstance(module, tuple(classes)))))
+    return list(self_contained(model, (module for module in inside if isinstance(module, tuple(classes)))))
 
 
 def default_units(model: nn.Module) -> Iterator[nn.Module]:
@@ -78,10 +78,10 @@ def default_units(model: nn.Module) -> Iterator[nn.Module]:
         for member in child.children()
         if type(member).forward is not nn.Module.forward and any(True for _ in member.parameters())
     ]
-    yield from _self_contained(model, layers)
+    yield from self_contained(model, layers)
 
 
-def _self_contained(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+def self_contained(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Each of ``modules`` once, without those that share a parameter with modules of ``model`` outside of them."""
     everywhere = _count_places(model)
     for module in dict.fromkeys(modules):

@@ -28,7 +28,8 @@ def policy_of(model: nn.Module, param_dtype: torch.dtype | None) -> MixedPrecisi
     if len(dtypes) > 1:
         raise ValueError(
             f"parameters have dtypes {', '.join(sorted(map(str, dtypes)))}, and trained ones in half precision would "
-            f'have no fp32 masters: say param_dtype, in which all of them are used, or use "zero1", which has masters'
+            f"have no fp32 masters: say param_dtype (bf16=True in TrainingArguments), in which all of them are used, "
+            f'or use "zero1", which has masters'
         )
     return MixedPrecisionPolicy(param_dtype=half.pop())
 

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ...ddp.collectives.world import Ranks
-from ...fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from ...fsdp import FSDPModule, MixedPrecisionPolicy, Placements, fully_shard
 from ...te_integration import convert_linears
 from .blocks import Units, add_recompute, find_units
 from .dtypes import compute_in, policy_of, store_in_fp32
 
-__all__ = ["parallelize"]
+__all__ = ["parallelize", "shard_units"]
 
 _WRAPPED, _SHARDED = ("ddp", "zero1"), ("zero2", "zero3", "hsdp")
 _FIELDS = frozenset(field.name for field in dataclasses.fields(DistributedDataParallelConfig))
@@ -125,7 +125,7 @@ def parallelize(
         for unit in found:
             unit.compile(**(compile if isinstance(compile, Mapping) else {}))
     if policy is not None:
-        return _shard(model, found, parallel, mesh, policy, options)
+        return shard_units(model, found, parallel, mesh, policy, options)
     if param_dtype is not None:
         compute_in(model, param_dtype)
     arguments = {name: value for name, value in options.items() if name in _WRAPPER_OPTIONS}
@@ -144,15 +144,18 @@ def _config_of(parallel: str, options: Mapping[str, Any]) -> DistributedDataPara
     return DistributedDataParallelConfig(**{**defaults, **fields, "use_distributed_optimizer": zero1})
 
 
-def _shard(
+def shard_units(
     model: nn.Module,
     units: Sequence[nn.Module],
-    parallel: str,
+    placements: str | Placements,
     mesh: Ranks,
     policy: MixedPrecisionPolicy,
     options: Mapping[str, Any],
 ) -> FSDPModule:
-    """Make units of the blocks, the inner ones first, and of the whole model."""
+    """Make units of the blocks, the inner ones first, and of the whole model.
+
+    options  arguments of ``fully_shard``. Without a ``mixed_precision`` in it, trained parameters are stored in fp32
+    """
     given = {**options, "mixed_precision": policy}
     only_of_units, only_of_model = {"reshard_after_forward"}, {"copy_engine_gather"}
     ignored = {id(param) for param in options.get("ignored_params", ())}
@@ -160,7 +163,7 @@ def _shard(
         left_out = only_of_units if module is model else only_of_model
         if options.get("mixed_precision") is None:
             store_in_fp32(module, ignored)  # one unit at a time: the others' memory is that of their shards already
-        fully_shard(module, mesh, parallel, **{key: value for key, value in given.items() if key not in left_out})
+        fully_shard(module, mesh, placements, **{key: value for key, value in given.items() if key not in left_out})
     assert isinstance(model, FSDPModule), "fully_shard has made it one"
     return model
 

@@ -261,10 +261,10 @@ class _Trainer:
                         drain_modules(self.module)
             own = self._own_loss(loss.detach())
             total += own if weights is None else own * weights[microbatch]
-        wrapped.finish_grad_sync()
+        wrapped.model.finish_grad_sync()  # here, because reports count the next phase as computation
         with recorder.phase(OPTIMIZER_PHASE):
             wrapped.step()
-        wrapped.clear_grads()
+        wrapped.optimizer.zero_grad()
         return total / num_microbatches if weights is None else total
 
     def _is_validated_here(self) -> bool:

@@ -61,10 +61,6 @@ class Wrapped(abc.ABC):
         """Context of every microbatch but the last."""
         return self.model.no_sync()
 
-    def finish_grad_sync(self) -> None:
-        """Call this after the last backward: launches remaining reductions, and waits for all."""
-        self.model.finish_grad_sync()
-
     def record_timeline(self) -> AbstractContextManager[Timeline]:
         """Record a timeline of computation and communication."""
         return self.model.record_timeline()
@@ -72,10 +68,6 @@ class Wrapped(abc.ABC):
     @abc.abstractmethod
     def step(self) -> None:
         """Clip gradients and update parameters."""
-
-    @abc.abstractmethod
-    def clear_grads(self) -> None:
-        """Begin a new iteration."""
 
     @abc.abstractmethod
     def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -141,9 +133,6 @@ class _InWrapper(Wrapped):
 
     def step(self) -> None:
         self.optimizer.step()
-
-    def clear_grads(self) -> None:
-        self.model.zero_grad_buffer()
 
     def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         return GraphedTrainingStep(iteration, self.model, self.optimizer)
@@ -238,9 +227,6 @@ class _FullySharded(Wrapped):
         if self._max_grad_norm is not None:
             self._grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.optimizer.step()
-
-    def clear_grads(self) -> None:
-        self.optimizer.zero_grad()
 
     def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         def train_step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:

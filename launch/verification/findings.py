@@ -60,7 +60,7 @@ REMEDIES: dict[Cause, str] = {
     Cause.STATE: "make forward independent of earlier calls, or keep the state in a buffer that changes once a step",
     Cause.RANK: "let all ranks compute the same function of their rows; what a rank must know goes into the batch. A "
     "loss over gathered rows is that of the whole batch with num_microbatches=1 alone",
-    Cause.HOOK: "clip and scale reduced gradients (after finish_grad_sync), not those of one microbatch in backward",
+    Cause.HOOK: "clip and scale .grad after the last backward, not the gradient of one microbatch in a hook",
     Cause.BATCH_STATISTICS: "use GroupNorm or LayerNorm, or statistics over all ranks (SyncBatchNorm); or accept that "
     "each microbatch has its own: accept=['batch_statistics']",
     Cause.MIXED_ROWS: "let each row's loss depend on this row alone, gather over ranks what a row needs of others, or "

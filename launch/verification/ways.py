@@ -161,7 +161,6 @@ def _wrap(module: nn.Module, way: Way, setting: Setting) -> _Wrapped:
             norm = float(optimizer.grad_norm)
         else:
             norm = float(clip_grad_norm(model, _NO_CLIPPING))
-            model.expose_grads()
             optimizer.step()
         return grads, norm, [Piece(name, 0, _flat(param)) for name, param in module.named_parameters()]
 

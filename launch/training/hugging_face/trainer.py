@@ -21,13 +21,14 @@ from ....ddp import (
 )
 from ....fsdp import FSDPModule
 from ....te_integration import convert_linears
+from ...parallelizing.dtypes import policy_of
+from ...parallelizing.parallelize import parallelize
 from .accelerator import ModelLeavingAccelerator
 from .refused import check_accelerator, check_arguments, check_model, check_optimizer, check_options
 from .whole import read_as_whole
 from .wrapping import (
     config_of,
     group_weight_decay,
-    policy_of,
     shard,
     share_buffers,
     unit_names,
@@ -131,16 +132,18 @@ class Trainer(transformers.Trainer):
             if not isinstance(self.model, FSDPModule):
                 self._check_no_optimizer()
                 self._num_counted_params = self._count_params()
-                policy = policy_of(self.model, bf16=self.args.bf16)
+                dtype = torch.bfloat16 if self.args.bf16 else None
+                policy = self.fsdp_options.get("mixed_precision") or policy_of(self.model, dtype)
                 units = unit_names(self.model, self.fsdp_units)
-                self._fuse()
+                if self.fuse_linears:
+                    convert_linears(self.model)
                 self.model = shard(self.model, units, self.fsdp_options, policy)
             self.model_wrapped = self.model
         elif self.model_wrapped is self.model:
             self._check_no_optimizer()
-            self._fuse()
-            config = self.ddp_config or config_of(self.args, self.parallel)
-            self.model_wrapped = DistributedDataParallel(self.accelerator.prepare_model(self.model), config)
+            options = config_of(self.args) if self.ddp_config is None else {"config": self.ddp_config}
+            prepared = self.accelerator.prepare_model(self.model)
+            self.model_wrapped = parallelize(prepared, self.parallel, units=(), fuse=self.fuse_linears, **options)
 
     def _check_no_optimizer(self) -> None:
         """Raise ``ValueError`` where a program or a ``create_optimizer`` of its own has made one too early."""
@@ -161,10 +164,6 @@ class Trainer(transformers.Trainer):
         """The model that trains, wrapped now unless it is: for a ``create_optimizer`` of your own. Collective."""
         self._wrap_for_training()
         return self.model_wrapped
-
-    def _fuse(self) -> None:
-        if self.fuse_linears:
-            convert_linears(self.model)
 
     def _optimizer_class(self) -> tuple[Any, dict[str, Any]]:
         cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)

@@ -1,7 +1,6 @@
 """A Hugging Face model under maingrad's wrappers, with the configuration that ``TrainingArguments`` ask for."""
 
 import types
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
-from ....ddp import DistributedDataParallelConfig, DistributedOptimizer
-from ....fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from ....ddp import DistributedOptimizer
+from ....fsdp import FSDPModule, MixedPrecisionPolicy
+from ...parallelizing.blocks import self_contained
+from ...parallelizing.parallelize import shard_units
 
 __all__ = [
     "config_of",
     "group_weight_decay",
-    "policy_of",
     "shard",
     "share_buffers",
     "unit_names",
@@ -28,16 +28,13 @@ __all__ = [
 _BYTES_OF_A_GRADIENT = 4
 
 
-def config_of(args: TrainingArguments, parallel: str) -> DistributedDataParallelConfig:
-    """The wrapper's configuration, where the user gives none: everything that can overlap does."""
-    zero1, megabytes = parallel == "zero1", args.ddp_bucket_cap_mb
-    return DistributedDataParallelConfig(
-        use_distributed_optimizer=zero1,
-        overlap_grad_reduce=True,
-        overlap_param_gather=zero1,
-        find_unused_parameters=bool(args.ddp_find_unused_parameters),
-        bucket_size=None if megabytes is None else int(megabytes * 2**20) // _BYTES_OF_A_GRADIENT,
-    )
+def config_of(args: TrainingArguments) -> dict[str, Any]:
+    """Options of ``parallelize``, where the user gives no configuration of the wrapper."""
+    megabytes = args.ddp_bucket_cap_mb
+    return {
+        "find_unused_parameters": bool(args.ddp_find_unused_parameters),
+        "bucket_size": None if megabytes is None else int(megabytes * 2**20) // _BYTES_OF_A_GRADIENT,
+    }
 
 
 def group_weight_decay(
@@ -70,28 +67,6 @@ def unit_names(model: nn.Module, given: Sequence[str] | None) -> frozenset[str]:
     return names & found
 
 
-def policy_of(model: nn.Module, *, bf16: bool) -> MixedPrecisionPolicy:
-    """The policy of every unit. A half-precision model becomes fp32: shards are masters. It computes as before.
-
-    Raises ``ValueError`` where only some parameters are in half precision.
-    """
-    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
-    trained = {param.dtype for param in model.parameters() if param.requires_grad}
-    half = trained & {torch.bfloat16, torch.float16}
-    if not half:
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"parameters have dtypes {sorted(map(str, dtypes))}, and trained ones in half precision would have no fp32 "
-            f'masters: load the model in fp32 and set bf16=True, or use parallel="zero1", which has masters'
-        )
-    (dtype,) = half
-    if bf16 and dtype is not torch.bfloat16:
-        raise ValueError(f"the model is {dtype} and bf16=True: load it in fp32 or bf16")
-    model.float()
-    return MixedPrecisionPolicy(param_dtype=dtype)
-
-
 def shard(
     model: nn.Module, names: Collection[str], options: Mapping[str, Any], policy: MixedPrecisionPolicy
 ) -> FSDPModule:
@@ -99,16 +74,12 @@ def shard(
 
     Output embeddings stay in the outermost unit if a program has replaced the forward around them.
     """
-    options = {"mixed_precision": policy, **options}
     units = [module for module in model.modules() if module is not model and type(module).__name__ in names]
     units += [end for end in _ends(model) if not any(end in unit.modules() for unit in units)]
-    everywhere = _count_places(model)
-    for module in reversed(units):
-        # A parameter that is tied to one elsewhere stays in the outermost unit, which has both inside.
-        inside = {} if isinstance(module, FSDPModule) else _count_places(module)
-        if inside and all(everywhere[key] == count for key, count in inside.items()):
-            fully_shard(module, **options)
-    fully_shard(model, **options)
+    # A parameter that is tied to one elsewhere stays in the outermost unit, which has both inside.
+    inside = [*self_contained(model, (unit for unit in units if not isinstance(unit, FSDPModule)))]
+    others = {key: value for key, value in options.items() if key not in ("placements", "mesh", "mixed_precision")}
+    shard_units(model, inside, options.get("placements", "zero3"), options.get("mesh"), policy, others)
     for module in model.modules():
         # transformers asks for it before a loop whose length depends on data, such as ``generate``: all ranks then run
         # as many forwards as the longest one needs, because each forward gathers.
@@ -135,11 +106,6 @@ def _modules_around(model: nn.Module, inner: Any) -> Iterator[nn.Module]:
     for module in model.modules():
         if module is not inner and any(inside is inner for inside in module.modules()):
             yield module
-
-
-def _count_places(module: nn.Module) -> Mapping[int, int]:
-    """In how many places of ``module`` each parameter is registered."""
-    return Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
 
 
 def _generate(model: Any, *args: Any, **options: Any) -> Any:

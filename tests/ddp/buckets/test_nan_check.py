@@ -154,7 +154,7 @@ def test_bad_gradients_are_named_on_all_ranks_and_leave_no_trace(
             f"was reduced in {bucket}: the first of "
         )
         assert ("the first of 1 such" in message) == (layer == "first"), "the delayed one is nobody else's trouble"
-        assert message.endswith("call zero_grad_buffer() to go on without this iteration")
+        assert message.endswith("call model.zero_grad() to go on without this iteration")
 
 
 # ---- Real processes. ----

@@ -266,7 +266,7 @@ def after_a_forward_that_raised(
 
 
 def after_a_step_that_raised(ddp: DistributedDataParallel, optimizer: DistributedOptimizer, dtype: torch.dtype) -> None:
-    with pytest.raises(RuntimeError, match=r"before finish_grad_sync\(\)"):
+    with pytest.raises(RuntimeError, match=r"step\(\) before a backward"):
         optimizer.step()
     backward(ddp, 0, dtype)
     name = optimizer.param_groups[0]

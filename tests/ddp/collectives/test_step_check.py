@@ -121,7 +121,58 @@ def test_ranks_that_skip_different_batches(how: str, kind: str) -> None:
         assert 2 not in done, "before the update with mixed gradients"
 
 
+def reduces_twice(job: Job, *, twice: bool, reads: bool, step: int) -> None:
+    job.loss(step).backward()
+    if reads:
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+    if twice:
+        job.loss(100 + step).backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
+def each_reduces_twice_in_another_step(kind: str, reads: bool, clips: bool) -> tuple[str, list[int]]:
+    """All ranks reduce equally often in the end."""
+    job, done = Job(kind), []
+    if clips and kind == "zero1":
+        job.optimizer.max_grad_norm = 1.0
+
+    def run() -> None:
+        for step in range(4):
+            reduces_twice(job, twice=step == 1 + dist.get_rank(), reads=reads, step=step)
+            done.append(step)
+
+    found = refusal(run)
+    if not reads:  # no gradients were mixed: ranks give the iteration up, and train on
+        job.model.abandon_iteration()
+        for step in range(2):
+            reduces_twice(job, twice=step == 1, reads=False, step=step)
+        mine = torch.cat([param.detach().flatten() for param in job.model.parameters()])
+        dist.all_reduce(both := mine.clone())
+        assert torch.equal(both, 2 * mine)
+    return found, done
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_ranks_that_reduce_in_different_backwards(kind: str, clips: bool) -> None:
+    (first, done), (second, _) = simulate(each_reduces_twice_in_another_step, 2, kind, False, clips)
+    assert first == second
+    assert "different numbers of backwards outside no_sync() in iteration 2: at least 2 on rank 0, 1 on rank 1" in first
+    assert done == [0], "before gradients are mixed"
+
+
+def test_a_second_backward_after_a_read_on_one_rank() -> None:
+    """The read's comparison knows of no second backward: the next one tells."""
+    for found, _ in simulate(each_reduces_twice_in_another_step, 2, "ddp, overlapped", True, False):
+        assert "numbers of backwards outside no_sync() in iteration" in found
+        assert "at least 2 on rank 0, 1 on rank 1" in found
+
+
 def test_over_gloo() -> None:
+    (first, _), (second, _) = run_ranks(each_reduces_twice_in_another_step, 2, "zero1", False, False)
+    assert first == second
+    assert "at least 2 on rank 0, 1 on rank 1" in first
     for how in ("after the forward", "the update"):
         (first, _), (second, _) = run_ranks(each_skips_another_batch, 2, "ddp", how)
         assert first == second
@@ -199,6 +250,15 @@ def evaluations_on_one_rank(job: Job) -> Iterator[None]:
         yield
 
 
+def two_losses(job: Job) -> Iterator[None]:
+    for step in range(3):
+        job.loss(step).backward()
+        if step == 1:
+            next(job.model.parameters()).grad.norm()  # type: ignore[union-attr]
+        job.loss(10 + step).backward()
+        yield
+
+
 def a_batch_that_one_rank_could_not_load(job: Job) -> Iterator[None]:
     """All ranks hear of it, and give the iteration up."""
     for step in range(3):
@@ -245,6 +305,7 @@ RIGHT = [
     microbatches_without_a_loss,
     no_batch_at_all,
     evaluations_on_one_rank,
+    two_losses,
     a_batch_that_one_rank_could_not_load,
     all_skip_alike,
     parameters_copied_from_the_first_rank,
@@ -304,4 +365,4 @@ def test_a_world_of_one_compares_nothing() -> None:
         simulate(on_each_rank, size, schedule=schedule)
         launched[size] = [event for _, event in schedule if event.startswith("launch all_reduce MAX int64")]
     assert launched[1] == []
-    assert len(launched[2]) == 2 * 2
+    assert len(launched[2]) == 2 * 2, "one for each reduction"

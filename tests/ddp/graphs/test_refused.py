@@ -160,7 +160,7 @@ def test_part_of_an_iteration() -> None:
         job.optimizer.step()
         return loss
 
-    with pytest.raises(RuntimeError, match=r"let zero_grad_buffer\(\) be its last call"):
+    with pytest.raises(RuntimeError, match=r"let zero_grad\(\) be its last call"):
         GraphedTrainingStep(forgets, job.model, job.optimizer)(torch.ones(2, 4))
 
 

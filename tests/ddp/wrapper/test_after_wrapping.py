@@ -75,7 +75,7 @@ def test_a_model_that_stays_frozen_is_not_reduced() -> None:
     ddp = wrap(make_model())
     ddp.requires_grad_(False)
     ddp(make_batches(1)[0])
-    with pytest.raises(RuntimeError, match=r"parameter '3.weight' was frozen .* unfreeze them before finish_grad_sync"):
+    with pytest.raises(RuntimeError, match=r"parameter '3.weight' was frozen .* unfreeze them before the step"):
         ddp.finish_grad_sync()
     ddp.requires_grad_(True)
     ddp.zero_grad_buffer()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from foreign import ForeignProvider
 from gloo import run_ranks
-from loops import FEATURES, ddp_backward, loss_of, make_batches, make_model, wrap
+from loops import FEATURES, assert_same, ddp_backward, loss_of, make_batches, make_model, weights, wrap
 from torch import Tensor, nn
 
 from maingrad.ddp import (
@@ -234,7 +234,7 @@ def test_settings_that_differ_between_ranks_are_refused_on_every_rank() -> None:
 def test_finish_grad_sync_twice_is_refused(overlap: bool) -> None:
     ddp = wrap(make_model(), overlap_grad_reduce=overlap)
     ddp_backward(ddp, make_batches(2))
-    with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\) was called twice .* call zero_grad_buffer\(\)"):
+    with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\) was called twice .* call model\.zero_grad\(\)"):
         ddp.finish_grad_sync()
     ddp.zero_grad_buffer()
     ddp_backward(ddp, make_batches(2))
@@ -271,6 +271,42 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         DistributedOptimizer(ddp, lr=-1)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("before", [False, True], ids=["hook after wrapping", "hook before wrapping"])
+@pytest.mark.parametrize("again", [False, True], ids=["first backward", "second backward"])
+def test_an_optimizer_steps_after_the_backward_and_not_in_its_hooks(sharded: bool, before: bool, again: bool) -> None:
+    model, twin = make_model(), wrap(make_model())
+    optimizers: list[torch.optim.Optimizer] = []
+    handles: list[Any] = []
+
+    def step(_: Tensor) -> None:
+        for each in optimizers:
+            each.step()
+
+    def step_in_hooks() -> None:
+        handles.extend(param.register_post_accumulate_grad_hook(step) for param in model.parameters())
+
+    if before:
+        step_in_hooks()
+    ddp = wrap(model, use_distributed_optimizer=sharded)
+    optimizer = DistributedOptimizer(ddp) if sharded else torch.optim.AdamW(ddp.parameters())
+    if again:
+        loss_of(ddp, make_batches(1)[0]).backward()
+    if not before:
+        step_in_hooks()
+    optimizers.append(optimizer)
+    with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) in a hook.*after the backward.*fully_shard"):
+        loss_of(ddp, make_batches(1)[0]).backward()
+    assert_same(weights(ddp), weights(twin))
+    for handle in handles:
+        handle.remove()
+    optimizer.zero_grad()
+    for net, steps in ((ddp, optimizer), (twin, torch.optim.AdamW(twin.parameters()))):
+        loss_of(net, make_batches(1)[0]).backward()
+        steps.step()
+    torch.testing.assert_close(weights(ddp), weights(twin))
 
 
 # ---- A fused layer's accumulator. ----

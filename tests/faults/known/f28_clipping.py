@@ -150,8 +150,12 @@ FAULTS = [
     Fault(
         "28l-memory-that-the-program-gives-is-lost",
         sentence="`param.grad.data = ...` gives a reduced gradient other memory, which the step does not read.",
-        tests=["tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-with_other_memory-before_clip]"],
-        quick=["tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-with_other_memory-before_clip]"],
+        tests=[
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-with_other_memory-before_clip]"
+        ],
+        quick=[
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-with_other_memory-before_clip]"
+        ],
         changes=[
             Change(
                 "maingrad.ddp.stock.shown_params",
@@ -164,8 +168,12 @@ FAULTS = [
     Fault(
         "28m-results-have-the-shards-shape",
         sentence="Element-wise results of a sharded gradient are flat under ZeRO-1, and torch refuses them as `.grad`.",
-        tests=["tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[zero1-replaced-before_clip]"],
-        quick=["tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[zero1-replaced-before_clip]"],
+        tests=[
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[zero1-replaced-before_clip]"
+        ],
+        quick=[
+            "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[zero1-replaced-before_clip]"
+        ],
         changes=[
             Change(
                 "maingrad.ddp.stock.shown_grad",

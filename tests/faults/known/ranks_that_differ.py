@@ -79,8 +79,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.step_check",
                 "StepCheck.read",
-                "if updates or (left and not used):",
-                "if updates or left:",
+                "left and not used",
+                "left",
             ),
         ],
     ),
@@ -107,6 +107,19 @@ FAULTS = [
                 "StepCheck._new_log",
                 "self._over.get(id(group), group)",
                 "group",
+            ),
+        ],
+    ),
+    Fault(
+        "47i-how-often-ranks-reduce-is-not-compared",
+        sentence="One rank runs a second backward outside no_sync(): it reduces once more than the others, and reductions of different backwards are mixed.",
+        tests=["tests/ddp/collectives/test_step_check.py::test_ranks_that_reduce_in_different_backwards"],
+        changes=[
+            Change(
+                "maingrad.ddp.collectives.step_check",
+                "StepCheck.start",
+                "self._reductions + again]",
+                "1]",
             ),
         ],
     ),

@@ -45,9 +45,9 @@ def train_two_steps(config: Config) -> Held:
                 with wrapped.no_sync():
                     _forward_and_backward(wrapped, tokens)
             _forward_and_backward(wrapped, tokens)
-        wrapped.finish_grad_sync()
+        wrapped.model.finish_grad_sync()
         wrapped.step()
-        wrapped.clear_grads()
+        wrapped.optimizer.zero_grad()
     root = root_of(wrapped.model)
     instances = [bucket._instance for bucket in root.buckets if bucket._instance is not None]
     return Held(
