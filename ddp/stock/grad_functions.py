@@ -98,7 +98,7 @@ def _part(operand: Tensor, like: Any) -> Tensor | None:
     fits = operand.ndim <= len(shape) and all(size in (1, whole) for size, whole in sizes)
     if operand.shape == like.shape and not (fits and like.shard.flat):
         return operand
-    return like.shard.cut(operand.expand(shape)).view(like.shape) if fits else None  # type: ignore[no-any-return]
+    return like.shard.cut(operand.expand(shape)).view(like.shape) if fits else None
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
