@@ -83,7 +83,7 @@ class Readiness:
         self._passed.clear()
         self.trained.clear()
         self._unused = None
-        self._checked = False
+        self._checked = self._counts = False  # a backward that raised has not told its end
         self._outer_task = None
 
     @property

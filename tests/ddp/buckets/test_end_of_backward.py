@@ -135,3 +135,38 @@ def test_a_gradient_by_hand_of_what_no_backward_reaches_is_refused(overlap: bool
     with pytest.raises(RuntimeError, match=r"'branches.1.weight' was put into .grad by hand.*maingrad.ddp.add_grad"):
         optimizer.step()
     assert torch.equal(net.branches[1].weight.grad, torch.ones(7, 7, dtype=torch.float64))
+
+
+class _FailsOnce(torch.autograd.Function):
+    """Raises in the first backward, behind which the layer above has its gradient already."""
+
+    failed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        if not _FailsOnce.failed:
+            _FailsOnce.failed = True
+            raise RuntimeError("the first backward fails")
+        return grad
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_after_a_backward_that_failed_a_module_that_is_called_directly_shows_its_gradients(sharded: bool) -> None:
+    """``model.compute_loss(x)`` is a method of the wrapped module, which calls the module and not its wrapper."""
+    _FailsOnce.failed = False
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=True)
+    model = DistributedDataParallel(net, config)
+    with pytest.raises(RuntimeError, match="the first backward fails"):
+        net[1](_FailsOnce.apply(model.module[0](torch.ones(2, 3)))).sum().backward()
+    model.zero_grad()
+    net(torch.ones(2, 3)).sum().backward()
+    expected = copy.deepcopy(net)
+    expected(torch.ones(2, 3)).sum().backward()
+    for param, other in zip(net.parameters(), expected.parameters(), strict=True):
+        assert param.grad is not None and other.grad is not None
+        torch.testing.assert_close(param.grad.norm(), other.grad.norm())

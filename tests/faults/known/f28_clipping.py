@@ -183,4 +183,19 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "28n-a-failed-backward-counts-on",
+        sentence="A backward that raised is taken for under way after zero_grad(), and .grad stays None after the next one.",
+        tests=[
+            "tests/ddp/buckets/test_end_of_backward.py::test_after_a_backward_that_failed_a_module_that_is_called_directly_shows_its_gradients",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.buckets.readiness",
+                "Readiness.reset",
+                "self._checked = self._counts = False",
+                "self._checked = False",
+            ),
+        ],
+    ),
 ]
