@@ -14,6 +14,12 @@ FAULTS = [
                 "while self._next < len(self._buckets):",
                 "while self._next < len(self._buckets) and self._buckets[self._next].phase is Phase.READY:",
             ),
+            Change(
+                "maingrad.ddp.buckets.launcher",
+                "BucketLauncher._is_ready",
+                "bucket.phase is Phase.READY or (self._all_came",
+                "bucket.phase is Phase.READY or (False",
+            ),
         ],
     ),
     Fault(
