@@ -16,7 +16,7 @@ from ..buckets.nan_check import unscale
 from ..collectives.agreement import alike
 from ..collectives.streams import is_capturing
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
-from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
+from ..stock.skipped_steps import prepare_skippable_step
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, check_storage, layout_key, shard_of_how_many
@@ -211,7 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         vars(self).pop("found_inf", None)
 
     def settle(self) -> None:
-        """Prepare masters and state for reading or writing: wait for gathers, and for values that only the device has.
+        """Prepare masters and state for reading or writing: wait for gathers.
 
         Raises ``RuntimeError`` where another ``DistributedOptimizer`` has replaced this one.
         """
@@ -219,7 +219,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._adopt_assigned()
         self.finish_param_sync()
         check_storage(self.slices, self._addresses)
-        settle_first_step(self._inner)
 
     @torch.no_grad()
     def mark_loaded(self, *, whole: bool = False) -> None:

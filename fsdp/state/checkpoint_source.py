@@ -26,7 +26,6 @@ from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.world import own_rank
 from ...ddp.plan.owned_params import buffers_of_experts
 from ...ddp.plan.ranges import Range
-from ...ddp.stock.skipped_steps import settle_first_step
 from ..tensors.parameter import ShardedParameter
 from ..unit.bucket import ShardedPair
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
@@ -103,7 +102,6 @@ class ShardedSource:
         checked = _checked(optimizer, tensors.parameters)
         if checked is not None:
             translate_state_dicts(checked)  # state that was loaded in DTensors becomes shards
-            settle_first_step(checked)
         state: Mapping[Any, Any] = {} if checked is None else checked.state
         groups = {} if checked is None else _groups_of(checked)
         # A frozen parameter without state counts as in no group.

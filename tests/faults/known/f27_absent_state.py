@@ -32,7 +32,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.stock.skipped_steps",
                 "prepare_skippable_step",
-                "if made:",
+                "if found_inf.item():",
                 "if False:",
             ),
         ],
