@@ -41,6 +41,7 @@ from .unit_checks import (
     note_ignored,
     own_modules,
     own_params,
+    policy_of,
     row_of,
 )
 
@@ -126,9 +127,7 @@ def fully_shard(
     Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
     Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
-    if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
-        raise TypeError(f"mixed_precision is a maingrad.fsdp.MixedPrecisionPolicy, got {mixed_precision!r}")
-    policy, when = mixed_precision or MixedPrecisionPolicy(), (reshard_after_forward, reduce_every_microbatch)
+    policy, when = policy_of(mixed_precision), (reshard_after_forward, reduce_every_microbatch)
     ignored = {id(param) for param in ignored_params}
     failures = FailureReporter()
     grid = make_grid(mesh, option="mesh")

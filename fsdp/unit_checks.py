@@ -22,6 +22,7 @@ from ..ddp.wrapper.comparison import compare_between_ranks
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
+from .unit.mixed_precision import MixedPrecisionPolicy
 
 __all__ = [
     "check_module",
@@ -33,8 +34,16 @@ __all__ = [
     "note_ignored",
     "own_modules",
     "own_params",
+    "policy_of",
     "row_of",
 ]
+
+
+def policy_of(mixed_precision: object) -> MixedPrecisionPolicy:
+    """The policy, or the default one. Raises ``TypeError`` for any other object, such as FSDP2's policy."""
+    if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
+        raise TypeError(f"mixed_precision is a maingrad.fsdp.MixedPrecisionPolicy, got {mixed_precision!r}")
+    return mixed_precision or MixedPrecisionPolicy()
 
 
 def row_of(placements: str | Placements) -> Placements:

@@ -411,6 +411,7 @@ def skips_nan(name: str, config: dict[str, Any], max_norm: float | None, bad: in
         optimizer.step()
         optimizer.zero_grad()
     optimizer.finish_param_sync()
+    assert optimizer.num_skipped_steps is not None
     return [param.detach().clone() for param in ddp.parameters()], optimizer.num_skipped_steps.item()
 
 

@@ -64,4 +64,4 @@ def tokens_are_missing() -> str:
 
 
 def test_started_alone_says_that_tokens_are_missing() -> None:
-    assert "finish_grad_sync(num_tokens)" in tokens_are_missing()
+    assert "set_num_tokens" in tokens_are_missing()

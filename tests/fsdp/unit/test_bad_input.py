@@ -489,7 +489,7 @@ def test_modules_without_a_forward(make: Callable[[], nn.Module]) -> None:
 
 
 def test_what_is_no_module() -> None:
-    with pytest.raises(TypeError, match=r"fully_shard takes an nn.Module, got function"):
+    with pytest.raises(TypeError, match=r"fully_shard takes one nn.Module, got function"):
         fully_shard(test_what_is_no_module)
 
 
