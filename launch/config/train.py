@@ -49,7 +49,7 @@ class TrainConfig:
     """How the operands of linear layers are quantised (``docs/recipes.md``). Needs ``model.param_dtype = "bfloat16"``,
     and does not go with ``compile``. A router in fp32 stays in fp32, and a warning says so."""
     emulate_recipe: bool = False
-    """On a GPU, where no recipe has kernels yet: quantise, and multiply in fp32."""
+    """On a GPU without kernels for the recipe: quantise, and multiply in fp32. On a CPU this is always so."""
     recompute: Literal["none", "blocks", "attention", "operators"] = "none"
     """Which activations backward computes again instead of keeping them (``docs/training.md``). ``blocks``: all of a
     block. ``attention``: the attention of a block. ``operators``: of a block all but the results of matrix products and
