@@ -15,7 +15,7 @@ from .iteration.root import Root
 from .norm_ranks import ranks_of_norms
 from .state.checkpoint_source import ShardedSource
 from .unit.forwards import BackwardHooks
-from .unit.surroundings import refuse_torch_ddp
+from .unit.surroundings import check_no_transform, refuse_torch_ddp
 from .unit.unit import Unit
 
 __all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
@@ -258,6 +258,7 @@ def _failed(module: FSDPModule) -> None:
 
 def _become_root(module: FSDPModule) -> Root:
     """Make the module the outermost unit, at its first forward or at a method about the whole model. Collective."""
+    check_no_transform(type(module).__name__)
     names = {id(inner): name for name, inner in module.named_modules()}
     inside = _sharded_inside(module)
     everyone = ranks_of_norms([unit_of(inner) for inner in inside])

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import UninitializedParameter
 
 from ..ddp.collectives.in_flight import device_types_of
 from ..ddp.collectives.placements import PLACEMENTS, Placement, Placements
@@ -16,7 +15,7 @@ from ..ddp.collectives.rank_grid import RankGrid
 from ..ddp.collectives.world import Ranks
 from ..ddp.contract.main_grad import check_unattached
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam, find_owned_params
+from ..ddp.plan.owned_params import OwnedParam, check_shapes, find_owned_params
 from ..ddp.torch_internals import is_hooked
 from ..ddp.wrapper.comparison import compare_between_ranks
 from .module import FSDPModule, unit_of
@@ -99,6 +98,7 @@ def check_module(module: nn.Module) -> None:
             f"fully_shard takes one nn.Module, got {type(module).__name__}: call it on each module, or make one module "
             f"that contains them where they are to be gathered together"
         )
+    check_shapes(module, "fully_shard")
     if isinstance(module, FSDPModule):
         raise ValueError(f"{unit_of(module).label} ({type(module).__name__}) is fully sharded already")
     for name, inside in module.named_modules():
@@ -185,8 +185,6 @@ def check_params(owned: Iterable[OwnedParam]) -> None:
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, UninitializedParameter):
-        raise ValueError(f"parameter '{name}' has no shape yet: run a forward of the lazy module before fully_shard")
     if hasattr(param, "to_local"):
         raise ValueError(
             f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism): shard a "

@@ -17,7 +17,6 @@ from ..kernels.compat import TESTED_TORCH, on_first_use, private_name, raise_whe
 __all__ = [
     "Opaque",
     "PipelineStep",
-    "are_transforms_active",
     "current_autograd_node",
     "have_inputs_require_grad",
     "is_compiled_autograd_on",
@@ -25,13 +24,6 @@ __all__ = [
     "running_pipeline_step",
     "watch_prehooks",
 ]
-
-are_transforms_active: Callable[[], bool] = private_name(
-    "torch._C._are_functorch_transforms_active",
-    loss="torch.func's transforms stop at fused layers instead of taking their plain form",
-    fallback=lambda: False,
-)
-"""Whether a ``torch.func`` transform runs in this thread. torch's public test needs a transformed tensor."""
 
 _GRAPH_BREAKS = "each fused layer under torch.compile is a graph break, which is slower, and fullgraph=True is refused"
 

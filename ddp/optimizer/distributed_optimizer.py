@@ -19,6 +19,7 @@ from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
+from .around_optimizer import AroundOptimizer
 from .fit import check_fits, check_storage, layout_key, shard_of_how_many
 from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
@@ -30,7 +31,7 @@ from .step_order import step_order
 __all__ = ["DistributedOptimizer"]
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(AroundOptimizer):
     """A torch optimizer over the buckets of a ``DistributedDataParallel`` model, on fp32 masters.
 
     With ``use_distributed_optimizer=True`` each rank keeps masters and moments of its shard only (ZeRO stage 1,
@@ -287,23 +288,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for flat, master in zip(self._flats, state_dict["masters"], strict=True):
             flat.master.copy_(master)
         self.mark_loaded()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: only the constructor makes groups."""
-        if vars(self).get("_sealed"):
-            raise RuntimeError(
-                "DistributedOptimizer updates every parameter of its model and takes no further group: give the "
-                "constructor param_groups"
-            )
-        super().add_param_group(param_group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "DistributedOptimizer is tied to its model's buckets and is not copied or pickled; use state_dict()"
-        )
-
-    _step_supports_amp_scaling = True
-    """A scaler leaves unscaling and skipping to ``step``: it sets ``grad_scale`` and ``found_inf``."""
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:

@@ -1,10 +1,11 @@
 """A model's parameters and buffers, each once, with the ranks that hold the same values."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..contract.main_grad import is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
@@ -14,6 +15,7 @@ __all__ = [
     "ModelTensor",
     "OwnedParam",
     "buffers_of_experts",
+    "check_shapes",
     "find_owned_params",
     "find_tensors",
     "grid_name_of",
@@ -85,6 +87,17 @@ def buffers_of_experts(module: nn.Module, is_experts: Callable[[nn.Parameter], b
 
     visit(module, False)
     return found
+
+
+def check_shapes(module: nn.Module, before: str) -> None:
+    """Raise ``ValueError`` for a parameter or buffer of a lazy module (``nn.LazyLinear``) that has no shape yet.
+
+    before  what the module is given to
+    """
+    tensors: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            raise ValueError(f"'{name}' has no shape yet: run a forward of the lazy module before {before}")
 
 
 def find_owned_params(module: nn.Module) -> list[OwnedParam]:

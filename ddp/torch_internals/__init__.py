@@ -27,6 +27,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "TorchDispatchMode",
     "allow_storage_reads",
+    "are_transforms_active",
     "call_when_backward_ends",
     "check_wrappers_can_run",
     "checkpointed_region",
@@ -81,6 +82,13 @@ def _executes_all(node: Any) -> bool:
         return True
     raise RuntimeError("the engine does not say which nodes it executes")
 
+
+are_transforms_active: Callable[[], bool] = private_name(
+    "torch._C._are_functorch_transforms_active",
+    loss="torch.func's transforms stop at fused layers and sharded models, in errors of torch's",
+    fallback=lambda: False,
+)
+"""Whether a ``torch.func`` transform runs in this thread. torch's public test needs a transformed tensor."""
 
 will_execute: Callable[[Any], bool] = private_name(
     "torch._C._will_engine_execute_node",

@@ -17,16 +17,17 @@ from ..contract.main_grad import check_unattached
 from ..contract.torch_ddp import check_none_inside
 from ..plan.layout import GradPlan
 from ..plan.model_plan import plan_model
-from ..plan.owned_params import ModelTensor, OwnedParam
+from ..plan.owned_params import ModelTensor, OwnedParam, check_shapes
 from ..plan.parallel_marks import check_marks
 
 __all__ = ["check_arguments", "grids_of", "plan_on_each_rank"]
 
 
 def check_arguments(module: object, config: object) -> None:
-    """Raise ``TypeError`` for what is no module, and no configuration."""
+    """Raise ``TypeError`` for what is no module or configuration, ``ValueError`` for a lazy module without shapes."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"DistributedDataParallel takes one nn.Module first, got {type(module).__name__}")
+    check_shapes(module, "DistributedDataParallel")
     if not isinstance(config, DistributedDataParallelConfig | None):
         raise TypeError(f"config is a maingrad.ddp.DistributedDataParallelConfig, got {type(config).__name__}")
 

@@ -342,7 +342,8 @@ class Root:
                 raise RuntimeError(
                     f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole "
                     f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
-                    f"pass reshard_after_forward=False"
+                    f"pass reshard_after_forward=False. An earlier backward frees them too: run all forwards before "
+                    f"the autograd.grad of a gradient penalty, or use placements='zero2', which keeps them to the step"
                 )
             self._enter(unit, current_backward(), trains=True, delays=False)
 

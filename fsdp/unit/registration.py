@@ -104,8 +104,9 @@ class Registration:
         if name is not None:
             raise RuntimeError(
                 f"parameter '{name}' was replaced after fully_shard (a new nn.Parameter, a tie, "
-                f"torch.nn.utils.parametrize): no unit gathers it or reduces its gradient; change the model "
-                f"before fully_shard, and values in place, under torch.no_grad()"
+                f"torch.nn.utils.parametrize, torch.func.functional_call): no unit gathers it or reduces its gradient; "
+                f"change the model before fully_shard, and values in place, under torch.no_grad(); torch.func takes a "
+                f"plain model, with weights copied within unsharded()"
             )
 
     def _find_replaced(self) -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..dense.conv1d import is_conv1d_class
 from ..dense.linear_module import LinearModule
@@ -44,7 +45,7 @@ class Conversion:
         for module in model.modules():
             for name in linear_weights(module):
                 weight = module._parameters.get(name)
-                if weight is None or id(weight) in known:
+                if weight is None or id(weight) in known or is_lazy(weight):  # which has no size yet
                     continue
                 known.add(id(weight))
                 work = weight.numel() * _share_of_tokens(module) * weight.requires_grad
@@ -91,7 +92,7 @@ def _other_parameters(model: nn.Module, known: set[int]) -> Iterator[tuple[str, 
             continue
         has_weights = bool(linear_weights(module))
         for name, parameter in module._parameters.items():
-            if parameter is None or (has_weights and name.endswith("bias")):
+            if parameter is None or is_lazy(parameter) or (has_weights and name.endswith("bias")):
                 continue  # packed biases of experts have two dims
             if parameter.dim() >= 2 and id(parameter) not in known:
                 known.add(id(parameter))

@@ -2,7 +2,7 @@
 
 from torch.autograd import forward_ad
 
-from ..torch_internals import are_transforms_active
+from ...ddp.torch_internals import are_transforms_active
 
 __all__ = ["in_transform", "refuse_in_transform"]
 

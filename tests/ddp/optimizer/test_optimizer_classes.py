@@ -361,3 +361,27 @@ def test_muon_refuses_vectors_on_every_rank_alike() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         DistributedOptimizer(wrap(make_net()), **options)
+
+
+class WithMethods(optim.SGD):
+    """As schedule-free optimizers: methods of its own change the weights that the model shows."""
+
+    elementwise = True
+
+    def shift(self, by: float) -> int:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(by)
+        return len(self.param_groups)
+
+
+def test_methods_of_the_class_are_methods_of_the_wrapper() -> None:
+    ddp = wrap(nn.Linear(2, 2), use_distributed_optimizer=True)
+    before = [param.detach().clone() for param in ddp.parameters()]
+    optimizer: Any = DistributedOptimizer(ddp, lr=0.1, optimizer_class=WithMethods)
+    assert optimizer.shift(1.0) == 1
+    optimizer.mark_loaded()
+    for param, old in zip(ddp.parameters(), before, strict=True):
+        torch.testing.assert_close(param.detach(), old + 1)
+    with pytest.raises(AttributeError, match="'DistributedOptimizer' object has no attribute 'shifts'"):
+        optimizer.shifts(1.0)

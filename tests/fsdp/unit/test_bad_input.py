@@ -528,7 +528,7 @@ def lazy(model: nn.Module) -> None:
         (with_hook, r"parameter 'head.weight' has hooks, which no backward would call"),
         (complex_one, r"parameter 'extra' is torch.complex64: .* list it in ignored_params"),
         (owned_elsewhere, r"parameter '.*' already has a main_grad: it belongs to another"),
-        (lazy, r"parameter 'extra.weight' has no shape yet: run a forward of the lazy module before fully_shard"),
+        (lazy, r"'extra.weight' has no shape yet: run a forward of the lazy module before fully_shard"),
     ],
 )
 def test_parameters_that_cannot_be_sharded(spoil: Callable[[nn.Module], None], match: str) -> None:

@@ -1,0 +1,123 @@
+"""What sharded parameters cannot do is refused with a remedy, and the remedy helps (docs/reference/guarantees.md)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.launch.simulation.simulate import SimulatedRankError
+from maingrad.te_integration import convert_linears
+
+
+def plain_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def unit_of_each_layer(**options: Any) -> Any:
+    model = plain_net()
+    fully_shard(model[0], **options)
+    fully_shard(model[2], **options)
+    return fully_shard(model, **options)
+
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+
+
+def tangent() -> None:
+    model = unit_of_each_layer()
+    torch.func.jvp(lambda x: model(x), (X,), (torch.ones_like(X),))
+
+
+def gradients_of_each_row() -> None:
+    model = unit_of_each_layer()
+    model(X)
+    params = dict(plain_net().named_parameters())
+
+    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
+        return model(row[None]).sum() + params["0.bias"].sum()
+
+    torch.func.vmap(torch.func.grad(loss), (None, 0))(params, X)
+
+
+def swapped() -> None:
+    model = unit_of_each_layer()
+    with model.unsharded():
+        weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+        torch.func.functional_call(model, weights, (X,))
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (tangent, "a transform of torch.func over .*: it would take no gradient .*give torch.func a plain model"),
+        (gradients_of_each_row, "a transform of torch.func over the outermost unit"),
+        (swapped, r"'0.bias' was replaced .*functional_call.*torch.func takes a plain model"),
+    ],
+)
+def test_torch_func_over_shards_is_refused(use: Callable[[], None], message: str) -> None:
+    with pytest.raises(SimulatedRankError, match=message) as raised:
+        simulate(use, 2)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def gradients_of_a_copy() -> dict[str, Tensor]:
+    """The remedy."""
+    model, copy = unit_of_each_layer(), plain_net()
+    with model.unsharded():
+        weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(copy, params, (row[None],)).sum()
+
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X)  # type: ignore[no-any-return]
+
+
+def test_a_plain_copy_takes_torch_func() -> None:
+    for found in simulate(gradients_of_a_copy, 2):
+        for index, row in enumerate(X):
+            net = plain_net()
+            net(row[None]).sum().backward()
+            for name, param in net.named_parameters():
+                torch.testing.assert_close(found[name][index], param.grad)
+
+
+def with_penalty(model: Any, *, penalty_first: bool) -> list[Tensor]:
+    def penalty() -> Tensor:
+        real = X.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(real).sum(), real, create_graph=True)
+        return grad.norm()
+
+    parts = [penalty, lambda: model(X + 1).square().sum()]
+    torch.stack([part() for part in (parts if penalty_first else parts[::-1])]).sum().backward()
+    return [grad.full_tensor() if hasattr(grad := param.grad, "full_tensor") else grad for param in model.parameters()]
+
+
+def test_a_penalty_before_another_forward_names_what_helps() -> None:
+    with pytest.raises(SimulatedRankError, match="or use placements='zero2', which keeps"):
+        simulate(lambda: with_penalty(unit_of_each_layer(), penalty_first=True), 2)
+    expected = with_penalty(plain_net(), penalty_first=True)
+    remedies: list[Callable[[], list[Tensor]]] = [
+        lambda: with_penalty(unit_of_each_layer(), penalty_first=False),
+        lambda: with_penalty(unit_of_each_layer(placements="zero2"), penalty_first=True),
+    ]
+    for remedy in remedies:
+        for found in simulate(remedy, 2):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_modules_have_a_forward_first() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    assert list(convert_linears(lazy).skipped) == ["0"]
+    for wrap, name in ((DistributedDataParallel, "DistributedDataParallel"), (fully_shard, "fully_shard")):
+        with pytest.raises(ValueError, match=f"'0.weight' has no shape yet: run a forward .* before {name}"):
+            wrap(lazy)
+    lazy(torch.ones(2, 5))
+    assert convert_linears(lazy).converted == ("0",)
+    DistributedDataParallel(lazy)
