@@ -52,7 +52,7 @@ class CompilableModule(Protocol):
     def way_now(self, product: int, delayed: bool) -> Way:
         """How a product runs in traced code. A compiler runs this method and does not trace it."""
 
-    def recipe_now(self) -> int:
+    def recipe_now(self, dtype: torch.dtype | None = None) -> int:
         """The number of the recipe by which a product in traced code is quantised; -1: none. Below: a graph break."""
 
     def decides_way(self) -> list[Any]:
@@ -99,11 +99,11 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         assert module is not None, "it is being traced"
         return module.way_now(product, delayed)
 
-    def recipe(self) -> int:
+    def recipe(self, dtype: torch.dtype) -> int:
         """``recipe_now`` of the module. Traced code calls this."""
         module = self._module()
         assert module is not None, "it is being traced"
-        return module.recipe_now()
+        return module.recipe_now(dtype)
 
     def guarded(self) -> list[Any]:
         """``decides_way`` of the module: other values compile the code again."""

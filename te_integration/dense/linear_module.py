@@ -25,7 +25,7 @@ from ..te_arguments import drop_extra_state
 from ..wgrad_queue import WgradQueue
 from .compiled_linear import compiled_linear
 from .fused_linear import LinearUse, cast, dtype_of_products, fused_linear, rows_of, run_outside_graph
-from .quantized_linear import HALF, quantized_linear, takes_recipe
+from .quantized_linear import HALF, quantized_linear, takes_recipe, warn_of_dtype
 from .transforms import in_transform
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
@@ -230,28 +230,35 @@ class LinearModule(ScaledModule, DelayedWgradModule):
     def _way_of_recipe(self, way: Way, weights: Sequence[Tensor], input: Tensor) -> tuple[Way, int]:
         """In traced code, where a recipe may be on: how a product runs whose ``way`` is given, and the recipe's number.
 
-        Breaks: a block that the traced code itself enters (what a compiler does not trace cannot see it), products that
-        autograd delivers, fp32 (eager code warns), and empty inputs.
+        Breaks: a block that the traced code itself enters (what a compiler does not trace cannot see it), and products
+        that autograd delivers. Products in fp32, and empty ones, are computed as without a recipe.
         """
         if recipes.blocks_in_trace:
             return "break", -1
-        number: int = self._wgrad_handle.recipe()
-        if number == -1:
+        dtype = dtype_of_products(input)
+        number: int = self._wgrad_handle.recipe(dtype)
+        if number == -1 or (number >= 0 and input.numel() == 0):
             return way, -1
         if way == "autograd" and not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
             way = "graph"  # no weight gradient will come
-        if number < 0 or way != "graph" or dtype_of_products(input) not in HALF or input.numel() == 0:
+        if number < 0 or way != "graph":
             return "break", -1
         return "graph", number
 
-    def recipe_now(self) -> int:
-        """The number of the running forward's recipe, for traced code. A compiler runs this, and does not trace it."""
+    def recipe_now(self, dtype: torch.dtype | None = None) -> int:
+        """The number of the running forward's recipe, for traced code. A compiler runs this, and does not trace it.
+
+        dtype  of the product that the recipe is asked for; None: of no product
+        """
         if self.ignores_recipes:
             return recipes.number_of(None)
         recipe = recipes.recipe_now()
-        if recipe is not None:
+        if recipe is not None and dtype is not None:
+            if dtype not in HALF:
+                warn_of_dtype(recipe, dtype, self.describe())
+                return recipes.number_of(None)
             self._has_been_quantized = True
-        elif self._has_been_quantized and recipes.is_recomputed_without_region():
+        elif recipe is None and self._has_been_quantized and recipes.is_recomputed_without_region():
             return _FORGOTTEN
         if isinstance(recipe, recipes.DelayedScaling):
             return _HAS_STATE

@@ -32,6 +32,7 @@ __all__ = [
     "overflow_as_nan",
     "quantized_linear",
     "takes_recipe",
+    "warn_of_dtype",
 ]
 
 HALF = (torch.bfloat16, torch.float16)
@@ -47,12 +48,7 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
     Raises ``RuntimeError`` where the device has no kernel for the recipe.
     """
     if dtype_of_products(input) not in HALF:
-        warnings.warn(
-            f"{owner}: {type(recipe).__name__} quantises bf16 and fp16; this module computes in "
-            f"{dtype_of_products(input)}, as without a recipe",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_of_dtype(recipe, dtype_of_products(input), owner)
         return False
     if input.is_cuda and not recipe.emulate:
         needed = lacking(recipe.specs("input")[0], input.device)
@@ -62,6 +58,16 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
                 f"{type(recipe).__name__}(emulate=True) quantises, and multiplies in fp32: right, and slower than bf16"
             )
     return True
+
+
+def warn_of_dtype(recipe: Recipe, dtype: torch.dtype, owner: str) -> None:
+    """A product in fp32 or fp64 is computed as without a recipe."""
+    warnings.warn(
+        f"{owner}: {type(recipe).__name__} quantises bf16 and fp16; this module computes in {dtype}, as without a "
+        f"recipe",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def quantized_linear(

@@ -94,6 +94,39 @@ def test_whole_graphs_have_the_bits_of_eager_code(recipe: Any) -> None:
     assert len(graphs) == 2  # training, evaluation
 
 
+class Routed(nn.Module):
+    """A layer in bf16 under a router in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = Linear(48, 4, fuse_wgrad_accumulation=True)
+        self.layer = Linear(48, 64, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.router(x.float()).softmax(-1)[:, :1]
+        return self.layer(x) * gate.bfloat16()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rows", [32, 0])
+def test_a_router_in_fp32_and_inputs_of_no_tokens_stay_in_the_graph(rows: int, recipe: Any) -> None:
+    found = []
+    for is_compiled in (False, True):
+        model = Routed()
+        ddp = DistributedDataParallel(model)
+        forward, graphs = compiled(lambda x, model=model: model(x)) if is_compiled else (model, [])
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        with autocast(recipe=recipe), pytest.warns(RuntimeWarning, match=r"Linear.* computes in torch.float32"):
+            y = forward(x)
+        y.float().square().sum().backward()
+        ddp.finish_grad_sync()
+        found.append([y.detach(), x.grad, *(grad.clone() for grad in ddp.reduced_grads())])
+        assert len(graphs) == is_compiled
+    for ours, expected in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
 def test_delayed_weight_gradients() -> None:
     model = layers(delay_wgrad_compute=True)
     expected = train(model, model, CURRENT)
