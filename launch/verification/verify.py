@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -88,9 +89,19 @@ def verify(
     try:
         with torch.enable_grad():
             found = _verify(program, own_copy(batch), ranks, num_microbatches, chosen, units, expert_process_group)
+    except Exception as error:
+        raise error.with_traceback(_from_the_program_on(error.__traceback__)) from error.__cause__
     finally:
         state.restore()
     return found.accepting([Cause(each) for each in accept])
+
+
+def _from_the_program_on(trace: TracebackType | None) -> TracebackType | None:
+    """The frames of an error from the program's first on; all of them where the library itself has raised."""
+    found = trace
+    while found is not None and found.tb_frame.f_globals.get("__name__", "").startswith(("maingrad.", "torch.")):
+        found = found.tb_next
+    return found or trace
 
 
 def check_arguments(target: str, arguments: Mapping[str, Any]) -> None:

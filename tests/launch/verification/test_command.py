@@ -32,6 +32,10 @@ def misspelt():
 def nothing():
     return 3
 
+def dividing():
+    model, batch, loss = right()
+    return model, batch, lambda output, batch: output.sum() * (1 / 0)
+
 def failing():
     raise KeyError("of the program")
 """
@@ -87,6 +91,14 @@ def test_status_2(
 def test_the_programs_own_error_has_its_traceback(program: str) -> None:
     with pytest.raises(KeyError, match="of the program"):
         main(["verify", f"{program}:failing"])
+
+
+def test_an_error_of_the_program_shows_its_frame_first(program: str) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        main(["verify", f"{program}:dividing"])
+    files = [Path(entry.path).name for entry in raised.traceback]
+    assert files[-1] == "a_program.py"
+    assert files[-2] == "verify.py", "nothing between the call and the program"
 
 
 def test_the_pages_program_finds_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
