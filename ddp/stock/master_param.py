@@ -6,7 +6,6 @@ version counter of its own, which rises with such writes. Gathers and this libra
 master, which has another counter.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from ..contract.main_grad import record_of
 from ..torch_internals import let_optimizers_take, make_subclass
 
-__all__ = ["MasterParameter", "StateByMaster", "WatchedMasters", "late_grad", "make_master", "refuse_dcp_of_optimizer"]
+__all__ = ["MasterParameter", "StateByMaster", "WatchedMasters", "late_grad", "make_master"]
 
 
 _GRAD: Any = Tensor.grad  # torch's own attribute
@@ -138,30 +137,3 @@ def late_grad(name: str) -> RuntimeError:
         f"optimizer.step(): somebody has put a gradient into .grad of parameter '{name}', where it would be lost; call "
         f"maingrad.ddp.add_grad(param, grad) in its place, before the last backward"
     )
-
-
-# ---- A tool of torch that looks for the model's parameters in the groups. It has no hook: its functions are recognised
-# by the module of the caller. ----
-
-
-def refuse_dcp_of_optimizer() -> None:
-    """Called by the optimizer's ``state_dict`` and by a step that finds strange gradients. Raises ``TypeError`` for
-    ``torch.distributed.checkpoint.state_dict.get_state_dict``, which looks for the model's parameters in the groups.
-    """
-    if _is_called_by("torch.distributed.checkpoint.state_dict", "_get_optim_state_dict", "_init_optim_state"):
-        raise TypeError(
-            "torch.distributed.checkpoint's get_state_dict and set_state_dict take optimizers over the model's "
-            "parameters, and DistributedOptimizer updates flat shards: save_checkpoint(path, model, optimizer) writes "
-            "what DCP's tools read, and load_checkpoint reads it; get_model_state_dict(model.module) has the weights"
-        )
-
-
-def _is_called_by(module: str, *functions: str) -> bool:
-    frame: Any = sys._getframe(2)
-    for _ in range(8):
-        if frame is None:
-            return False
-        if frame.f_code.co_name in functions and frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False
