@@ -105,16 +105,10 @@ def check_whole(config: DistributedDataParallelConfig, caller: str) -> None:
 
 
 def check_scalable(wired: Iterable[WiredParam], caller: str) -> None:
-    """Raise where scaling a bucket would race with its reduction, or leave a ``.grad`` unscaled that is a copy."""
+    """Raise where scaling a bucket would race with its reduction."""
     for entry in wired:
-        grad, record = entry.owned.param.grad, entry.record
         if entry.bucket.phase is Phase.REDUCING:
             raise RuntimeError(
                 f"{caller} while {entry.bucket.name} is being reduced: call it before start_grad_sync(), or after "
                 f"finish_grad_sync()"
-            )
-        if record.exposed and grad is not None and grad.data_ptr() != record.view.data_ptr():
-            raise RuntimeError(
-                f"{caller} after .grad was read: .grad of parameter '{record.name}' is a {grad.dtype} copy and would "
-                f"stay as it is; call it before .grad is read, or multiply each .grad in its place"
             )

@@ -92,4 +92,5 @@ def clip_grad_norm(
     coefficient = clip_coefficient(norm, max_norm)
     for each in models:
         torch._foreach_mul_(each.reduced_grads(), coefficient)
+        each.shown.copy_again()
     return norm

@@ -177,6 +177,15 @@ class ShownGrads:
             self.expose(each, dtype)
 
     @torch.no_grad()
+    def copy_again(self) -> None:
+        """``main_grad`` was changed: each ``.grad`` that is a copy of it in another dtype follows."""
+        with DisableTorchFunctionSubclass():
+            for each in self.params:
+                if each.plain is not None and each.plain.data_ptr() != each.record.view.data_ptr():
+                    each.plain.copy_(each.record.view)
+                    each.note_memory()
+
+    @torch.no_grad()
     def zero_cleared(self) -> None:
         """Zero ``main_grad``, which is reduced, of parameters whose ``.grad`` was None when the backward began."""
         for each in self._cleared:

@@ -315,6 +315,7 @@ class BucketIteration(AroundModule):
             self.settle_changes("scale_gradients()")
         check_scalable(self.wired, "scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
+        self.shown.copy_again()
 
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""

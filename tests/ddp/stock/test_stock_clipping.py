@@ -25,7 +25,7 @@ from torch import Tensor, nn
 # As most programs have it: by name, before the library is there.
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from maingrad.ddp import DistributedOptimizer, clip_grad_norm
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, clip_grad_norm
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -274,3 +274,30 @@ def test_what_is_put_into_grad_before_our_clipping_is_clipped(
     for found in simulate(run, 2):
         for name, weight in weights(plain).items():
             torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def scaled_behind_a_read() -> tuple[float, float, float]:
+    """``.grad`` of bf16 parameters is a copy of ``main_grad``, which our clipping and scaling change."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 4).bfloat16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [param.detach().float() for param in model.parameters()]
+    model(torch.full((2, 8), 1.0 + dist.get_rank(), dtype=torch.bfloat16)).float().square().sum().backward()
+    read = [param.grad for param in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(read)  # for a log
+    returned = clip_grad_norm(model, 0.5)
+    torch.testing.assert_close(returned, norm.float(), rtol=0.02, atol=0)
+    assert all(grad is param.grad for grad, param in zip(read, model.parameters(), strict=True))
+    clipped = torch.nn.utils.get_total_norm(read).item()
+    model.scale_gradients(2.0)
+    scaled = torch.nn.utils.get_total_norm(read).item()
+    optimizer.step()
+    moved = [old - param.detach().float() for old, param in zip(before, model.parameters(), strict=True)]
+    return clipped, scaled, torch.nn.utils.get_total_norm(moved).item()
+
+
+def test_copies_in_the_parameters_dtype_follow_our_clipping() -> None:
+    for clipped, scaled, moved in simulate(scaled_behind_a_read, 2):
+        assert clipped == pytest.approx(0.5, rel=0.02)
+        assert scaled == pytest.approx(1.0, rel=0.02)
+        assert moved == pytest.approx(1.0, rel=0.02)
