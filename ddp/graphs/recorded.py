@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..stock.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass, TorchDispatchMode, tree_leaves, tree_map
 
 __all__ = ["RecordedGraph", "RecordedLaunch", "record_call", "record_launch"]
@@ -120,6 +121,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        if ShownGrad in types:  # autograd accumulates into a .grad without memory: nothing that a replay could repeat
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if name in _HOST_READS:
             raise RuntimeError(f"operation not permitted when capturing: {func} reads a value on the host")
         result = func(*args, **kwargs)

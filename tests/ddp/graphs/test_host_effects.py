@@ -277,3 +277,24 @@ def test_too_many_graphs_name_what_differs() -> None:
         scheduler.step()
     with pytest.raises(RuntimeError, match=r"options of the optimizer \(betas\)"):
         step(x)
+
+
+@pytest.mark.parametrize("config", [{}, OVERLAP])
+def test_two_backwards_outside_no_sync(config: dict[str, Any]) -> None:
+    """The second one finds what the first has left in .grad."""
+
+    def program(graphed: bool) -> list[Any]:
+        model = Model(config)
+
+        def train_step(x: Tensor) -> Any:
+            model.ddp(x).float().square().mean().backward()
+            model.ddp(x + 1).float().abs().mean().backward()
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+
+        step = model.graphed(train_step, graphed)
+        for number in range(4):
+            step(torch.full((2, 8), 0.25 * number, dtype=torch.bfloat16))
+        return model.params()
+
+    check_equal(program)
