@@ -8,10 +8,10 @@ autograd fp32 plain PyTorch over fp32 parameters under bf16 autocast, gradients 
 All rows train the same GPT on the same tokens; the first two with ``DistributedOptimizer`` on fp32 masters.
 """
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, Distr
 from ..config.run import ModelConfig
 from ..model.gpt import build_model
 from ..report.table import Column, machine, write_table
-from .steps import accumulate, free_memory, peak_gib, random_tokens, reset_peak, time_steps
+from .steps import accumulate, in_rounds, peak_gib, random_tokens, reset_peak, time_steps
 
 __all__ = ["AccumulationBench", "AccumulationRow", "bench_accumulation", "write_accumulation_report"]
 
@@ -82,40 +82,30 @@ class AccumulationRow:
 
 
 def bench_accumulation(
-    bench: AccumulationBench, device: torch.device, log: Callable[[str], None] = lambda _: None
+    bench: AccumulationBench, device: torch.device, log: Callable[[str], None]
 ) -> list[AccumulationRow]:
-    """Measure every variant. Only the measured variant's model exists, so that the peak memory is its own."""
-    times: dict[str, list[float]] = {variant: [] for variant in _VARIANTS}
-    peaks: dict[str, float] = {}
-    losses: dict[str, tuple[float, float]] = {}
-    params = 0
-    for round_index in range(bench.num_rounds):
-        for variant in _VARIANTS:
-            step, params = _training_step(bench, variant, device)
-            first = step().item()
-            for _ in range(bench.num_warmup_steps - 1):
-                step()
-            reset_peak(device)
-            milliseconds, last = time_steps(step, bench.num_steps, device)
-            times[variant].append(milliseconds)
-            losses[variant] = (first, last)
-            peaks[variant] = peak_gib(device)
-            log(f"round {round_index + 1}: {variant:14s} {milliseconds:8.1f} ms  peak {peaks[variant]:5.1f} GiB")
-            del step
-            free_memory(device)
-    fused = statistics.median(times["fused"])
+    """Measure every variant."""
+
+    def measure(variant: str) -> dict[str, Any]:
+        step, num_params = _training_step(bench, variant, device)
+        first = step().item()
+        for _ in range(bench.num_warmup_steps - 1):
+            step()
+        reset_peak(device)
+        milliseconds, last = time_steps(step, bench.num_steps, device)
+        return {
+            "step_ms": milliseconds,
+            "peak_gib": peak_gib(device),
+            "first_loss": first,
+            "last_loss": last,
+            "num_params": num_params,
+        }
+
+    found = in_rounds(bench.num_rounds, _VARIANTS, measure, device, log)
+    fused = found["fused"]["step_ms"]
     return [
-        AccumulationRow(
-            variant=variant,
-            step_ms=statistics.median(times[variant]),
-            spread_ms=max(times[variant]) - min(times[variant]),
-            over_fused=statistics.median(times[variant]) / fused,
-            peak_gib=peaks[variant],
-            first_loss=losses[variant][0],
-            last_loss=losses[variant][1],
-            num_params=params,
-        )
-        for variant in _VARIANTS
+        AccumulationRow(variant=variant, over_fused=numbers["step_ms"] / fused, **numbers)
+        for variant, numbers in found.items()
     ]
 
 
@@ -128,11 +118,11 @@ def write_accumulation_report(rows: list[AccumulationRow], bench: AccumulationBe
         f"Made by `maingrad bench accumulation`."
     )
     columns: list[Column] = [
-        ("", lambda row: row.variant),
-        ("ms per step", lambda row: f"{row.step_ms:.1f}"),
-        ("over fused", lambda row: f"{row.over_fused:.3f}"),
-        ("spread of rounds, ms", lambda row: f"{row.spread_ms:.1f}"),
-        ("peak GiB", lambda row: f"{row.peak_gib:.1f}"),
+        ("", "{row.variant}"),
+        ("ms per step", "{row.step_ms:.1f}"),
+        ("over fused", "{row.over_fused:.3f}"),
+        ("spread of rounds, ms", "{row.spread_ms:.1f}"),
+        ("peak GiB", "{row.peak_gib:.1f}"),
     ]
     return write_table(
         folder,

@@ -70,13 +70,13 @@ class CheckpointRow:
 
 
 COLUMNS: list[Column] = [
-    ("model", lambda row: row.name),
-    ("", lambda row: row.verb),
-    ("MB", lambda row: f"{row.megabytes:.0f}"),
-    ("s", lambda row: f"{row.seconds:.3f}"),
-    ("DCP, s", lambda row: f"{row.dcp_seconds:.3f}"),
-    ("over DCP", lambda row: f"{row.ratio:.2f}"),
-    ("processor time over DCP", lambda row: f"{row.cpu_ratio:.2f}"),
+    ("model", "{row.name}"),
+    ("", "{row.verb}"),
+    ("MB", "{row.megabytes:.0f}"),
+    ("s", "{row.seconds:.3f}"),
+    ("DCP, s", "{row.dcp_seconds:.3f}"),
+    ("over DCP", "{row.ratio:.2f}"),
+    ("processor time over DCP", "{row.cpu_ratio:.2f}"),
 ]
 
 

@@ -11,24 +11,25 @@ as matrix products.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from ...te_integration.wgrad_queue import drain_modules
 from ..model.gpt import build_model
+from ..parallelizing.make_optimizer import make_optimizer
+from ..parallelizing.parallelize import parallelize
 from ..report.intervals import Interval, clip, length, union
 from ..report.table import Column, machine, write_table
 from .accumulation import AccumulationBench
-from .steps import free_memory, peak_gib, random_tokens, reset_peak, time_steps
+from .steps import in_rounds, peak_gib, random_tokens, reset_peak, time_steps
 
 __all__ = ["DelayedRow", "bench_delayed", "covered", "write_delayed_report"]
 
@@ -52,43 +53,38 @@ class DelayedRow:
     peak_gib: float
 
 
-def bench_delayed(
-    bench: AccumulationBench, device: torch.device, log: Callable[[str], None] = lambda _: None
-) -> list[DelayedRow]:
+def bench_delayed(bench: AccumulationBench, device: torch.device, log: Callable[[str], None]) -> list[DelayedRow]:
     """Measure every row; on CUDA only, with a default NCCL group of two or more ranks."""
     if device.type != "cuda" or not dist.is_initialized() or dist.get_world_size() < 2:
         raise ValueError("bench delayed measures reductions between GPUs: run it under torchrun with two or more")
     variants = {"overlapped": 0, "delayed": bench.num_layers, "mixed": bench.num_layers // 2}
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
     shares: dict[str, tuple[float, float]] = {}
-    peaks: dict[str, float] = {}
-    for round_index in range(bench.num_rounds):
-        for variant, layers in variants.items():
-            step = _training_step(bench, layers, device)
-            for _ in range(bench.num_warmup_steps):
-                step()
-            reset_peak(device)
-            dist.barrier()
-            milliseconds, _ = time_steps(step, bench.num_steps, device)
-            times[variant].append(milliseconds)
-            peaks[variant] = peak_gib(device)
-            if round_index == 0:
-                shares[variant] = _profile_shares(step, device)
-            share = f"{shares[variant][0]:.1%} of reductions under products"
-            log(f"round {round_index + 1}: {variant:10s} {milliseconds:8.1f} ms, {share}")
-            del step
-            free_memory(device)
-    first = statistics.median(times["overlapped"])
+
+    def measure(variant: str) -> dict[str, Any]:
+        step = _training_step(bench, variants[variant], device)
+        for _ in range(bench.num_warmup_steps):
+            step()
+        reset_peak(device)
+        dist.barrier()
+        milliseconds, _ = time_steps(step, bench.num_steps, device)
+        peak = peak_gib(device)
+        if variant not in shares:
+            shares[variant] = _profile_shares(step, device)
+        under_products, under_kernels = shares[variant]
+        return {
+            "step_ms": milliseconds,
+            "share_under_products": under_products,
+            "share_under_kernels": under_kernels,
+            "peak_gib": peak,
+        }
+
+    found = in_rounds(bench.num_rounds, variants, measure, device, log)
+    first = found["overlapped"]["step_ms"]
+    for numbers in found.values():
+        del numbers["spread_ms"]
     return [
-        DelayedRow(
-            variant=variant,
-            step_ms=statistics.median(times[variant]),
-            over_overlapped=statistics.median(times[variant]) / first,
-            share_under_products=shares[variant][0],
-            share_under_kernels=shares[variant][1],
-            peak_gib=peaks[variant],
-        )
-        for variant in variants
+        DelayedRow(variant=variant, over_overlapped=numbers["step_ms"] / first, **numbers)
+        for variant, numbers in found.items()
     ]
 
 
@@ -107,12 +103,12 @@ def write_delayed_report(rows: list[DelayedRow], bench: AccumulationBench, folde
         f"from a profiler's trace of one step. Made by `maingrad bench delayed`."
     )
     columns: list[Column] = [
-        ("", lambda row: row.variant),
-        ("ms per step", lambda row: f"{row.step_ms:.1f}"),
-        ("over overlapped", lambda row: f"{row.over_overlapped:.3f}"),
-        ("reduce-scatter under products", lambda row: f"{row.share_under_products:.1%}"),
-        ("under any kernel", lambda row: f"{row.share_under_kernels:.1%}"),
-        ("peak GiB", lambda row: f"{row.peak_gib:.1f}"),
+        ("", "{row.variant}"),
+        ("ms per step", "{row.step_ms:.1f}"),
+        ("over overlapped", "{row.over_overlapped:.3f}"),
+        ("reduce-scatter under products", "{row.share_under_products:.1%}"),
+        ("under any kernel", "{row.share_under_kernels:.1%}"),
+        ("peak GiB", "{row.peak_gib:.1f}"),
     ]
     title = "Delayed weight gradients and the reductions under them"
     return write_table(folder, "delayed", rows, title=title, setting=setting, columns=columns)
@@ -120,13 +116,9 @@ def write_delayed_report(rows: list[DelayedRow], bench: AccumulationBench, folde
 
 def _training_step(bench: AccumulationBench, delay_wgrad_layers: int, device: torch.device) -> Callable[[], Tensor]:
     config = dataclasses.replace(bench.model_config("fused"), delay_wgrad_layers=delay_wgrad_layers)
-    ddp = DistributedDataParallel(
-        build_model(config, seed=0, device=device),
-        DistributedDataParallelConfig(
-            overlap_grad_reduce=True, use_distributed_optimizer=True, average_in_collective=True
-        ),
-    )
-    optimizer = DistributedOptimizer(ddp, lr=1e-4)
+    model = build_model(config, seed=0, device=device)
+    ddp = parallelize(model, "zero1", fuse=False, overlap_param_gather=False, average_in_collective=True)
+    optimizer = make_optimizer(ddp, lr=1e-4)
     tokens = random_tokens(bench, dist.get_rank(), device)
 
     def step() -> Tensor:

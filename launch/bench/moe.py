@@ -13,8 +13,6 @@ Rows with fp32 main_grad step with ``DistributedOptimizer`` on fp32 masters, oth
 In the rows named autograd the other linear layers accumulate by autograd as well: 5 of 100 parameters at default sizes.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +30,16 @@ from ..config.run import ModelConfig
 from ..model.gpt import GPT, build_model
 from ..model.moe import MixtureOfExperts
 from ..report.table import Column, machine, write_table
-from .steps import accumulate, free_memory, peak_gib, random_tokens, reset_peak
+from .steps import (
+    accumulate,
+    in_rounds,
+    mark,
+    milliseconds,
+    peak_gib,
+    random_tokens,
+    reset_peak,
+    synchronize,
+)
 
 __all__ = ["GroupedMMExperts", "MoEBench", "MoERow", "bench_moe", "write_moe_report"]
 
@@ -163,54 +170,24 @@ class _Step(NamedTuple):
     model: GPT
 
 
-class _Times(NamedTuple):
-    step_ms: float
-    microbatches_ms: float
-    experts_ms: float
-    last_loss: float
+def bench_moe(bench: MoEBench, device: torch.device, log: Callable[[str], None]) -> list[MoERow]:
+    """Measure every variant."""
 
+    def measure(name: str) -> dict[str, Any]:
+        step = _training_step(bench, variants[name], device)
+        num_params = sum(parameter.numel() for parameter in step.model.parameters())
+        first_loss = step.accumulate().item()
+        step.update()
+        if bench.num_warmup_steps:
+            _time_steps(step, bench.num_warmup_steps, device)
+        reset_peak(device)
+        times = _time_steps(step, bench.num_steps, device)
+        return times | {"peak_gib": peak_gib(device), "first_loss": first_loss, "num_params": num_params}
 
-def bench_moe(bench: MoEBench, device: torch.device, log: Callable[[str], None] = lambda _: None) -> list[MoERow]:
-    """Measure every variant. Only the measured variant's model exists, so that the peak memory is its own."""
-    times: dict[str, list[_Times]] = {variant.name: [] for variant in _VARIANTS}
-    peaks: dict[str, float] = {}
-    first_losses: dict[str, float] = {}
-    num_params = 0
-    for round_index in range(bench.num_rounds):
-        for variant in _VARIANTS:
-            step = _training_step(bench, variant, device)
-            name = variant.name
-            num_params = sum(parameter.numel() for parameter in step.model.parameters())
-            first_losses[name] = step.accumulate().item()
-            step.update()
-            if bench.num_warmup_steps:
-                _time_steps(step, bench.num_warmup_steps, device)
-            reset_peak(device)
-            measured = _time_steps(step, bench.num_steps, device)
-            times[name].append(measured)
-            peaks[name] = peak_gib(device)
-            log(
-                f"round {round_index + 1}: {name:25s} {measured.step_ms:7.1f} ms, microbatches "
-                f"{measured.microbatches_ms:7.1f}, experts {measured.experts_ms:7.1f}, peak {peaks[name]:5.1f} GiB"
-            )
-            del step
-            free_memory(device)
-    medians = {name: statistics.median(each.step_ms for each in rounds) for name, rounds in times.items()}
-    return [
-        MoERow(
-            variant=name,
-            step_ms=medians[name],
-            microbatches_ms=statistics.median(each.microbatches_ms for each in rounds),
-            experts_ms=statistics.median(each.experts_ms for each in rounds),
-            over_fused=medians[name] / medians[_VARIANTS[0].name],
-            spread_ms=max(each.step_ms for each in rounds) - min(each.step_ms for each in rounds),
-            peak_gib=peaks[name],
-            first_loss=first_losses[name],
-            last_loss=rounds[-1].last_loss,
-            num_params=num_params,
-        )
-        for name, rounds in times.items()
-    ]
+    variants = {variant.name: variant for variant in _VARIANTS}
+    found = in_rounds(bench.num_rounds, variants, measure, device, log)
+    fused = found["fused"]["step_ms"]
+    return [MoERow(variant=name, over_fused=numbers["step_ms"] / fused, **numbers) for name, numbers in found.items()]
 
 
 def write_moe_report(rows: list[MoERow], bench: MoEBench, folder: Path) -> str:
@@ -226,13 +203,13 @@ def write_moe_report(rows: list[MoERow], bench: MoEBench, folder: Path) -> str:
         f"The fastest rival, {fastest.variant}, takes {fastest.over_fused:.3f} times the fused row."
     )
     columns: list[Column] = [
-        ("", lambda row: row.variant),
-        ("ms per step", lambda row: f"{row.step_ms:.1f}"),
-        ("over fused", lambda row: f"{row.over_fused:.3f}"),
-        ("ms without the optimizer", lambda row: f"{row.microbatches_ms:.1f}"),
-        ("of it in the experts", lambda row: f"{row.experts_ms:.1f}"),
-        ("spread of rounds, ms", lambda row: f"{row.spread_ms:.1f}"),
-        ("peak GiB", lambda row: f"{row.peak_gib:.1f}"),
+        ("", "{row.variant}"),
+        ("ms per step", "{row.step_ms:.1f}"),
+        ("over fused", "{row.over_fused:.3f}"),
+        ("ms without the optimizer", "{row.microbatches_ms:.1f}"),
+        ("of it in the experts", "{row.experts_ms:.1f}"),
+        ("spread of rounds, ms", "{row.spread_ms:.1f}"),
+        ("peak GiB", "{row.peak_gib:.1f}"),
     ]
     _, _, lines, remarks = (__doc__ or "").split("\n\n")
     notes = "\n".join(f"- {line}" for line in lines.splitlines()) + "\n\n" + remarks.strip()
@@ -245,37 +222,30 @@ def _training_step(bench: MoEBench, variant: _Variant, device: torch.device) -> 
     if variant.experts != "ours":
         for ffn in _mixtures(model):
             ffn.experts = GroupedMMExperts(ffn.experts, ScaledSwiGLU() if variant.experts == "kernel" else None)
-    make = {"fp32": _fp32_step, "bf16": _bf16_step, "grad": _plain_step}[variant.sums]
-    return make(model, random_tokens(bench, 0, device))
+    tokens = random_tokens(bench, 0, device)
+    return (
+        _plain_step(model, tokens)
+        if variant.sums == "grad"
+        else _wrapped_step(model, tokens, fp32=variant.sums == "fp32")
+    )
 
 
-def _fp32_step(model: GPT, tokens: Tensor) -> _Step:
-    ddp = DistributedDataParallel(model, DistributedDataParallelConfig())
-    optimizer = DistributedOptimizer(ddp, lr=1e-4)
+def _wrapped_step(model: GPT, tokens: Tensor, *, fp32: bool) -> _Step:
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(grad_reduce_in_fp32=fp32))
+    adamw = DistributedOptimizer(ddp, lr=1e-4) if fp32 else torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def update() -> None:
-        optimizer.step()
-        ddp.zero_grad_buffer()
-
-    return _Step(partial(_accumulate_in_buckets, ddp, tokens), update, model)
-
-
-def _bf16_step(model: GPT, tokens: Tensor) -> _Step:
-    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(grad_reduce_in_fp32=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    def run() -> Tensor:
+        loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
+        ddp.finish_grad_sync()
+        return loss
 
     def update() -> None:
-        ddp.expose_grads()
-        optimizer.step()
+        if not fp32:
+            ddp.expose_grads()
+        adamw.step()
         ddp.zero_grad_buffer()
 
-    return _Step(partial(_accumulate_in_buckets, ddp, tokens), update, model)
-
-
-def _accumulate_in_buckets(ddp: DistributedDataParallel, tokens: Tensor) -> Tensor:
-    loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
-    ddp.finish_grad_sync()
-    return loss
+    return _Step(run, update, model)
 
 
 def _plain_step(model: GPT, tokens: Tensor) -> _Step:
@@ -296,7 +266,7 @@ class _ExpertsClock:
     """Measures the device time of all experts' forwards and backwards, between CUDA events (on the CPU: host times)."""
 
     def __init__(self, model: GPT, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
+        self.device = device
         self.forwards: list[tuple[Any, Any]] = []
         self.backwards: list[tuple[Any, Any]] = []
         self.open: list[Any] = []
@@ -306,11 +276,7 @@ class _ExpertsClock:
             self.hooks.append(ffn.experts.register_forward_hook(self._leave))
 
     def _mark(self) -> Any:
-        if not self.on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return mark(self.device)
 
     def _enter(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         # This hook runs once the experts' whole backward, weight gradients included, has been issued.
@@ -325,42 +291,32 @@ class _ExpertsClock:
         """Sum of all times since the clock was made. Ends the clock."""
         for hook in self.hooks:
             hook.remove()
-        spans = self.forwards + self.backwards
-        if not self.on_cuda:
-            return float(sum(end - start for start, end in spans)) * 1e3
-        torch.cuda.synchronize()
-        return float(sum(start.elapsed_time(end) for start, end in spans))
+        synchronize(self.device)
+        return sum(milliseconds(start, end) for start, end in self.forwards + self.backwards)
 
 
-def _time_steps(step: _Step, num_steps: int, device: torch.device) -> _Times:
-    """Mean milliseconds of consecutive steps and of their first halves; the device is idle at the start and the end.
+def _time_steps(step: _Step, num_steps: int, device: torch.device) -> dict[str, float]:
+    """Mean milliseconds of consecutive steps, of their first halves, of the experts in one more step; the last loss.
 
-    One more step measures the time in the experts.
+    The device is idle at the start and the end.
     """
     loss = torch.zeros(())
-    if device.type != "cuda":
-        began, inner = time.perf_counter(), 0.0
-        for _ in range(num_steps):
-            start = time.perf_counter()
-            loss = step.accumulate()
-            inner += time.perf_counter() - start
-            step.update()
-        total_ms, inner_ms = (time.perf_counter() - began) * 1e3, inner * 1e3
-    else:
-        torch.cuda.synchronize(device)
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_steps)]
-        end = torch.cuda.Event(enable_timing=True)
-        for start_mark, half_mark in marks:
-            start_mark.record()
-            loss = step.accumulate()
-            half_mark.record()
-            step.update()
-        torch.cuda.synchronize(device)  # work that other streams still have belongs to these steps
-        end.record()
-        torch.cuda.synchronize(device)
-        total_ms = marks[0][0].elapsed_time(end)
-        inner_ms = sum(start_mark.elapsed_time(half_mark) for start_mark, half_mark in marks)
+    halves = []
+    synchronize(device)
+    for _ in range(num_steps):
+        start = mark(device)
+        loss = step.accumulate()
+        halves.append((start, mark(device)))
+        step.update()
+    synchronize(device)  # work that other streams still have belongs to these steps
+    end = mark(device)
+    synchronize(device)
     clock = _ExpertsClock(step.model, device)
     step.accumulate()
     step.update()
-    return _Times(total_ms / num_steps, inner_ms / num_steps, clock.milliseconds(), loss.item())
+    return {
+        "step_ms": milliseconds(halves[0][0], end) / num_steps,
+        "microbatches_ms": sum(milliseconds(*half) for half in halves) / num_steps,
+        "experts_ms": clock.milliseconds(),
+        "last_loss": loss.item(),
+    }

@@ -1,8 +1,9 @@
 """Training steps as benchmarks measure them: tokens, microbatches, time and memory."""
 
 import gc
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -11,7 +12,18 @@ from torch import Tensor
 
 from ..training.runtime import peak_nbytes
 
-__all__ = ["accumulate", "free_memory", "peak_gib", "random_tokens", "reset_peak", "time_steps"]
+__all__ = [
+    "accumulate",
+    "free_memory",
+    "in_rounds",
+    "mark",
+    "milliseconds",
+    "peak_gib",
+    "random_tokens",
+    "reset_peak",
+    "synchronize",
+    "time_steps",
+]
 
 
 class _Sizes(Protocol):
@@ -66,23 +78,65 @@ def accumulate_losses(
     return loss.detach()
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def mark(device: torch.device) -> Any:
+    """This moment: an event on the current stream; on the CPU the clock's time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(start: Any, end: Any) -> float:
+    """Between two of ``mark``, which the device has passed."""
+    between: float = (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+    return between
+
+
 def time_steps(step: Callable[[], Tensor], num_steps: int, device: torch.device) -> tuple[float, float]:
     """Mean milliseconds of consecutive steps, and the last loss. The device is idle at the start and at the end."""
     loss = torch.zeros(())
-    if device.type != "cuda":
-        began = time.perf_counter()
-        for _ in range(num_steps):
-            loss = step()
-        return (time.perf_counter() - began) * 1e3 / num_steps, loss.item()
-    torch.cuda.synchronize(device)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+    synchronize(device)
+    start = mark(device)
     for _ in range(num_steps):
         loss = step()
-    torch.cuda.synchronize(device)  # work that other streams still have belongs to these steps
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / num_steps, loss.item()
+    synchronize(device)  # work that other streams still have belongs to these steps
+    end = mark(device)
+    synchronize(device)
+    return milliseconds(start, end) / num_steps, loss.item()
+
+
+def in_rounds(
+    num_rounds: int,
+    names: Iterable[str],
+    measure: Callable[[str], dict[str, Any]],
+    device: torch.device,
+    log: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
+    """Numbers by name: ``measure(name)`` in several rounds, each of which measures all in turn, so that drift hits all.
+
+    Numbers whose key ends with "_ms" are medians over the rounds; others are the last round's. "spread_ms" is the
+    largest minus the smallest "step_ms". Only the measured name's model exists, so that the peak memory is its own.
+    """
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for index in range(num_rounds):
+        for name, measured in rounds.items():
+            measured.append(measure(name))
+            numbers = ", ".join(f"{key} {value:.6g}" for key, value in measured[-1].items())
+            log(f"round {index + 1}: {name:25s} {numbers}")
+            free_memory(device)
+    found = {}
+    for name, measured in rounds.items():
+        by_key = {key: [each[key] for each in measured] for key in measured[0]}
+        found[name] = {key: statistics.median(of) if key.endswith("_ms") else of[-1] for key, of in by_key.items()}
+        found[name]["spread_ms"] = max(by_key["step_ms"]) - min(by_key["step_ms"])
+    return found
 
 
 def reset_peak(device: torch.device) -> None:

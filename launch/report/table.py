@@ -4,18 +4,20 @@ import csv
 import dataclasses
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..training.watching.replacing import replacing
 
-__all__ = ["Column", "machine", "markdown_table", "write_csv", "write_table"]
+__all__ = ["Column", "grouped", "machine", "markdown_table", "write_csv", "write_table"]
 
-Column = tuple[str, Callable[[Any], str]]
-"""Heading of a column, and a function that formats the cell of one row."""
+Row = TypeVar("Row")
+Key = TypeVar("Key")
+Column = tuple[str, str | Callable[[Any], str]]
+"""Heading of a column, and the cell of one row: a text with fields like ``{row.step_ms:.1f}``, or a function."""
 
 
 def machine() -> str:
@@ -33,13 +35,25 @@ def write_csv(folder: Path, stem: str, rows: Sequence[Any]) -> None:
         writer.writerows(dataclasses.asdict(row) for row in rows)
 
 
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """The rows by what ``key`` makes of them, in the order in which each key comes first."""
+    found: dict[Key, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
 def markdown_table(rows: Sequence[Any], columns: Sequence[Column]) -> list[str]:
     """The lines of a Markdown table."""
     return [
         f"| {' | '.join(heading for heading, _ in columns)} |",
         f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(cell(row) for _, cell in columns)} |" for row in rows),
+        *(f"| {' | '.join(_text(cell, row) for _, cell in columns)} |" for row in rows),
     ]
+
+
+def _text(cell: str | Callable[[Any], str], row: Any) -> str:
+    return cell.format(row=row) if isinstance(cell, str) else cell(row)
 
 
 def write_table(

@@ -12,78 +12,47 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ....fsdp import GraphedTrainingStep, MixedPrecisionPolicy, fully_shard
+from ....fsdp import FSDPModule, GraphedTrainingStep, MixedPrecisionPolicy
+from ...parallelizing.make_optimizer import make_optimizer
+from ...parallelizing.parallelize import shard_units
 from ..steps import accumulate
 from .model import GPT, fused_linear, make_model, plain_linear
 from .ranks import make_mesh
-from .rows import LEARNING_RATE, Case, Row, Step, refuse_copy_engines, refuse_graphs, refuse_instances, reset_compiler
+from .rows import LEARNING_RATE, Case, Row, Step, refuse_copy_engines, refuse_graphs, refuse_instances, row_of
 
 __all__ = ["FSDP", "shard_model"]
 
 
 def shard_model(
-    model: GPT,
-    placements: str,
-    mesh: DeviceMesh | None,
-    *,
-    split_ends: bool = False,
-    keep_params: bool = False,
-    reduced_once: bool = False,
-    copy_engines: bool = False,
-    bucket_size: int | None = None,
-) -> GPT:
+    model: GPT, placements: str, mesh: DeviceMesh | None, *, split_ends: bool = False, **options: Any
+) -> FSDPModule:
     """Shard the model into units, in place.
 
-    split_ends    the embedding and the head are units of their own: neither is whole while the other is used
-    keep_params   parameters stay whole from forward to backward
-    reduced_once  whole gradients stay until the last microbatch
-    copy_engines  gathers run on the GPU's copy engines
-    bucket_size   elements at which all units close a bucket; None: the library's own rule
+    split_ends  the embedding and the head are units of their own: neither is whole while the other is used
+    options     arguments of ``fully_shard``
     """
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    shard = partial(
-        fully_shard,
-        mesh=mesh,
-        placements=placements,
-        mixed_precision=policy,
-        reshard_after_forward=False if keep_params else None,
-        reduce_every_microbatch=False if reduced_once else None,
-        bucket_size=bucket_size,
-    )
-    for unit in model.units(split_ends=split_ends):
-        shard(unit)
-    return shard(model, copy_engine_gather=copy_engines)
+    units, policy = model.units(split_ends=split_ends), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return shard_units(model, units, placements, mesh, policy, options)
 
 
 def _build(
     case: Case,
     *,
-    placements: str,
+    placements: str = "zero3",
     fused: bool = True,
-    split_ends: bool = False,
-    keep_params: bool = False,
-    reduced_once: bool = False,
-    copy_engines: bool = False,
     num_instances: int = 1,
     compiled: bool = False,
     graphed: bool = False,
+    **options: Any,
 ) -> Step:
+    """options  arguments of ``shard_model``"""
     module = make_model(case.setting, fused_linear if fused else plain_linear, torch.float32, case.device)
     if compiled:
         module.compile_parts()
     outer = {} if num_instances == 1 else {"outer": num_instances}
     mesh = make_mesh(case.device, {**outer, "inner": case.num_ranks // num_instances})
-    model: Any = shard_model(
-        module,
-        placements,
-        mesh,
-        split_ends=split_ends,
-        keep_params=keep_params,
-        reduced_once=reduced_once,
-        copy_engines=copy_engines,
-        bucket_size=case.ours.get("bucket_size"),
-    )
-    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    model = shard_model(module, placements, mesh, bucket_size=case.ours.get("bucket_size"), **options)
+    adamw = make_optimizer(model, lr=LEARNING_RATE)
     tokens = case.tokens()
 
     def train_step(tokens: Tensor) -> Tensor:
@@ -96,64 +65,79 @@ def _build(
 
 
 FSDP: Mapping[str, Row] = {
-    "fsdp_zero3": Row("maingrad FSDP, ZeRO-3", partial(_build, placements="zero3")),
-    "fsdp_zero3_split": Row(
+    "fsdp_zero3": Row("maingrad FSDP, ZeRO-3", _build),
+    "fsdp_zero3_split": row_of(
         "maingrad FSDP, ZeRO-3, embedding and head units of their own",
-        partial(_build, placements="zero3", split_ends=True),
+        _build,
+        split_ends=True,
     ),
-    "fsdp_zero3_copy_engines": Row(
+    "fsdp_zero3_copy_engines": row_of(
         "maingrad FSDP, ZeRO-3, gathers on copy engines",
-        partial(_build, placements="zero3", copy_engines=True),
+        _build,
+        copy_engine_gather=True,
         refuse=refuse_copy_engines,
     ),
-    "fsdp_zero3_split_copy_engines": Row(
+    "fsdp_zero3_split_copy_engines": row_of(
         "maingrad FSDP, ZeRO-3, embedding and head units of their own, gathers on copy engines",
-        partial(_build, placements="zero3", split_ends=True, copy_engines=True),
+        _build,
+        split_ends=True,
+        copy_engine_gather=True,
         refuse=refuse_copy_engines,
     ),
-    "fsdp_zero3_reduced_once": Row(
+    "fsdp_zero3_reduced_once": row_of(
         "maingrad FSDP, ZeRO-3, gradients reduced once a step",
-        partial(_build, placements="zero3", reduced_once=True),
+        _build,
+        reduce_every_microbatch=False,
     ),
-    "fsdp_zero3_reduced_once_copy_engines": Row(
+    "fsdp_zero3_reduced_once_copy_engines": row_of(
         "maingrad FSDP, ZeRO-3, gradients reduced once a step, gathers on copy engines",
-        partial(_build, placements="zero3", reduced_once=True, copy_engines=True),
+        _build,
+        reduce_every_microbatch=False,
+        copy_engine_gather=True,
         refuse=refuse_copy_engines,
     ),
-    "fsdp_zero3_split_reduced_once_copy_engines": Row(
+    "fsdp_zero3_split_reduced_once_copy_engines": row_of(
         "maingrad FSDP, ZeRO-3, embedding and head units of their own, gradients reduced once a step, gathers on copy "
         "engines",
-        partial(_build, placements="zero3", split_ends=True, reduced_once=True, copy_engines=True),
+        _build,
+        split_ends=True,
+        reduce_every_microbatch=False,
+        copy_engine_gather=True,
         refuse=refuse_copy_engines,
     ),
-    "fsdp_zero3_kept": Row(
-        "maingrad FSDP, ZeRO-3, parameters kept until backward", partial(_build, placements="zero3", keep_params=True)
+    "fsdp_zero3_kept": row_of(
+        "maingrad FSDP, ZeRO-3, parameters kept until backward", _build, reshard_after_forward=False
     ),
-    "fsdp_zero3_unfused": Row("maingrad FSDP, ZeRO-3, nn.Linear", partial(_build, placements="zero3", fused=False)),
-    "fsdp_zero3_compiled": Row(
+    "fsdp_zero3_unfused": row_of("maingrad FSDP, ZeRO-3, nn.Linear", _build, fused=False),
+    "fsdp_zero3_compiled": row_of(
         "maingrad FSDP, ZeRO-3, blocks under torch.compile",
-        partial(_build, placements="zero3", compiled=True),
-        close=reset_compiler,
+        _build,
+        compiled=True,
     ),
     **{
-        f"fsdp_zero3{name}_graphed": Row(
+        f"fsdp_zero3{name}_graphed": row_of(
             f"maingrad FSDP, ZeRO-3{label}, one CUDA graph",
-            partial(_build, placements="zero3", compiled=bool(name), graphed=True),
-            close=reset_compiler,
+            _build,
+            compiled=bool(name),
+            graphed=True,
             refuse=refuse_graphs,
         )
         for name, label in (("", ""), ("_compiled", ", blocks under torch.compile"))
     },
-    "fsdp_zero2": Row("maingrad FSDP, ZeRO-2", partial(_build, placements="zero2")),
-    "fsdp_zero2_copy_engines": Row(
+    "fsdp_zero2": row_of("maingrad FSDP, ZeRO-2", _build, placements="zero2"),
+    "fsdp_zero2_copy_engines": row_of(
         "maingrad FSDP, ZeRO-2, gathers on copy engines",
-        partial(_build, placements="zero2", copy_engines=True),
+        _build,
+        placements="zero2",
+        copy_engine_gather=True,
         refuse=refuse_copy_engines,
     ),
-    "fsdp_zero1": Row("maingrad FSDP, ZeRO-1", partial(_build, placements="zero1")),
-    "fsdp_hsdp": Row(
+    "fsdp_zero1": row_of("maingrad FSDP, ZeRO-1", _build, placements="zero1"),
+    "fsdp_hsdp": row_of(
         "maingrad FSDP, two instances (HSDP)",
-        partial(_build, placements="hsdp", num_instances=2),
+        _build,
+        placements="hsdp",
+        num_instances=2,
         refuse=refuse_instances,
     ),
 }

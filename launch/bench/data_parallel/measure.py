@@ -11,22 +11,18 @@ reason.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from ...config.run import ConfigError
 from ...report.trace_digest import digest_trace, record_trace
-from ..steps import free_memory, peak_gib, reset_peak, time_steps
 from .fsdp_rows import FSDP
 from .model import SETTINGS, Setting
 from .peers import PEERS
-from .ranks import AnyRankFailed, Ranks
+from .ranks import Ranks
+from .rounds import check_names, line_of, measure_row, time_row, worst_of
 from .rows import FLOOR, OURS, PEER_FLOOR, Case, Row, Step
 
 __all__ = ["DataParallelBench", "Measurement", "bench_data_parallel", "choose_rows", "choose_settings"]
@@ -101,24 +97,18 @@ class Measurement:
 
 def choose_settings(names: Sequence[str]) -> list[Setting]:
     """The settings called ``names``, in that order. Raises ``ConfigError`` for an unknown name."""
-    _check_names("setting", names, SETTINGS)
+    check_names("setting", names, SETTINGS)
     return [SETTINGS[name] for name in names]
 
 
 def choose_rows(bench: DataParallelBench, rows: Mapping[str, Row] = ROWS) -> list[str]:
     """Row names in measuring order: floors first and again last. Raises ``ConfigError`` for an unknown name."""
     for kind in (bench.rows, bench.without, bench.trace):
-        _check_names("row", kind, rows)
+        check_names("row", kind, rows)
     wanted = set(bench.rows or rows) - set(bench.without)
     floors = [name for name in (FLOOR, PEER_FLOOR) if name in rows and name not in bench.without]
     between = [name for name in rows if name in wanted and name not in floors]
     return [*floors, *between, *floors] if between else floors
-
-
-def _check_names(kind: str, names: Sequence[str], known: Mapping[str, Any]) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"unknown {kind} '{name}': it is one of {', '.join(known)}")
 
 
 def bench_data_parallel(
@@ -144,7 +134,7 @@ def bench_data_parallel(
         case = Case(setting, ranks.rank, ranks.size, ranks.device, _options_of_ours(bench))
         traced = set(bench.trace)
         for name in choose_rows(bench, rows):
-            trace = _Trace(out_dir, f"{setting.name}_{name}", bench.keep_traces) if name in traced else None
+            trace = out_dir / f"trace_{setting.name}_{name}.json.gz" if name in traced else None
             traced.discard(name)  # a floor is measured twice, but traced once
             done.append(_measure(bench, case, name, rows[name], ranks, machine, trace, log))
             log(_line(done[-1]))
@@ -162,15 +152,6 @@ def _options_of_ours(bench: DataParallelBench) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value}
 
 
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """Where the trace of a row is written."""
-
-    folder: Path
-    stem: str
-    keep: bool
-
-
 def _measure(
     bench: DataParallelBench,
     case: Case,
@@ -178,7 +159,7 @@ def _measure(
     row: Row,
     ranks: Ranks,
     machine: str,
-    trace: _Trace | None,
+    trace: Path | None,
     log: Callable[[str], None],
 ) -> Measurement:
     options = case.ours if name in OURS and row.trains else {}
@@ -192,96 +173,39 @@ def _measure(
         "trains": row.trains,
         "machine": machine,
     }
-    problem = row.refuse(case)
-    mine: dict[str, Any] = {}
-    if problem is None:
-        try:
-            with ranks.attempt(with_groups=row.with_groups):
-                mine = _time_row(bench, case, row, trace)
-                free_memory(case.device)  # memory that a process group has mapped is freed before the group ends
-        except AnyRankFailed as failure:
-            problem = str(failure)
-            log(failure.details)
-    free_memory(case.device)  # a failure's traceback holds frames, and the frames hold a model
-    # One rank's refusal or failure counts for all ranks.
-    told: list[tuple[str | None, dict[str, Any]]] = ranks.exchange((problem, mine))
-    problem = next((each for each, _ in told if each), None)
-    if problem is not None:
-        return Measurement(**about, problem=" ".join(problem.split())[:400])
-    numbers: dict[str, Any] = dict(told[0][1])
-    setting = case.setting
+    problem, told = measure_row(
+        ranks, partial(_time_row, bench, case, row, trace), log, refusal=row.refuse(case), with_groups=row.with_groups
+    )
+    if problem:
+        return Measurement(**about, problem=problem)
+    numbers, setting = told[0], case.setting
     num_tokens = setting.num_tokens * setting.num_microbatches * case.num_ranks
     return Measurement(
         **about,
-        **numbers
-        | {
-            "slowest_rank_ms": max(each["step_ms"] for _, each in told),
-            "peak_gib": max(each["peak_gib"] for _, each in told),
-            "held_gib": max(each["held_gib"] for _, each in told),
-            "tokens_per_second": num_tokens / numbers["step_ms"] * 1e3,
-        },
+        **(numbers | worst_of(told, "peak_gib", "held_gib")),
+        slowest_rank_ms=max(each["step_ms"] for each in told),
+        tokens_per_second=num_tokens / numbers["step_ms"] * 1e3,
     )
 
 
-def _time_row(bench: DataParallelBench, case: Case, row: Row, trace: _Trace | None) -> dict[str, Any]:
-    """Build, warm up, time, trace and close one row on this rank."""
-    on_cuda = case.device.type == "cuda"
-    held = torch.cuda.memory_allocated(case.device) / 2**30 if on_cuda else 0.0
-    try:
-        step: Step = row.build(case)
-        first_loss = step().item()
-        for _ in range(bench.num_warmup_steps - 1):
-            step()
-        if on_cuda:
-            torch.cuda.synchronize(case.device)
-        reset_peak(case.device)
-        times, last_loss = [], first_loss
-        for _ in range(bench.num_rounds):
-            _barrier()
-            milliseconds, last_loss = time_steps(step, bench.num_steps, case.device)
-            times.append(milliseconds)
-        peak = peak_gib(case.device)
-        _barrier()
-        if trace is not None:
-            _write_digest(step, case, trace)
-        del step
-    finally:
-        row.close()
-    return {
-        "step_ms": statistics.median(times),
-        "spread_ms": max(times) - min(times),
-        "peak_gib": peak - held,
-        "held_gib": held,
-        "first_loss": first_loss,
-        "last_loss": last_loss,
-    }
+def _time_row(bench: DataParallelBench, case: Case, row: Row, trace: Path | None) -> dict[str, Any]:
+    def write_digest(step: Step) -> None:
+        """Run traced steps on all ranks; rank 0 writes the digest of its trace."""
+        if trace is None:
+            return
+        num_steps = 2
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        record_trace(step, num_steps, trace if case.rank == 0 else None)
+        if case.rank == 0:
+            trace.with_suffix("").with_suffix(".txt").write_text(digest_trace(trace, num_steps))
+            if not bench.keep_traces:
+                trace.unlink()
 
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _write_digest(step: Step, case: Case, trace: _Trace) -> None:
-    """Run traced steps on all ranks; rank 0 writes the digest of its trace."""
-    num_steps = 2
-    trace.folder.mkdir(parents=True, exist_ok=True)
-    path = trace.folder / f"trace_{trace.stem}.json.gz"
-    record_trace(step, num_steps, path if case.rank == 0 else None)
-    if case.rank == 0:
-        text = digest_trace(path, num_steps)
-        (trace.folder / f"trace_{trace.stem}.txt").write_text(text)
-        if not trace.keep:
-            path.unlink()
+    numbers = time_row(bench, case.device, partial(row.build, case), after=write_digest, close=row.close)
+    del numbers["first_step_s"]
+    return numbers
 
 
 def _line(measured: Measurement) -> str:
     head = f"{measured.setting:15s} {measured.row:26s}"
-    if measured.problem:
-        return f"{head} not measured: {measured.problem}"
-    return (
-        f"{head} {measured.step_ms:8.1f} ms  spread {measured.spread_ms:5.1f}  "
-        f"{measured.tokens_per_second / 1e3:8.1f} ktok/s  peak {measured.peak_gib:5.1f} GiB  "
-        f"loss {measured.first_loss:.4f} -> {measured.last_loss:.4f}"
-        + (f"  ({measured.held_gib:.1f} GiB held by earlier rows)" if measured.held_gib > 0.1 else "")
-    )
+    return line_of(head, measured, f"{measured.tokens_per_second / 1e3:8.1f} ktok/s")

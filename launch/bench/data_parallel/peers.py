@@ -9,21 +9,20 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ..steps import accumulate
 from .model import AddmmLinear, Block, LinearFactory, make_model, plain_linear
 from .ranks import make_mesh
-from .rows import LEARNING_RATE, Case, Row, Step, reset_compiler
+from .rows import LEARNING_RATE, Case, Row, Step, row_of
 
-__all__ = ["PEERS", "megatron_core_problem", "peer_versions"]
+__all__ = ["PEERS", "megatron_core_problem", "peer_versions", "shard_by_fsdp2", "wrap_by_megatron"]
 
 
 # ---- torch's DistributedDataParallel. ----
@@ -55,27 +54,39 @@ def _torch_ddp(case: Case, *, compiled: bool) -> Step:
 # ---- FSDP2. ----
 
 
-def _fsdp2(case: Case, *, reshard: bool, split_ends: bool = False, compiled: bool = False) -> Step:
-    """Gradients stay whole until the last microbatch, which reduces them.
+def shard_by_fsdp2(
+    model: nn.Module, units: Iterable[nn.Module], mesh: DeviceMesh, *, reshard: bool, reshard_root: bool | None = True
+) -> tuple[Any, Callable[[bool], None]]:
+    """Make units of FSDP2: fp32 parameters, computation in bf16, gradients reduced in fp32, once a step.
 
-    reshard     ZeRO-3; otherwise ZeRO-2: parameters stay gathered until the last microbatch's backward has used them
-    split_ends  the embedding and the head are units of their own
+    reshard       ZeRO-3; otherwise ZeRO-2: parameters stay gathered until the last microbatch's backward has used them
+    reshard_root  FSDP2's argument for the root under ZeRO-3; None is FSDP2's default: gathered from forward to backward
+
+    Returns the model, and what is called before each microbatch; its argument says whether the microbatch is the last.
     """
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    keep = reshard_root if reshard else False
+    root: Any = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=keep)
+
+    def before(is_last: bool) -> None:
+        root.set_requires_gradient_sync(is_last)
+        if not reshard:
+            root.set_reshard_after_backward(is_last)
+
+    return root, before
+
+
+def _fsdp2(case: Case, *, reshard: bool, split_ends: bool = False, compiled: bool = False) -> Step:
+    """split_ends  the embedding and the head are units of their own"""
     model = make_model(case.setting, plain_linear, torch.float32, case.device)
     if compiled:
         model.compile_parts()
     mesh = init_device_mesh(case.device.type, (case.num_ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in model.units(split_ends=split_ends):
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    sharded: Any = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    sharded, before = shard_by_fsdp2(model, model.units(split_ends=split_ends), mesh, reshard=reshard)
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     tokens = case.tokens()
-
-    def before(is_last: bool) -> None:
-        sharded.set_requires_gradient_sync(is_last)
-        if not reshard:
-            sharded.set_reshard_after_backward(is_last)
 
     def step() -> Tensor:
         loss = accumulate(sharded, tokens, before=before)
@@ -89,31 +100,38 @@ def _fsdp2(case: Case, *, reshard: bool, split_ends: bool = False, compiled: boo
 # ---- Megatron-core. ----
 
 
-def _megatron(case: Case, *, fused: bool, zero1: bool) -> Step:
-    parallel_state = importlib.import_module("megatron.core.parallel_state")
-    distributed = importlib.import_module("megatron.core.distributed")
-    optimizers = importlib.import_module("megatron.core.optimizer")
-    transformer = importlib.import_module("megatron.core.transformer")
+def wrap_by_megatron(model: nn.Module, *, num_layers: int, hidden_size: int, num_heads: int, **options: Any) -> Any:
+    """Megatron-core's wrapper of a bf16 model; it sums and reduces gradients in fp32, during backward.
 
-    parallel_state.initialize_model_parallel()
-    setting = case.setting
-    config = transformer.TransformerConfig(
-        num_layers=setting.num_layers,
-        hidden_size=setting.hidden,
-        num_attention_heads=setting.num_heads,
+    options  fields of its ``DistributedDataParallelConfig``
+    """
+    distributed = importlib.import_module("megatron.core.distributed")
+    config = importlib.import_module("megatron.core.transformer").TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_heads,
         bf16=True,
         params_dtype=torch.bfloat16,
     )
     ddp_config = distributed.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=True,
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, **options
+    )
+    return distributed.DistributedDataParallel(config, ddp_config, model)
+
+
+def _megatron(case: Case, *, fused: bool, zero1: bool) -> Step:
+    importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    setting = case.setting
+    linear: LinearFactory = AddmmLinear.make if fused else plain_linear
+    model = wrap_by_megatron(
+        make_model(setting, linear, torch.bfloat16, case.device),
+        num_layers=setting.num_layers,
+        hidden_size=setting.hidden,
+        num_heads=setting.num_heads,
         overlap_param_gather=zero1,
         use_distributed_optimizer=zero1,
         average_in_collective=False,
-    )
-    linear: LinearFactory = AddmmLinear.make if fused else plain_linear
-    model = distributed.DistributedDataParallel(
-        config, ddp_config, make_model(setting, linear, torch.bfloat16, case.device)
     )
     model.broadcast_params()
     optimizer_config = optimizers.OptimizerConfig(
@@ -225,10 +243,6 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _needs(name: str, case: Case) -> str | None:
-    return _problem(name, case.device)
-
-
 def _problem(name: str, device: torch.device) -> str | None:
     if not _is_installed(name):
         return f"{name} is not installed"
@@ -246,46 +260,43 @@ def _refuse_overwriting(case: Case) -> str | None:
         return (
             "it has fused layers overwrite the sum of earlier microbatches: only the last one's gradient would be left"
         )
-    return _needs("megatron_fsdp", case)
+    return _MEGATRON_FSDP(case)
 
 
-_CORE = partial(_needs, "megatron.core")
-_MEGATRON_FSDP = partial(_needs, "megatron_fsdp")
+def _needs(name: str) -> Callable[[Case], str | None]:
+    return lambda case: _problem(name, case.device)
+
+
+_CORE, _MEGATRON_FSDP = _needs("megatron.core"), _needs("megatron_fsdp")
 
 PEERS: Mapping[str, Row] = {
-    "megatron_zero1_fused": Row(
-        "Megatron-core ZeRO-1, fused wgrad",
-        partial(_megatron, fused=True, zero1=True),
-        close=_close_megatron,
-        refuse=_CORE,
-    ),
-    "megatron_zero1": Row(
-        "Megatron-core ZeRO-1", partial(_megatron, fused=False, zero1=True), close=_close_megatron, refuse=_CORE
-    ),
-    "megatron_ddp_fused": Row(
-        "Megatron-core DDP, fused wgrad",
-        partial(_megatron, fused=True, zero1=False),
-        close=_close_megatron,
-        refuse=_CORE,
-    ),
-    "fsdp2_zero2": Row("FSDP2, parameters kept (ZeRO-2)", partial(_fsdp2, reshard=False)),
-    "fsdp2_zero3": Row("FSDP2, resharded (ZeRO-3)", partial(_fsdp2, reshard=True)),
-    "fsdp2_zero3_split": Row(
-        "FSDP2, resharded (ZeRO-3), embedding and head units of their own",
-        partial(_fsdp2, reshard=True, split_ends=True),
-    ),
-    "torch_ddp": Row("torch DDP, autocast, fp32 weights", partial(_torch_ddp, compiled=False)),
-    "fsdp2_zero2_compiled": Row(
-        "FSDP2 ZeRO-2, torch.compile", partial(_fsdp2, reshard=False, compiled=True), close=reset_compiler
-    ),
-    "fsdp2_zero3_compiled": Row(
-        "FSDP2 ZeRO-3, torch.compile", partial(_fsdp2, reshard=True, compiled=True), close=reset_compiler
-    ),
-    "torch_ddp_compiled": Row("torch DDP, torch.compile", partial(_torch_ddp, compiled=True), close=reset_compiler),
     **{
-        f"megatron_fsdp_zero{stage}{suffix}": Row(
+        name: row_of(label, _megatron, fused=fused, zero1=zero1, refuse=_CORE)._replace(close=_close_megatron)
+        for name, label, fused, zero1 in (
+            ("megatron_zero1_fused", "Megatron-core ZeRO-1, fused wgrad", True, True),
+            ("megatron_zero1", "Megatron-core ZeRO-1", False, True),
+            ("megatron_ddp_fused", "Megatron-core DDP, fused wgrad", True, False),
+        )
+    },
+    "fsdp2_zero2": row_of("FSDP2, parameters kept (ZeRO-2)", _fsdp2, reshard=False),
+    "fsdp2_zero3": row_of("FSDP2, resharded (ZeRO-3)", _fsdp2, reshard=True),
+    "fsdp2_zero3_split": row_of(
+        "FSDP2, resharded (ZeRO-3), embedding and head units of their own",
+        _fsdp2,
+        reshard=True,
+        split_ends=True,
+    ),
+    "torch_ddp": row_of("torch DDP, autocast, fp32 weights", _torch_ddp, compiled=False),
+    "fsdp2_zero2_compiled": row_of("FSDP2 ZeRO-2, torch.compile", _fsdp2, reshard=False, compiled=True),
+    "fsdp2_zero3_compiled": row_of("FSDP2 ZeRO-3, torch.compile", _fsdp2, reshard=True, compiled=True),
+    "torch_ddp_compiled": row_of("torch DDP, torch.compile", _torch_ddp, compiled=True),
+    **{
+        f"megatron_fsdp_zero{stage}{suffix}": row_of(
             f"Megatron-FSDP ZeRO-{stage}{what}",
-            partial(_megatron_fsdp, stage=stage, fused=suffix == "_fused", defaults=suffix == "_bf16"),
+            _megatron_fsdp,
+            stage=stage,
+            fused=suffix == "_fused",
+            defaults=suffix == "_bf16",
             refuse=_refuse_overwriting if (stage, suffix) == (1, "_fused") else _MEGATRON_FSDP,
         )
         for stage in (1, 3)

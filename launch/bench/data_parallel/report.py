@@ -1,19 +1,18 @@
 """Tables of ``bench data-parallel``: a CSV, and Markdown with a section for each setting and number of ranks."""
 
-import csv
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ...report.table import Column, markdown_table, write_csv
+from ...report.table import Column, grouped, markdown_table
 from .measure import Measurement
 from .model import SETTINGS
 from .rows import FLOOR, PEER_FLOOR
+from .sections import with_kept, write_sections
 
-__all__ = ["Section", "read_measurements", "sections_of", "write_data_parallel_report"]
+__all__ = ["Section", "sections_of", "write_data_parallel_report"]
 
 _FIRST_LOSS_TOLERANCE = 0.01
 """Relative to the first loss. All rows start from the same weights, but only some rows round them to bf16."""
@@ -81,24 +80,10 @@ class Section:
 
 def sections_of(measurements: Sequence[Measurement]) -> list[Section]:
     """The measurements by section, in the order of the settings, fewer ranks first."""
-    groups: dict[tuple[str, int], list[Measurement]] = {}
-    for row in measurements:
-        groups.setdefault((row.setting, row.num_ranks), []).append(row)
+    groups = grouped(measurements, lambda row: (row.setting, row.num_ranks))
     order = list(SETTINGS)
     keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1]))
     return [Section(setting, num_ranks, tuple(groups[setting, num_ranks])) for setting, num_ranks in keys]
-
-
-def read_measurements(path: Path) -> list[Measurement]:
-    """Read a CSV of ``write_data_parallel_report``; an empty list if the file does not exist."""
-    if not path.exists():
-        return []
-    parsers: dict[Any, Callable[[str], Any]] = {str: str, int: int, float: float, bool: lambda text: text == "True"}
-    with path.open(newline="") as file:
-        return [
-            Measurement(**{field.name: parsers[field.type](row[field.name]) for field in fields(Measurement)})
-            for row in csv.DictReader(file)
-        ]
 
 
 def write_data_parallel_report(measurements: Sequence[Measurement], folder: Path, stem: str = "data_parallel") -> str:
@@ -106,29 +91,22 @@ def write_data_parallel_report(measurements: Sequence[Measurement], folder: Path
 
     Sections of other settings or other numbers of ranks that the CSV already has are kept.
     """
-    path = folder / f"{stem}.csv"
-    mine = {(row.setting, row.num_ranks) for row in measurements}
-    kept = [row for row in read_measurements(path) if (row.setting, row.num_ranks) not in mine]
-    rows = [*kept, *measurements]
-    write_csv(folder, stem, rows)
-    lines = [
-        "# Data parallelism: ours and others on the same work",
-        "",
-        "Made by `torchrun --nproc-per-node N -m maingrad bench data-parallel`; what the columns mean is said "
+    rows = with_kept(folder / f"{stem}.csv", measurements, Measurement, lambda row: (row.setting, row.num_ranks))
+    return write_sections(
+        folder,
+        stem,
+        rows,
+        title="Data parallelism: ours and others on the same work",
+        head="Made by `torchrun --nproc-per-node N -m maingrad bench data-parallel`; what the columns mean is said "
         "[here](README.md#data-parallelism-what-is-measured).",
-        "",
-    ]
-    for section in sections_of(rows):
-        lines += _section_lines(section)
-    table = "\n".join(lines)
-    (folder / f"{stem}.md").write_text(table)
-    return table
+        sections=map(_section_lines, sections_of(rows)),
+    )
 
 
 def _section_lines(section: Section) -> list[str]:
     setting = SETTINGS[section.setting]
     columns: list[Column] = [
-        ("", lambda row: row.label),
+        ("", "{row.label}"),
         ("ms", lambda row: _number(row.step_ms, ".1f")),
         ("over our floor", lambda row: _number(section.over(FLOOR, row), ".3f")),
         ("over the slowest GPU's", lambda row: _number(section.over_slowest(FLOOR, row), ".3f")),

@@ -3,25 +3,20 @@
 A row's ``build`` makes a training step and all that the step needs. ``close`` frees what the process still keeps.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ....ddp import (
-    WORLD_OF_ONE,
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    DistributedOptimizer,
-    GraphedTrainingStep,
-)
+from ....ddp import WORLD_OF_ONE, DistributedDataParallel, GraphedTrainingStep
 from ....ddp.contract.main_grad import absorb_grad, attach
 from ....ddp.contract.record import GradRecord
 from ....ddp.graphs.capture import CapturedGraph, GraphPool
 from ....ddp.torch_internals.distributed import zero_cta_options
+from ...parallelizing.make_optimizer import make_optimizer
+from ...parallelizing.parallelize import parallelize
 from ..steps import accumulate, random_tokens
 from .model import GPT, AddmmLinear, Setting, fused_linear, make_model, plain_linear
 
@@ -37,6 +32,7 @@ __all__ = [
     "refuse_graphs",
     "refuse_instances",
     "reset_compiler",
+    "row_of",
 ]
 
 FLOOR = "floor"
@@ -45,6 +41,11 @@ LEARNING_RATE = 1e-4
 
 Step = Callable[[], Tensor]
 """One training step; returns the last microbatch's loss, detached."""
+
+
+class _OnDevice(Protocol):
+    @property
+    def device(self) -> torch.device: ...
 
 
 class Case(NamedTuple):
@@ -159,17 +160,19 @@ def _build_peer_floor(case: Case) -> Step:
 
 def _build_ours(
     case: Case,
-    config: DistributedDataParallelConfig,
     *,
+    parallel: str = "zero1",
     fused: bool = True,
     compiled: bool = False,
     graphed: bool = False,
+    **options: Any,
 ) -> Step:
+    """options  fields of ``DistributedDataParallelConfig`` beside those of ``parallelize``"""
     model: GPT = make_model(case.setting, fused_linear if fused else plain_linear, torch.bfloat16, case.device)
     if compiled:
         model.compile_parts()
-    ddp = DistributedDataParallel(model, dataclasses.replace(config, **case.ours))
-    optimizer = DistributedOptimizer(ddp, lr=LEARNING_RATE)
+    ddp: Any = parallelize(model, parallel, fuse=False, **options, **case.ours)  # the model has its fused layers
+    optimizer = make_optimizer(ddp, lr=LEARNING_RATE)
     tokens = case.tokens()
 
     def train_step(tokens: Tensor) -> Tensor:
@@ -182,53 +185,11 @@ def _build_ours(
     return partial(GraphedTrainingStep(train_step, ddp, optimizer) if graphed else train_step, tokens)
 
 
-def _ddp(case: Case) -> Step:
-    return _build_ours(case, DistributedDataParallelConfig(overlap_grad_reduce=True))
-
-
-def _zero1_config() -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-    )
-
-
-def _zero1(case: Case) -> Step:
-    return _build_ours(case, _zero1_config())
-
-
-def _zero1_copy_engines(case: Case) -> Step:
-    return _build_ours(case, dataclasses.replace(_zero1_config(), copy_engine_param_gather=True))
-
-
-def refuse_copy_engines(case: Case) -> str | None:
+def refuse_copy_engines(case: _OnDevice) -> str | None:
     """Why gathers cannot run on copy engines; None if they can."""
     if case.device.type == "cuda" and zero_cta_options() is not None:
         return None
     return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
-
-
-def _zero1_no_overlap(case: Case) -> Step:
-    return _build_ours(case, DistributedDataParallelConfig(use_distributed_optimizer=True))
-
-
-def _zero1_bf16_wire(case: Case) -> Step:
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        grad_reduce_wire_dtype=torch.bfloat16,
-    )
-    return _build_ours(case, config)
-
-
-def _hybrid(case: Case) -> Step:
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        num_distributed_optimizer_instances=2,
-    )
-    return _build_ours(case, config)
 
 
 def refuse_instances(case: Case) -> str | None:
@@ -238,20 +199,7 @@ def refuse_instances(case: Case) -> str | None:
     return "two instances of two or more ranks each need 4 ranks, or a larger even number"
 
 
-def _zero1_unfused(case: Case) -> Step:
-    return _build_ours(case, _zero1_config(), fused=False)
-
-
-def _zero1_compiled(case: Case) -> Step:
-    return _build_ours(case, _zero1_config(), compiled=True)
-
-
-def _zero1_graphed(case: Case, *, compiled: bool, copy_engines: bool) -> Step:
-    config = dataclasses.replace(_zero1_config(), copy_engine_param_gather=copy_engines)
-    return _build_ours(case, config, compiled=compiled, graphed=True)
-
-
-def refuse_graphs(case: Case) -> str | None:
+def refuse_graphs(case: _OnDevice) -> str | None:
     return None if case.device.type == "cuda" else "CUDA graphs need CUDA devices"
 
 
@@ -260,10 +208,22 @@ def reset_compiler() -> None:
     torch._dynamo.reset()
 
 
+def row_of(
+    label: str,
+    build: Callable[..., Step],
+    *,
+    refuse: Callable[[Case], str | None] = lambda _: None,
+    **options: Any,
+) -> Row:
+    """A row whose ``build`` takes ``options``. ``compiled`` and ``graphed`` leave graphs, which ``close`` drops."""
+    row = Row(label, partial(build, **options), refuse=refuse)
+    return row._replace(close=reset_compiler) if options.get("compiled") or options.get("graphed") else row
+
+
 OURS: Mapping[str, Row] = {
     FLOOR: Row("our floor: no collectives", _build_floor, with_groups=False, trains=False),
     PEER_FLOOR: Row("peers' floor: no collectives", _build_peer_floor, with_groups=False, trains=False),
-    "zero1": Row("maingrad ZeRO-1", _zero1),
+    "zero1": Row("maingrad ZeRO-1", _build_ours),
     **{
         f"floor{name}_graphed": Row(
             f"our floor{label}, one CUDA graph",
@@ -275,24 +235,36 @@ OURS: Mapping[str, Row] = {
         )
         for name, label in (("", ""), ("_compiled", " under torch.compile"))
     },
-    "zero1_copy_engines": Row(
-        "maingrad ZeRO-1, gathers on copy engines", _zero1_copy_engines, refuse=refuse_copy_engines
+    "zero1_copy_engines": row_of(
+        "maingrad ZeRO-1, gathers on copy engines",
+        _build_ours,
+        copy_engine_param_gather=True,
+        refuse=refuse_copy_engines,
     ),
-    "zero1_bf16_wire": Row("maingrad ZeRO-1, bf16 wire", _zero1_bf16_wire),
-    "zero1_no_overlap": Row("maingrad ZeRO-1, no overlap", _zero1_no_overlap),
-    "zero1_unfused": Row("maingrad ZeRO-1, nn.Linear", _zero1_unfused),
-    "zero1_compiled": Row("maingrad ZeRO-1, blocks under torch.compile", _zero1_compiled, close=reset_compiler),
+    "zero1_bf16_wire": row_of("maingrad ZeRO-1, bf16 wire", _build_ours, grad_reduce_wire_dtype=torch.bfloat16),
+    "zero1_no_overlap": row_of(
+        "maingrad ZeRO-1, no overlap", _build_ours, overlap_grad_reduce=False, overlap_param_gather=False
+    ),
+    "zero1_unfused": row_of("maingrad ZeRO-1, nn.Linear", _build_ours, fused=False),
+    "zero1_compiled": row_of("maingrad ZeRO-1, blocks under torch.compile", _build_ours, compiled=True),
     **{
-        f"zero1{name}_graphed{suffix}": Row(
+        f"zero1{name}_graphed{suffix}": row_of(
             f"maingrad ZeRO-1{label}, one CUDA graph{way}",
-            partial(_zero1_graphed, compiled=bool(name), copy_engines=bool(suffix)),
-            close=reset_compiler,
+            _build_ours,
+            compiled=bool(name),
+            graphed=True,
+            copy_engine_param_gather=bool(suffix),
             refuse=refuse_copy_engines if suffix else refuse_graphs,
         )
         for suffix, way in (("", ""), ("_copy_engines", ", gathers on copy engines"))
         for name, label in (("", ""), ("_compiled", ", blocks under torch.compile"))
     },
-    "hybrid": Row("maingrad hybrid, two instances", _hybrid, refuse=refuse_instances),
-    "ddp": Row("maingrad DDP", _ddp),
+    "hybrid": row_of(
+        "maingrad hybrid, two instances",
+        _build_ours,
+        num_distributed_optimizer_instances=2,
+        refuse=refuse_instances,
+    ),
+    "ddp": row_of("maingrad DDP", _build_ours, parallel="ddp"),
 }
 """Rows by name, in measuring order. Ratios are over the first row."""

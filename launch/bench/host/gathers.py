@@ -24,6 +24,7 @@ from ....ddp.collectives.rank_grid import make_grids
 from ....ddp.gathers.param_gather import ParamGather, guard_reads
 from ...report.table import Column
 from ...simulation.simulate import simulate
+from ..steps import synchronize
 
 __all__ = ["GATHER_COLUMNS", "GatherRow", "bench_gathers"]
 
@@ -47,12 +48,12 @@ class GatherRow:
 
 
 GATHER_COLUMNS: list[Column] = [
-    ("module", lambda row: row.name),
-    ("modules in a bucket", lambda row: str(row.modules_per_bucket)),
-    ("forward, never gathered, us", lambda row: f"{row.bare_us:.2f}"),
-    ("forward, nothing in flight, us", lambda row: f"{row.idle_us:.2f}"),
-    ("step, us", lambda row: f"{row.guard_us:.2f}"),
-    ("first forward after it, us", lambda row: f"{row.in_flight_us:.2f}"),
+    ("module", "{row.name}"),
+    ("modules in a bucket", "{row.modules_per_bucket}"),
+    ("forward, never gathered, us", "{row.bare_us:.2f}"),
+    ("forward, nothing in flight, us", "{row.idle_us:.2f}"),
+    ("step, us", "{row.guard_us:.2f}"),
+    ("first forward after it, us", "{row.in_flight_us:.2f}"),
 ]
 
 
@@ -96,28 +97,25 @@ def _measure(
     def guard() -> None:
         guard_reads(list(chain.modules()), gathers)
 
-    times: dict[str, list[float]] = {"bare_us": [], "idle_us": [], "guard_us": [], "in_flight_us": []}
+    def one_round() -> dict[str, float]:
+        for gather in gathers:
+            gather.start(stream)
+        dist.barrier()  # all ranks have joined the gathers
+        return {
+            "guard_us": _time(guard, x),
+            "in_flight_us": _time(lambda: chain(x), x),
+            "idle_us": _time(lambda: chain(x), x),
+            "bare_us": _time(lambda: bare(x), x),
+        }
+
     with torch.no_grad():
-        for round_index in range(rounds + 1):
-            for gather in gathers:
-                gather.start(stream)
-            dist.barrier()  # all ranks have joined the gathers
-            measured = {
-                "guard_us": _time(guard, x),
-                "in_flight_us": _time(lambda: chain(x), x),
-                "idle_us": _time(lambda: chain(x), x),
-                "bare_us": _time(lambda: bare(x), x),
-            }
-            if round_index:  # the first round is a warm-up
-                for field, seconds in measured.items():
-                    times[field].append(seconds / num_modules * 1e6)
-    return {field: statistics.median(values) for field, values in times.items()}
+        measured = [one_round() for _ in range(rounds + 1)][1:]  # the first round is a warm-up
+    return {field: statistics.median(each[field] for each in measured) / num_modules * 1e6 for field in measured[0]}
 
 
 def _time(call: Callable[[], object], x: Tensor) -> float:
     """Host seconds of one call."""
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+    synchronize(x.device)
     gc.disable()
     began = time.perf_counter()
     call()

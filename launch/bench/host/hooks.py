@@ -32,8 +32,9 @@ from ....ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ....ddp.contract.main_grad import hand_over, has_main_grad, record_of
 from ....ddp.contract.return_table import placeholder
 from ...report.table import Column
-from ..data_parallel.peers import megatron_core_problem
+from ..data_parallel.peers import megatron_core_problem, wrap_by_megatron
 from ..data_parallel.ranks import AnyRankFailed, Ranks
+from ..steps import synchronize
 
 __all__ = ["HOOK_COLUMNS", "HookRow", "bench_hooks"]
 
@@ -57,8 +58,8 @@ class HookRow:
 
 
 HOOK_COLUMNS: list[Column] = [
-    ("hooks of", lambda row: row.name),
-    ("parameters", lambda row: row.parameters),
+    ("hooks of", "{row.name}"),
+    ("parameters", "{row.parameters}"),
     ("intermediate, us", lambda row: row.problem or f"{row.intermediate_us:.2f}"),
     ("final, us", lambda row: "" if row.problem else f"{row.final_us:.2f}"),
     ("backward without them, us", lambda row: "" if row.problem else f"{row.backward_us:.2f}"),
@@ -131,20 +132,15 @@ class _Wrapped(NamedTuple):
 
 def _wrap_ours(model: nn.Module) -> _Wrapped:
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
-    ddp = DistributedDataParallel(model, config)
-    return _Wrapped(ddp, ddp.no_sync, ddp.zero_grad_buffer, ddp.finish_grad_sync)
+    return _wrapped(DistributedDataParallel(model, config))
 
 
 def _wrap_megatron(model: nn.Module) -> _Wrapped:
-    distributed = importlib.import_module("megatron.core.distributed")
-    transformer = importlib.import_module("megatron.core.transformer")
-    config = transformer.TransformerConfig(
-        num_layers=1, hidden_size=128, num_attention_heads=1, bf16=True, params_dtype=torch.bfloat16
-    )
-    ddp_config = distributed.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
-    )
-    ddp = distributed.DistributedDataParallel(config, ddp_config, model)
+    sizes = {"num_layers": 1, "hidden_size": 128, "num_heads": 1}
+    return _wrapped(wrap_by_megatron(model, **sizes, use_distributed_optimizer=True))
+
+
+def _wrapped(ddp: Any) -> _Wrapped:
     return _Wrapped(ddp, ddp.no_sync, ddp.zero_grad_buffer, ddp.finish_grad_sync)
 
 
@@ -180,21 +176,24 @@ def _measure(
         bare, wrapped = (kind(num_params, device, is_foreign=name != OURS) for _ in range(2))
         contenders[name] = (_wrap_nothing(bare), wrap(wrapped))
     x = torch.ones(num_params, device=device, dtype=torch.bfloat16, requires_grad=True)
-    # By (contender, whether it is the last microbatch): microseconds without and with the wrapper, one pair per round.
-    times: dict[tuple[str, bool], list[tuple[float, float]]] = {
-        (name, last): [] for name in contenders for last in (False, True)
-    }
-    for round_index in range(rounds + 1):
-        for (name, last), measured in times.items():
-            bare_us, wrapped_us = (
-                statistics.mean(_time_backward(each, x, last=last) for _ in range(calls)) / num_params * 1e6
-                for each in contenders[name]
-            )
-            if round_index:  # the first round is a warm-up
-                measured.append((bare_us, wrapped_us))
+
+    def one_round() -> dict[tuple[str, bool], tuple[float, float]]:
+        """Microseconds without and with the wrapper, by contender and whether it is the last microbatch."""
+        return {
+            (name, last): (mean_us(pair[0], last), mean_us(pair[1], last))
+            for name, pair in contenders.items()
+            for last in (False, True)
+        }
+
+    def mean_us(wrapped: _Wrapped, last: bool) -> float:
+        return statistics.mean(_time_backward(wrapped, x, last=last) for _ in range(calls)) / num_params * 1e6
+
+    measured = [one_round() for _ in range(rounds + 1)][1:]  # the first round is a warm-up
 
     def beyond_bare(name: str, last: bool) -> float:
-        return statistics.median(wrapped_us - bare_us for bare_us, wrapped_us in times[name, last])
+        return statistics.median(
+            wrapped_us - bare_us for bare_us, wrapped_us in (each[name, last] for each in measured)
+        )
 
     return [
         HookRow(
@@ -202,7 +201,7 @@ def _measure(
             parameters=parameters,
             intermediate_us=beyond_bare(name, False),
             final_us=beyond_bare(name, True),
-            backward_us=statistics.median(bare_us for last in (False, True) for bare_us, _ in times[name, last]),
+            backward_us=statistics.median(each[name, last][0] for last in (False, True) for each in measured),
         )
         for name in wrappers
     ]
@@ -214,18 +213,13 @@ def _time_backward(wrapped: _Wrapped, x: Tensor, *, last: bool) -> float:
     x.grad = None
     with nullcontext() if last else wrapped.no_sync():
         loss = wrapped.forward(x)
-        _synchronize(x)
+        synchronize(x.device)
         gc.disable()
         began = time.perf_counter()
         loss.backward()
         ended = time.perf_counter()
         gc.enable()
-    _synchronize(x)
+    synchronize(x.device)
     if last:
         wrapped.finish()
     return ended - began
-
-
-def _synchronize(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ....ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ....te_integration import Linear
 from ...report.table import Column, machine, markdown_table, write_csv, write_table
+from ..steps import synchronize
 from .gathers import GATHER_COLUMNS, GatherRow
 from .hooks import HOOK_COLUMNS, HookRow
 from .units import UNIT_COLUMNS, UnitRow
@@ -44,20 +45,16 @@ def bench_host(
     x = torch.randn(rows, features, device=device, requires_grad=True)
     dy = torch.randn(rows, features, device=device)
     cases = {name: make(features, device) for name, make in _CASES.items()}
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for round_index in range(rounds + 1):
-        for name, call in cases.items():
-            seconds = _time(call, x, dy, calls)
-            if round_index:  # the first round is a warm-up
-                times[name].append(seconds / calls * 1e6)
-    plain = times["nn.Linear"]
+    measured = [
+        {name: _time(call, x, dy, calls) / calls * 1e6 for name, call in cases.items()} for _ in range(rounds + 1)
+    ][1:]  # the first round is a warm-up
     return [
         HostRow(
             name=name,
-            microseconds=statistics.median(values),
-            over_plain=statistics.median(v / p for v, p in zip(values, plain, strict=True)),
+            microseconds=statistics.median(each[name] for each in measured),
+            over_plain=statistics.median(each[name] / each["nn.Linear"] for each in measured),
         )
-        for name, values in times.items()
+        for name in cases
     ]
 
 
@@ -65,15 +62,13 @@ Call = Callable[[Tensor, Tensor], None]
 
 
 def _time(call: Call, x: Tensor, dy: Tensor, calls: int) -> float:
-    if x.is_cuda:
-        torch.cuda.synchronize()
+    synchronize(x.device)
     began = time.perf_counter()
     for _ in range(calls):
         call(x, dy)
         x.grad = None
     ended = time.perf_counter()  # host time: the clock does not wait for the device
-    if x.is_cuda:
-        torch.cuda.synchronize()
+    synchronize(x.device)
     return ended - began
 
 
@@ -133,9 +128,9 @@ def write_host_report(
         f"attached and hooks included; medians over rounds over all rows in turn. Made by `maingrad bench host`."
     )
     columns: list[Column] = [
-        ("", lambda row: row.name),
-        ("us", lambda row: f"{row.microseconds:.1f}"),
-        ("over nn.Linear", lambda row: f"{row.over_plain:.2f}"),
+        ("", "{row.name}"),
+        ("us", "{row.microseconds:.1f}"),
+        ("over nn.Linear", "{row.over_plain:.2f}"),
     ]
     write_csv(folder, "host_hooks", hooks)
     write_csv(folder, "host_gathers", gathers)

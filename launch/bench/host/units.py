@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from ....fsdp import MixedPrecisionPolicy, fully_shard
 from ...report.table import Column
+from ..data_parallel.peers import shard_by_fsdp2
 from ..data_parallel.ranks import AnyRankFailed, Ranks
+from ..steps import synchronize
 
 __all__ = ["UNIT_COLUMNS", "UnitRow", "bench_units"]
 
@@ -56,7 +56,7 @@ def _cell(name: str) -> Callable[[UnitRow], str]:
 
 
 UNIT_COLUMNS: list[Column] = [
-    ("units of", lambda row: row.name),
+    ("units of", "{row.name}"),
     ("intermediate forward, us", lambda row: row.problem or f"{row.intermediate_forward_us:.1f}"),
     ("and backward", _cell("intermediate_backward_us")),
     ("final forward, us", _cell("final_forward_us")),
@@ -125,16 +125,8 @@ def _wrap_ours(model: nn.Sequential, device: torch.device, placements: str) -> _
 
 def _wrap_fsdp2(model: nn.Sequential, device: torch.device, reshard: bool) -> _Sharded:
     mesh = init_device_mesh(device.type, (1,))
-    policy = TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in model:
-        torch_fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    sharded: Any = torch_fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    _, begin = shard_by_fsdp2(model, model, mesh, reshard=reshard)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def begin(is_last: bool) -> None:
-        sharded.set_requires_gradient_sync(is_last)
-        if not reshard:
-            sharded.set_reshard_after_backward(is_last)
 
     def step() -> None:
         optimizer.step()
@@ -165,29 +157,26 @@ def _measure(
     rounds: int,
 ) -> list[UnitRow]:
     chains = {name: wrap(_chain(num_units, device, torch.float32), device) for name, wrap in contenders.items()}
-    bare = _wrap_nothing(_chain(num_units, device, torch.bfloat16))
+    chains = {"": _wrap_nothing(_chain(num_units, device, torch.bfloat16)), **chains}
     x = torch.ones(_SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)
-    times: dict[str, list[list[float]]] = {name: [] for name in chains}  # beyond the bare chain's, by round and part
-    alone: list[list[float]] = []
-    for round_index in range(rounds + 1):
-        without = _time(bare, x, num_units, calls)
-        measured = {name: _time(chain, x, num_units, calls) for name, chain in chains.items()}
-        if round_index:  # the first round is a warm-up
-            alone.append(without)
-            for name, values in measured.items():
-                times[name].append([value - other for value, other in zip(values, without, strict=True)])
-    bare_us = [statistics.median(part) for part in zip(*alone, strict=True)]
+    measured = [{name: _time(chain, x, num_units, calls) for name, chain in chains.items()} for _ in range(rounds + 1)][
+        1:
+    ]  # the first round is a warm-up
+
+    def beyond_bare(name: str, part: int) -> float:
+        return statistics.median(each[name][part] - each[""][part] for each in measured)
+
+    def numbers(name: str) -> dict[str, Any]:
+        return {f"{part}_us": beyond_bare(name, index) for index, part in enumerate(_PARTS)}
+
     return [
         UnitRow(
             name=name,
-            **{
-                f"{part}_us": statistics.median(values)
-                for part, values in zip(_PARTS, zip(*times[name], strict=True), strict=True)
-            },
-            bare_forward_us=bare_us[2],
-            bare_backward_us=bare_us[3],
+            **numbers(name),
+            bare_forward_us=statistics.median(each[""][2] for each in measured),
+            bare_backward_us=statistics.median(each[""][3] for each in measured),
         )
-        for name in chains
+        for name in contenders
     ]
 
 
@@ -198,7 +187,7 @@ def _time(sharded: _Sharded, x: Tensor, num_units: int, calls: int) -> list[floa
         x.grad = None
         for is_last in (False, True):
             sharded.begin(is_last)
-            _synchronize(x)
+            synchronize(x.device)
             gc.disable()
             began = time.perf_counter()
             loss = sharded.model(x).sum()
@@ -208,11 +197,6 @@ def _time(sharded: _Sharded, x: Tensor, num_units: int, calls: int) -> list[floa
             gc.enable()
             totals[2 * is_last] += between - began
             totals[2 * is_last + 1] += ended - between
-        _synchronize(x)
+        synchronize(x.device)
         sharded.step()
     return [total / calls / num_units * 1e6 for total in totals]
-
-
-def _synchronize(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

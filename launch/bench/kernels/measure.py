@@ -12,12 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from ....kernels.compat import HAS_TRITON
 from ...config.run import ConfigError
-from .problems import GROUPED_OPS, GroupedOperands, Shape, parse_shape
+from .problems import GROUPED_OPS, GroupedOperands, Shape, parse_shape, provenance
 from .rivals import DENSE_OPS, OURS, POINTERS, STREAMING_OPS, Case, make_case
 
 __all__ = [
@@ -26,30 +26,29 @@ __all__ = [
     "KernelRow",
     "KernelTable",
     "bench_kernels",
-    "triton_version",
 ]
 
-_PUBLISHED: tuple[Shape, ...] = (
-    (8, 16384, 4096, 4096),
-    (8, 16384, 14336, 4096),
-    (64, 32768, 2048, 2048),
-    (128, 32768, 1536, 4096),
-    (32, 8192, 4096, 2048),
-    (64, 32768, 2048, 1024),  # OLMoE's fc2
-    (128, 32768, 1536, 2048),  # Qwen3-30B-A3B's two layers
-    (128, 32768, 2048, 768),
-    (1, 2048, 4096, 4096),
-    (1, 2048, 14336, 4096),
-    (1, 2048, 4096, 14336),
-    (1, 2048, 2048, 2048),
-    (1, 2048, 1024, 4096),
-    (1, 2048, 6144, 2048),
-    (1, 4096, 4096, 4096),
-    (1, 8192, 4096, 4096),
-    (1, 8192, 14336, 4096),
-    (1, 16384, 12288, 4096),
+_PUBLISHED: tuple[str, ...] = (
+    "8x16384x4096x4096",
+    "8x16384x14336x4096",
+    "64x32768x2048x2048",
+    "128x32768x1536x4096",
+    "32x8192x4096x2048",
+    "64x32768x2048x1024",  # OLMoE's fc2
+    "128x32768x1536x2048",  # Qwen3-30B-A3B's two layers
+    "128x32768x2048x768",
+    "1x2048x4096x4096",
+    "1x2048x14336x4096",
+    "1x2048x4096x14336",
+    "1x2048x2048x2048",
+    "1x2048x1024x4096",
+    "1x2048x6144x2048",
+    "1x4096x4096x4096",
+    "1x8192x4096x4096",
+    "1x8192x14336x4096",
+    "1x16384x12288x4096",
 )
-_SMALL: tuple[Shape, ...] = ((4, 128, 48, 32), (1, 32, 16, 24))
+_SMALL: tuple[str, ...] = ("4x128x48x32", "1x32x16x24")
 """Shapes that a CPU runs in seconds: they show that everything runs and agrees, and say nothing of speed."""
 OPS = (*GROUPED_OPS, *DENSE_OPS, *STREAMING_OPS)
 
@@ -68,18 +67,16 @@ class KernelBench:
     """Device time of one measurement, which is the median of single runs. L2 is cold before each run."""
 
     def __post_init__(self) -> None:
-        unknown = [op for op in self.ops if op not in OPS]
-        if unknown:
-            raise ConfigError(f"--ops: there is no '{unknown[0]}'; choose from {', '.join(OPS)}")
+        for op in self.ops:
+            if op not in OPS:
+                raise ConfigError(f"--ops: there is no '{op}'; choose from {', '.join(OPS)}")
         if self.num_rounds < 1 or self.measure_ms < 1:
             raise ConfigError(f"--num-rounds and --measure-ms must be positive: {self.num_rounds}, {self.measure_ms}")
         self.parsed_shapes(on_cuda=False)
 
     def parsed_shapes(self, *, on_cuda: bool) -> tuple[Shape, ...]:
         """The shapes as numbers. Raises ``ConfigError`` for a text that is no shape."""
-        if not self.shapes:
-            return _PUBLISHED if on_cuda else _SMALL
-        return tuple(parse_shape(text) for text in self.shapes)
+        return tuple(map(parse_shape, self.shapes or (_PUBLISHED if on_cuda else _SMALL)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +92,15 @@ class Ceilings:
 
     def roofline_ms(self, flops: float, nbytes: float) -> float:
         """Milliseconds that an operation takes at the peak rates. Only a run with operands in cache can be faster."""
-        return max(flops / self.tflops / 1e9, nbytes / self.gb_per_s / 1e6)
+        return max(self._times(flops, nbytes))
 
     def bound(self, flops: float, nbytes: float) -> str:
         """Which of the two rates limits the operation."""
-        return "products" if flops / self.tflops / 1e9 > nbytes / self.gb_per_s / 1e6 else "memory"
+        products, memory = self._times(flops, nbytes)
+        return "products" if products > memory else "memory"
+
+    def _times(self, flops: float, nbytes: float) -> tuple[float, float]:
+        return flops / self.tflops / 1e9, nbytes / self.gb_per_s / 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,14 +191,12 @@ def _measure_case(
         for name in errors:
             times[name].append(_milliseconds(case.contenders[name].run, bench.measure_ms, device))
     medians = {name: statistics.median(values) for name, values in times.items()}
-    roofline, (gpu, *versions) = table.ceilings.roofline_ms(case.flops, case.nbytes), _provenance()
+    sizes: dict[str, Any] = dict(zip(("experts", "rows", "n", "k"), shape, strict=True))
+    roofline = table.ceilings.roofline_ms(case.flops, case.nbytes)
     for name, ms in medians.items():
         row = KernelRow(
             op=op,
-            experts=shape[0],
-            rows=shape[1],
-            n=shape[2],
-            k=shape[3],
+            **sizes,
             contender=name,
             ms=ms,
             spread_ms=max(times[name]) - min(times[name]),
@@ -208,10 +207,7 @@ def _measure_case(
             tflops=case.flops / ms / 1e9,
             gb_per_s=case.nbytes / ms / 1e6,
             relative_error=errors[name],
-            gpu=gpu,
-            torch=versions[0],
-            triton=versions[1],
-            date=versions[2],
+            **provenance(device),
         )
         table.rows.append(row)
         log(f"{op:25s} {_named(shape):22s} {name:24s} {ms:8.4f} ms  {row.over_roofline:6.2f} x roofline")
@@ -251,21 +247,6 @@ def _milliseconds(run: Callable[[], object], measure_ms: int, device: torch.devi
         run()
         times.append(time.perf_counter() - began)
     return statistics.median(times) * 1e3
-
-
-def _provenance() -> tuple[str, str, str, str]:
-    """GPU, torch, Triton, date."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return gpu, torch.__version__, triton_version(), time.strftime("%Y-%m-%d")
-
-
-def triton_version() -> str:
-    """Version of Triton, or "none"."""
-    if not HAS_TRITON:
-        return "none"
-    import triton
-
-    return str(triton.__version__)
 
 
 def _named(shape: Sequence[int]) -> str:

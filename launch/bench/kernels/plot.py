@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 
 from ...report.drawing import BACKWARD, DRAIN, EXPOSED, HIDDEN, INK, QUIET, READY, TRAIN, dress, plt, save
+from ...report.table import grouped
 from .rivals import OURS, POINTERS
 
 if TYPE_CHECKING:  # bench_kernels imports this file where it draws
@@ -22,7 +23,7 @@ _CLIPPED = 5.0
 
 def draw_kernels(rows: Sequence["KernelRow"], path: Path, machine: str) -> Path:
     """Draw ``rows`` into ``path``, with ``machine`` below the panels."""
-    ops = list(dict.fromkeys(row.op for row in rows))
+    ops = grouped(rows, lambda row: row.op)
     columns = 1 if len(ops) == 1 else 2
     height = math.ceil(len(ops) / columns)
     figure, panels = plt.subplots(
@@ -30,8 +31,8 @@ def draw_kernels(rows: Sequence["KernelRow"], path: Path, machine: str) -> Path:
     )
     for panel in panels.flat[len(ops) :]:
         panel.set_visible(False)
-    for panel, op in zip(panels.flat, ops, strict=False):
-        _draw_op(panel, op, [row for row in rows if row.op == op])
+    for panel, (op, its_rows) in zip(panels.flat, ops.items(), strict=False):
+        _draw_op(panel, op, its_rows)
     figure.supxlabel(f"{machine}; experts x rows x N x K", fontsize=8, color=QUIET)
     path.parent.mkdir(parents=True, exist_ok=True)
     return save(figure, path)
@@ -39,12 +40,11 @@ def draw_kernels(rows: Sequence["KernelRow"], path: Path, machine: str) -> Path:
 
 def _draw_op(axes: Axes, op: str, rows: Sequence["KernelRow"]) -> None:
     shapes = list(dict.fromkeys(row.shape for row in rows))
-    contenders = list(dict.fromkeys(row.contender for row in rows))
+    contenders = grouped(rows, lambda row: row.contender)
     rivals = [name for name in contenders if name not in (OURS, POINTERS)]
     colours = {OURS: HIDDEN, POINTERS: TRAIN} | {name: _RIVALS[i % len(_RIVALS)] for i, name in enumerate(rivals)}
     width = 0.8 / len(contenders)
-    for place, name in enumerate(contenders):
-        mine = [row for row in rows if row.contender == name]
+    for place, (name, mine) in enumerate(contenders.items()):
         at = [shapes.index(row.shape) + (place - (len(contenders) - 1) / 2) * width for row in mine]
         ratios = [row.over_roofline for row in mine]
         axes.bar(at, [min(ratio, _CLIPPED) for ratio in ratios], width * 0.92, color=colours[name], label=name)

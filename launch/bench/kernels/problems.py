@@ -3,22 +3,52 @@
 Legend: E experts, T rows of all experts, N output features, K input features.
 """
 
+import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ....kernels.tuning import Problem
+from ....kernels.compat import HAS_TRITON
+from ....kernels.tuning import Problem, gpu_name
 from ...config.run import ConfigError
 
-__all__ = ["GROUPED_OPS", "GroupedOperands", "Shape", "dtype_name", "error_of", "parse_shape"]
+__all__ = [
+    "GROUPED_OPS",
+    "GroupedOperands",
+    "Shape",
+    "dtype_name",
+    "error_of",
+    "parse_shape",
+    "provenance",
+    "triton_version",
+]
 
 Shape: TypeAlias = tuple[int, int, int, int]
 """E experts (1: a dense layer), T rows, N output features, K input features."""
 
 GROUPED_OPS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad_accumulate", "grouped_wgrad_overwrite")
 _MULTIPLE = 16  # of rows: torch's grouped_mm requires it
+
+
+def triton_version() -> str:
+    """Version of Triton, or "none"."""
+    if not HAS_TRITON:
+        return "none"
+    import triton
+
+    return str(triton.__version__)
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """The fields of a measurement that say where and when it was made."""
+    return {
+        "gpu": gpu_name(device),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

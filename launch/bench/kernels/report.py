@@ -4,9 +4,10 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...report.table import Column, machine, markdown_table, write_csv
-from .measure import KernelRow, KernelTable, triton_version
+from ...report.table import Column, grouped, machine, markdown_table, write_csv
+from .measure import KernelRow, KernelTable
 from .plot import draw_kernels
+from .problems import triton_version
 from .rivals import DOES_LESS, OURS, POINTERS
 
 __all__ = ["write_kernel_report"]
@@ -40,8 +41,8 @@ def write_kernel_report(table: KernelTable, folder: Path) -> str:
         "",
         _NOTES,
     ]
-    for op in dict.fromkeys(row.op for row in table.rows):
-        lines += ["", f"## {op}", "", *_table_of([row for row in table.rows if row.op == op])]
+    for op, rows in grouped(table.rows, lambda row: row.op).items():
+        lines += ["", f"## {op}", "", *_table_of(rows)]
     if table.left_out:
         lines += ["", "## Left out", "", *(f"- {line}" for line in table.left_out)]
     text = "\n".join([*lines, ""])
@@ -58,10 +59,6 @@ def over_fastest_rival(rows: Sequence[KernelRow]) -> float | None:
     return ours[0] / min(rivals) if ours and rivals else None
 
 
-def _by_shape(rows: Sequence[KernelRow]) -> list[list[KernelRow]]:
-    return [[row for row in rows if row.shape == shape] for shape in dict.fromkeys(row.shape for row in rows)]
-
-
 def _summary(rows: Sequence[KernelRow]) -> list[str]:
     columns: list[Column] = [
         ("", lambda rows: rows[0].op),
@@ -71,8 +68,7 @@ def _summary(rows: Sequence[KernelRow]) -> list[str]:
         ("best", lambda rows: _number(min(_against(rows), default=None))),
         ("worst", lambda rows: _number(max(_against(rows), default=None))),
     ]
-    ops = dict.fromkeys(row.op for row in rows)
-    return markdown_table([[row for row in rows if row.op == op] for op in ops], columns)
+    return markdown_table(list(grouped(rows, lambda row: row.op).values()), columns)
 
 
 def _ours(rows: Sequence[KernelRow]) -> list[float]:
@@ -80,7 +76,11 @@ def _ours(rows: Sequence[KernelRow]) -> list[float]:
 
 
 def _against(rows: Sequence[KernelRow]) -> list[float]:
-    return [ratio for each in _by_shape(rows) if (ratio := over_fastest_rival(each)) is not None]
+    return [
+        ratio
+        for each in grouped(rows, lambda row: row.shape).values()
+        if (ratio := over_fastest_rival(each)) is not None
+    ]
 
 
 def _table_of(rows: Sequence[KernelRow]) -> list[str]:
@@ -98,7 +98,7 @@ def _table_of(rows: Sequence[KernelRow]) -> list[str]:
         *(of(contender) for contender in dict.fromkeys(row.contender for row in rows)),
         ("ours over the fastest rival", lambda rows: _number(over_fastest_rival(rows))),
     ]
-    return markdown_table(_by_shape(rows), columns)
+    return markdown_table(list(grouped(rows, lambda row: row.shape).values()), columns)
 
 
 def _middle(values: Sequence[float]) -> float | None:

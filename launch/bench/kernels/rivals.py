@@ -5,9 +5,10 @@ host: rivals that loop over experts need them, and no time counts for reading th
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,8 @@ DOES_LESS = "grouped_mm, bf16 result"
 """A rival that writes what autograd leaves in ``.grad``: half the bytes, rounded to bf16."""
 
 _TOP_K = 8
-_CHECKED_ROWS = 256
+_FEW = slice(256)
+"""The rows of a result that are compared with fp64."""
 _ROUNDED = 4e-3
 """Largest relative error of results that are rounded once to bf16; sums in fp32 are far closer to fp64."""
 _ROUNDED_OFTEN = 1e-2
@@ -97,7 +99,7 @@ def make_case(op: str, operands: GroupedOperands) -> Case:
     if op.startswith(("wgrad", "grouped_wgrad")):
         contenders = (_dense_wgrad if op in DENSE_OPS else _grouped_wgrad)(operands, op.endswith("_overwrite"))
     else:
-        contenders = (_forward if op == "grouped_linear" else _dgrad)(operands)
+        contenders = _gemm(operands, op == "grouped_linear")
     known = op if op in GROUPED_OPS else f"grouped_{op}"
     result = {"grouped_linear": operands.y, "grouped_dgrad": operands.dx}.get(known, operands.grads)
 
@@ -116,30 +118,19 @@ def make_case(op: str, operands: GroupedOperands) -> Case:
 # ---- Products. ----
 
 
-def _forward(o: GroupedOperands) -> dict[str, Contender]:
+def _gemm(o: GroupedOperands, forward: bool) -> dict[str, Contender]:
+    ours: Callable[..., Tensor] = grouped_linear if forward else grouped_dgrad
+    source, result = (o.x, o.y) if forward else (o.dy, o.dx)
+    weights = o.weights.mT if forward else o.weights
     ends = o.offsets[1:].int()
 
     def loop() -> None:
         for expert, rows in enumerate(o.slices):
-            torch.mm(o.x[rows], o.weights[expert].t(), out=o.y[rows])
+            torch.mm(source[rows], weights[expert], out=result[rows])
 
-    contenders = {OURS: Contender(lambda: _nothing(grouped_linear(o.x, o.weights, o.offsets, out=o.y)), _ROUNDED)}
-    contenders |= _pointer_gemm(o, o.x, o.y, transposed=True)
-    contenders["grouped_mm"] = Contender(lambda: _grouped_mm(o.x, o.weights.transpose(1, 2), offs=ends), _ROUNDED)
-    contenders["loop of mm"] = Contender(loop, _ROUNDED)
-    return contenders
-
-
-def _dgrad(o: GroupedOperands) -> dict[str, Contender]:
-    ends = o.offsets[1:].int()
-
-    def loop() -> None:
-        for expert, rows in enumerate(o.slices):
-            torch.mm(o.dy[rows], o.weights[expert], out=o.dx[rows])
-
-    contenders = {OURS: Contender(lambda: _nothing(grouped_dgrad(o.dy, o.weights, o.offsets, out=o.dx)), _ROUNDED)}
-    contenders |= _pointer_gemm(o, o.dy, o.dx, transposed=False)
-    contenders["grouped_mm"] = Contender(lambda: _grouped_mm(o.dy, o.weights, offs=ends), _ROUNDED)
+    contenders = {OURS: Contender(lambda: _nothing(ours(source, o.weights, o.offsets, out=result)), _ROUNDED)}
+    contenders |= _pointer_gemm(o, source, result, transposed=forward)
+    contenders["grouped_mm"] = Contender(lambda: _grouped_mm(source, weights, offs=ends), _ROUNDED)
     contenders["loop of mm"] = Contender(loop, _ROUNDED)
     return contenders
 
@@ -205,14 +196,8 @@ def _pointer_gemm(o: GroupedOperands, source: Tensor, result: Tensor, *, transpo
         return {}
     from ....kernels.grouped.gemm_triton import GEMM_CANDIDATES, grouped_gemm_triton
 
-    runs: list[Callable[[], None]] = [
-        lambda config=config: grouped_gemm_triton(  # type: ignore[misc]
-            source, o.weights, o.offsets, result, config, transposed=transposed
-        )
-        for config in GEMM_CANDIDATES
-        if not config.tma
-    ]
-    return _fastest(runs, _ROUNDED)
+    run = partial(grouped_gemm_triton, source, o.weights, o.offsets, result, transposed=transposed)
+    return _fastest(run, GEMM_CANDIDATES, _ROUNDED)
 
 
 def _pointer_wgrad(o: GroupedOperands, once: bool) -> dict[str, Contender]:
@@ -221,23 +206,20 @@ def _pointer_wgrad(o: GroupedOperands, once: bool) -> dict[str, Contender]:
     from ....kernels.grouped.wgrad_triton import grouped_wgrad_triton
     from ....kernels.wgrad_config import WGRAD_CANDIDATES
 
-    runs: list[Callable[[], None]] = [
-        lambda config=config: grouped_wgrad_triton(o.dy, o.x, o.grads, o.offsets, once, config)  # type: ignore[misc]
-        for config in WGRAD_CANDIDATES
-        if not config.tma
-    ]
-    return _fastest(runs, _IN_FP32)
+    return _fastest(partial(grouped_wgrad_triton, o.dy, o.x, o.grads, o.offsets, once), WGRAD_CANDIDATES, _IN_FP32)
 
 
-def _fastest(runs: list[Callable[[], None]], tolerance: float) -> dict[str, Contender]:
-    """The fastest of ``runs``; none if no configuration fits this GPU's shared memory."""
+def _fastest(run: Callable[[Any], None], candidates: Iterable[Any], tolerance: float) -> dict[str, Contender]:
+    """The fastest configuration without the accelerator; none if no configuration fits this GPU's shared memory."""
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
 
     times: dict[Callable[[], None], float] = {}
-    for run in runs:
-        with suppress(OutOfResources):
-            times[run] = float(do_bench(run, warmup=5, rep=15, return_mode="median"))
+    for config in candidates:
+        if not config.tma:
+            configured = partial(run, config)
+            with suppress(OutOfResources):
+                times[configured] = float(do_bench(configured, warmup=5, rep=15, return_mode="median"))
     return {POINTERS: Contender(min(times, key=times.__getitem__), tolerance)} if times else {}
 
 
@@ -262,15 +244,15 @@ def _streaming(
     ours: Callable[[], Tensor],
     rivals: dict[str, Callable[[], Tensor]],
     exact: Tensor,
-    part: Callable[[Tensor], Tensor],
+    part: slice | int = _FEW,
 ) -> Case:
-    """A case that compares ``part`` of each result with ``exact`` (fp64). The whole result must be finite."""
+    """A case that compares the rows ``part`` of each result with ``exact`` (fp64). The whole result must be finite."""
 
     def error(run: Callable[[], Tensor | None]) -> float:
         with _poisoned():
             made = run()
         assert made is not None, "a pass over memory returns its result"
-        return error_of(part(made), exact) if bool(torch.isfinite(made).all()) else float("nan")
+        return error_of(made[part], exact) if bool(torch.isfinite(made).all()) else float("nan")
 
     contenders = {OURS: Contender(ours, _ROUNDED)}
     contenders |= {name: Contender(run, _ROUNDED_OFTEN) for name, run in rivals.items()}
@@ -284,10 +266,9 @@ def _scaled_glu(o: GroupedOperands) -> Case:
         gate, linear = h.chunk(2, dim=-1)
         return F.silu(gate) * linear * probs.to(h.dtype)[:, None]
 
-    few = slice(0, _CHECKED_ROWS)
-    exact = scaled_glu_reference(h[few].double(), probs[few].double(), _SWIGLU)
+    exact = scaled_glu_reference(h[_FEW].double(), probs[_FEW].double(), _SWIGLU)
     nbytes = h.element_size() * rows * width * 1.5 + 4 * rows
-    return _streaming(nbytes, lambda: scaled_glu(h, probs), {"torch, eager": eager}, exact, lambda a: a[few])
+    return _streaming(nbytes, lambda: scaled_glu(h, probs), {"torch, eager": eager}, exact)
 
 
 def _scaled_glu_backward(o: GroupedOperands) -> Case:
@@ -303,11 +284,10 @@ def _scaled_glu_backward(o: GroupedOperands) -> Case:
         slope = sigmoid * (1 + gate * (1 - sigmoid))
         return torch.cat((scaled * linear * slope, scaled * value), dim=-1)
 
-    few = slice(0, _CHECKED_ROWS)
-    exact, _ = scaled_glu_backward_reference(da[few].double(), h[few].double(), probs[few].double(), _SWIGLU)
+    exact, _ = scaled_glu_backward_reference(da[_FEW].double(), h[_FEW].double(), probs[_FEW].double(), _SWIGLU)
     nbytes = h.element_size() * rows * width * 2.5 + 8 * rows
     rivals = {"torch, eager": eager}
-    return _streaming(nbytes, lambda: scaled_glu_backward(da, h, probs)[0], rivals, exact, lambda dh: dh[few])
+    return _streaming(nbytes, lambda: scaled_glu_backward(da, h, probs)[0], rivals, exact)
 
 
 _SWIGLU = Glu("sigmoid_linear", 1.0, None, 0.0)
@@ -327,9 +307,7 @@ def _bias_grad(o: GroupedOperands) -> Case:
     most = max(range(experts), key=o.sizes.__getitem__)
     exact = o.dy[o.slices[most]].double().sum(0)
     nbytes = o.dy.element_size() * (rows + experts) * n
-    return _streaming(
-        nbytes, lambda: grouped_bias_grad(o.dy, o.offsets), {"loop of sum": loop}, exact, lambda db: db[most]
-    )
+    return _streaming(nbytes, lambda: grouped_bias_grad(o.dy, o.offsets), {"loop of sum": loop}, exact, most)
 
 
 def _permutation(o: GroupedOperands) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -346,9 +324,8 @@ def _permutation(o: GroupedOperands) -> tuple[Tensor, Tensor, Tensor, float]:
 def _permute(o: GroupedOperands) -> Case:
     tokens, row_id_map, source, nbytes = _permutation(o)
     rivals = {"index_select": lambda: tokens.index_select(0, source)}
-    few = slice(0, _CHECKED_ROWS)
-    exact = tokens[source[few]].double()
-    return _streaming(nbytes, lambda: permute_rows(tokens, row_id_map), rivals, exact, lambda y: y[few])
+    exact = tokens[source[_FEW]].double()
+    return _streaming(nbytes, lambda: permute_rows(tokens, row_id_map), rivals, exact)
 
 
 def _unpermute(o: GroupedOperands) -> Case:
@@ -358,10 +335,9 @@ def _unpermute(o: GroupedOperands) -> Case:
     def eager() -> Tensor:
         return rows.index_select(0, row_id_map.view(-1)).view(*row_id_map.shape, -1).sum(1)
 
-    few = slice(0, _CHECKED_ROWS)
-    exact = rows[row_id_map[few].reshape(-1)].double().view(-1, _TOP_K, rows.shape[1]).sum(1)
+    exact = rows[row_id_map[_FEW].reshape(-1)].double().view(-1, _TOP_K, rows.shape[1]).sum(1)
     rivals = {"index_select, then sum": eager}
-    return _streaming(nbytes, lambda: unpermute_rows(rows, row_id_map), rivals, exact, lambda x: x[few])
+    return _streaming(nbytes, lambda: unpermute_rows(rows, row_id_map), rivals, exact)
 
 
 _CASES: dict[str, Callable[[GroupedOperands], Case]] = {

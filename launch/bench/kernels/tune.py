@@ -5,9 +5,9 @@ other shapes' rows. The cost is this configuration's time divided by the time of
 """
 
 import csv
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,28 +18,29 @@ from ....kernels.grouped.wgrad_triton import grouped_wgrad_triton
 from ....kernels.tuning import COLUMNS, CUBLAS, Problem, TunedRow, gpu_name, nearest
 from ....kernels.wgrad import cublas_wgrad
 from ....kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
-from .problems import GROUPED_OPS, GroupedOperands
+from .problems import GROUPED_OPS, GroupedOperands, parse_shape, provenance
 
 __all__ = ["DENSE_SHAPES", "GROUPED_SHAPES", "Timing", "cold_ratios", "fastest", "tune", "write_tuning"]
 
-GROUPED_SHAPES = (
-    (8, 16384, 4096, 4096),
-    (8, 16384, 14336, 4096),
-    (64, 32768, 2048, 2048),
-    (128, 32768, 1536, 4096),
-    (32, 8192, 4096, 2048),
-    (64, 32768, 2048, 1024),
-    (128, 32768, 2048, 768),
-    (128, 32768, 1536, 2048),
-    (32, 32768, 5760, 2880),
-    (32, 32768, 2880, 2880),
-    (32, 16384, 4096, 7168),
-    (32, 16384, 7168, 2048),
-    (64, 8192, 2048, 2048),
-    (8, 4096, 4096, 4096),
-    (8, 2048, 28672, 4096),
-    (256, 65536, 1024, 2048),
+_GROUPED = (
+    "8x16384x4096x4096",
+    "8x16384x14336x4096",
+    "64x32768x2048x2048",
+    "128x32768x1536x4096",
+    "32x8192x4096x2048",
+    "64x32768x2048x1024",
+    "128x32768x2048x768",
+    "128x32768x1536x2048",
+    "32x32768x5760x2880",
+    "32x32768x2880x2880",
+    "32x16384x4096x7168",
+    "32x16384x7168x2048",
+    "64x8192x2048x2048",
+    "8x4096x4096x4096",
+    "8x2048x28672x4096",
+    "256x65536x1024x2048",
 )
+GROUPED_SHAPES = tuple(map(parse_shape, _GROUPED))
 DENSE_SHAPES = tuple(
     (rows, n, k)
     for rows in (512, 1024, 2048, 4096, 8192)
@@ -106,32 +107,25 @@ def _checked(op: str, operands: GroupedOperands, runs: dict[str, Callable[[], No
 
 
 def _grouped_runs(op: str, operands: GroupedOperands) -> Iterator[tuple[str, Callable[[], None]]]:
-    def gemm(config: GemmConfig) -> Callable[[], None]:
-        source, result = (operands.x, operands.y) if op == "grouped_linear" else (operands.dy, operands.dx)
-        transposed = op == "grouped_linear"
-        return lambda: grouped_gemm_triton(
-            source, operands.weights, operands.offsets, result, config, transposed=transposed
-        )
-
-    def wgrad(config: WgradConfig) -> Callable[[], None]:
-        once = op == "grouped_wgrad_overwrite"
-        return lambda: grouped_wgrad_triton(operands.dy, operands.x, operands.grads, operands.offsets, once, config)
-
     if op.startswith("grouped_wgrad"):
-        yield from ((describe(config), wgrad(config)) for config in WGRAD_CANDIDATES)
-    else:
-        yield from ((describe(config), gemm(config)) for config in GEMM_CANDIDATES)
+        once = op == "grouped_wgrad_overwrite"
+        run = partial(grouped_wgrad_triton, operands.dy, operands.x, operands.grads, operands.offsets, once)
+        yield from ((describe(config), partial(run, config)) for config in WGRAD_CANDIDATES)
+        return
+    transposed = op == "grouped_linear"
+    source, result = (operands.x, operands.y) if transposed else (operands.dy, operands.dx)
+    for config in GEMM_CANDIDATES:
+        arguments = source, operands.weights, operands.offsets, result, config
+        yield describe(config), partial(grouped_gemm_triton, *arguments, transposed=transposed)
 
 
 def _dense_runs(op: str, operands: GroupedOperands) -> Iterator[tuple[str, Callable[[], None]]]:
     once = op == "wgrad_overwrite"
-    dy, x, grad = operands.dy, operands.x, operands.grads[0]
-    yield CUBLAS, lambda: cublas_wgrad(dy, x, grad, overwrite=once)
-
-    def wgrad(config: WgradConfig) -> Callable[[], None]:
-        return lambda: grouped_wgrad_triton(dy, x, operands.grads, None, once, config)
-
-    yield from ((describe(config), wgrad(config)) for config in WGRAD_CANDIDATES if config.tma)
+    dy, x = operands.dy, operands.x
+    yield CUBLAS, partial(cublas_wgrad, dy, x, operands.grads[0], overwrite=once)
+    for config in WGRAD_CANDIDATES:
+        if config.tma:
+            yield describe(config), partial(grouped_wgrad_triton, dy, x, operands.grads, None, once, config)
 
 
 def describe(config: GemmConfig | WgradConfig) -> str:
@@ -190,13 +184,12 @@ def _as_fast_as_the_best(found: dict[str, Timing]) -> list[Timing]:
 
 def cold_ratios(timings: Sequence[Timing], device: torch.device) -> dict[Problem, float]:
     """For each problem, the time of the configuration that the other rows would give it over its own row's time."""
-    gpu = gpu_name(device)
-    rows = tuple(_row(timing, gpu) for timing in fastest(timings).values())
+    rows = tuple(_row(timing, device) for timing in fastest(timings).values())
     measured = {(timing.problem, timing.config): timing.ms for timing in timings}
     ratios = {}
     for row in rows:
         others = tuple(other for other in rows if other.problem != row.problem)
-        found = nearest(gpu, row.problem, others)
+        found = nearest(row.gpu, row.problem, others)
         config = _default(row.problem) if found is None else found.config
         if (row.problem, config) in measured:
             ratios[row.problem] = measured[row.problem, config] / row.ms
@@ -212,33 +205,23 @@ def _default(problem: Problem) -> str:
     return describe(make(getattr(torch, problem.dtype), (9, 0), problem.rows / problem.experts))
 
 
-def _row(timing: Timing, gpu: str) -> TunedRow:
-    import triton
-
-    return TunedRow(
-        gpu,
-        timing.problem,
-        timing.config,
-        round(timing.ms, 4),
-        time.strftime("%Y-%m-%d"),
-        torch.__version__,
-        triton.__version__,
-    )
+def _row(timing: Timing, device: torch.device) -> TunedRow:
+    return TunedRow(problem=timing.problem, config=timing.config, ms=round(timing.ms, 4), **provenance(device))
 
 
 def write_tuning(timings: Sequence[Timing], device: torch.device, folder: Path) -> str:
     """Write ``tuned.csv``, and all timings to ``timings.csv``. Returns cold-start costs, one line per problem."""
+    rows = [_row(timing, device) for timing in fastest(timings).values()]
+    tuned = [[row.gpu, *row.problem, row.config, row.ms, row.date, row.torch, row.triton] for row in rows]
+    every = [[*timing.problem, timing.config, f"{timing.ms:.4f}"] for timing in timings]
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "tuned.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for timing in fastest(timings).values():
-            row = _row(timing, gpu_name(device))
-            writer.writerow([row.gpu, *row.problem, row.config, row.ms, row.date, row.torch, row.triton])
-    with (folder / "timings.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*Problem._fields, "config", "ms"])
-        writer.writerows([*timing.problem, timing.config, f"{timing.ms:.4f}"] for timing in timings)
+    tables: dict[str, list[Iterable[Any]]] = {
+        "tuned": [COLUMNS, *tuned],
+        "timings": [[*Problem._fields, "config", "ms"], *every],
+    }
+    for name, lines in tables.items():
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(lines)
     ratios = cold_ratios(timings, device)
     worst_first = sorted(ratios.items(), key=lambda item: -item[1])
     return "\n".join(f"{ratio:.3f}  {' '.join(map(str, problem))}" for problem, ratio in worst_first)

@@ -26,10 +26,10 @@ class TuneBench:
     """Shapes as EXPERTSxROWSxNxK; one expert: a dense layer. None: the shipped table's shapes."""
 
     def __post_init__(self) -> None:
-        unknown = [op for op in self.ops if op not in (*GROUPED_OPS, *DENSE_OPS)]
-        if unknown:
-            known = ", ".join((*GROUPED_OPS, *DENSE_OPS))
-            raise ConfigError(f"--ops: '{unknown[0]}' has no table; choose from {known}")
+        known = (*GROUPED_OPS, *DENSE_OPS)
+        for op in self.ops:
+            if op not in known:
+                raise ConfigError(f"--ops: '{op}' has no table; choose from {', '.join(known)}")
         if not list(self.work()):
             raise ConfigError("--ops and --shapes leave nothing to tune: dense operations need shapes of one expert")
 
@@ -78,11 +78,7 @@ def cold_rows(timings: Sequence[Timing], device: torch.device) -> list[ColdRow]:
     worst_first: list[Problem] = sorted(ratios, key=lambda problem: -ratios[problem])
     return [
         ColdRow(
-            op=problem.op,
-            experts=problem.experts,
-            rows=problem.rows,
-            n=problem.n,
-            k=problem.k,
+            **{name: value for name, value in problem._asdict().items() if name != "dtype"},
             config=tuned[problem].config,
             ms=tuned[problem].ms,
             cold_over_tuned=ratios[problem],
@@ -101,10 +97,10 @@ def write_cold_report(rows: Sequence[ColdRow], folder: Path) -> str:
         f"`maingrad bench tune`, which also writes the table itself, `tuned.csv`, and every timing, `timings.csv`."
     )
     columns: list[Column] = [
-        ("operation", lambda row: row.op),
-        ("E, T, N, K", lambda row: f"{row.experts}, {row.rows}, {row.n}, {row.k}"),
-        ("ms", lambda row: f"{row.ms:.4f}"),
-        ("cold over tuned", lambda row: f"{row.cold_over_tuned:.3f}"),
-        ("configuration", lambda row: f"`{row.config}`"),
+        ("operation", "{row.op}"),
+        ("E, T, N, K", "{row.experts}, {row.rows}, {row.n}, {row.k}"),
+        ("ms", "{row.ms:.4f}"),
+        ("cold over tuned", "{row.cold_over_tuned:.3f}"),
+        ("configuration", "`{row.config}`"),
     ]
     return write_table(folder, "cold_starts", rows, title="Cold starts", setting=setting, columns=columns)

@@ -5,19 +5,17 @@ and reduction is on the clock. Clipping is off. A row that cannot be measured st
 """
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ....kernels.compat import private_name
-from ...config.error import ConfigError
-from ..data_parallel.ranks import AnyRankFailed, Ranks
-from ..steps import free_memory, peak_gib, reset_peak, time_steps
+from ..data_parallel.ranks import Ranks
+from ..data_parallel.rounds import check_names, line_of, measure_row, time_row, worst_of
+from ..data_parallel.rows import reset_compiler
 from .architectures import ARCHITECTURES, Architecture, Shape
 from .rows import ROWS, Case, Row
 
@@ -108,8 +106,7 @@ class Measurement:
 
 def choose_architecture(bench: ModelsBench) -> tuple[Architecture, list[Shape]]:
     """The model and the shapes. Raises ``ConfigError`` for an unknown name or shape."""
-    if bench.model not in ARCHITECTURES:
-        raise ConfigError(f"unknown model '{bench.model}': it is one of {', '.join(ARCHITECTURES)}")
+    check_names("model", [bench.model], ARCHITECTURES)
     architecture = ARCHITECTURES[bench.model]
     if bench.num_layers is not None:
         architecture = architecture.with_layers(bench.num_layers)
@@ -118,9 +115,7 @@ def choose_architecture(bench: ModelsBench) -> tuple[Architecture, list[Shape]]:
 
 def choose_rows(bench: ModelsBench, rows: Mapping[str, Row] = ROWS) -> list[str]:
     """Row names in measuring order. Raises ``ConfigError`` for an unknown name."""
-    for name in (*bench.rows, *bench.without):
-        if name not in rows:
-            raise ConfigError(f"unknown row '{name}': it is one of {', '.join(rows)}")
+    check_names("row", (*bench.rows, *bench.without), rows)
     wanted = set(bench.rows or rows) - set(bench.without)
     return [name for name in rows if name in wanted]
 
@@ -201,30 +196,16 @@ def _measure(
         "backend": _backend(case) if row.compiled else "",
         "machine": machine,
     }
-    problem = row.refuse(case)
-    mine: dict[str, Any] = {}
-    if problem is None:
-        try:
-            with ranks.attempt(with_groups=True):
-                mine = _time_row(bench, case, row)
-                free_memory(case.device)  # memory that a process group has mapped is freed before the group ends
-        except AnyRankFailed as failure:
-            problem = str(failure)
-            log(failure.details)
-    free_memory(case.device)  # a failure's traceback holds frames, and the frames hold a model
-    # One rank's refusal or failure counts for all ranks.
-    told: list[tuple[str | None, dict[str, Any]]] = ranks.exchange((problem, mine))
-    problem = next((each for each, _ in told if each), None)
-    if problem is not None:
-        return Measurement(**about, problem=" ".join(problem.split())[:400])
-    numbers = told[0][1]
+    problem, told = measure_row(ranks, partial(_time_row, bench, case, row), log, refusal=row.refuse(case))
+    if problem:
+        return Measurement(**about, problem=problem)
+    numbers = told[0]
     tokens = case.shape.batch * case.shape.length * case.num_microbatches
     per_second = tokens / numbers["step_ms"] * 1e3
     peak = peak_tflops(bench, case.device)
-    worst = {key: max(each[key] for _, each in told) for key in ("peak_gib", "held_gib", "first_step_s")}
     return Measurement(
         **about,
-        **(numbers | worst),
+        **(numbers | worst_of(told, "peak_gib", "held_gib", "first_step_s")),
         tokens_per_second=per_second,
         mfu=per_second * case.architecture.flops_per_token(case.shape.length) / (peak * 1e12),
         peak_tflops=peak,
@@ -236,55 +217,15 @@ def _backend(case: Case) -> str:
 
 
 def _time_row(bench: ModelsBench, case: Case, row: Row) -> dict[str, Any]:
-    """Build, warm up, time and close one row on this rank."""
-    on_cuda = case.device.type == "cuda"
-    held = torch.cuda.memory_allocated(case.device) / 2**30 if on_cuda else 0.0
     _counters.clear()
-    try:
-        step = row.build(case)
-        if on_cuda:
-            torch.cuda.synchronize(case.device)
-        began = time.perf_counter()
-        first_loss = step().item()
-        if on_cuda:
-            torch.cuda.synchronize(case.device)
-        first_step_s = time.perf_counter() - began
-        for _ in range(bench.num_warmup_steps - 1):
-            step()
-        if on_cuda:
-            torch.cuda.synchronize(case.device)
-        reset_peak(case.device)
-        times, last_loss = [], first_loss
-        for _ in range(bench.num_rounds):
-            dist.barrier()
-            milliseconds, last_loss = time_steps(step, bench.num_steps, case.device)
-            times.append(milliseconds)
-        peak = peak_gib(case.device)
-        dist.barrier()
-        num_graphs = int(_counters.get("stats", {}).get("unique_graphs", 0))
-        del step
-    finally:
-        torch._dynamo.reset()  # compiled graphs hold the model that they were compiled for
-    return {
-        "step_ms": statistics.median(times),
-        "spread_ms": max(times) - min(times),
-        "peak_gib": peak - held,
-        "held_gib": held,
-        "first_step_s": first_step_s,
-        "num_graphs": num_graphs,
-        "first_loss": first_loss,
-        "last_loss": last_loss,
-    }
+    numbers = time_row(bench, case.device, partial(row.build, case), close=reset_compiler)
+    return numbers | {"num_graphs": int(_counters.get("stats", {}).get("unique_graphs", 0))}
 
 
 def _line(measured: Measurement) -> str:
-    head = f"{measured.model} {measured.shape:8s} {measured.row:30s}"
-    if measured.problem:
-        return f"{head} not measured: {measured.problem}"
-    return (
-        f"{head} {measured.step_ms:8.1f} ms  spread {measured.spread_ms:5.1f}  "
-        f"{measured.tokens_per_second / 1e3:7.1f} ktok/s/GPU  MFU {measured.mfu:6.1%}  "
-        f"peak {measured.peak_gib:5.1f} GiB  first step {measured.first_step_s:6.1f} s, {measured.num_graphs} graphs  "
-        f"loss {measured.first_loss:.4f} -> {measured.last_loss:.4f}"
-        + (f"  ({measured.held_gib:.1f} GiB held by earlier rows)" if measured.held_gib > 0.1 else "")
+    return line_of(
+        f"{measured.model} {measured.shape:8s} {measured.row:30s}",
+        measured,
+        f"{measured.tokens_per_second / 1e3:7.1f} ktok/s/GPU  MFU {measured.mfu:6.1%}",
+        f"first step {measured.first_step_s:6.1f} s, {measured.num_graphs} graphs  ",
     )

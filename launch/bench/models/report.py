@@ -1,17 +1,15 @@
 """Tables of ``bench models``: a CSV, and Markdown with a section for each model, shape and number of ranks."""
 
-import csv
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ...report.table import Column, markdown_table, write_csv
+from ...report.table import Column, grouped, markdown_table
+from ..data_parallel.sections import with_kept, write_sections
 from .architectures import Shape, architecture_named
 from .measure import Measurement
 
-__all__ = ["odd_losses", "read_measurements", "sections_of", "write_models_report"]
+__all__ = ["odd_losses", "sections_of", "write_models_report"]
 
 _FIRST_LOSS_TOLERANCE = 0.01
 """Relative. All rows start from the same weights, but only some rows round them to bf16."""
@@ -19,45 +17,26 @@ _LAST_LOSS_TOLERANCE = 0.2
 """Relative to the fall of the loss, because rounding differences grow over the steps."""
 
 
-def read_measurements(path: Path) -> list[Measurement]:
-    """Read a CSV of ``write_models_report``; an empty list if the file does not exist."""
-    if not path.exists():
-        return []
-    parsers: dict[Any, Callable[[str], Any]] = {str: str, int: int, float: float}
-    with path.open(newline="") as file:
-        return [
-            Measurement(**{field.name: parsers[field.type](row[field.name]) for field in fields(Measurement)})
-            for row in csv.DictReader(file)
-        ]
-
-
 def write_models_report(measurements: Sequence[Measurement], folder: Path, stem: str = "models") -> str:
     """Write ``stem.csv`` and ``stem.md`` into ``folder``; returns the Markdown.
 
     Sections that the CSV already has for other models, shapes, microbatches or numbers of ranks are kept.
     """
-    mine = {_section(row) for row in measurements}
-    kept = [row for row in read_measurements(folder / f"{stem}.csv") if _section(row) not in mine]
-    rows = [*kept, *measurements]
-    write_csv(folder, stem, rows)
-    lines = [
-        "# Models of Hugging Face: ours and FSDP2",
-        "",
-        "Made by `torchrun --nproc-per-node N -m maingrad bench models`; what the columns mean is said "
+    rows = with_kept(folder / f"{stem}.csv", measurements, Measurement, _section)
+    return write_sections(
+        folder,
+        stem,
+        rows,
+        title="Models of Hugging Face: ours and FSDP2",
+        head="Made by `torchrun --nproc-per-node N -m maingrad bench models`; what the columns mean is said "
         "[here](README.md#models-of-hugging-face-what-is-measured).",
-        "",
-    ]
-    for section in sections_of(rows):
-        lines += _section_lines(section)
-    table = "\n".join(lines)
-    (folder / f"{stem}.md").write_text(table)
-    return table
+        sections=map(_section_lines, sections_of(rows)),
+    )
 
 
 def sections_of(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
     """The measurements by model, shape, microbatches and number of ranks, in the order in which these come first."""
-    keys = dict.fromkeys(map(_section, measurements))
-    return [[row for row in measurements if _section(row) == key] for key in keys]
+    return list(grouped(measurements, _section).values())
 
 
 def odd_losses(section: Sequence[Measurement]) -> list[Measurement]:
@@ -89,7 +68,7 @@ def _section_lines(section: Sequence[Measurement]) -> list[str]:
     backends = sorted({row.backend for row in section if row.backend})
     compiled = f" Compiled rows: every decoder layer whole, by {' and '.join(backends)}." if backends else ""
     columns: list[Column] = [
-        ("", lambda row: row.label),
+        ("", "{row.label}"),
         ("ms", lambda row: _number(row.step_ms, ".1f")),
         ("spread", lambda row: _number(row.spread_ms, ".1f")),
         ("thousand tokens/s a GPU", lambda row: _number(row.tokens_per_second / 1e3, ".1f")),
@@ -99,11 +78,7 @@ def _section_lines(section: Sequence[Measurement]) -> list[str]:
         ("graphs", lambda row: str(row.num_graphs) if row.backend and not row.problem else ""),
         ("loss", lambda row: row.problem or f"{row.first_loss:.3f} to {row.last_loss:.3f}"),
     ]
-    options: dict[str, list[str]] = {}
-    for row in section:
-        if row.problem:
-            continue
-        options.setdefault(row.options, []).append(row.label)
+    options = grouped((row for row in section if not row.problem), lambda row: row.options)
     microbatches = "1 microbatch" if some.num_microbatches == 1 else f"{some.num_microbatches} microbatches"
     odd = odd_losses(section)
     return [
@@ -115,7 +90,7 @@ def _section_lines(section: Sequence[Measurement]) -> list[str]:
         "",
         *markdown_table(section, columns),
         "",
-        *(f"- {'; '.join(labels)}: {text}." for text, labels in options.items()),
+        *(f"- {'; '.join(row.label for row in rows)}: {text}." for text, rows in options.items()),
         "",
         *([f"The loss differs from the first row's in: {', '.join(row.label for row in odd)}.", ""] if odd else []),
     ]

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from ....ddp import GraphedTrainingStep
 from ....ddp.torch_internals.distributed import zero_cta_options
@@ -23,16 +21,14 @@ from ....te_integration import autocast, convert_linears
 from ....te_integration.recipes import Recipe, recipe_named
 from ...parallelizing.make_optimizer import make_optimizer
 from ...parallelizing.parallelize import parallelize
+from ..data_parallel.peers import shard_by_fsdp2
+from ..data_parallel.rows import LEARNING_RATE, Step, refuse_copy_engines, refuse_graphs
 from ..steps import accumulate_losses
 from .architectures import Architecture, Shape, decoder_layers
 
-__all__ = ["LEARNING_RATE", "ROWS", "Case", "Row", "Step"]
+__all__ = ["ROWS", "Case", "Row"]
 
-LEARNING_RATE = 1e-4
 _PREFETCH = 2
-
-Step = Callable[[], Tensor]
-"""One training step; returns the last microbatch's loss, detached."""
 
 
 class Case(NamedTuple):
@@ -56,22 +52,19 @@ class Case(NamedTuple):
         """The architecture with the same weights for every row.
 
         fused     convert its linear layers
-        compiled  compile its decoder layers
+        compiled  compile its decoder layers in place, each whole; the loss as well if ``compile_loss``
         """
         model = self.architecture.make(dtype, self.device)
         if fused:
             convert_linears(model)
-        if compiled:
-            self._compile(model)
-        return model
-
-    def _compile(self, model: nn.Module) -> None:
-        """Compile the decoder layers in place, each whole; the loss as well if the benchmark's options say so."""
+        if not compiled:
+            return model
         for layer in decoder_layers(model):
             layer.compile(fullgraph=True, backend=self.backend)
         if self.compile_loss:
             any_model: Any = model
             any_model.loss_function = torch.compile(any_model.loss_function, backend=self.backend)
+        return model
 
 
 class Row(NamedTuple):
@@ -147,42 +140,21 @@ def _zero3(case: Case, *, fused: bool = True, compiled: bool = False, copy_engin
     return step
 
 
-def _refuse_graphs(case: Case) -> str | None:
-    return None if case.device.type == "cuda" else "CUDA graphs need CUDA devices"
-
-
-def _refuse_copy_engines(case: Case) -> str | None:
-    if case.device.type == "cuda" and zero_cta_options() is not None:
-        return None
-    return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
-
-
 # ---- FSDP2. ----
 
 
 def _fsdp2(case: Case, *, reshard: bool, compiled: bool = False, symm_mem: bool = False) -> Step:
-    """Parameters fp32, computation bf16, gradients reduced in fp32, once a step.
+    """reshard   ZeRO-3; otherwise ZeRO-2
 
-    reshard   ZeRO-3; otherwise ZeRO-2: parameters stay gathered until the last microbatch's backward has used them
     symm_mem  communicate from symmetric memory, gathers on copy engines
     """
     model = case.make_model(torch.float32, compiled=compiled)
     mesh = _copy_engine_mesh(case) if symm_mem else init_device_mesh(case.device.type, (case.num_ranks,))
-    policy = TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
-    for layer in layers:
-        torch_fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # None is FSDP2's default for the root: the root's parameters stay gathered from forward to backward.
-    keep = None if reshard else False
-    root: Any = torch_fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=keep)
+    root, before = shard_by_fsdp2(model, layers, mesh, reshard=reshard, reshard_root=None)
     _set_knobs(root, layers, symm_mem)
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     tokens = case.tokens()
-
-    def before(is_last: bool) -> None:
-        root.set_requires_gradient_sync(is_last)
-        if not reshard:
-            root.set_reshard_after_backward(is_last)
 
     def step() -> Tensor:
         loss = accumulate_losses(_loss_of(root), tokens, before=before)
@@ -256,7 +228,7 @@ def _variants() -> Mapping[str, Row]:
         )
 
     add("zero1", "maingrad ZeRO-1", _zero1, _ZERO1)
-    graphed = {"graphed": True, "refuse": _refuse_graphs}
+    graphed = {"graphed": True, "refuse": refuse_graphs}
     add("zero1_graphed", "maingrad ZeRO-1, one CUDA graph", _zero1, f"{_ZERO1}; GraphedTrainingStep", **graphed)
     add("zero1_linear", "maingrad ZeRO-1, nn.Linear", _zero1, f"{_ZERO1}; not converted", fused=False)
     for name in ("float8_current", "float8_block"):
@@ -267,18 +239,9 @@ def _variants() -> Mapping[str, Row]:
     add("zero3_linear", "maingrad ZeRO-3, nn.Linear", _zero3, f"{_ZERO3}; not converted", fused=False)
     add("fsdp2_zero2", "FSDP2 ZeRO-2", _fsdp2, f"{_FSDP2}; reshard_after_forward=False", reshard=False)
     add("fsdp2_zero3", "FSDP2 ZeRO-3", _fsdp2, f"{_FSDP2}; reshard_after_forward=True, None for the root", reshard=True)
-    for name, label, build, options in (
-        ("zero1", "maingrad ZeRO-1", _zero1, _ZERO1),
-        ("zero3", "maingrad ZeRO-3", _zero3, _ZERO3),
-    ):
-        add(
-            f"{name}_copy_engines",
-            f"{label}, {_COPIES}",
-            build,
-            f"{options}; {_COPIES}",
-            copy_engines=True,
-            refuse=_refuse_copy_engines,
-        )
+    copies: dict[str, Any] = {"copy_engines": True, "refuse": refuse_copy_engines}
+    add("zero1_copy_engines", f"maingrad ZeRO-1, {_COPIES}", _zero1, f"{_ZERO1}; {_COPIES}", **copies)
+    add("zero3_copy_engines", f"maingrad ZeRO-3, {_COPIES}", _zero3, f"{_ZERO3}; {_COPIES}", **copies)
     for stage, reshard in ((2, False), (3, True)):
         add(
             f"fsdp2_zero{stage}_symm_mem",

@@ -27,7 +27,7 @@ __all__ = ["PartRow", "RecipesBench", "StepRow", "bench_recipes", "write_recipes
 
 
 def bench_recipes(
-    bench: RecipesBench, device: torch.device, log: Callable[[str], None] = lambda _: None
+    bench: RecipesBench, device: torch.device, log: Callable[[str], None]
 ) -> tuple[list[StepRow], list[PartRow]]:
     """Measure every row; on CUDA only."""
     if device.type != "cuda":
@@ -58,18 +58,18 @@ def write_recipes_report(steps: list[StepRow], parts: list[PartRow], bench: Reci
         f"`maingrad bench recipes`."
     )
     columns: list[Column] = [
-        ("layer", lambda row: row.layer),
-        ("", lambda row: row.form),
-        ("us a microbatch", lambda row: f"{row.microseconds:.0f}"),
-        ("times as fast as bf16", lambda row: f"{row.over_bf16:.2f}"),
-        ("kernels alone, us", lambda row: f"{row.device_microseconds:.0f}"),
-        ("times as fast as bf16's", lambda row: f"{row.device_over_bf16:.2f}"),
-        ("error of dW against bf16", lambda row: f"{row.error:.3f}"),
+        ("layer", "{row.layer}"),
+        ("", "{row.form}"),
+        ("us a microbatch", "{row.microseconds:.0f}"),
+        ("times as fast as bf16", "{row.over_bf16:.2f}"),
+        ("kernels alone, us", "{row.device_microseconds:.0f}"),
+        ("times as fast as bf16's", "{row.device_over_bf16:.2f}"),
+        ("error of dW against bf16", "{row.error:.3f}"),
     ]
     of_parts: list[Column] = [
-        ("layer", lambda row: row.layer),
-        ("", lambda row: row.part),
-        ("us", lambda row: f"{row.microseconds:.0f}"),
+        ("layer", "{row.layer}"),
+        ("", "{row.part}"),
+        ("us", "{row.microseconds:.0f}"),
         (
             "TFLOP/s, or share of a copy's bandwidth",
             lambda row: f"{row.rate:.0f}" if row.rate > 5 else f"{row.rate:.2f}",

@@ -4,9 +4,7 @@ Legend: E experts, T rows of all experts, N output features, K input features.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +17,10 @@ from ....kernels.quantized import (
     scaled_grouped_product,
     scaled_grouped_wgrad_accumulate,
 )
-from ....te_integration import GroupedLinear, autocast
+from ....te_integration import GroupedLinear
 from ..kernels.problems import GroupedOperands, Shape
 from .linear import layer_step
-from .rows import RECIPES, PartRow, RecipesBench
-from .timing import time_captured
+from .rows import FORMS, RECIPES, PartRow, Parts, RecipesBench
 
 __all__ = ["expert_parts", "expert_steps"]
 
@@ -47,10 +44,8 @@ def expert_steps(bench: RecipesBench, shape: Shape, device: torch.device) -> dic
         device=device,
     )
     model = DistributedDataParallel(layer)
-    forms: dict[str, Any] = {"bf16": nullcontext}
-    forms.update({type(recipe).__name__: partial(autocast, recipe=recipe) for recipe in RECIPES})
     weight = operands.weights / k**0.5
-    return {form: layer_step(model, weight, inputs, grads, around, splits) for form, around in forms.items()}
+    return {form: layer_step(model, weight, inputs, grads, around, splits) for form, around in FORMS.items()}
 
 
 def expert_parts(shape: Shape, device: torch.device) -> list[PartRow]:
@@ -58,22 +53,8 @@ def expert_parts(shape: Shape, device: torch.device) -> list[PartRow]:
     layer = "x".join(map(str, shape))
     at = GroupedOperands(*shape, torch.bfloat16, device)
     _, rows, n, k = shape
-    copied = torch.empty_like(at.dy)
-    microseconds = time_captured(lambda: copied.copy_(at.dy))
-    bandwidth = 4 * at.dy.numel() / microseconds
-    found = [PartRow(layer=layer, part="copy of dy", microseconds=microseconds, rate=1.0)]
-
-    def product(part: str, run: Callable[[], Any]) -> None:
-        microseconds = time_captured(run, 4)
-        found.append(
-            PartRow(layer=layer, part=part, microseconds=microseconds, rate=2e-6 * rows * n * k / microseconds)
-        )
-
-    def quantiser(part: str, nbytes: int, run: Callable[[], Any]) -> None:
-        microseconds = time_captured(run, 4)
-        share = nbytes / microseconds / bandwidth
-        found.append(PartRow(layer=layer, part=part, microseconds=microseconds, rate=share))
-
+    parts = Parts(layer, at.dy, "dy", flops=2 * rows * n * k, count=4)
+    product = parts.product
     product("bf16, forward", lambda: grouped_linear(at.x, at.weights, at.offsets, out=at.y))
     product("bf16, dgrad", lambda: grouped_dgrad(at.dy, at.weights, at.offsets, out=at.dx))
     product("bf16, weight gradient, later", lambda: grouped_wgrad_accumulate(at.dy, at.x, at.grads, at.offsets))
@@ -81,11 +62,10 @@ def expert_parts(shape: Shape, device: torch.device) -> list[PartRow]:
         name = type(recipe).__name__
         of_input, of_weight = recipe.spec("input", columns=False), recipe.spec("weight", columns=False)
         of_grad = recipe.spec("grad", columns=False)
-        bytes_each = 6 if of_input.block is None else 4  # one scale for each expert: what is quantised is read twice
         quantise_dy = partial(quantize_grouped_both, at.dy, of_grad, of_grad, at.offsets)
         quantise_weights = partial(quantize_experts, at.weights, of_weight, of_weight)
-        quantiser(f"{name}, quantiser of dy, both copies", bytes_each * at.dy.numel(), quantise_dy)
-        quantiser(f"{name}, quantiser of weights, both copies", bytes_each * at.weights.numel(), quantise_weights)
+        parts.quantiser(f"{name}, quantiser of dy, both copies", at.dy, of_input, quantise_dy)
+        parts.quantiser(f"{name}, quantiser of weights, both copies", at.weights, of_input, quantise_weights)
         (dy, dy_columns), (weights, transposes) = quantise_dy(), quantise_weights()
         x, x_columns = quantize_grouped_both(at.x, of_input, of_input, at.offsets)
         assert x is not None and x_columns is not None and dy is not None and dy_columns is not None
@@ -95,4 +75,4 @@ def expert_parts(shape: Shape, device: torch.device) -> list[PartRow]:
         for moment, overwrite in (("first", True), ("later", False)):
             run = partial(scaled_grouped_wgrad_accumulate, dy_columns, x_columns, at.grads, overwrite=overwrite)
             product(f"{name}, weight gradient, {moment}", run)
-    return found
+    return parts.rows

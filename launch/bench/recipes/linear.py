@@ -13,9 +13,8 @@ from ....ddp import DistributedDataParallel
 from ....ddp.contract.main_grad import accumulator_of
 from ....kernels.quantized import quantize_both, scaled_wgrad_accumulate
 from ....kernels.wgrad import wgrad_accumulate
-from ....te_integration import Linear, autocast
-from .rows import RECIPES, PartRow, RecipesBench
-from .timing import time_captured
+from ....te_integration import Linear
+from .rows import FORMS, RECIPES, PartRow, Parts, RecipesBench
 
 __all__ = ["layer_step", "linear_parts", "linear_steps"]
 
@@ -29,11 +28,8 @@ def linear_steps(bench: RecipesBench, features: int, device: torch.device) -> di
     grads = list(torch.randn(*shape, **options))
     weight = torch.randn(features, features, **options) / features**0.5
     model = DistributedDataParallel(Linear(features, features, bias=False, fuse_wgrad_accumulation=True, **options))
-    forms = {"bf16": layer_step(model, weight, inputs, grads, nullcontext)}
-    for recipe in RECIPES:
-        forms[type(recipe).__name__] = layer_step(model, weight, inputs, grads, partial(autocast, recipe=recipe))
-    forms.update(_transformer_engine(weight, inputs, grads))
-    return forms
+    forms = {form: layer_step(model, weight, inputs, grads, around) for form, around in FORMS.items()}
+    return forms | _transformer_engine(weight, inputs, grads)
 
 
 def layer_step(
@@ -97,39 +93,17 @@ def _transformer_engine(
 def linear_parts(bench: RecipesBench, features: int, device: torch.device) -> list[PartRow]:
     """The quantiser and the weight gradient of a square layer."""
     x = torch.randn(bench.num_tokens, features, device=device, dtype=torch.bfloat16)
-    copied = torch.empty_like(x)
     main_grad = torch.zeros(features, features, device=device)
-    flops = 2 * bench.num_tokens * features**2
-    microseconds = time_captured(lambda: copied.copy_(x))
-    bandwidth = 4 * x.numel() / microseconds
-    rows = [PartRow(layer=f"{features}", part="copy of x", microseconds=microseconds, rate=1.0)]
-
-    def product(part: str, run: Callable[[], Any]) -> None:
-        microseconds = time_captured(run)
-        rows.append(PartRow(layer=f"{features}", part=part, microseconds=microseconds, rate=flops / microseconds / 1e6))
-
-    product("bf16 weight gradient, later", lambda: wgrad_accumulate(x, x, main_grad))
+    parts = Parts(f"{features}", x, "x", flops=2 * bench.num_tokens * features**2)
+    parts.product("bf16 weight gradient, later", lambda: wgrad_accumulate(x, x, main_grad))
     for recipe in RECIPES:
         name = type(recipe).__name__
         of_input, of_grad = recipe.spec("input", columns=False), recipe.spec("grad", columns=True)
-        microseconds = time_captured(lambda spec=of_input: quantize_both(x, spec, spec))  # type: ignore[misc]
-        nbytes = (6 if of_input.block is None else 4) * x.numel()  # one scale for the tensor: x is read twice
-        rows.append(
-            PartRow(
-                layer=f"{features}",
-                part=f"{name}, quantiser, both copies",
-                microseconds=microseconds,
-                rate=nbytes / microseconds / bandwidth,
-            )
-        )
+        parts.quantiser(f"{name}, quantiser, both copies", x, of_input, partial(quantize_both, x, of_input, of_input))
         _, right = quantize_both(x, None, of_input)
         _, left = quantize_both(x, None, of_grad)
         assert left is not None and right is not None
         for moment, overwrite in (("first", True), ("later", False)):
-            product(
-                f"{name}, weight gradient, {moment}",
-                lambda left=left, right=right, overwrite=overwrite: scaled_wgrad_accumulate(  # type: ignore[misc]
-                    left, right, main_grad, overwrite=overwrite
-                ),
-            )
-    return rows
+            run = partial(scaled_wgrad_accumulate, left, right, main_grad, overwrite=overwrite)
+            parts.product(f"{name}, weight gradient, {moment}", run)
+    return parts.rows

@@ -2,18 +2,27 @@
 
 import statistics
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....te_integration import Float8BlockScaling, Float8CurrentScaling
+from ....kernels.quantized import QuantSpec
+from ....te_integration import Float8BlockScaling, Float8CurrentScaling, autocast
 from ....te_integration.recipes import Recipe
-from .timing import device_microseconds, time_calls
+from .timing import device_microseconds, time_calls, time_captured
 
-__all__ = ["RECIPES", "PartRow", "RecipesBench", "StepRow", "step_rows"]
+__all__ = ["FORMS", "RECIPES", "PartRow", "Parts", "RecipesBench", "StepRow", "step_rows"]
 
 RECIPES: tuple[Recipe, ...] = (Float8CurrentScaling(), Float8BlockScaling())
+FORMS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
+    "bf16": nullcontext,
+    **{type(recipe).__name__: partial(autocast, recipe=recipe) for recipe in RECIPES},
+}
+"""What a layer's forward runs in, by the form's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +71,36 @@ class PartRow:
     microseconds: float
     rate: float
     """TFLOP/s of a product; of a quantiser its share of a copy's bandwidth."""
+
+
+class Parts:
+    """Measures the parts of one layer, a row each. The first row is a copy of a tensor, which gives a bandwidth.
+
+    copied, name  the tensor, and what it is
+    flops         floating-point operations of each product
+    count         calls that are captured for one measurement
+    """
+
+    def __init__(self, layer: str, copied: Tensor, name: str, *, flops: float, count: int = 20) -> None:
+        self.layer, self.flops, self.count = layer, flops, count
+        self.rows: list[PartRow] = []
+        microseconds = time_captured(partial(torch.empty_like(copied).copy_, copied))
+        self.bandwidth = 4 * copied.numel() / microseconds
+        self._add(f"copy of {name}", microseconds, 1.0)
+
+    def product(self, part: str, run: Callable[[], object]) -> None:
+        """Measure a product of ``flops``."""
+        microseconds = time_captured(run, self.count)
+        self._add(part, microseconds, self.flops / microseconds / 1e6)
+
+    def quantiser(self, part: str, x: Tensor, spec: QuantSpec, run: Callable[[], object]) -> None:
+        """Measure a quantiser of ``x`` that makes two copies. With one scale for a tensor it reads ``x`` twice."""
+        microseconds = time_captured(run, self.count)
+        nbytes = (6 if spec.block is None else 4) * x.numel()
+        self._add(part, microseconds, nbytes / microseconds / self.bandwidth)
+
+    def _add(self, part: str, microseconds: float, rate: float) -> None:
+        self.rows.append(PartRow(layer=self.layer, part=part, microseconds=microseconds, rate=rate))
 
 
 def step_rows(

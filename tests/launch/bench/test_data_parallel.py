@@ -29,11 +29,11 @@ from maingrad.launch.bench.data_parallel.model import SETTINGS, AddmmLinear, fus
 from maingrad.launch.bench.data_parallel.ranks import Ranks, make_mesh
 from maingrad.launch.bench.data_parallel.report import (
     Section,
-    read_measurements,
     sections_of,
     write_data_parallel_report,
 )
 from maingrad.launch.bench.data_parallel.rows import FLOOR, OURS, PEER_FLOOR, Case, Row
+from maingrad.launch.bench.data_parallel.sections import read_rows
 from maingrad.launch.cli import main
 
 TINY = ["--settings", "tiny", "--num-steps", "2", "--num-rounds", "1", "--num-warmup-steps", "1"]
@@ -209,7 +209,7 @@ def test_ratios_are_over_the_mean_of_a_floor_and_drift_is_told(tmp_path: Path) -
     assert "our floor +10.0%, the peers' floor +0.0%" in table
     assert "**Losses" not in table
     # Compared as text, because NaN is not equal to itself.
-    assert list(map(str, read_measurements(tmp_path / "data_parallel.csv"))) == list(map(str, rows))
+    assert list(map(str, read_rows(tmp_path / "data_parallel.csv", Measurement))) == list(map(str, rows))
 
 
 def test_another_run_replaces_its_own_sections_only(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_another_run_replaces_its_own_sections_only(tmp_path: Path) -> None:
     small = measured("zero1", 50.0, setting="small")
     write_data_parallel_report([measured("zero1", 100.0), measured("ddp", 120.0), four, small], tmp_path)
     table = write_data_parallel_report([measured("zero1", 95.0)], tmp_path)
-    rows = read_measurements(tmp_path / "data_parallel.csv")
+    rows = read_rows(tmp_path / "data_parallel.csv", Measurement)
     assert {(row.setting, row.num_ranks, row.step_ms) for row in rows} == {
         ("tiny", 2, 95.0), ("tiny", 4, 90.0), ("small", 2, 50.0)
     }  # fmt: skip
@@ -253,7 +253,8 @@ def test_units_are_made_as_their_row_says() -> None:
 
     assert made() == [("", 1, False), ("blocks.0", 1, False), ("blocks.1", 1, False)]
     assert {name for name, _, _ in made(split_ends=True)} == {"", "blocks.0", "blocks.1", "embedding", "head"}
-    assert all(num_buckets > 1 and holds for _, num_buckets, holds in made(reduced_once=True, bucket_size=3000))
+    reduced_once = made(reduce_every_microbatch=False, bucket_size=3000)
+    assert all(num_buckets > 1 and holds for _, num_buckets, holds in reduced_once)
 
 
 def test_the_number_of_parameters_and_the_weights_are_the_same_for_every_layer() -> None:
@@ -307,7 +308,7 @@ def test_everything_that_runs_on_cpu_trains_alike_on_two_ranks(tmp_path: Path) -
     bench = ["-m", "maingrad", "bench", "data-parallel", "--out-dir", str(tmp_path), *TINY]
     done = under_torchrun(*bench, "--without", *compiled, "--trace", "zero1", timeout=240)
     assert done.returncode == 0, done.stderr
-    rows = {row.row: row for row in read_measurements(tmp_path / "data_parallel.csv")}
+    rows = {row.row: row for row in read_rows(tmp_path / "data_parallel.csv", Measurement)}
     reasons = {name: row.problem for name, row in rows.items() if row.problem}
     assert all(
         any(known in why for known in ("4 ranks", "CUDA", "not installed", "overwrite")) for why in reasons.values()

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from maingrad.launch.bench.data_parallel.ranks import Ranks
+from maingrad.launch.bench.data_parallel.rows import Step
+from maingrad.launch.bench.data_parallel.sections import read_rows
 from maingrad.launch.bench.models.architectures import ARCHITECTURES, Architecture, Shape, decoder_layers
 from maingrad.launch.bench.models.measure import (
     Measurement,
@@ -20,8 +22,8 @@ from maingrad.launch.bench.models.measure import (
     choose_rows,
     peak_tflops,
 )
-from maingrad.launch.bench.models.report import odd_losses, read_measurements, sections_of, write_models_report
-from maingrad.launch.bench.models.rows import ROWS, Case, Row, Step
+from maingrad.launch.bench.models.report import odd_losses, sections_of, write_models_report
+from maingrad.launch.bench.models.rows import ROWS, Case, Row
 from maingrad.launch.cli import main
 
 TINY = ["--model", "tiny", "--backend", "aot_eager", "--num-steps", "2", "--num-rounds", "1", "--num-warmup-steps", "1"]
@@ -82,7 +84,7 @@ def check_rows(rows: list[Measurement], names: set[str], num_ranks: int) -> None
 def test_a_row_of_ours_and_one_of_torchs(tmp_path: Path) -> None:
     """One rank; ``slow`` tests have two."""
     assert main(["bench", "models", "--out-dir", str(tmp_path), *TINY, "--rows", "zero1_compiled", "fsdp2_zero2"]) == 0
-    rows = read_measurements(tmp_path / "models.csv")
+    rows = read_rows(tmp_path / "models.csv", Measurement)
     check_rows(rows, {"zero1_compiled", "fsdp2_zero2"}, num_ranks=1)
     assert rows[0].first_step_s > 0
     table = (tmp_path / "models.md").read_text()
@@ -98,7 +100,7 @@ def test_every_row_that_a_cpu_can_run(tmp_path: Path, num_microbatches: int) -> 
     names = {name for name in ROWS if not any(gpus in name for gpus in ("copy_engines", "symm_mem", "graphed"))}
     done = under_torchrun(tmp_path, "--num-microbatches", str(num_microbatches), "--rows", *names)
     assert done.returncode == 0, done.stdout + done.stderr
-    check_rows(read_measurements(tmp_path / "models.csv"), names, num_ranks=2)
+    check_rows(read_rows(tmp_path / "models.csv", Measurement), names, num_ranks=2)
 
 
 def step_of(architecture: Architecture, name: str, num_microbatches: int = 1) -> Step:
@@ -200,7 +202,7 @@ def test_a_row_with_another_loss_is_named() -> None:
 def test_sections_of_other_shapes_stay(tmp_path: Path) -> None:
     write_models_report([measured(), measured(shape="1x8")], tmp_path)
     write_models_report([measured(step_ms=2.0, mfu=0.5, peak_tflops=100.0)], tmp_path)
-    sections = sections_of(read_measurements(tmp_path / "models.csv"))
+    sections = sections_of(read_rows(tmp_path / "models.csv", Measurement))
     assert [(section[0].shape, section[0].step_ms) for section in sections] == [("1x8", 1.0), ("2x16", 2.0)]
     assert "MFU is over 100 TFLOP/s a GPU" in (tmp_path / "models.md").read_text()
 
