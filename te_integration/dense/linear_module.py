@@ -235,8 +235,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         """
         if recipes.blocks_in_trace:
             return "break", -1
-        dtype = dtype_of_products(input)
-        number: int = self._wgrad_handle.recipe(dtype)
+        number: int = self._wgrad_handle.recipe(dtype_of_products(input))
         if number == -1 or (number >= 0 and input.numel() == 0):
             return way, -1
         if way == "autograd" and not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
@@ -246,10 +245,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         return "graph", number
 
     def recipe_now(self, dtype: torch.dtype | None = None) -> int:
-        """The number of the running forward's recipe, for traced code. A compiler runs this, and does not trace it.
-
-        dtype  of the product that the recipe is asked for; None: of no product
-        """
+        """The number of the running forward's recipe, for a product in ``dtype``. A compiler does not trace this."""
         if self.ignores_recipes:
             return recipes.number_of(None)
         recipe = recipes.recipe_now()

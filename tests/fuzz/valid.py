@@ -475,7 +475,7 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
         return None
     if program.dtype == "bfloat16" and kind in ("load_state_dict", "snapshot", "rollback"):
         return None  # masters follow in a way of their own
-    if kind in ("whole norms", "state taken", "state_dict") and writes_in_forward(program.model):
+    if kind in ("whole norms", "state taken", "state_dict", "load_state_dict") and writes_in_forward(program.model):
         return None  # plain PyTorch reads a later rank's norms and state after an earlier rank's forward has written
     if kind == "marks" and (phase.ranks == 1 or writes_in_forward(program.model)):  # no others to have parts
         return None

@@ -152,13 +152,16 @@ def test_clip_grad_norm_after_exposing_is_plain_pytorchs(max_norm: float) -> Non
 
 
 @pytest.mark.parametrize("scale", [lambda ddp: clip_grad_norm(ddp, 1e-3), lambda ddp: ddp.scale_gradients(0.5)])
-def test_scaling_buckets_after_exposing_copies_is_refused(scale: Callable[[Any], object]) -> None:
-    """bf16 ``.grad`` are copies of fp32 buckets: scaling these would change nothing that the optimizer reads."""
+def test_copies_that_were_exposed_follow_scaled_buckets(scale: Callable[[Any], object]) -> None:
+    """bf16 ``.grad`` are copies of fp32 buckets, and the optimizer reads the copies."""
     ddp = wrap(make_model(torch.bfloat16))
     ddp_backward(ddp, make_batches(2, torch.bfloat16))
     ddp.expose_grads()
-    with pytest.raises(RuntimeError, match=r"after \.grad was read.*call it before"):
-        scale(ddp)
+    before = {name: grad.clone() for name, grad in plain_grads(ddp.module).items()}
+    scale(ddp)
+    after = plain_grads(ddp.module)
+    assert_same(after, {name: grad.bfloat16() for name, grad in main_grads(ddp).items()})
+    assert all(not torch.equal(after[name], grad) for name, grad in before.items() if grad.any())
     ddp.expose_grads(torch.float32)  # no copies: .grad is the bucket
     scale(ddp)
     assert_same(plain_grads(ddp.module), main_grads(ddp))
