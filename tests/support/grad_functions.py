@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 WEIGHTS = torch.linspace(-1, 1, 5, dtype=torch.float64)
@@ -84,3 +85,22 @@ WRITES_TO_VIEWS: dict[str, Callable[[Any], Any]] = {
     "several": lambda g: torch._foreach_mul_(g.unbind(), 2.0),
     "another function's result": lambda g: torch.add(g[0], 1, out=g[1]),
 }
+
+
+class Net(nn.Module):
+    """A matrix with elements on several ranks, and a scalar and small parameters that lie on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Linear(5, 60)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(60, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.wide(x).tanh() * self.scale)
+
+
+def batch(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)

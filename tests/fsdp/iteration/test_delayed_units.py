@@ -31,6 +31,16 @@ class Delaying(nn.Module):
         return x
 
 
+def two_models(kind: str) -> tuple[Any, Any]:
+    """With equal weights, sharded alike."""
+    torch.manual_seed(0)
+    model = Delaying()
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        shard_blocks(each, **options_of(kind))
+    return model, other
+
+
 @pytest.mark.parametrize("earlier", ["nothing", "a microbatch"])
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp", "hsdp_zero1"])
 @pytest.mark.sampled(2)
@@ -38,11 +48,7 @@ def test_an_iteration_is_given_up_before_its_delayed_gradients_are_computed(kind
     """Gradients that backward has computed, biases here, do not enter the next iteration."""
 
     def on_each_rank() -> None:
-        torch.manual_seed(0)
-        model = Delaying()
-        other = copy.deepcopy(model)
-        for each in (model, other):
-            shard_blocks(each, **options_of(kind))
+        model, other = two_models(kind)
         batches = batches_of(dist.get_rank(), 3)
         queue = WgradQueue()
         with model.no_sync():
@@ -66,11 +72,7 @@ def test_gradients_are_cleared_while_delayed_ones_wait(kind: str) -> None:
     """Of weights ``.grad`` then has what is computed later, and nothing of the microbatch before."""
 
     def on_each_rank() -> None:
-        torch.manual_seed(0)
-        model = Delaying()
-        other = copy.deepcopy(model)
-        for each in (model, other):
-            shard_blocks(each, **options_of(kind))
+        model, other = two_models(kind)
         first, second = batches_of(dist.get_rank(), 2)
         queue = WgradQueue()
         with model.no_sync():
@@ -279,11 +281,7 @@ def test_a_step_that_is_skipped_after_its_delayed_gradients_leaves_the_next_iter
     """``finish_grad_sync()`` is not called: it is optional once all delayed gradients are computed."""
 
     def on_each_rank() -> None:
-        torch.manual_seed(0)
-        model = Delaying()
-        other = copy.deepcopy(model)
-        for each in (model, other):
-            shard_blocks(each, **options_of(kind))
+        model, other = two_models(kind)
         batches = batches_of(dist.get_rank(), 4)
         queue = WgradQueue()
 

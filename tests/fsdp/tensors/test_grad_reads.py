@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from grad_functions import Net, batch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
@@ -18,25 +19,6 @@ from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 RANKS = 2
-
-
-class Net(nn.Module):
-    """A matrix with elements on several ranks, and a scalar and small parameters that lie on one rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wide = nn.Linear(5, 60)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.head = nn.Linear(60, 3)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.wide(x).tanh() * self.scale)
-
-
-def batch(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
 def backward(model: Any, step: int = 0) -> None:

@@ -8,32 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from grad_functions import COLUMN, OF_A_MATRIX, WEIGHTS, WRITES, WRITES_TO_VIEWS
-from torch import Tensor, nn
+from grad_functions import COLUMN, OF_A_MATRIX, WEIGHTS, WRITES, WRITES_TO_VIEWS, Net, batch
+from torch import Tensor
 
 from maingrad.ddp import WORLD_OF_ONE
 from maingrad.ddp.stock.sharded_grad import ShardedGrad
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
-
-
-class Net(nn.Module):
-    """A matrix with elements on several ranks, and a scalar and small parameters that lie on one rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wide = nn.Linear(5, 60)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.head = nn.Linear(60, 3)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.wide(x).tanh() * self.scale)
-
-
-def batch(rank: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
 def plain(ranks: int = 2) -> Any:
