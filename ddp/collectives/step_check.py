@@ -32,7 +32,7 @@ from .rank_grid import RankGrid
 from .streams import OnStream, is_capturing
 from .world import own_rank
 
-__all__ = ["GroupLog", "StepCheck"]
+__all__ = ["NUM_COLUMNS", "GroupLog", "StepCheck"]
 
 T = TypeVar("T")
 
@@ -41,7 +41,8 @@ _NUM_HASHES = len(_KINDS)
 _APART = 2 * _NUM_HASHES  # column of a row: not 0 if the hashes of a group differ
 _COUNTS = _APART + 1  # first column of the counts
 _NUM_COUNTS = 4
-_NUM_COLUMNS = _COUNTS + 2 * _NUM_COUNTS
+NUM_COLUMNS = _COUNTS + 2 * _NUM_COUNTS
+"""Integers, of 8 bytes, of the row that a group keeps on its device."""
 _LIMIT = 4096  # entries that a log keeps
 _OTHER_STEPS = {
     1: "ranks have skipped different batches before iteration {number}, and gradients of different steps were "
@@ -235,7 +236,7 @@ class StepCheck:
         self._number += 1
         entries = self._take()
         values = array("q", [value for found in entries for value in _row(found, counts)])
-        rows = torch.frombuffer(values, dtype=torch.int64).view(len(entries), _NUM_COLUMNS)
+        rows = torch.frombuffer(values, dtype=torch.int64).view(len(entries), NUM_COLUMNS)
         with self._failures.watch("the comparison of steps between ranks"):
             self._sent = _Sent(self._send(rows), values, self._number, counts, entries)
 
@@ -255,7 +256,7 @@ class StepCheck:
         with self._failures.watch("the comparison of steps between ranks"):
             if sent.flight is not None:
                 sent.flight.wait()
-                row = sent.values[-_NUM_COLUMNS:].tolist()
+                row = sent.values[-NUM_COLUMNS:].tolist()
             else:
                 assert self._event is not None and self._answer is not None, "sent before"
                 self._event.synchronize()
@@ -286,7 +287,7 @@ class StepCheck:
             return in_stages(self._stages(rows), (rows,))
         assert self._event is not None, "with a stream"
         if self._answer is None:
-            self._answer = torch.empty(_NUM_COLUMNS, dtype=torch.int64, pin_memory=True)
+            self._answer = torch.empty(NUM_COLUMNS, dtype=torch.int64, pin_memory=True)
         pinned = rows.pin_memory()
         with OnStream(self._stream):
             if self._rows is None:

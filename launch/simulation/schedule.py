@@ -14,12 +14,21 @@ from collections.abc import Callable, MutableSequence, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
+from ...kernels.compat import private_name
 from .state import ProcessState, ThreadState
 
 __all__ = ["Scheduler", "SimulatedDeadlockError", "SimulatedRank", "Waitable", "current_rank"]
 
 _MAX_IDLE_POLLS = 1000
 """Consecutive polls per rank, without a launch or a finish in between, that count as a deadlock."""
+
+_ensure_cuda_guard: Callable[[], None] = private_name(
+    "torch._C._ensureCUDADeviceGuardSet",
+    loss="on torch 2.11 without a GPU, fake tensors of a simulated rank can crash the process",
+    fallback=lambda: None,
+)
+"""Set torch's stand-in for a missing CUDA, which fake tensors need. torch 2.11 frees it with the thread that set it and
+keeps the pointer: the thread that outlives the ranks must be the first to set it."""
 
 
 class SimulatedDeadlockError(RuntimeError):
@@ -108,6 +117,7 @@ class Scheduler:
     def run(self, body: Callable[[int], Any]) -> None:
         """Call ``body(rank)`` on every rank; returns when all threads have ended. `failure` says what went wrong."""
         self._body = body
+        _ensure_cuda_guard()
         self._all_finished.acquire()
         try:
             self._resume(self.ranks[self._choose()])

@@ -14,6 +14,7 @@ from gloo import run_ranks
 from sharded_on_gpus import here, nccl, two_instances
 from torch import Tensor, nn
 
+from maingrad.ddp.collectives.step_check import NUM_COLUMNS
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.te_integration import Linear
 
@@ -127,9 +128,8 @@ def bytes_at_rest() -> list[tuple[str, int, int]]:
         assert numel - (NUM_BLOCKS * UNIT + WIDTH) < 1000  # padding
         parts = 2 if placements == "hsdp" else dist.get_world_size()
         formula = nbytes_at_rest(placements, numel, parts, len(list(model.parameters())))
-        formula += 88 * (
-            2 if placements.startswith("hsdp") else 1
-        )  # a row of integers, by which a group compares steps
+        groups = 2 if placements.startswith("hsdp") else 1
+        formula += 8 * NUM_COLUMNS * groups  # each group's row of integers, by which its ranks compare steps
         if index:  # the first one leaves the libraries' workspaces
             found.append((placements, measured, formula))
         del model, optimizer, buckets

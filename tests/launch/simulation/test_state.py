@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
+from python_processes import run_python
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
@@ -339,3 +340,27 @@ def test_checkpoint_saved_on_four_ranks_loads_on_two(tmp_path: Path):
             assert torch.equal(sharded, whole)
             assert torch.equal(replicated, whole)
             assert step == 3
+
+
+_ONE_OPERATION_AFTER_THE_OTHER = """
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from maingrad.launch import simulate
+
+
+def on_rank(size):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    return float((distribute_tensor(torch.ones(size), mesh, [Shard(0)]) * 2).full_tensor().sum())
+
+
+for size in range(4, 12):
+    assert simulate(on_rank, 2, size) == [2.0 * size] * 2
+"""
+
+
+def test_a_process_may_first_use_dtensors_on_simulated_ranks():
+    """torch 2.11 freed what fake tensors need with the thread that first made one."""
+    done = run_python("-c", _ONE_OPERATION_AFTER_THE_OTHER, timeout=60.0)
+    assert done.returncode == 0, done.stderr
