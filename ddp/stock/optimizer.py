@@ -21,7 +21,7 @@ from .skipped_steps import prepare_skippable_step
 __all__ = ["after_closure", "clear_exposed_grad", "expose_grad", "guard_stock_optimizers"]
 
 
-def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
+def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> Tensor:
     """Set ``.grad`` to the reduced gradient in ``dtype``: the accumulator's memory where dtype and strides fit.
 
     For a dtype other than the parameter's, ``Tensor.grad_dtype`` tells torch to allow any: the program may put a
@@ -33,19 +33,20 @@ def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
     # Fused optimizers go through parameter and gradient in memory order, so both must have the same strides.
     same = record.view.dtype is dtype and record.view.stride() == param.stride()
     # detach(): a user's ``.grad.data = ...`` must not replace the memory of record.view.
-    param.grad = (
+    grad = (
         record.view.detach() if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)
     )
+    param.grad = grad
     record.exposed = True
+    return grad
 
 
 def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
     """Undo ``expose_grad``: the next backward must not accumulate into the exposed tensor."""
-    if record.exposed:
-        param.grad = None
-        if param.grad_dtype is not param.dtype:
-            param.grad_dtype = param.dtype
-        record.exposed = False
+    param.grad = None
+    if param.grad_dtype is not param.dtype:
+        param.grad_dtype = param.dtype
+    record.exposed = False
 
 
 _guarding: weakref.WeakSet[Any] = weakref.WeakSet()

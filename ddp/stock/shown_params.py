@@ -41,12 +41,7 @@ class ShownParam:
         self.plain: Tensor | None = None
         """The plain tensor that ``.grad`` was made in this iteration."""
         self.memory: tuple[int, int] | None = None
-        """What was reduced, when it was shown: see ``_memory_of``."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether the parameter has a gradient in this iteration: zeros without a use, none if it was frozen."""
-        return self.record.written or self.param.requires_grad
+        """Address and version of what was reduced, when it was shown."""
 
     @property
     def is_changed(self) -> bool:
@@ -56,17 +51,17 @@ class ShownParam:
             return False
         if held is None or (held is not grad and held is not grad.reduced):
             return True
-        return grad.reduced is not None and self._memory_of(grad.reduced) != self.memory
+        real = grad.reduced
+        if real is None or (real.data_ptr(), real._version) == self.memory:
+            return False
+        # ``.grad.data = ...`` changes the address. What is written in ``main_grad``'s own memory is there already.
+        return self.memory is None or self.memory[0] != real.data_ptr() or real.data_ptr() != self.target.data_ptr()
 
-    def note_memory(self) -> None:
-        """``grad.reduced`` is shown from now on."""
-        if self.grad is not None and self.grad.reduced is not None:
-            self.memory = self._memory_of(self.grad.reduced)
-
-    def _memory_of(self, real: Tensor) -> tuple[int, int]:
-        """Its address, which ``.grad.data = ...`` changes, and its version where it is not ``main_grad``'s memory."""
-        address = real.data_ptr()
-        return address, 0 if address == self.target.data_ptr() else real._version
+    def note(self, real: Tensor) -> None:
+        """``real``, what was reduced, is shown from now on."""
+        if self.grad is not None:
+            self.grad.reduced = real
+            self.memory = real.data_ptr(), real._version
 
     @property
     def target(self) -> Tensor:
@@ -112,8 +107,10 @@ class ShownGrads:
         self.active = True
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
             for each in self.params:
-                if each.grad is None and not each.record.foreign_delayer and each.is_trained:
-                    self._show_if_empty(each)
+                if each.grad is not None or each.param.grad is not None or each.record.foreign_delayer:
+                    continue
+                if each.record.written or each.param.requires_grad:  # zeros without a use, None if it was frozen
+                    self._show(each)
 
     def show_again(self) -> None:
         """A later backward is over: what has arrived in it is shown, as what was there before."""
@@ -126,11 +123,7 @@ class ShownGrads:
     def show_late(self, record: GradRecord) -> None:
         """The last delayed gradient of a foreign module, which works on ``.grad`` until then, is computed."""
         each = self._by_record[id(record)]
-        if self.active and each.grad is None:
-            self._show_if_empty(each)
-
-    def _show_if_empty(self, each: ShownParam) -> None:
-        if each.param.grad is None:
+        if self.active and each.grad is None and each.param.grad is None:
             self._show(each)
 
     def _show(self, each: ShownParam) -> None:
@@ -158,7 +151,11 @@ class ShownGrads:
     def is_changed(self) -> bool:
         """Whether a ``.grad`` was set to None, replaced, or changed where it is a copy."""
         with DisableTorchFunctionSubclass():
-            return self.active and any(each.is_changed for each in self.params)
+            return self.active and any(
+                each.is_changed
+                for each in self.params
+                if each.param.grad is not each.grad or (each.grad is not None and each.grad.reduced is not None)
+            )
 
     @torch.no_grad()
     def take_changes(self) -> None:
@@ -183,7 +180,7 @@ class ShownGrads:
             for each in self.params:
                 if each.plain is not None and each.plain.data_ptr() != each.record.view.data_ptr():
                     each.plain.copy_(each.record.view)
-                    each.note_memory()
+                    each.note(each.plain)
 
     @torch.no_grad()
     def zero_cleared(self) -> None:
@@ -225,23 +222,19 @@ class ShownGrads:
                     if not each.record.exposed:
                         self.expose(each, each.dtype if each.record.updater is None else each.record.view.dtype)
                     continue
-                if each.grad is None:
-                    self._show_if_empty(each)
+                if each.grad is None and each.param.grad is None:
+                    self._show(each)
                 if each.grad is not None and each.grad.reduced is None:
-                    each.grad.reduced = make_sharded_grad(*each.part)
-                    each.note_memory()
+                    each.note(make_sharded_grad(*each.part))
 
     def expose(self, each: ShownParam, dtype: torch.dtype) -> None:
         """Make ``.grad`` a plain tensor in ``dtype``, but where the program has cleared or replaced it."""
         param, grad = each.param, each.grad
         if grad is None or (param.grad is not None and (param.grad is grad or param.grad is grad.reduced)):
-            if each.is_changed:
+            if grad is not None and grad.reduced is not None and each.is_changed:
                 each.take_change()
-            expose_grad(param, each.record, dtype)
-            each.plain = param.grad
-            if grad is not None:
-                grad.reduced = each.plain
-                each.note_memory()
+            each.plain = expose_grad(param, each.record, dtype)
+            each.note(each.plain)
         each.record.exposed = True
 
     @torch.no_grad()
@@ -281,35 +274,30 @@ def _make(each: ShownParam, owner: "weakref.ref[ShownGrads]") -> ShownGrad:
 
 def _keep_own(each: ShownParam) -> None:
     """Take ``.grad`` off, before ``main_grad`` is written again. What the program keeps gets memory of its own."""
-    clear_exposed_grad(each.param, each.record)
+    if each.record.exposed:
+        clear_exposed_grad(each.param, each.record)
     each.param.grad = each.grad = real = None
     if each.spare is not None:
         real, each.spare.reduced = each.spare.reduced, None
     if each.plain is not None:
         is_plain, real = real is each.plain, None
-        if _is_kept(each, "plain") and each.plain.data_ptr() == each.record.view.data_ptr():
+        if sys.getrefcount(each.plain) > _alone() and each.plain.data_ptr() == each.record.view.data_ptr():
             each.plain.data = each.plain.detach().clone()
         if is_plain:
             real = each.plain
         each.plain = None
-    if _is_kept(each, "spare"):
+    if each.spare is not None and sys.getrefcount(each.spare) > _alone():
         if real is not None and each.part is not None:
             real = make_sharded_grad(each.part[0].clone(), each.part[1])
         elif real is not None and real.data_ptr() == each.record.view.data_ptr():
             real = real.clone()
-        assert each.spare is not None
         each.spare.reduced = real
         each.spare = None  # the next iteration shows another one
 
 
-def _is_kept(each: ShownParam, name: str) -> bool:
-    """Whether the program has a reference to this tensor, beside ``each``."""
-    return getattr(each, name) is not None and sys.getrefcount(getattr(each, name)) > _alone()
-
-
 @functools.cache
 def _alone() -> int:
-    """``sys.getrefcount`` of a tensor that a ``ShownParam`` alone has."""
+    """``sys.getrefcount`` of a tensor that a ``ShownParam`` alone has: the program keeps one with a larger count."""
     each = ShownParam(torch.zeros(1), None, torch.float32)  # type: ignore[arg-type]
     each.plain = torch.zeros(1)
     return sys.getrefcount(each.plain)

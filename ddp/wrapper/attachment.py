@@ -92,7 +92,8 @@ def _take_back(
         param = entry.param()
         if param is None:
             continue
-        clear_exposed_grad(param, entry.record)
+        if entry.record.exposed:
+            clear_exposed_grad(param, entry.record)
         with DisableTorchFunctionSubclass():
             if isinstance(param.grad, ShownGrad):
                 param.grad = None

@@ -35,8 +35,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.stock.shown_params",
                 "ShownGrads.fill",
-                "each.grad.reduced = make_sharded_grad(*each.part)",
-                "each.grad.reduced = each.part[0].view(-1)",
+                "each.note(make_sharded_grad(*each.part))",
+                "each.note(each.part[0].view(-1))",
             ),
         ],
     ),
@@ -82,9 +82,15 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.stock.shown_params",
-                "_is_kept",
-                "return getattr(each, name) is not None and sys.getrefcount(getattr(each, name)) > _alone()",
-                "return False",
+                "_keep_own",
+                "sys.getrefcount(each.spare) > _alone()",
+                "False",
+            ),
+            Change(
+                "maingrad.ddp.stock.shown_params",
+                "_keep_own",
+                "sys.getrefcount(each.plain) > _alone()",
+                "False",
             ),
         ],
     ),
@@ -126,7 +132,7 @@ FAULTS = [
             "tests/ddp/buckets/test_end_of_backward.py::test_a_gradient_by_hand_of_what_no_backward_reaches_is_refused"
         ],
         changes=[
-            Change("maingrad.ddp.stock.shown_params", "ShownGrads._show_if_empty", "each.param.grad is None", "True"),
+            Change("maingrad.ddp.stock.shown_params", "ShownGrads.show", "each.param.grad is not None or ", ""),
         ],
     ),
     Fault(
@@ -160,7 +166,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.stock.shown_params",
                 "ShownParam.is_changed",
-                "return grad.reduced is not None and self._memory_of(grad.reduced) != self.memory",
+                "return self.memory is None or self.memory[0] != real.data_ptr() or real.data_ptr() != self.target.data_ptr()",
                 "return False",
             ),
         ],

@@ -92,12 +92,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.stock.optimizer",
                 "expose_grad",
-                """
-                param.grad = (
-                    record.view.detach() if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)
-                )
-                """,
-                "param.grad = record.view if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)",
+                "record.view.detach() if same",
+                "record.view if same",
             ),
         ],
     ),
