@@ -264,6 +264,19 @@ def test_groups_are_known_by_their_parameters(tmp_path: Path) -> None:
     assert_same(tensors["master"], others_again["master"])
 
 
+def test_a_group_without_parameters_keeps_its_hyperparameters(tmp_path: Path) -> None:
+    """A scheduler goes on from the learning rates of all groups."""
+    groups = [{"params": "*.bias"}, {"params": lambda name, param: not name.endswith(".bias")}]
+    model, optimizer = build(optimizer={"param_groups": groups})
+    for index, group in enumerate(optimizer.param_groups):
+        group["lr"] = 0.5**index
+    save_checkpoint(tmp_path / "c", model, optimizer)
+    model, optimizer = build(optimizer={"param_groups": groups})
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5, 0.25]
+    assert not optimizer.param_groups[2]["params"]
+
+
 @pytest.mark.parametrize("there, here", [(0.25, torch.tensor(0.5)), (torch.tensor(0.25), 0.5)], ids=["to", "from"])
 def test_a_learning_rate_in_a_tensor_stays_where_it_is(tmp_path: Path, there: Any, here: Any) -> None:
     model, optimizer = build(optimizer={"lr": there})

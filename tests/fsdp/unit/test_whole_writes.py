@@ -311,13 +311,22 @@ def test_writes_in_unsharded_are_lost_as_before_and_those_of_its_forwards_are_no
     simulate(on_each_rank, 2)
 
 
-def test_a_refused_forward_leaves_a_model_that_trains_on() -> None:
+@pytest.mark.parametrize("way", ["zero1", "zero2", "zero3"])
+def test_a_refused_forward_leaves_a_model_that_trains_on(way: str) -> None:
+    """With the weights of before the write, also where these are whole at rest."""
+
     def on_each_rank() -> None:
-        model = shard(nn.Sequential(nn.Linear(4, 4), ClampedLinear(4, 4)), "zero3", ("1",))
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), ClampedLinear(4, 4))
+        plain[1].forward = lambda x: nn.Linear.forward(plain[1], x)
+        torch.manual_seed(0)
+        model = shard(nn.Sequential(nn.Linear(4, 4), ClampedLinear(4, 4)), way, ("1",))
         with pytest.raises(RuntimeError, match="was written in the forward"):
             model(rows_of(dist.get_rank()))
         model[1].forward = lambda x: nn.Linear.forward(model[1], x)
-        train(model, [rows_of(dist.get_rank())])
+        assert torch.equal(model(rows_of(5)), plain(rows_of(5)))
+        train(model, [rows_of(5)])
+        assert_equal(model, train(plain, [rows_of(5)]), 1e-6)
 
     simulate(on_each_rank, 2)
 

@@ -309,6 +309,16 @@ def test_blocks_are_found_and_logged(name: str, caplog: pytest.LogCaptureFixture
     assert all(unit in caplog.text for unit in wanted)
 
 
+def test_blocks_that_share_a_parameter_with_others_are_no_units() -> None:
+    """Only a unit around both can shard it; what else such a block has is no reason."""
+    net = make_net()
+    mine = next(net.blocks[1].parameters())
+    net.tied = nn.ParameterList([mine])
+    maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE)
+    assert len(list(net.blocks[1].parameters())) > 1
+    assert units_in(net) == ["blocks.0", "blocks.2"]
+
+
 def test_a_model_without_blocks_is_one_unit_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = maingrad.parallelize(Block(), "zero3", mesh=maingrad.WORLD_OF_ONE)
     assert units_in(model) == []
