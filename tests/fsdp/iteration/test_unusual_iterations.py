@@ -227,6 +227,19 @@ def after_a_refused_end(cleared: bool) -> list[Tensor]:
     return whole_grads(model)
 
 
+def test_after_a_backward_that_failed_inside_a_unit_the_model_has_its_shards() -> None:
+    def fail() -> None:
+        model: Any = fully_shard(Net())
+        before = dict(model.named_parameters())
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(batch(0), fails=True).backward()
+        for name, param in model.named_parameters():
+            assert param is before[name]
+        assert all(value.full_tensor().isfinite().all() for value in model.state_dict().values())
+
+    simulate(fail, 2)
+
+
 def ended_after_a_failure(inside: bool) -> list[Tensor]:
     model = fully_shard(Net(), reduce_every_microbatch=False) if inside else sharded(reduce_every_microbatch=False)
     with model.no_sync():

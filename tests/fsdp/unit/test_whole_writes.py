@@ -331,6 +331,31 @@ def test_a_refused_forward_leaves_a_model_that_trains_on(way: str) -> None:
     simulate(on_each_rank, 2)
 
 
+def test_a_forward_that_writes_and_fails_is_not_held_against_the_next() -> None:
+    class FailsOnce(nn.Linear):
+        failed = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.failed:
+                self.failed = True
+                with torch.no_grad():
+                    self.weight.mul_(2.0)
+                raise KeyError
+            return super().forward(x)
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model = shard(nn.Sequential(nn.Linear(4, 4), FailsOnce(4, 4)), "zero3", ("1",))
+        before = whole_values(model)
+        with pytest.raises(KeyError):
+            model(rows_of(0))
+        model(rows_of(0)).sum().backward()
+        for name, value in whole_values(model).items():
+            assert torch.equal(value, before[name]), name
+
+    simulate(on_each_rank, 2)
+
+
 def test_experts_of_one_rank_write_by_themselves() -> None:
     def on_each_rank() -> None:
         model = nn.Sequential(nn.Linear(4, 4), Counting())

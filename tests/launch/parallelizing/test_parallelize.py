@@ -244,6 +244,14 @@ def test_a_model_in_half_precision_has_fp32_shards() -> None:
     assert maingrad.simulate(run, 2) == [torch.bfloat16] * 2
 
 
+def test_ignored_parameters_keep_their_dtype() -> None:
+    net = make_net().bfloat16()
+    kept = net.head.weight
+    model = maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE, ignored_params=[kept])
+    assert model.head.weight is kept and kept.dtype is torch.bfloat16
+    assert model.scale.dtype is torch.float32
+
+
 def test_parts_in_half_precision_need_a_name_for_the_dtype() -> None:
     net = make_net().float()
     net.head.bfloat16()

@@ -578,6 +578,40 @@ def test_a_module_that_has_run_without_a_wrapper_is_one_of_its_wrapper() -> None
     assert torch.all(first["1.fp8_scale"] != 1.0)
 
 
+def test_amaxes_that_are_loaded_move_on_with_the_next_forward() -> None:
+    plain = towers(fused=False)
+
+    def forward(seed: int) -> Tensor:
+        with autocast(recipe=RECIPE):
+            return plain(batch(seed)).float().square().sum()  # type: ignore[no-any-return]
+
+    forward(1).backward()
+    kept = copy.deepcopy(plain.state_dict())
+    forward(2)
+    expected = scaling(plain)
+    forward(3).backward()
+    forward(4)
+    assert not torch.equal(scaling(plain)["1.fp8_amax_history"], expected["1.fp8_amax_history"])
+    plain.load_state_dict(kept)
+    forward(2)
+    assert_equal(scaling(plain), expected)
+
+
+def test_amaxes_of_microbatches_before_a_load_are_gone() -> None:
+    found = []
+    for loads in (True, False):
+        model = DistributedDataParallel(towers())
+        iterate(model, [1])
+        kept = copy.deepcopy(model.state_dict())
+        if loads:
+            with model.no_sync(), autocast(recipe=RECIPE):
+                (model(batch(4) * 100).float().square().sum() * 100).backward()
+            model.load_state_dict(kept)
+        iterate(model, [2])
+        found.append(scaling(model.module))
+    assert_equal(*found)
+
+
 def test_a_frozen_layer_keeps_the_history_of_its_gradients() -> None:
     layer = Linear(32, 32, dtype=BF16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
