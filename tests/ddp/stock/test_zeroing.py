@@ -192,6 +192,18 @@ def test_zero_grad_of_the_wrapper_discards_what_was_accumulated() -> None:
     assert_same(main_grads(ddp), plain_grads(plain))
 
 
+def test_zero_grad_of_the_wrapper_clears_what_was_put_there_by_hand() -> None:
+    ddp = wrap(make_model())
+    first, second = make_batches(2)
+    with ddp.no_sync():
+        loss_of(ddp, first).backward()
+    weight = next(ddp.parameters())
+    weight.grad = torch.ones_like(weight)
+    ddp.zero_grad()
+    assert weight.grad is None
+    ddp_backward(ddp, [second])
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_needs_reduced_gradients_finishes_their_reduction(overlap: bool) -> None:
     (batch,) = make_batches(1)

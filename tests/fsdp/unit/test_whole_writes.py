@@ -1,6 +1,7 @@
 """Forwards that write parameters of sharded models: the writes reach the shards, or are refused by name."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -352,6 +353,35 @@ def test_a_forward_that_writes_and_fails_is_not_held_against_the_next() -> None:
         model(rows_of(0)).sum().backward()
         for name, value in whole_values(model).items():
             assert torch.equal(value, before[name]), name
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_writes_in_unsharded_come_back_unless_its_block_raises(raises: bool) -> None:
+    def write(model: Any) -> None:
+        with torch.no_grad(), model.unsharded(writeback=True):
+            model[1].weight.add_(1.0)
+            if raises:
+                raise KeyError
+
+    def on_each_rank() -> None:
+        model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "zero3", ("1",))
+        before = whole_values(model)["1.weight"]
+        with pytest.raises(KeyError) if raises else nullcontext():
+            write(model)
+        assert torch.equal(whole_values(model)["1.weight"], before if raises else before + 1.0)
+
+    simulate(on_each_rank, 2)
+
+
+def test_writes_in_unsharded_are_not_held_against_the_next_forward() -> None:
+    def on_each_rank() -> None:
+        model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "zero3", ("1",))
+        expected = model(rows_of(0)).detach()
+        with torch.no_grad(), model.unsharded():
+            model[1].weight.add_(1.0)
+        assert torch.equal(model(rows_of(0)), expected)
 
     simulate(on_each_rank, 2)
 

@@ -415,3 +415,18 @@ def test_the_first_write_of_an_order_is_captured_as_an_overwrite_and_no_other():
     calls = make_graphed_callables([layer], samples(3), order=[1, 1, 1, -1, -1, -1.5, -1, -1.5, -1.5])
     assert [call._graphs._later[0].overwrites for call in calls] == [(True,), (False,), (False,)]
     assert ddp.is_clear
+
+
+def test_autocasts_cache_is_on_again_after_the_capture():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise KeyError
+
+    assert torch.is_autocast_cache_enabled()
+    (layer,) = linears(1, delay_wgrad_compute=False)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    make_graphed_callables([layer], samples(1))
+    assert torch.is_autocast_cache_enabled() and ddp.is_clear
+    with pytest.raises(KeyError):
+        make_graphed_callables([Fails(WIDTH, WIDTH)], samples(1))
+    assert torch.is_autocast_cache_enabled()
