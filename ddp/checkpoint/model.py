@@ -200,8 +200,8 @@ def make_manifest(
             # A rank that holds no element of a parameter has no state of it to describe.
             both = known if known.state or known.scalars else entry
             knows = bool(entry.state or entry.scalars)
-            if (knows and entry != both) or (entry.description, entry.group) != (both.description, both.group):
-                raise ValueError(f"ranks disagree on parameter '{name}': one has {both}, another {entry}")
+            if (knows and entry != both) or (entry.description, entry.group) != (known.description, known.group):
+                raise ValueError(f"ranks disagree on parameter '{name}': one has {known}, another {entry}")
             parameters[name] = both
     for expert_set in range(names.num_expert_sets):
         stored = (name.endswith(names.suffix(expert_set)) for name in (*parameters, *buffers))

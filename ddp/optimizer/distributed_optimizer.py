@@ -307,23 +307,30 @@ class DistributedOptimizer(AroundOptimizer):
         """One pass of the inner optimizer over these buckets: the other masters have no gradient in this pass."""
         chosen = {id(flat.params) for flat in flats}
         self.is_stepping = True
-        for segment in self.segments:
-            segment.master.grad = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
+        try:
+            for segment in self.segments:
+                grads = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
+                segment.master.grad = grads
+            self._step_inner(divisor, found_inf)
+        finally:  # it may raise (no memory for its state): gradients are shown again, and the next step begins anew
+            for segment in self.segments:
+                segment.master.grad = None
+            self.is_stepping = False
+
+    def _step_inner(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         if self._runs_fused():
             self._inner.grad_scale, self._inner.found_inf = divisor, found_inf  # type: ignore[attr-defined]
             prepare_skippable_step(self._inner)
             self._inner.step()
             self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
-        else:  # divide gradients first; the host reads once whether to skip
-            grads = [segment.master.grad for segment in self.segments if segment.master.grad is not None]
-            if divisor is not None and grads:  # with whole parameters this rank may have no segment
-                torch._foreach_div_(grads, divisor)
-            if found_inf is None or not found_inf.item():
-                prepare_skippable_step(self._inner)
-                self._inner.step()
-        for segment in self.segments:
-            segment.master.grad = None
-        self.is_stepping = False
+            return
+        # Divide gradients first; the host reads once whether to skip.
+        grads = [segment.master.grad for segment in self.segments if segment.master.grad is not None]
+        if divisor is not None and grads:  # with whole parameters this rank may have no segment
+            torch._foreach_div_(grads, divisor)
+        if found_inf is None or not found_inf.item():
+            prepare_skippable_step(self._inner)
+            self._inner.step()
 
     def _runs_fused(self) -> bool:
         """Whether torch's kernel divides gradients and skips steps: a loaded group may have ``fused`` off."""
@@ -369,7 +376,6 @@ class DistributedOptimizer(AroundOptimizer):
 
     def _check_steppable(self) -> None:
         """The checks of a step, before anything else of it."""
-        self.is_stepping = False  # one before may have raised
         self._check_in_charge()
         self._adopt_assigned()
         self._masters.check_gradless()

@@ -76,6 +76,7 @@ class GradRounds:
         self._due: list[GradSet] | None = None  # to be sent, after the iteration's last backward
         self._num_with_delays = 0  # rounds with delays in the last iteration
         self._sending = False  # stays True if a launch raises: the next forward gives the iteration up
+        self._in_backward = False  # stays True if a backward raises
         self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
         self._pool = GradPool(units)
         self.trained = TrainedBackwards()
@@ -102,6 +103,7 @@ class GradRounds:
     def backward_began(self) -> None:
         """A backward of the iteration begins. Discard earlier gradients whose ``.grad`` was set to None meanwhile."""
         self._due = None
+        self._in_backward = True
         self._notice_all_cleared()
 
     def enter(self, unit: Unit, *, delays: bool) -> None:
@@ -140,6 +142,7 @@ class GradRounds:
 
     def backward_ended(self, *, final: bool) -> None:
         """After the iteration's last backward, send all rounds that are left; delayed ones when they are computed."""
+        self._in_backward = False
         if final:
             self._check_nothing_bypassed()
             self._end_iteration()
@@ -163,13 +166,11 @@ class GradRounds:
 
     def _check_complete(self, caller: str) -> None:
         """Raise ``RuntimeError`` if a backward has failed, or a delayed weight gradient is not computed."""
-        failed = next(
-            (grad_set.round.name for grad_set in self._all if grad_set.round.phase is RoundPhase.WRITING), None
-        )
-        if failed is not None:
+        if self._in_backward:  # perhaps between two units
+            inside = (each.round.name for each in self._all if each.round.phase is RoundPhase.WRITING)
             raise RuntimeError(
-                f"{caller} after a backward that raised an exception in {failed}: gradients are not "
-                f"complete; call zero_grad(), and the next forward begins a new iteration"
+                f"{caller} after a backward that raised an exception{next((f' in {name}' for name in inside), '')}: "
+                f"gradients are not complete; call zero_grad(), and the next forward begins a new iteration"
             )
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
         self._check_nothing_bypassed()
@@ -182,6 +183,7 @@ class GradRounds:
     def give_up(self) -> None:
         """Give the iteration up: wait for reductions under way, and discard the other gradients."""
         self._due = None
+        self._in_backward = False
         self.trained.clear()
         self._settle_all()
         for grad_set in self._all:

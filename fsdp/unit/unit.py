@@ -180,9 +180,11 @@ class Unit:
 
     def forward_failed(self, root: Listener) -> None:
         """Forward has raised, or a recompute has stopped it early."""
-        self.writes.forward_failed()
+        refused = self.writes.forward_failed()
         self._end_forward()
         root.leave_forward(self, None)
+        for bucket in self.buckets if refused else ():
+            bucket.note_change()  # the next forward gathers what was there before the write
 
     def _end_forward(self) -> None:
         self.registered.show_shards()

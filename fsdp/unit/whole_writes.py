@@ -58,13 +58,18 @@ class WholeWrites:
             self._check_uncounted(first)
         self.take_over()
 
-    def forward_failed(self) -> None:
-        """``forward_ends`` after a forward that has raised, or that a recompute has stopped early. Raises nothing."""
+    def forward_failed(self) -> bool:
+        """``forward_ends`` after a forward that has raised, or that a recompute has stopped early. Raises nothing.
+
+        Returns whether whole parameters hold writes that are refused.
+        """
         self._first = None
+        before = self._versions
         if self.served:
             self.take_over()
-        else:
-            self.note()
+            return False
+        self.note()
+        return self._versions != before
 
     def take_over(self) -> None:
         """Bring writes to the shards; also after a backward, which may recompute a forward."""

@@ -15,11 +15,13 @@ from transformers.pytorch_utils import Conv1D
 from maingrad.ddp import DistributedDataParallel
 from maingrad.fsdp import fully_shard
 from maingrad.te_integration import (
+    DelayedScaling,
     GroupedLinear,
     GroupedMLP,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    autocast,
     convert_linears,
     unconvert,
 )
@@ -181,3 +183,17 @@ def test_a_backward_after_its_wrapper_is_gone(unwraps: bool) -> None:
     twin = pickle.loads(pickle.dumps(model))
     with pytest.raises(RuntimeError, match="nobody provided it"):
         twin(torch.ones(1, 8)).sum().backward()
+
+
+def test_scales_of_a_recipe_go_with_the_conversion() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()
+    names = set(model.state_dict())
+    convert_linears(model)
+    wrapped = DistributedDataParallel(model)
+    with autocast(recipe=DelayedScaling(amax_history_len=2)):
+        loss = wrapped(torch.ones(4, 16, dtype=torch.bfloat16)).float().sum()
+    loss.backward()
+    wrapped.finish_grad_sync()
+    assert set(model.state_dict()) > names
+    assert unconvert(wrapped.unwrap()) == ("0", "1")
+    assert set(model.state_dict()) == names

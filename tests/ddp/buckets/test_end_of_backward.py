@@ -170,3 +170,19 @@ def test_after_a_backward_that_failed_a_module_that_is_called_directly_shows_its
     for param, other in zip(net.parameters(), expected.parameters(), strict=True):
         assert param.grad is not None and other.grad is not None
         torch.testing.assert_close(param.grad.norm(), other.grad.norm())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_iteration_that_goes_on_after_a_read_and_is_discarded_leaves_nothing(overlap: bool) -> None:
+    """What was reduced before the second backward waits to be added to it."""
+    net = nn.Linear(5, 2).double()
+    twin = copy.deepcopy(net)
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=overlap))
+    model(batch(0, 0)).square().mean().backward()
+    assert net.weight.grad.norm() > 0
+    model(batch(0, 1)).square().mean().backward()
+    model.zero_grad()
+    for each in (model, twin):
+        each(batch(0, 2)).square().mean().backward()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)

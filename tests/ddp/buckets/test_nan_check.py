@@ -207,6 +207,21 @@ def test_the_first_rank_is_named_and_the_others_are_counted() -> None:
         assert "over all ranks; 2 ranks have such gradients." in message
 
 
+def test_a_bad_gradient_of_an_earlier_backward_of_the_iteration_is_found() -> None:
+    """The first backward's reductions were launched before the second backward came."""
+
+    def on_each_rank() -> None:
+        model, _ = make(overlap_grad_reduce=True)
+        for batch, value in zip(make_batches(2), (math.nan, None), strict=True):
+            model.module.poison = None if value is None else ("second", value)
+            loss_of(model, batch).backward()
+            model.module.first.backward_dw()
+        with pytest.raises(FloatingPointError, match=r"'second.bias' holds NaN or Inf on rank 0"):
+            model.finish_grad_sync()
+
+    simulate(on_each_rank, 2)
+
+
 def test_a_world_of_one_is_searched_too() -> None:
     model, _ = make()
     backwards(model, seed=1, layer="second", value=math.inf, at=0)

@@ -301,6 +301,34 @@ def test_the_comparison_names_all_ranks_that_differ_and_counts_parameters() -> N
     simulate(on_each_rank, 4)
 
 
+def test_elements_that_have_changed_places_are_found() -> None:
+    def on_each_rank() -> None:
+        model, optimizer = wrap(nn.Linear(40, 40), "all-reduce", check_replicas_every=1)
+        weight = model.module.weight.data
+        if dist.get_rank() == 1:
+            weight.copy_(weight.roll(1, dist.get_world_size() - 2))
+        with pytest.raises(RuntimeError, match="parameter 'weight' has other values on rank 1 than on rank 0"):
+            step(model, optimizer, torch.ones(2, 40))
+
+    for ranks in (2, 3):  # rows, and columns
+        simulate(on_each_rank, ranks)
+
+
+def test_an_iteration_that_goes_on_after_a_read_is_compared_once() -> None:
+    def on_each_rank() -> None:
+        model, optimizer = wrap(nn.Linear(4, 4), "all-reduce", check_replicas_every=2)
+        model(torch.ones(2, 4)).square().mean().backward()
+        assert model.module.weight.grad.norm() > 0
+        step(model, optimizer, torch.ones(2, 4))
+        if dist.get_rank() == 1:
+            model.module.weight.data[2, 1] += 2**-20
+        step(model, optimizer, torch.ones(2, 4))  # every second iteration: not this one
+        with pytest.raises(RuntimeError, match="replicas have parted: parameter 'weight'"):
+            step(model, optimizer, torch.ones(2, 4))
+
+    simulate(on_each_rank, 2)
+
+
 def test_buffers_and_experts_of_each_rank_may_differ() -> None:
     def on_each_rank() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))

@@ -16,6 +16,9 @@ from loops import assert_same, weights
 from torch.distributed.checkpoint import load as torchs_load
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint.files.boxes import TensorSlice
+from maingrad.ddp.checkpoint.files.deferred import DeferredWrite
+from maingrad.ddp.checkpoint.files.save_id import new_id
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
 
@@ -171,3 +174,18 @@ def test_what_a_save_has_left_is_taken_up(tmp_path: Path, suffix: str) -> None:
     save_checkpoint(tmp_path / "best", Everything(seed=2), extra="new")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == [".metadata", "__0_0.distcp", "maingrad.json"]
+
+
+def test_two_jobs_that_write_to_one_path_in_the_background_are_told(tmp_path: Path) -> None:
+    """The first rank of each job waits for notes of its own save, and finds the other job's."""
+    mine, others = (DeferredWrite(tmp_path, new_id()) for _ in range(2))
+    for write in (mine, others):
+        write.propose([TensorSlice(("model", "weight"), (3,), 0, 3, torch.ones(3))], None)
+        write.agree(None, None)
+        write.copy_to_host()
+    others.write()
+    with pytest.raises(ValueError, match="__0_0' is of another save: two jobs write to one path"):
+        mine.collect(lambda: True)
+    mine.write()
+    collected = mine.collect(lambda: True)
+    assert collected is not None and set(collected[1].tensors) == {"model.weight"}

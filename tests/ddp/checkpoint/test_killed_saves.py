@@ -185,6 +185,11 @@ def test_tools_find_the_one_beside_its_place_too(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.incomplete", "c.replaced", "weights.safetensors"]
 
 
+def test_of_two_complete_ones_the_newer_is_loaded(tmp_path: Path) -> None:
+    two_between_renames(tmp_path)
+    assert loaded(tmp_path / "c") == 2
+
+
 def test_what_is_not_complete_is_not_loaded(tmp_path: Path) -> None:
     two_between_renames(tmp_path)
     for name in ("c.incomplete", "c.replaced"):

@@ -264,6 +264,49 @@ def test_groups_are_known_by_their_parameters(tmp_path: Path) -> None:
     assert_same(tensors["master"], others_again["master"])
 
 
+def test_a_group_without_parameters_keeps_its_hyperparameters(tmp_path: Path) -> None:
+    """A scheduler goes on from the learning rates of all groups."""
+    groups = [{"params": "*.bias"}, {"params": lambda name, param: not name.endswith(".bias")}]
+    model, optimizer = build(optimizer={"param_groups": groups})
+    for index, group in enumerate(optimizer.param_groups):
+        group["lr"] = 0.5**index
+    save_checkpoint(tmp_path / "c", model, optimizer)
+    model, optimizer = build(optimizer={"param_groups": groups})
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5, 0.25]
+    assert not optimizer.param_groups[2]["params"]
+
+
+def test_groups_that_ranks_choose_differently_are_refused_on_all(tmp_path: Path) -> None:
+    def save() -> str:
+        biases = {"params": "*.bias" if dist.get_rank() else "up.bias", "weight_decay": 0.0}
+        ddp, optimizer = build(optimizer={"param_groups": [biases]}, **ZERO1)
+        take_steps(ddp, optimizer, range(1), dist.get_rank())
+        with pytest.raises(ValueError, match=r"ranks disagree on parameter 'norm.bias'") as refused:
+            save_checkpoint(tmp_path / "c", ddp, optimizer)
+        return str(refused.value).removesuffix(" (on rank 0)")
+
+    first, second = simulate(save, 2)
+    assert first == second
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_buffer_that_is_expanded_cannot_be_loaded_and_nothing_is(tmp_path: Path) -> None:
+    def make(seed: int) -> nn.Module:
+        model = Everything(seed=seed)
+        model.register_buffer("mask", torch.full((1,), float(seed)).expand(4))
+        return model
+
+    save_checkpoint(tmp_path / "c", make(1))
+    model = make(2)
+    with pytest.raises(ValueError, match=r"'mask' is expanded.*make it a tensor of its own with clone\(\)"):
+        load_checkpoint(tmp_path / "c", model)
+    assert_same(weights(model), weights(make(2)))
+    model.mask = model.mask.clone()
+    load_checkpoint(tmp_path / "c", model)
+    assert model.mask.tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize("there, here", [(0.25, torch.tensor(0.5)), (torch.tensor(0.25), 0.5)], ids=["to", "from"])
 def test_a_learning_rate_in_a_tensor_stays_where_it_is(tmp_path: Path, there: Any, here: Any) -> None:
     model, optimizer = build(optimizer={"lr": there})

@@ -169,6 +169,24 @@ def test_a_second_backward_after_a_read_on_one_rank() -> None:
         assert "at least 2 on rank 0, 1 on rank 1" in found
 
 
+def test_a_program_that_catches_the_number_of_backwards_goes_on() -> None:
+    """The gradients of the iteration that was refused are discarded, and ranks count anew."""
+
+    def on_each_rank() -> list[Tensor]:
+        job = Job("ddp, overlapped")
+        first = dist.get_rank() == 0
+        said = refusal(
+            lambda: [reduces_twice(job, twice=first and s == 1, reads=True, step=s) for s in range(3)] and None
+        )
+        assert "numbers of backwards outside no_sync()" in said
+        job.model.abandon_iteration()
+        for step in range(3):
+            reduces_twice(job, twice=step == 1, reads=False, step=step)
+        return [param.detach().clone() for param in job.model.parameters()]
+
+    simulate(on_each_rank, 2)
+
+
 def test_over_gloo() -> None:
     (first, _), (second, _) = run_ranks(each_reduces_twice_in_another_step, 2, "zero1", False, False)
     assert first == second

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.collectives.in_flight import InFlight
 from maingrad.ddp.collectives.timeline import Timeline
 
@@ -111,6 +112,25 @@ def test_what_is_under_way_at_the_end_is_finished_there() -> None:
     flight.wait()
     timeline.wait("bucket 0", "all_gather", lambda: None)
     assert timeline.waits == [], "after the recording"
+
+
+def test_a_block_that_raises_ends_the_recording() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    def record() -> None:
+        with model.record_timeline() as timeline:
+            recorded.append(timeline)
+            model(torch.ones(1, 2)).sum().backward()
+            raise KeyError
+
+    recorded: list[Timeline] = []
+    with pytest.raises(KeyError):
+        record()
+    (timeline,) = recorded
+    assert len(timeline.forwards) == len(timeline.backwards) == 1
+    assert not model.observer.recording
+    model(torch.ones(1, 2))
+    assert len(timeline.forwards) == 1
 
 
 def test_alone_there_is_nothing_to_wait_for() -> None:

@@ -352,6 +352,53 @@ def test_a_loaded_optimizer_still_reads_the_groups_that_schedulers_write() -> No
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
+def test_a_state_from_before_the_first_step_begins_anew() -> None:
+    ddp = wrap(make_model())
+    optimizer = DistributedOptimizer(ddp, **HYPER)
+    fresh, begin = copy.deepcopy(optimizer.state_dict()), weights(ddp)
+    ends = []
+    for _ in range(2):
+        for step in range(2):
+            ddp_backward(ddp, make_batches(1, seed=step))
+            optimizer.step()
+            ddp.zero_grad_buffer()
+        ends.append(weights(ddp))
+        optimizer.load_state_dict(fresh)
+        assert not optimizer.state_dict()["state"]
+        assert_same(weights(ddp), begin)
+    assert_same(*ends)
+
+
+class FailsOnce(torch.optim.SGD):
+    """Its first step finds no memory."""
+
+    failed = False
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not FailsOnce.failed:
+            FailsOnce.failed = True
+            raise MemoryError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer_class", [FailsOnce, type("FailsWithoutAFusedKernel", (FailsOnce,), {})])
+def test_a_step_that_raised_may_be_taken_again(optimizer_class: type[FailsOnce]) -> None:
+    """Its gradients are those of before, for torch's clipping too."""
+    FailsOnce.failed = False
+    ddp = wrap(make_model(), use_distributed_optimizer=True)
+    optimizer = DistributedOptimizer(ddp, lr=0.1, optimizer_class=optimizer_class)
+    ddp_backward(ddp, make_batches(1))
+    expected = {name: weight - 0.1 * main_grads(ddp)[name] for name, weight in weights(ddp).items()}
+    norm = torch.nn.utils.get_total_norm([main_grads(ddp)[name] for name in expected])
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    own = [param for group in optimizer.param_groups for param in group["params"]]
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(own, 1e9), norm)
+    optimizer.step()
+    assert_close(weights(ddp), expected, 1e-6)
+
+
 def saved_state(sharded: bool, bucket_size: int | None) -> dict[str, Any]:
     ddp = wrap(make_model(), use_distributed_optimizer=sharded, bucket_size=bucket_size)
     return copy.deepcopy(DistributedOptimizer(ddp).state_dict())

@@ -163,6 +163,22 @@ def test_an_optimizer_of_some_parameters_cannot_discard_between_microbatches() -
         optimizer.zero_grad()
 
 
+def test_an_optimizer_of_some_parameters_discards_if_the_others_have_nothing() -> None:
+    """The discriminator's optimizer, after a backward of the discriminator alone."""
+    ddp = wrap(nn.ModuleDict({"generator": nn.Linear(3, 3), "discriminator": nn.Linear(3, 1)}))
+    parts = ddp.module
+    optimizer = torch.optim.SGD(parts["discriminator"].parameters(), lr=0.1)
+    for step in range(2):
+        if step == 1:
+            with ddp.no_sync():
+                parts["discriminator"](torch.full((2, 3), 7.0)).sum().backward()
+            optimizer.zero_grad()
+        parts["discriminator"](torch.ones(2, 3)).sum().backward()
+        assert torch.equal(parts["discriminator"].weight.grad.clone(), torch.full((1, 3), 2.0))
+        optimizer.step()
+        ddp.zero_grad()
+
+
 def test_zero_grad_of_the_wrapper_discards_what_was_accumulated() -> None:
     model = make_model()
     plain = plain_twin(model)
@@ -174,6 +190,18 @@ def test_zero_grad_of_the_wrapper_discards_what_was_accumulated() -> None:
     ddp_backward(ddp, [second])
     plain_backward(plain, [second])
     assert_same(main_grads(ddp), plain_grads(plain))
+
+
+def test_zero_grad_of_the_wrapper_clears_what_was_put_there_by_hand() -> None:
+    ddp = wrap(make_model())
+    first, second = make_batches(2)
+    with ddp.no_sync():
+        loss_of(ddp, first).backward()
+    weight = next(ddp.parameters())
+    weight.grad = torch.ones_like(weight)
+    ddp.zero_grad()
+    assert weight.grad is None
+    ddp_backward(ddp, [second])
 
 
 @pytest.mark.parametrize("overlap", [False, True])

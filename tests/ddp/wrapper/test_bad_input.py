@@ -57,6 +57,19 @@ def test_recording_the_order_of_a_wrapped_model_is_refused_and_harms_nothing() -
     assert all(parameter.main_grad.any() for parameter in ddp.parameters())
 
 
+def test_recording_the_order_leaves_gradients_and_random_numbers_alone() -> None:
+    model = nn.Sequential(make_model(fuse=False), nn.Dropout(), nn.Linear(4, 2))
+    loss_of(model, make_batches(1)[0]).backward()
+    before = [(param.grad, param.grad.clone()) for param in model.parameters()]
+    state = torch.get_rng_state()
+    order = recorded_backward_order(model, lambda model: loss_of(model, make_batches(1, seed=7)[0]))
+    assert sorted(order) == sorted(name for name, _ in model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    for param, (grad, values) in zip(model.parameters(), before, strict=True):
+        assert param.grad is grad
+        assert torch.equal(grad, values)
+
+
 def test_a_model_that_another_provider_owns_is_refused() -> None:
     model = make_model()
     provider = ForeignProvider(model)

@@ -115,6 +115,8 @@ def nested_under_fully_shard(options: dict[str, Any]) -> list[Tensor]:
         with model.layers[0].no_sync():
             pass
         model(batch(2)).backward()
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
     model(batch(3)).backward()
     return whole_grads(model)
 
@@ -223,6 +225,40 @@ def after_a_refused_end(cleared: bool) -> list[Tensor]:
         model.zero_grad()
     model(batch(3)).backward()
     return whole_grads(model)
+
+
+def test_after_a_backward_that_failed_inside_a_unit_the_model_has_its_shards() -> None:
+    def fail() -> None:
+        model: Any = fully_shard(Net())
+        before = dict(model.named_parameters())
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(batch(0), fails=True).backward()
+        for name, param in model.named_parameters():
+            assert param is before[name]
+        assert all(value.full_tensor().isfinite().all() for value in model.state_dict().values())
+
+    simulate(fail, 2)
+
+
+def ended_after_a_failure(inside: bool) -> list[Tensor]:
+    model = fully_shard(Net(), reduce_every_microbatch=False) if inside else sharded(reduce_every_microbatch=False)
+    with model.no_sync():
+        model(batch(0)).backward()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model(batch(1), fails=True).backward()
+    refused = rf"after a backward that raised an exception{' in the outermost unit' if inside else ''}: gradients"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=refused):
+            model.finish_grad_sync()
+    model.zero_grad()
+    model(batch(2)).backward()
+    return whole_grads(model)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_iteration_is_not_ended_after_a_backward_that_failed(inside: bool) -> None:
+    """Inside of a unit, or between two of them."""
+    check(2, ended_after_a_failure, (2,), inside)
 
 
 @pytest.mark.parametrize("cleared", [False, True])

@@ -316,6 +316,28 @@ def test_before_the_first_step_there_are_no_moments_to_keep(tmp_path: Path) -> N
     assert set(files_content(tmp_path / "c")[0]) == {"model", "master"}
 
 
+def test_moments_of_a_parameter_that_is_frozen_now_are_kept(tmp_path: Path) -> None:
+    """Layers are frozen for a while, and the run resumes where all are trained."""
+
+    def save_and_load() -> None:
+        model = shard_everything()
+        optimizer = adamw(model)
+        take_steps(model, optimizer, range(1), dist.get_rank())
+        expected = {name: dict(state) for name, state in named_state(model, optimizer).items()}
+        model.up.weight.requires_grad_(False)
+        save_checkpoint(tmp_path / "c", model, optimizer)
+        model = shard_everything(seed=1)
+        optimizer = adamw(model)
+        load_checkpoint(tmp_path / "c", model, optimizer)
+        found = named_state(model, optimizer)
+        assert found["up.weight"]["exp_avg"].any() or not found["up.weight"]["exp_avg"].numel()
+        for name, state in expected.items():
+            for key, value in state.items():
+                assert torch.equal(found[name][key], value), (name, key)
+
+    simulate(save_and_load, 2)
+
+
 def moments_in_place(folder: Path) -> None:
     model = shard_everything()
     optimizer = adamw(model)

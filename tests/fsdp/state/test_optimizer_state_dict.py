@@ -158,6 +158,24 @@ def test_state_that_was_given_in_dtensors_is_saved_before_a_step(tmp_path: Path)
     assert_same_files(tmp_path / "first", tmp_path / "second")
 
 
+def test_groups_of_other_sizes_on_one_rank_are_refused_on_all() -> None:
+    """Else the other ranks would wait for this one."""
+
+    def load() -> None:
+        model, optimizer = make(True, "zero3")
+        take_step(model, optimizer, 0)
+        state = optimizer.state_dict()
+        if dist.get_rank() == 1:
+            (group,) = state["param_groups"]
+            halves = group["params"][:2], group["params"][2:]
+            state = {**state, "param_groups": [{**group, "params": params} for params in halves]}
+        with pytest.raises(ValueError, match=r"the state dict has groups of \[2, .*\] parameters, and this optimizer"):
+            optimizer.load_state_dict(state)
+        take_step(model, optimizer, 1)
+
+    simulate(load, 2)
+
+
 def test_without_ranks_it_is_as_ever() -> None:
     model = shard(Odd())
     optimizer = OPTIMIZERS["adamw"](model.parameters())

@@ -225,6 +225,26 @@ def test_modules_inside_a_unit_have_state_dicts_too() -> None:
     simulate(state_of_part, 3)
 
 
+def test_the_file_of_another_rank_is_refused_on_all_ranks() -> None:
+    """Each rank has saved its DTensors by ``torch.save``, and one loads the file of another rank."""
+    saved: dict[int, Any] = {}
+
+    def swap() -> None:
+        model, rank = shard(Odd(1)), dist.get_rank()
+        saved[rank] = {name: value.clone() for name, value in model.state_dict().items()}
+        dist.barrier()
+        other = shard(Odd(2))
+        with pytest.raises((RuntimeError, ValueError), match="each rank loads the file that it saved itself"):
+            other.load_state_dict(saved[1] if rank == 0 else saved[rank])
+        found = whole(other.state_dict())
+        for name, value in Odd(2).named_parameters():
+            assert torch.equal(found[name], value), name
+        other.load_state_dict(saved[rank])
+        assert_same(whole(other.state_dict()), Odd(1).state_dict())
+
+    simulate(swap, 2)
+
+
 def test_without_ranks_they_are_plain_tensors() -> None:
     model = shard(Odd(1))
     state = model.state_dict()

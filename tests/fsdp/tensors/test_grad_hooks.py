@@ -142,3 +142,25 @@ def test_sums_over_a_parameter_are_refused_on_all_ranks_alike_and_right_over_who
     for found in simulate(train, RANKS):
         for name, param in plain.named_parameters():
             torch.testing.assert_close(found[name], param.detach())
+
+
+def test_a_hook_may_remove_itself_and_add_another() -> None:
+    """Those that are there when the gradient is complete are called, and those of the next iteration in the next."""
+
+    def train() -> list[str]:
+        model: Any = fully_shard(make_model())
+        param, called = model[0].weight, []
+
+        def once(_: Any) -> None:
+            called.append("once")
+            handle.remove()
+            param.register_post_accumulate_grad_hook(lambda _: called.append("added"))
+
+        handle = param.register_post_accumulate_grad_hook(once)
+        param.register_post_accumulate_grad_hook(lambda _: called.append("other"))
+        for step in range(2):
+            model(batch(step, dist.get_rank())).sum().backward()
+            model.zero_grad()
+        return called
+
+    assert simulate(train, RANKS) == [["once", "other", "other", "added"]] * RANKS

@@ -263,6 +263,58 @@ def test_a_gradient_of_another_shape_is_refused_by_name() -> None:
     on_each(check)
 
 
+@pytest.mark.parametrize(
+    "norm", [lambda g: g.norm(keepdim=True), lambda g: torch.linalg.vector_norm(g, 1, keepdim=True)]
+)
+def test_a_norm_keeps_the_dims_of_the_whole(norm: Callable[[Any], Tensor]) -> None:
+    expected = norm(plain().wide.weight.grad)
+    assert expected.shape == (1, 1)
+
+    def check(model: Any) -> None:
+        torch.testing.assert_close(norm(model.wide.weight.grad), expected)
+
+    on_each(check)
+
+
+def test_inf_is_found_among_the_ranks_of_each_of_two_models() -> None:
+    """Each model has ranks of its own, and one scaler checks both in one call."""
+
+    def check() -> list[float]:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        few: Any = fully_shard(Net(), pairs[dist.get_rank() // 2])
+        all_ranks: Any = fully_shard(Net())
+        for model in (few, all_ranks):
+            model(batch(dist.get_rank(), 0)).square().mean().backward()
+        if dist.get_rank() == 0:
+            mine = [param.grad.to_local() for param in all_ranks.parameters()]
+            next(grad for grad in mine if grad.numel()).fill_(torch.inf)
+        grads = [param.grad for model in (few, all_ranks) for param in model.parameters()]
+        found = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.ones(1))
+        return found.tolist()  # type: ignore[no-any-return]
+
+    assert simulate(check, 4) == [[1.0]] * 4
+
+
+def test_a_view_that_the_program_has_kept_waits_for_the_next_microbatch() -> None:
+    """Reductions of microbatches are under way when the backward ends."""
+
+    def check() -> None:
+        reference = Net()
+        for step in range(2):
+            (sum(reference(batch(rank, step)).square().mean() for rank in range(RANKS)) / RANKS).backward()
+        model: Any = fully_shard(Net())
+        kept = None
+        with model.no_sync():
+            for step in range(2):
+                model(batch(dist.get_rank(), step)).square().mean().backward()
+                kept = model.wide.weight.grad.view(-1) if kept is None else kept
+        start, end = model.wide.weight.shard.start, model.wide.weight.shard.end
+        torch.testing.assert_close(kept.to_local(), reference.wide.weight.grad.view(-1)[start:end])
+
+    simulate(check, RANKS)
+
+
 # ---- The parameter itself is this rank's elements. ----
 
 
@@ -334,3 +386,26 @@ def test_within_a_step_all_is_local_and_plain_and_after_one_that_raised_it_is_no
 
     for found in on_each(check, shard_atoms="whole"):
         torch.testing.assert_close(found, [param.detach() for param in reference.parameters()])
+
+
+def test_a_step_within_a_step_leaves_the_outer_one_local() -> None:
+    """An optimizer around another (Lookahead, a mean of weights) goes on after the inner step."""
+
+    class Around(PerParameter):
+        def __init__(self, params: Any) -> None:
+            params = list(params)
+            super().__init__(params)
+            self.inner = torch.optim.SGD(params, lr=0.0)
+            self.sums: list[float] = []
+
+        def fails(self) -> None:
+            self.inner.step()
+            self.sums.append(self.param_groups[0]["params"][0].grad.sum().item())
+
+    def check(model: Any) -> None:
+        optimizer = Around(model.parameters())
+        optimizer.step()
+        mine = optimizer.param_groups[0]["params"][0].grad.to_local().sum().item()
+        assert optimizer.sums == [mine] * len(optimizer.sums)
+
+    on_each(check, shard_atoms="whole")

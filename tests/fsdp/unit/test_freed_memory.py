@@ -205,3 +205,23 @@ def test_the_memory_of_a_block_is_freed() -> None:
     for after, within in simulate(memory_of_a_block, 2):
         assert after == 0
         assert within >= 2 * (WIDTH + 1) * WIDTH * 4
+
+
+def test_what_is_unsharded_follows_its_shards_from_forward_to_forward() -> None:
+    """An optimizer steps within the block, and the next forward does not run all units."""
+
+    def read() -> None:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        shards = list(model.parameters())
+        with torch.no_grad(), model.unsharded():
+            model(torch.ones(1, 4))
+            before = model[1].weight.clone()
+            for shard in shards:
+                shard.add_(1.0)
+            model[0](torch.ones(1, 4))
+            assert torch.equal(model[1].weight, before + 1.0)
+
+    simulate(read, 2)

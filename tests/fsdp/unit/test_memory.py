@@ -12,10 +12,12 @@ import torch.distributed as dist
 from reachable import nbytes_of, reachable_tensors
 from sharded_training import mesh_of, shard
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp.buckets.bucket import Phase
-from maingrad.fsdp import MixedPrecisionPolicy
+from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
@@ -440,3 +442,38 @@ def test_bytes_at_rest(placements: str, instances: int, inner: int, low: bool) -
         trained += 4 * num_params // inner
     for found in simulate(at_rest, instances * inner, placements, instances, low):
         assert found == (wrapped, trained, trained)
+
+
+class Casts(TorchDispatchMode):
+    """The memory of all results in bf16, so far as it is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype is torch.bfloat16 and result.shape == (WIDTH, WIDTH):
+            self._made.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    def counts(self) -> tuple[int, int]:
+        """How many there were, and how many are alive."""
+        return len(self._made), sum(not each.expired() for each in self._made)
+
+
+def test_casts_of_autocast_do_not_outlive_their_unit() -> None:
+    """A program may have a whole evaluation in one block, which keeps casts of what requires a gradient."""
+
+    def evaluate() -> None:
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+            model(torch.ones(2, WIDTH))
+            made, alive = casts.counts()
+        assert made >= 3
+        assert alive == 0
+
+    simulate(evaluate, 1)

@@ -18,6 +18,7 @@ from sharded_twin import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from maingrad.ddp import WORLD_OF_ONE
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -121,6 +122,33 @@ def test_tied_parameters_stay_one_and_keep_their_marks() -> None:
         mean_loss(model(torch.ones(2, 5))).backward()
 
     simulate(on_each_rank, 2)
+
+
+def test_a_tied_parameter_is_initialised_once() -> None:
+    """The program's own function leaves out the second place, as the first has given it its values."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 5, bias=False)
+            self.second = nn.Linear(5, 5, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Any) -> Any:
+            return self.second(self.first(x))
+
+    model: Any = on_meta(Tied)
+    initialised: list[nn.Module] = []
+
+    def initialise(module: nn.Module) -> None:
+        if not initialised:
+            nn.init.constant_(module.weight, 3.0)
+        initialised.append(module)
+
+    fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=initialise)
+    assert len(initialised) == 2
+    with model.unsharded():
+        assert torch.equal(model.second.weight, torch.full((5, 5), 3.0))
 
 
 def test_a_part_on_meta_and_a_part_with_values() -> None:

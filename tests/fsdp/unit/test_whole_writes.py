@@ -1,6 +1,7 @@
 """Forwards that write parameters of sharded models: the writes reach the shards, or are refused by name."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -311,13 +312,79 @@ def test_writes_in_unsharded_are_lost_as_before_and_those_of_its_forwards_are_no
     simulate(on_each_rank, 2)
 
 
-def test_a_refused_forward_leaves_a_model_that_trains_on() -> None:
+@pytest.mark.parametrize("way", ["zero1", "zero2", "zero3"])
+def test_a_refused_forward_leaves_a_model_that_trains_on(way: str) -> None:
+    """With the weights of before the write, also where these are whole at rest."""
+
     def on_each_rank() -> None:
-        model = shard(nn.Sequential(nn.Linear(4, 4), ClampedLinear(4, 4)), "zero3", ("1",))
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), ClampedLinear(4, 4))
+        plain[1].forward = lambda x: nn.Linear.forward(plain[1], x)
+        torch.manual_seed(0)
+        model = shard(nn.Sequential(nn.Linear(4, 4), ClampedLinear(4, 4)), way, ("1",))
         with pytest.raises(RuntimeError, match="was written in the forward"):
             model(rows_of(dist.get_rank()))
         model[1].forward = lambda x: nn.Linear.forward(model[1], x)
-        train(model, [rows_of(dist.get_rank())])
+        assert torch.equal(model(rows_of(5)), plain(rows_of(5)))
+        train(model, [rows_of(5)])
+        assert_equal(model, train(plain, [rows_of(5)]), 1e-6)
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("way", ["zero1", "zero2", "zero3"])
+def test_a_forward_that_writes_and_fails_is_not_held_against_the_next(way: str) -> None:
+    """What it has written is gone, also where whole parameters are kept."""
+
+    class FailsOnce(nn.Linear):
+        failed = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.failed:
+                self.failed = True
+                with torch.no_grad():
+                    self.weight.mul_(2.0)
+                raise KeyError
+            return super().forward(x)
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = nn.Sequential(nn.Linear(4, 4), FailsOnce(4, 4))
+        model.load_state_dict(plain.state_dict())
+        shard(model, way, ("1",))
+        with pytest.raises(KeyError):
+            model(rows_of(0))
+        assert torch.equal(model(rows_of(0)), plain(rows_of(0)))
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_writes_in_unsharded_come_back_unless_its_block_raises(raises: bool) -> None:
+    def write(model: Any) -> None:
+        with torch.no_grad(), model.unsharded(writeback=True):
+            model[1].weight.add_(1.0)
+            if raises:
+                raise KeyError
+
+    def on_each_rank() -> None:
+        model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "zero3", ("1",))
+        before = whole_values(model)["1.weight"]
+        with pytest.raises(KeyError) if raises else nullcontext():
+            write(model)
+        assert torch.equal(whole_values(model)["1.weight"], before if raises else before + 1.0)
+
+    simulate(on_each_rank, 2)
+
+
+def test_writes_in_unsharded_are_not_held_against_the_next_forward() -> None:
+    def on_each_rank() -> None:
+        model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "zero3", ("1",))
+        expected = model(rows_of(0)).detach()
+        with torch.no_grad(), model.unsharded():
+            model[1].weight.add_(1.0)
+        assert torch.equal(model(rows_of(0)), expected)
 
     simulate(on_each_rank, 2)
 

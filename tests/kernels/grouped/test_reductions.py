@@ -251,3 +251,12 @@ def test_fp64_on_a_gpu_is_the_reference() -> None:
     expected, _ = exact_bias_grad(dy, splits, scale)
     torch.testing.assert_close(grouped_bias_grad(dy, offsets, scale=scale), expected)
     assert grouped_scale_grad(dy, bias, offsets).dtype is torch.float64
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_bias_sums_of_half_precision_are_fp32(scaled: bool) -> None:
+    dy = torch.full((300, 4), 1.0, dtype=torch.bfloat16)
+    scale = torch.full((300,), 1.0 + 2**-12) if scaled else None
+    found = grouped_bias_grad(dy, torch.tensor([0, 257, 300]), scale=scale, dtype=torch.float32)
+    expected = torch.tensor([257.0, 43.0])[:, None] * (1.0 + 2**-12 if scaled else 1.0)
+    torch.testing.assert_close(found, expected.expand(2, 4), rtol=1e-6, atol=0)

@@ -188,6 +188,8 @@ def test_borders_belong_to_a_digest(tmp_path: Path):
         assert (digests(documents, [100, 300])["training"] != digests(documents, [101, 299])["training"]) is differ
     one, other = digests("join", [100, 100], [200]), digests("join", [100, 120], [180])
     assert one["training"].says_otherwise(other["training"]) is not None
+    before_borders_were_noted = one["training"]._replace(borders="")
+    assert before_borders_were_noted.says_otherwise(one["training"]) is None
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,14 @@ def test_a_model_in_half_precision_has_fp32_shards() -> None:
     assert maingrad.simulate(run, 2) == [torch.bfloat16] * 2
 
 
+def test_ignored_parameters_keep_their_dtype() -> None:
+    net = make_net().bfloat16()
+    kept = net.head.weight
+    model = maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE, ignored_params=[kept])
+    assert model.head.weight is kept and kept.dtype is torch.bfloat16
+    assert model.scale.dtype is torch.float32
+
+
 def test_parts_in_half_precision_need_a_name_for_the_dtype() -> None:
     net = make_net().float()
     net.head.bfloat16()
@@ -307,6 +315,16 @@ def test_blocks_are_found_and_logged(name: str, caplog: pytest.LogCaptureFixture
     model = maingrad.parallelize(make(), "zero3", mesh=maingrad.WORLD_OF_ONE)
     assert units_in(model) == wanted
     assert all(unit in caplog.text for unit in wanted)
+
+
+def test_blocks_that_share_a_parameter_with_others_are_no_units() -> None:
+    """Only a unit around both can shard it; what else such a block has is no reason."""
+    net = make_net()
+    mine = next(net.blocks[1].parameters())
+    net.tied = nn.ParameterList([mine])
+    maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE)
+    assert len(list(net.blocks[1].parameters())) > 1
+    assert units_in(net) == ["blocks.0", "blocks.2"]
 
 
 def test_a_model_without_blocks_is_one_unit_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -135,6 +135,19 @@ def test_same_seed_same_run_other_seed_another(tmp_path: Path):
     assert train(other).losses != losses
 
 
+def test_validations_change_no_step(tmp_path: Path):
+    """They are in evaluation, and dropout is drawn in the steps between them all the same."""
+    found = []
+    for eval_every in (1, 100):
+        config = tiny_config(tmp_path, model={"dropout": 0.3}, train={"eval_every": eval_every})
+        result = train(config)
+        found.append((result.losses, weights_of(result)))
+        assert len(records(config, "validation")) == (6 if eval_every == 1 else 1)
+    assert found[0][0] == found[1][0]
+    for name, weight in found[0][1].items():
+        assert torch.equal(weight, found[1][1][name]), name
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.sampled(1)
 def test_delayed_weight_gradients_train_the_same_model(tmp_path: Path, layers: int):

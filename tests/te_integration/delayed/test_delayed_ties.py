@@ -143,3 +143,16 @@ def test_a_sum_that_waits_is_given_up_with_its_iteration() -> None:
         wrapper.finish_grad_sync()
     for (_, ours), (_, theirs) in zip(gradients_of(ddp), gradients_of(fresh), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_the_sum_of_each_microbatch_is_handed_over_with_it() -> None:
+    """What unfused owners add is in the weight's dtype; sums over microbatches are in fp32."""
+    layer, queue = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16), WgradQueue()
+    layer.__class__ = Linear  # gradients are delayed, and not fused
+    ddp = DistributedDataParallel(layer)
+    for value in (256.0, 1.0, -256.0):
+        with ddp.no_sync(), delayed_wgrad(queue):
+            ddp(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+    queue.drain()
+    ddp.finish_grad_sync()
+    assert layer.weight.main_grad.item() == 1.0

@@ -253,6 +253,34 @@ def test_an_order_that_is_run_twice_in_an_iteration_adds():
     assert torch.equal(outcomes[0], torch.full_like(outcomes[0], ROWS * 10))
 
 
+def test_a_run_after_one_that_failed_begins_with_the_first_microbatch():
+    order = [1, 1, -1, -1]
+    schedule = parse_order(order, num_layers_per_chunk=[1])
+    (layer,) = linears(1, delay_wgrad_compute=False)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    calls = make_graphed_callables([layer], samples(2), order=order)
+    executor = ScheduleExecutor(schedule, graphed_chunks(calls, schedule))
+    inputs = [torch.full((ROWS, WIDTH), float(k + 1)) for k in range(2)]
+
+    def loss_of(y, microbatch):
+        if fails:
+            raise KeyError(microbatch)
+        return y.square().sum()
+
+    for fails in (True, False):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        if fails:
+            with pytest.raises(KeyError):
+                executor.run(leaves, loss_of)
+        else:
+            losses = executor.run(leaves, loss_of)
+    ddp.finish_grad_sync()
+    y = [torch.nn.functional.linear(x, layer.weight, layer.bias).detach() for x in inputs]
+    torch.testing.assert_close(losses, [each.square().sum() for each in y])
+    expected = sum(2 * each.t() @ x for each, x in zip(y, inputs, strict=True))
+    torch.testing.assert_close(layer.weight.main_grad, expected)
+
+
 def test_an_eager_first_microbatch_is_not_overwritten():
     (layer,) = linears(1, delay_wgrad_compute=False)
     ddp = DistributedDataParallel(nn.ModuleList([layer]))
@@ -387,3 +415,18 @@ def test_the_first_write_of_an_order_is_captured_as_an_overwrite_and_no_other():
     calls = make_graphed_callables([layer], samples(3), order=[1, 1, 1, -1, -1, -1.5, -1, -1.5, -1.5])
     assert [call._graphs._later[0].overwrites for call in calls] == [(True,), (False,), (False,)]
     assert ddp.is_clear
+
+
+def test_autocasts_cache_is_on_again_after_the_capture():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise KeyError
+
+    assert torch.is_autocast_cache_enabled()
+    (layer,) = linears(1, delay_wgrad_compute=False)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    make_graphed_callables([layer], samples(1))
+    assert torch.is_autocast_cache_enabled() and ddp.is_clear
+    with pytest.raises(KeyError):
+        make_graphed_callables([Fails(WIDTH, WIDTH)], samples(1))
+    assert torch.is_autocast_cache_enabled()

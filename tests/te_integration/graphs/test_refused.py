@@ -408,3 +408,14 @@ def test_a_reset_callable_runs_the_layer_and_the_others_their_graphs():
             callables[1].reset()
             callables[1].reset()
     assert all(map(torch.equal, *outcomes))
+
+
+def test_another_autocast_than_that_of_the_capture():
+    layer = linear(delay_wgrad_compute=False)
+    ddp = wrapped(layer)
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="captured under another autocast"):
+        graphed(x())
+    graphed(x()).sum().backward()
+    ddp.finish_grad_sync()
+    assert layer.weight.main_grad.any()

@@ -233,6 +233,33 @@ def test_losses_of_a_step_that_failed_are_forgotten() -> None:
     check_equal(simulate(failed_forward, 1)[0][0], simulate(undisturbed, 1, "Interleaved1F1B", {})[0][2])
 
 
+def abandoned_by_another_schedule(kind: str) -> list[dict[str, Tensor]]:
+    """Stages of a second schedule are around the same wrappers; those of the first have done their steps."""
+    pipeline = Pipeline(kind, stages=1)
+    pipeline.step(0)
+    grads = [pipeline.grads()]
+    first = pipeline.stages, pipeline.schedule
+    group = dist.new_subgroups(1)[0]
+    pipeline.stages = [PipelineStage(pipeline.models[0], 0, 1, torch.device("cpu"), group=group)]
+    schedule = getattr(pipelining, SCHEDULES[kind])
+    pipeline.schedule = schedule(pipeline.stages, MICROBATCHES, loss_fn, scale_grads=False)
+    pipeline.fail(1, 0, ("backward", 2))
+    pipeline.stages[0].abandon_step()
+    pipeline.step(1)
+    grads.append(pipeline.grads())
+    pipeline.stages, pipeline.schedule = first
+    pipeline.step(2)
+    return [*grads, pipeline.grads()]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_step_of_a_second_schedule_is_abandoned(kind: str) -> None:
+    expected = simulate(undisturbed, 1, kind, {"stages": 1})[0]
+    (found,) = simulate(abandoned_by_another_schedule, 1, kind)
+    for got, wanted in zip(found, expected, strict=True):
+        check_equal(got, wanted)
+
+
 # ---- Losses that torch refuses. ----
 
 

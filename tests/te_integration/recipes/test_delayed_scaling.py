@@ -324,6 +324,21 @@ def test_kernels_record_what_the_reference_does() -> None:
         assert_equal(mine, other)
 
 
+def test_an_algorithm_that_writes_to_its_history_changes_its_copy() -> None:
+    def largest(history: Tensor) -> Tensor:
+        found = history.amax(0)
+        history.zero_()
+        return found
+
+    states = []
+    for algorithm in (largest, "max"):
+        model = DistributedDataParallel(towers())
+        for seed in (4, 1, 2, 5, 0):
+            iterate(model, [seed], DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm))
+        states.append(scaling(model.module))
+    assert_equal(*states)
+
+
 # ---- Ranks. ----
 
 
@@ -544,6 +559,59 @@ def test_without_a_wrapper_scales_change_before_the_next_forward() -> None:
     assert not all(torch.equal(scaling(plain)[name], scales[name]) for name in scales if "scale" in name)
 
 
+def train_before_and_in_a_wrapper() -> State:
+    module = towers(fused=False)
+    with autocast(recipe=RECIPE):
+        loss = module(batch(dist.get_rank())).float().square().sum()
+    loss.backward()
+    module.zero_grad()
+    model = DistributedDataParallel(module)
+    for step in range(2):
+        iterate(model, [4 * step + 2 * microbatch + dist.get_rank() for microbatch in range(2)])
+    return scaling(module)
+
+
+def test_a_module_that_has_run_without_a_wrapper_is_one_of_its_wrapper() -> None:
+    """Its scales change once in an iteration, and not once in a microbatch."""
+    first, second = simulate(train_before_and_in_a_wrapper, 2)
+    assert_equal(first, second)
+    assert torch.all(first["1.fp8_scale"] != 1.0)
+
+
+def test_amaxes_that_are_loaded_move_on_with_the_next_forward() -> None:
+    plain = towers(fused=False)
+
+    def forward(seed: int) -> Tensor:
+        with autocast(recipe=RECIPE):
+            return plain(batch(seed)).float().square().sum()  # type: ignore[no-any-return]
+
+    forward(1).backward()
+    kept = copy.deepcopy(plain.state_dict())
+    forward(2)
+    expected = scaling(plain)
+    forward(3).backward()
+    forward(4)
+    assert not torch.equal(scaling(plain)["1.fp8_amax_history"], expected["1.fp8_amax_history"])
+    plain.load_state_dict(kept)
+    forward(2)
+    assert_equal(scaling(plain), expected)
+
+
+def test_amaxes_of_microbatches_before_a_load_are_gone() -> None:
+    found = []
+    for loads in (True, False):
+        model = DistributedDataParallel(towers())
+        iterate(model, [1])
+        kept = copy.deepcopy(model.state_dict())
+        if loads:
+            with model.no_sync(), autocast(recipe=RECIPE):
+                (model(batch(4) * 100).float().square().sum() * 100).backward()
+            model.load_state_dict(kept)
+        iterate(model, [2])
+        found.append(scaling(model.module))
+    assert_equal(*found)
+
+
 def test_a_frozen_layer_keeps_the_history_of_its_gradients() -> None:
     layer = Linear(32, 32, dtype=BF16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
@@ -667,7 +735,7 @@ def test_copies_and_casts() -> None:
 def test_another_history_length_keeps_the_newest() -> None:
     model = trained(4)
     before: Any = scaling(model.module)["1.fp8_amax_history"]
-    for length in (2, 6):
+    for length in (2, 3, 6):
         model = trained(4)
         iterate(model, [5], DelayedScaling(amax_history_len=length))
         found: Any = scaling(model.module)["1.fp8_amax_history"]

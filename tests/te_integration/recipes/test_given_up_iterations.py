@@ -1,5 +1,6 @@
 """``DelayedScaling``: what is no part of a completed iteration leaves no amax."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,44 @@ def test_what_trains_nothing_leaves_no_amax(how: str) -> None:
     for disturb in EVENTS:
         for mine, other in zip(simulate(train, 2, how, disturb), expected, strict=True):
             assert_equal(mine, other)
+
+
+def goes_on_and_skips(model: Any, optimizer: Any) -> None:
+    """A second backward after the first one's gradients were read, as two losses have; and no step."""
+    for _ in range(2):
+        (loss_of(model, 9, 100.0) * 100.0).backward()
+        if isinstance(model, DistributedDataParallel):
+            assert next(model.parameters()).grad.norm() > 0  # reduces
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["zero1", "zero2", "zero3", "stock"])
+def test_an_iteration_of_two_ends_that_is_skipped(how: str) -> None:
+    expected = simulate(train, 2, how, None)
+    for mine, other in zip(simulate(train, 2, how, goes_on_and_skips), expected, strict=True):
+        assert_equal(mine, other)
+
+
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_a_state_that_is_loaded_before_a_skipped_step_stays(how: str) -> None:
+    """A program goes back to what it has kept, after gradients that it does not want."""
+
+    def load() -> None:
+        model, optimizer = build(how)
+        for seed in range(2):
+            iterate(model, optimizer, seed)
+        kept = copy.deepcopy(model.state_dict())
+        expected = state_of(model)
+        for seed in (2, 3):
+            iterate(model, optimizer, seed)
+        (loss_of(model, 9, 100.0) * 100.0).backward()
+        finish(model)
+        model.load_state_dict(kept)
+        clear(model, optimizer)
+        loss_of(model, 0)
+        assert_equal(state_of(model), expected)
+
+    simulate(load, 2)
 
 
 def scaled(how: str, overflows: bool, fused: bool = True) -> State:
