@@ -79,7 +79,7 @@ class DistributedOptimizer(AroundOptimizer):
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's gradients before clipping, a 0-dim tensor."""
-        self.num_skipped_steps = torch.zeros((), device=model.device) if skip_nonfinite else None
+        self.num_skipped_steps = torch.zeros((), device=model.device)
         """Steps of this object that ``skip_nonfinite`` has skipped, a 0-dim fp32 tensor on the model's device."""
 
         # All checks come before parameters move: where one raises, an earlier DistributedOptimizer still works.
@@ -350,7 +350,7 @@ class DistributedOptimizer(AroundOptimizer):
     def _found_inf(self) -> Tensor | None:
         """1.0 where this step is to update nothing, as a scaler or this step's norm says; None: nobody looks."""
         found: Tensor | None = vars(self).get("found_inf")
-        if self.num_skipped_steps is not None and self.grad_norm is not None:
+        if self.skip_nonfinite and self.grad_norm is not None:
             found = self.grad_norm.isfinite().logical_not().float()  # so a scaler's Inf counts too
             self.num_skipped_steps += found
         return found

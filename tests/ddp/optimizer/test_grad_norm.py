@@ -396,13 +396,17 @@ def batches(step: int, ranks: list[int]) -> Tensor:
     return torch.cat(rows).double()
 
 
-def skips_nan(name: str, config: dict[str, Any], max_norm: float | None, bad: int) -> tuple[list[Tensor], float]:
+def skips_nan(
+    name: str, config: dict[str, Any], max_norm: float | None, bad: int, *, late: bool = False
+) -> tuple[list[Tensor], float]:
+    """late  the program sets the option after it has built the optimizer"""
     cls, options = SKIPPING[name]
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(4, 4).double(), DistributedDataParallelConfig(**config))
     optimizer = DistributedOptimizer(
-        ddp, lr=0.1, optimizer_class=cls, max_grad_norm=max_norm, skip_nonfinite=True, **options
+        ddp, lr=0.1, optimizer_class=cls, max_grad_norm=max_norm, skip_nonfinite=not late, **options
     )
+    optimizer.skip_nonfinite = True
     for step in range(4):
         x = batches(step, [dist.get_rank()])
         if step == bad and dist.get_rank() == 1:
@@ -411,7 +415,6 @@ def skips_nan(name: str, config: dict[str, Any], max_norm: float | None, bad: in
         optimizer.step()
         optimizer.zero_grad()
     optimizer.finish_param_sync()
-    assert optimizer.num_skipped_steps is not None
     return [param.detach().clone() for param in ddp.parameters()], optimizer.num_skipped_steps.item()
 
 
@@ -436,3 +439,13 @@ def test_a_step_with_nan_on_one_rank_is_skipped_and_counted_on_all(
     for found, skipped in simulate(skips_nan, 2, name, config, max_norm, bad):
         assert skipped == 1
         torch.testing.assert_close(found, [param.detach() for param in plain.parameters()], rtol=1e-6, atol=1e-6)
+
+
+def test_an_optimizer_may_be_told_later_to_skip() -> None:
+    for (found, skipped), expected in zip(
+        simulate(skips_nan, 2, "AdamW", {}, None, 2, late=True),
+        simulate(skips_nan, 2, "AdamW", {}, None, 2),
+        strict=True,
+    ):
+        assert skipped == 1
+        torch.testing.assert_close((found, skipped), expected, rtol=0.0, atol=0.0)
