@@ -170,6 +170,11 @@ class DistributedDataParallel(BucketIteration):
 
     # ---- Methods of one iteration, in the order in which a program calls them. ----
 
+    def broadcast_params(self) -> None:
+        """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
+        broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
+        self.steps.forget()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         observer = self.observer  # a recording may begin or end in the forward
@@ -236,7 +241,7 @@ class DistributedDataParallel(BucketIteration):
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:
-        if self.readiness.has_failed and not self.grad_parts.num_begun:  # a schedule says itself what has failed
+        if self.has_failed:
             self.abandon_iteration()
         self.begin_if_cleared()
         self.check_before_forward()

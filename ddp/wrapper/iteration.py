@@ -37,11 +37,9 @@ from ..config import DistributedDataParallelConfig
 from ..contract.delayed import compute_pending
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
-from ..plan.owned_params import find_tensors
 from ..stock.shown_params import ShownGrads
 from .around_module import AroundModule
 from .attachment import discard_grads
-from .comparison import broadcast_tensors
 from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
 
@@ -215,6 +213,11 @@ class BucketIteration(AroundModule):
             self.shown.show()
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the last backward has raised. A schedule says itself what has failed."""
+        return self.readiness.has_failed and not self.grad_parts.num_begun
+
+    @property
     def is_reduced(self) -> bool:
         """Whether all gradients of this iteration are reduced."""
         return self._finished
@@ -224,15 +227,21 @@ class BucketIteration(AroundModule):
 
         Accumulators that only our fused modules write are not zeroed, as their first GEMM overwrites. All others are.
         """
+        check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
+        if self.has_failed:
+            self._reduce_given_up()
+        elif self.shown.active and not self._finished and self.ddp_config.overlap_grad_reduce:
+            self._launcher.launch_rest()  # other ranks may have launched more of the buckets that nobody wants
+            self._launcher.wait()
+        self._discard()
+
+    def _discard(self) -> None:
+        """Begin a new iteration without the gradients, whose reductions were waited for."""
         if self.is_clear:
             for record in self.records:
                 record.clear_touched()
             return
         self._num_tokens = None
-        check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
-        if self.shown.active and not self._finished and self.ddp_config.overlap_grad_reduce:
-            self._launcher.launch_rest()  # other ranks may have launched more of the buckets that nobody wants
-            self._launcher.wait()
         check_nothing_under_way(self.buckets)
         self.steps.next_iteration()
         self.shown.hide()  # before buckets are emptied: what the program keeps is copied
@@ -287,12 +296,16 @@ class BucketIteration(AroundModule):
     def abandon_iteration(self) -> None:
         """``zero_grad_buffer`` after a backward that failed. Collective: launched buckets are reduced first."""
         check_nothing_pending(self.records, "abandon_iteration()")
+        self._reduce_given_up()
+        self._discard()
+
+    def _reduce_given_up(self) -> None:
+        """Other ranks may have launched more buckets, or have come to their step: bring all ranks to one point."""
         self.steps.note_given_up()
         if self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()
-            self.steps.start()  # other ranks may have come to finish_grad_sync()
+            self.steps.start()
         self._launcher.wait()
-        self.zero_grad_buffer()
 
     def note_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""
@@ -303,7 +316,8 @@ class BucketIteration(AroundModule):
     def forget_iteration(self) -> None:
         """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""
         self._launcher.forget()
-        self.zero_grad_buffer()
+        check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
+        self._discard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``zero_grad_buffer``: clearing ``.grad`` alone would leave the gradients in ``main_grad``."""
@@ -316,11 +330,6 @@ class BucketIteration(AroundModule):
         check_scalable(self.wired, "scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
         self.shown.copy_again()
-
-    def broadcast_params(self) -> None:
-        """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
-        broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
-        self.steps.forget()
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
         """Make ``.grad`` plain tensors of the reduced gradients, as a read of ``.grad`` and a stock step do anyway.

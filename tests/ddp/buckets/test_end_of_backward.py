@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,3 +187,81 @@ def test_an_iteration_that_goes_on_after_a_read_and_is_discarded_leaves_nothing(
         each(batch(0, 2)).square().mean().backward()
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)
+
+
+class Ends(nn.Module):
+    """Each rank's last layer is one of several: what one rank has trained, another has not."""
+
+    def __init__(self, linear: Callable[..., nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = linear(5, 7)
+        self.ends = nn.ModuleList(linear(7, 2) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor, end: int) -> Tensor:
+        return self.ends[end](self.first(x).tanh())  # type: ignore[no-any-return]
+
+
+def plain_ends(skipped: int = -1) -> list[Tensor]:
+    """Weights after one step over two batches of two ranks, each with an end of its own."""
+    model = Ends()
+    for rank in range(2):
+        for index in range(2):
+            if index != skipped:
+                (model(batch(rank, index), (rank + index) % 2).square().mean() / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return [param.detach() for param in model.parameters()]
+
+
+def wrapped_ends(sharded: bool, overlap: bool) -> tuple[Any, DistributedOptimizer]:
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=sharded, overlap_grad_reduce=overlap, num_buckets=3, find_unused_parameters=overlap
+    )
+    model = DistributedDataParallel(Ends(partial(Linear, fuse_wgrad_accumulation=True)), config)
+    return model, DistributedOptimizer(model, lr=0.1, optimizer_class=torch.optim.SGD)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_second_backward_may_begin_with_what_the_first_has_not_reached(sharded: bool, overlap: bool) -> None:
+    """Its accumulator holds what other ranks have brought, which no program has written by hand."""
+
+    def train() -> list[Tensor]:
+        model, optimizer = wrapped_ends(sharded, overlap)
+        for index in range(2):
+            model(batch(dist.get_rank(), index), (dist.get_rank() + index) % 2).square().mean().backward()
+            dist.barrier()  # reductions have come to their end
+        optimizer.step()
+        optimizer.finish_param_sync()
+        return [param.detach().clone() for param in model.parameters()]
+
+    for found in simulate(train, 2):
+        torch.testing.assert_close(found, plain_ends(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("clears", ["model", "optimizer", "forward"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_backward_that_failed_after_other_launches_on_each_rank_is_given_up(sharded: bool, clears: str) -> None:
+    """What a rank does not use is ready before the failure, and its bucket is launched there alone."""
+
+    def train() -> list[Tensor]:
+        model, optimizer = wrapped_ends(sharded, overlap=True)
+        rank = dist.get_rank()
+        output = model(batch(rank, 0), rank)
+        output.register_hook(fails)
+        with pytest.raises(KeyError):
+            output.square().mean().backward()
+        if clears != "forward":
+            (model if clears == "model" else optimizer).zero_grad()
+        model(batch(rank, 1), 1 - rank).square().mean().backward()
+        optimizer.step()
+        optimizer.finish_param_sync()
+        return [param.detach().clone() for param in model.parameters()]
+
+    for found in simulate(train, 2):
+        torch.testing.assert_close(found, plain_ends(skipped=0), rtol=1e-12, atol=1e-12)
+
+
+def fails(_: Tensor) -> None:
+    raise KeyError

@@ -204,4 +204,34 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "28s-a-failed-backward-is-cleared-by-one-rank",
+        sentence="After a backward that raised, zero_grad() leaves reductions under way that other ranks have not launched.",
+        tests=[
+            "tests/ddp/buckets/test_end_of_backward.py::test_a_backward_that_failed_after_other_launches_on_each_rank_is_given_up",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration.zero_grad_buffer",
+                "if self.has_failed:",
+                "if False:",
+            ),
+        ],
+    ),
+    Fault(
+        "28t-reduced-values-are-taken-for-the-programs",
+        sentence="A second backward is refused where it begins with a parameter that other ranks alone have trained so far.",
+        tests=[
+            "tests/ddp/buckets/test_end_of_backward.py::test_a_second_backward_may_begin_with_what_the_first_has_not_reached",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.contract.record",
+                "GradRecord.open_for_write",
+                "self.closed is None and self.view",
+                "self.view",
+            ),
+        ],
+    ),
 ]

@@ -85,11 +85,11 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.wrapper.iteration",
-                "BucketIteration.abandon_iteration",
+                "BucketIteration._reduce_given_up",
                 """
                 if self.ddp_config.overlap_grad_reduce:
                     self._launcher.launch_rest()
-                    self.steps.start()  # other ranks may have come to finish_grad_sync()
+                    self.steps.start()
                 """,
                 "",
             ),

@@ -24,7 +24,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.wrapper.iteration",
-                "BucketIteration.zero_grad_buffer",
+                "BucketIteration._discard",
                 "record.clear_touched()",
                 "pass",
             )
