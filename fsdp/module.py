@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from ..ddp.buckets.iteration_ends import note_model
 from ..ddp.collectives.timeline import Timeline, recorded_on
-from .iteration.parts import RootParts
+from .iteration.parts import RootParts, syncing
 from .iteration.root import Root
 from .norm_ranks import ranks_of_norms
 from .state.checkpoint_source import ShardedSource
@@ -35,19 +35,13 @@ class FSDPModule(nn.Module):
         """Run the module's forward while its whole parameters are registered."""
         return _run(self, super().__call__, args, kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """For every microbatch of an iteration but the last: gradients are not reduced over all ranks.
 
         Placements that shard gradients reduce them inside an instance, unless ``reduce_every_microbatch=False``.
         Otherwise whole gradients stay in memory. Nothing is reduced across instances.
         """
-        root = root_of(self)
-        before, root.sync = root.sync, False
-        try:
-            yield
-        finally:
-            root.sync = before
+        return syncing(root_of(self), False)
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:

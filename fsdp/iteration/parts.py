@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,7 +12,17 @@ from ...ddp.wrapper.parts import Parts
 if TYPE_CHECKING:
     from .root import Root
 
-__all__ = ["RootParts"]
+__all__ = ["RootParts", "syncing"]
+
+
+@contextmanager
+def syncing(root: "Root", sync: bool) -> Iterator[None]:
+    """Whether backwards in this block are an iteration's last, and reduce over all ranks."""
+    before, root.sync = root.sync, sync
+    try:
+        yield
+    finally:
+        root.sync = before
 
 
 class RootParts(Parts):
@@ -36,16 +46,9 @@ class RootParts(Parts):
         assert module is not None, "the schedule keeps the module alive"
         return module
 
-    @contextmanager
-    def backward(self, part: object, *, final: bool) -> Iterator[None]:
+    def backward(self, part: object, *, final: bool) -> AbstractContextManager[None]:
         """See ``Parts``. Units are sent when a backward passes them. So only the last open part's backward is final."""
-        root = self.root
-        before = root.sync
-        root.sync = before and final and list(self._open) == [part]
-        try:
-            yield
-        finally:
-            root.sync = before
+        return syncing(self.root, self.root.sync and final and list(self._open) == [part])
 
     def end(self, part: object) -> None:
         """See ``Parts``. The end of the last open part sends all remaining gradients."""
@@ -63,15 +66,9 @@ class RootParts(Parts):
         """See ``Parts``. ``.grad`` of earlier iterations does not count: the user may keep it."""
         return self.root.grads.is_clear
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """See ``Parts``."""
-        root = self.root
-        before, root.sync = root.sync, False
-        try:
-            yield
-        finally:
-            root.sync = before
+        return syncing(self.root, False)
 
     def _abandon(self) -> None:
         root = self.root

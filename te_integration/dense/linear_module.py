@@ -85,11 +85,8 @@ class LinearModule(ScaledModule, DelayedWgradModule):
 
     def queue_now(self) -> WgradQueue | None:
         """The queue for weight gradients of the current forward: the module's own, else that of ``delayed_wgrad``."""
-        if self.wgrad_queue is not None:
-            own: WgradQueue = self.wgrad_queue
-            return own
-        of_block: WgradQueue | None = queue_of_block()
-        return of_block
+        queue: WgradQueue | None = queue_of_block() if self.wgrad_queue is None else self.wgrad_queue
+        return queue
 
     def weights_of(self, product: int) -> tuple[str, ...]:
         """Names of the weights of one of the module's products."""

@@ -27,29 +27,33 @@ class Place(NamedTuple):
     """``Iteration.second``; or "hold" for one of which more gradients come."""
 
 
+def _backward(pen: Pen, place: Place) -> None:
+    pen.backward("loss", hold=place.hold)
+
+
 def _plain(pen: Pen, place: Place) -> None:
     pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _named_output(pen: Pen, place: Place) -> None:
     pen(f"output = {pen.forward(place.data)}")
     pen(f"loss = {pen.loss('output')}{place.divisor}")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _offloaded(pen: Pen, place: Place) -> None:
     """What forward saves is copied, and backward gets other tensors."""
     with pen.inside("with torch.autograd.graph.save_on_cpu():"):
         pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _two_forwards(pen: Pen, place: Place) -> None:
     """One backward of a sum of two losses."""
     first, second = (pen.loss(pen.forward(data)) for data in (place.data, place.other))
     pen(f"loss = ({first} + {second}){place.divisor}")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _two_backwards(pen: Pen, place: Place) -> None:
@@ -64,14 +68,14 @@ def _retained(pen: Pen, place: Place) -> None:
     """The same graph twice."""
     pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
     pen.backward("loss", "retain_graph=True", hold=True)
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _of_the_input(pen: Pen, place: Place) -> None:
     """The input's gradient comes along."""
     pen(f"x = {place.data}.requires_grad_()")
     pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
     scale = " * size" if pen.plain and not pen.sums else ""
     scale += " / scaler.get_scale()" if pen.program.optimizer.scaled else ""
     pen.see(f"input's gradient {place.name}", f"x.grad{scale}")
@@ -84,7 +88,7 @@ def _asked_for(pen: Pen, place: Place) -> None:
     with pen.no_sync(_asks_early(pen, place)):
         pen("(gradient,) = torch.autograd.grad(loss, x, retain_graph=True)")
     pen.see(f"input's gradient {place.name}", "gradient")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _asks_early(pen: Pen, place: Place) -> bool:
@@ -99,7 +103,7 @@ def _penalty(pen: Pen, place: Place) -> None:
     with pen.no_sync(_asks_early(pen, place)):
         pen("(gradient,) = torch.autograd.grad(loss, x, create_graph=True)")
     pen("loss = loss + gradient.square().sum()")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
     pen("del gradient")
 
 
@@ -110,20 +114,20 @@ def _siamese(pen: Pen, place: Place) -> None:
     """
     pen(f"near, far = {pen.forward(place.data)}, {pen.forward(place.other)}")
     pen(f"loss = ({pen.loss('near')} * loss_of(far)).sqrt(){place.divisor}")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _hooked(pen: Pen, place: Place) -> None:
     """A hook on what forward has made."""
     pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
     pen("loss.register_hook(doubled)")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _method(pen: Pen, place: Place) -> None:
     """A method of the user's module computes the loss."""
     pen(f"loss = model.compute_loss({place.data}){' * rows' if pen.sums else ''}{place.divisor}")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _attack(pen: Pen, place: Place) -> None:
@@ -138,7 +142,7 @@ def _attack(pen: Pen, place: Place) -> None:
         pen("model.zero_grad()")
     pen("attacked = (x + 0.1 * x.grad).detach()")
     pen(f"loss = {pen.loss(pen.forward('attacked'))}{place.divisor}")
-    pen.backward("loss", hold=place.hold)
+    _backward(pen, place)
 
 
 def _added(pen: Pen, place: Place) -> None:
@@ -163,7 +167,7 @@ def _judged(pen: Pen, place: Place) -> None:
     pen(f"loss = ({pen.loss('output')} + F.softplus(-critic(y_of(output))).mean()){place.divisor}")
     held = place.second in ("through", "hold") and not pen.plain
     with pen.inside("with critic.no_sync():" if held else None):
-        pen.backward("loss", hold=place.hold)
+        _backward(pen, place)
     if frozen:
         pen("critic.requires_grad_(True)")
 

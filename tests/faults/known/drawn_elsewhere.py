@@ -91,8 +91,8 @@ FAULTS = [
         tests=["tests/fsdp/iteration/test_unusual_iterations.py::test_no_sync_inside_no_sync"],
         changes=[
             Change(
-                "maingrad.fsdp.module",
-                "FSDPModule.no_sync",
+                "maingrad.fsdp.iteration.parts",
+                "syncing",
                 """
                 try:
                     yield
