@@ -23,6 +23,7 @@ from ..torch_internals import (
 )
 from .grad_functions import on_elements, on_whole
 from .grad_reads import NORMS, Handling, handling_of, refuse, writes
+from .master_param import MasterParameter
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
 
@@ -139,15 +140,8 @@ class ShardedGrad(Tensor):
             marked.sums = self.sums
         return marked
 
-    @property
-    def data(self) -> Tensor:
-        """A shard of the same memory. Setting ``data`` copies the values, because reductions write into this memory."""
-        return self.detach()
-
-    @data.setter
-    def data(self, data: Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(data)
+    data = MasterParameter.data
+    """A shard of the same memory. Setting ``data`` copies the values, because reductions write into this memory."""
 
     def to_local(self) -> Tensor:
         """A plain tensor of this rank's elements, in the same memory."""
