@@ -221,9 +221,10 @@ def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             f"on the whole one. Call backward() without inputs and read .grad. A penalty on gradients of parameters "
             f"needs DistributedDataParallel, with ZeRO-1 at most"
         )
+    writes = func.__name__.endswith("_") and not func.__name__.endswith("__")
     raise RuntimeError(
-        f"{name_of(func)} {_used_outside(info)}. What is meant for the shard itself goes under "
-        f"torch.no_grad(), or takes param.detach()"
+        f"{name_of(func)} {_used_outside(info)}{'; unsharded(writeback=True) keeps writes' if writes else ''}. What is "
+        f"meant for the shard itself goes under torch.no_grad(), or takes param.detach()"
     )
 
 
