@@ -37,7 +37,7 @@ class DistributedOptimizer(AroundOptimizer):
     With ``use_distributed_optimizer=True`` each rank keeps masters and moments of its shard only (ZeRO stage 1,
     Rajbhandari et al., 2020), and updated parameters are all-gathered. Otherwise every rank updates every element.
 
-    lr               learning rate
+    lr               learning rate; None: the default of ``optimizer_class``
     optimizer_class  an elementwise class of ``torch.optim``; with ``keep_params_whole`` also a class that updates whole
                      parameters (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run as torch's fused kernels
     param_groups     dicts of options. ``"params"`` selects a group's parameters: a name or pattern (``"*.bias"``), a
@@ -60,7 +60,7 @@ class DistributedOptimizer(AroundOptimizer):
     def __init__(
         self,
         model: DistributedDataParallel,
-        lr: float = 1e-3,
+        lr: float | None = None,
         *,
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         param_groups: Sequence[Mapping[str, Any]] = (),
@@ -87,7 +87,9 @@ class DistributedOptimizer(AroundOptimizer):
         groups = assign_groups(model.wired, param_groups)
         if is_fused(optimizer_class) and not options.get("foreach"):
             options.setdefault("fused", True)
-        check_options(optimizer_class, {"lr": lr, **options}, param_groups)
+        if lr is not None:
+            options["lr"] = lr
+        check_options(optimizer_class, options, param_groups)
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model), key=lambda flat: flat.bucket.index)
@@ -95,7 +97,7 @@ class DistributedOptimizer(AroundOptimizer):
 
         # The inner optimizer does the arithmetic. Both optimizers share one list of groups and one state, so that
         # schedulers and state dicts act on what the step reads.
-        self._inner = optimizer_class(inner_groups(self.segments, param_groups), lr=lr, **options)  # type: ignore[call-arg]
+        self._inner = optimizer_class(inner_groups(self.segments, param_groups), **options)
         self._masters = WatchedMasters({segment.master: segment.flat.bucket.name for segment in self.segments})
         self._inner.state = StateByMaster(self._masters, self._inner.state)
         super().__init__(self._inner.param_groups, self._inner.defaults)

@@ -60,9 +60,9 @@ class _Guard:
         return disabled_torch_function if is_forward_ad_enabled() or _is_inference() else _checked_in_function
 
 
-def _plainly(access: Callable[..., Any], *args: Any) -> Any:
-    """``access(*args)`` as on a plain tensor: without ``_checked``, which takes microseconds."""
-    return disabled_torch_function(access, (), args, {})
+def _plainly(access: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``access(*args, **kwargs)`` as on a plain tensor: without ``_checked``, which takes microseconds."""
+    return disabled_torch_function(access, (), args, kwargs)
 
 
 _grad: Any = grad_of_tensor
@@ -71,11 +71,12 @@ _grad: Any = grad_of_tensor
 class ShardedParameter(nn.Parameter):
     """This rank's shard of a parameter, of shape ``local_shape(shard)``; ``make_sharded`` makes one.
 
-    Without grad mode (optimizers, averages, initialisation) a sharded parameter is a plain tensor of the rank's own
-    elements, perhaps of none. With grad mode, functions that use its values raise ``RuntimeError``: the whole parameter
-    exists in the module only while the unit's forward runs. Functions that read no values (shape, dtype, grad, hooks),
-    ``detach()`` and ``data`` are allowed. The forward of a ``torch.autograd.Function`` means the whole parameter:
-    there ``detach()``, ``data`` and addresses of a sharded one raise as well.
+    Without grad mode (optimizers, averages) a sharded parameter is a plain tensor of the rank's own elements, perhaps
+    of none. Among several ranks it refuses random draws in place, and with them torch's random initialisers. With grad
+    mode, functions that use its values raise ``RuntimeError``: the whole parameter exists in the module only while the
+    unit's forward runs. Functions that read no values (shape, dtype, grad, hooks), ``detach()`` and ``data`` are
+    allowed. The forward of a ``torch.autograd.Function`` means the whole parameter: there ``detach()``, ``data`` and
+    addresses of a sharded one raise as well.
 
     A sharded parameter stays in the unit's memory: new ``data``, as from ``module.half()``, raises ``RuntimeError``
     too. Norms of a sharded parameter are of the rank's own elements; norms of its gradient are global.
@@ -155,6 +156,30 @@ class ShardedParameter(nn.Parameter):
         )
 
 
+def _refusing_draws(name: str) -> Callable[..., Tensor]:
+    """``ShardedParameter``'s method ``name``, which torch has for draws in place."""
+    draw = getattr(Tensor, name)
+
+    def method(self: ShardedParameter, *args: Any, **kwargs: Any) -> Tensor:
+        # Ranks with one seed draw the same numbers, each for other elements; ``xavier_uniform_`` and its like compute
+        # their bounds from the shard's shape. Both train, and nobody sees it.
+        if self.shard.grid.inner_size > 1:
+            info = self.shard
+            raise RuntimeError(
+                f"{name}() on the parameter {info.name!r} {info.shape} while it is sharded: ranks with equal seeds "
+                f"draw equal numbers for different elements. Initialise before sharding, by init_fn, or with "
+                f"model.unsharded(writeback=True). Draws for this rank's elements alone take param.data"
+            )
+        return _plainly(draw, self, *args, **kwargs)  # type: ignore[no-any-return]
+
+    method.__name__, method.__doc__ = name, draw.__doc__
+    return method
+
+
+for _name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"):
+    setattr(ShardedParameter, _name, _refusing_draws(_name))
+
+
 def call_grad_hooks(params: Iterable[ShardedParameter]) -> None:
     """Call the post-accumulate-grad hooks of ``params``, whose gradients are complete."""
     for param in params:
@@ -190,9 +215,16 @@ def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if func in _ALLOWED:
         return disabled_torch_function(func, types, args, kwargs)
     info = _sharded_among(args, kwargs).shard
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        raise RuntimeError(
+            f"{name_of(func)} asks for the gradient of the parameter {info.name!r}, which is sharded: the loss depends "
+            f"on the whole one. Call backward() without inputs and read .grad. A penalty on gradients of parameters "
+            f"needs DistributedDataParallel, with ZeRO-1 at most"
+        )
+    writes = func.__name__.endswith("_") and not func.__name__.endswith("__")
     raise RuntimeError(
-        f"{name_of(func)} {_used_outside(info)}. What is meant for the shard itself goes under "
-        f"torch.no_grad(), or takes param.detach()"
+        f"{name_of(func)} {_used_outside(info)}{'; unsharded(writeback=True) keeps writes' if writes else ''}. What is "
+        f"meant for the shard itself goes under torch.no_grad(), or takes param.detach()"
     )
 
 

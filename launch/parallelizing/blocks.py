@@ -18,13 +18,15 @@ Units: TypeAlias = Literal["auto"] | type[nn.Module] | tuple[type[nn.Module], ..
 """How a user names blocks."""
 
 
-def find_units(model: nn.Module, units: Units) -> list[nn.Module]:
+def find_units(model: nn.Module, units: Units, *, gathers: bool) -> list[nn.Module]:
     """The modules inside ``model`` that ``units`` names, each once.
+
+    gathers  units are what is gathered together, so that a model without any is gathered whole: worth a warning
 
     Raises ``TypeError`` for what is no module, and ``ValueError`` for modules and classes that are not in the model.
     """
     if isinstance(units, str):
-        return _found_by_themselves(model, units)
+        return _found_by_themselves(model, units, gathers=gathers)
     classes = [each for each in (units if isinstance(units, tuple) else (units,)) if isinstance(each, type)]
     if classes:
         return _of_classes(model, classes)
@@ -43,14 +45,18 @@ def find_units(model: nn.Module, units: Units) -> list[nn.Module]:
     return [module for module in given if isinstance(module, nn.Module)]
 
 
-def _found_by_themselves(model: nn.Module, units: str) -> list[nn.Module]:
+def _found_by_themselves(model: nn.Module, units: str, *, gathers: bool) -> list[nn.Module]:
     if units != "auto":
         raise ValueError(f'units is "auto", a class, a tuple of classes, or modules of the model; got {units!r}')
     found, name = list(default_units(model)), type(model).__name__
     if found:
         logger.info("%s: %d units, %s", name, len(found), _in_words(model, found))
-    else:
-        logger.warning("%s: no repeated blocks in an nn.ModuleList or nn.Sequential; name them by units=Block", name)
+    elif gathers:
+        logger.warning(
+            "%s: no repeated blocks in an nn.ModuleList or nn.Sequential, so that all its parameters are gathered at "
+            "once; name blocks by units=Block, their class",
+            name,
+        )
     return found
 
 

@@ -49,7 +49,8 @@ def make_optimizer(
     max_grad_norm    each step clips gradients by the norm over all ranks first; None: no clipping
     param_groups     dicts of options. ``"params"`` selects a group's parameters: a name or pattern (``"*.bias"``), a
                      sequence of them, or a function of name and parameter, which has the shape of the whole. A
-                     parameter is in the first group that selects it; the others form the last group
+                     parameter is in the first group that selects it; the others form the last group, which exists even
+                     if it is empty
     options          of the class: ``lr``, ``betas``, ``weight_decay`` ...
 
     Returns a ``DistributedOptimizer`` over a ``DistributedDataParallel``, and over a sharded model an

@@ -109,7 +109,7 @@ def parallelize(
     or ``fully_shard`` refuses. Everything that the arguments alone decide is refused before the model is changed.
     """
     _check(model, parallel, mesh, param_dtype, options)
-    found = find_units(model, units)
+    found = find_units(model, units, gathers=parallel in _SHARDED)
     if (recompute or compile) and not found:
         raise ValueError(
             f"{type(model).__name__} has no repeated blocks in an nn.ModuleList or nn.Sequential, so that there is "

@@ -60,7 +60,8 @@ def convert_linears(model: nn.Module) -> Conversion:
         if has_main_grad(parameter):
             raise ValueError(
                 f"parameter '{name}' already has a main_grad: convert_linears(model) comes before the wrapper "
-                f"(DistributedDataParallel, FSDP), which decides from the modules how each gradient is written"
+                f"(DistributedDataParallel, FSDP), which decides from the modules how each gradient is written. Two "
+                f"models that share a module are wrapped together, inside one module"
             )
     converted: list[str] = []
     skipped: dict[str, str] = {}

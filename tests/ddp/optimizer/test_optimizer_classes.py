@@ -58,6 +58,14 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("cls", sorted({case.cls for case in CASES}, key=lambda cls: cls.__name__))
+def test_options_left_out_are_the_classes_own(cls: type[torch.optim.Optimizer]) -> None:
+    """The learning rate too: Adadelta's is 1, Rprop's 0.01."""
+    (group, *_) = DistributedOptimizer(wrap(make_net()), optimizer_class=cls).param_groups
+    own = cls([nn.Parameter(torch.zeros(1))]).defaults
+    assert {key: group[key] for key in own if key != "fused"} == {key: own[key] for key in own if key != "fused"}
+
+
 def stock_options(case: Case) -> dict[str, Any]:
     """Options of the stock class: fused where torch has a fused kernel, as ours defaults to."""
     fused = case.cls in (optim.AdamW, optim.Adam, optim.SGD) and not case.options.get("foreach")

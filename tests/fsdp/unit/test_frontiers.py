@@ -111,6 +111,57 @@ def test_a_penalty_before_another_forward_names_what_helps() -> None:
             torch.testing.assert_close(found, expected)
 
 
+INITIALISERS: dict[str, Callable[[Tensor], Any]] = {
+    "normal_": nn.init.normal_,
+    "uniform_": nn.init.uniform_,
+    "trunc_normal_": nn.init.trunc_normal_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "xavier_normal_": nn.init.xavier_normal_,
+    "kaiming_uniform_": nn.init.kaiming_uniform_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "a method": lambda weight: weight.exponential_(),
+}
+
+
+def initialised(model: Any, initialise: Callable[[Tensor], Any]) -> list[Tensor]:
+    """Initialise the matrices of ``model`` from one seed, and return copies of them."""
+    torch.manual_seed(1)
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    with torch.no_grad():
+        for weight in matrices:
+            initialise(weight)
+    return [weight.detach().clone() for weight in matrices]
+
+
+@pytest.mark.parametrize("name", INITIALISERS)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_shards_are_not_initialised_by_draws(name: str) -> None:
+    """Ranks of one seed would draw equal numbers for different rows, with bounds from the shard's shape."""
+
+    def draw() -> None:
+        initialised(fully_shard(plain_net()), INITIALISERS[name])
+
+    match = r"_\(\) on the parameter '0.weight' \(4, 4\) .*by init_fn, or with model.unsharded\(writeback=True\)"
+    with pytest.raises(SimulatedRankError, match=match):
+        simulate(draw, 2)
+
+    def remedy() -> list[Tensor]:
+        model = unit_of_each_layer()
+        with model.unsharded(writeback=True):
+            initialised(model, INITIALISERS[name])
+        with model.unsharded():
+            return [param.detach().clone() for param in model.parameters() if param.ndim == 2]
+
+    expected = initialised(plain_net(), INITIALISERS[name])
+    for found in simulate(remedy, 2):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_rank_alone_initialises_its_shards() -> None:
+    expected = initialised(plain_net(), nn.init.xavier_normal_)
+    assert all(map(torch.equal, initialised(unit_of_each_layer(), nn.init.xavier_normal_), expected))
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_modules_have_a_forward_first() -> None:
     lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))

@@ -333,6 +333,12 @@ def test_a_model_without_blocks_is_one_unit_with_a_warning(caplog: pytest.LogCap
     assert "Block: no repeated blocks" in caplog.text
 
 
+def test_where_nothing_is_gathered_blocks_are_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    for form in ("ddp", "zero1"):
+        maingrad.parallelize(Block(), form, mesh=maingrad.WORLD_OF_ONE)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "name",
     [lambda net: Block, lambda net: (Block,), lambda net: net.blocks, lambda net: iter([*net.blocks, net.blocks[0]])],
