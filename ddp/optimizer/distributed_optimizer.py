@@ -278,10 +278,7 @@ class DistributedOptimizer(AroundOptimizer):
         self.refresh_masters()
         state = super().state_dict()
         state["masters"] = [flat.master.detach() for flat in self._flats]
-        state["layout"], state["shard"] = (
-            self._layout_key(),
-            shard_of_how_many(self.model),
-        )
+        state["layout"], state["shard"] = self._layout_key(), shard_of_how_many(self.model)
         return state
 
     @torch.no_grad()
@@ -380,12 +377,7 @@ class DistributedOptimizer(AroundOptimizer):
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         self.settle()
         lengths = {"state": None, "param_groups": len(self.param_groups), "masters": len(self._flats)}
-        check_fits(
-            state_dict,
-            self._layout_key(),
-            shard_of_how_many(self.model),
-            lengths,
-        )
+        check_fits(state_dict, self._layout_key(), shard_of_how_many(self.model), lengths)
 
     def _check_steppable(self) -> None:
         """The checks of a step, before anything else of it."""

@@ -21,6 +21,7 @@ __all__ = [
     "peak_gib",
     "random_tokens",
     "reset_peak",
+    "stepping",
     "synchronize",
     "time_steps",
 ]
@@ -76,6 +77,18 @@ def accumulate_losses(
             loss = loss_of(microbatch)
             (loss / num_microbatches).backward()
     return loss.detach()
+
+
+def stepping(accumulated: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
+    """A training step. ``accumulated()`` computes the gradients of all microbatches, and returns the loss."""
+
+    def step() -> Tensor:
+        loss = accumulated()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from .fsdp_rows import FSDP
 from .model import SETTINGS, Setting
 from .peers import PEERS
 from .ranks import Ranks
-from .rounds import check_names, line_of, measure_row, time_row, worst_of
+from .rounds import RowMeasurement, check_names, line_of, measure_row, time_row, worst_of
 from .rows import FLOOR, OURS, PEER_FLOOR, Case, Row, Step
 
 __all__ = ["DataParallelBench", "Measurement", "bench_data_parallel", "choose_rows", "choose_settings"]
@@ -65,34 +65,13 @@ class DataParallelBench:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """The measurement of one row. Its numbers are NaN if it could not be measured; ``problem`` says why."""
+class Measurement(RowMeasurement):
+    """``row``: each floor has two measurements. ``tokens_per_second``: over all ranks."""
 
     setting: str
-    num_ranks: int
-    row: str
-    """Name of the row; each floor has two measurements."""
-    label: str
-    step_ms: float = math.nan
-    """Mean step of the median round, by rank 0's clock."""
     slowest_rank_ms: float = math.nan
-    """The same time of the slowest rank, by the slowest rank's clock."""
-    spread_ms: float = math.nan
-    """Largest minus smallest round."""
-    tokens_per_second: float = math.nan
-    """Over all ranks."""
-    peak_gib: float = math.nan
-    """Peak of allocated memory during the measured steps less ``held_gib``, largest of all ranks; 0 on the CPU."""
-    held_gib: float = math.nan
-    """Memory that was allocated before the row was built, because an earlier row did not free it."""
-    first_loss: float = math.nan
-    """Loss of rank 0 in the first step."""
-    last_loss: float = math.nan
-    """Loss of rank 0 in the last step; a floor does not train."""
+    """``step_ms`` of the slowest rank, by the slowest rank's clock."""
     trains: bool = True
-    problem: str = ""
-    machine: str = ""
-    """Device, versions and date."""
 
 
 def choose_settings(names: Sequence[str]) -> list[Setting]:

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ..steps import accumulate
+from ..steps import accumulate, stepping
 from .model import AddmmLinear, Block, LinearFactory, make_model, plain_linear
 from .ranks import make_mesh
 from .rows import LEARNING_RATE, Case, Row, Step, row_of
@@ -42,13 +43,7 @@ def _torch_ddp(case: Case, *, compiled: bool) -> Step:
             loss: Tensor = run(inputs, targets)
         return loss
 
-    def step() -> Tensor:
-        loss = accumulate(forward, tokens, not_last=ddp.no_sync)
-        adamw.step()
-        adamw.zero_grad()
-        return loss
-
-    return step
+    return stepping(partial(accumulate, forward, tokens, not_last=ddp.no_sync), adamw)
 
 
 # ---- FSDP2. ----
@@ -86,15 +81,7 @@ def _fsdp2(case: Case, *, reshard: bool, split_ends: bool = False, compiled: boo
     mesh = init_device_mesh(case.device.type, (case.num_ranks,))
     sharded, before = shard_by_fsdp2(model, model.units(split_ends=split_ends), mesh, reshard=reshard)
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    tokens = case.tokens()
-
-    def step() -> Tensor:
-        loss = accumulate(sharded, tokens, before=before)
-        adamw.step()
-        adamw.zero_grad()
-        return loss
-
-    return step
+    return stepping(partial(accumulate, sharded, case.tokens(), before=before), adamw)
 
 
 # ---- Megatron-core. ----
@@ -190,15 +177,7 @@ def _megatron_fsdp(case: Case, *, stage: int, fused: bool = False, defaults: boo
         ),
         sync_model_each_microbatch=False,
     )
-    tokens = case.tokens()
-
-    def step() -> Tensor:
-        loss = accumulate(model, tokens, before=model.set_model_auto_sync)
-        adamw.step()
-        adamw.zero_grad()
-        return loss
-
-    return step
+    return stepping(partial(accumulate, model, case.tokens(), before=model.set_model_auto_sync), adamw)
 
 
 def _megatron_fsdp_alone() -> Any:

@@ -1,8 +1,10 @@
 """How ``bench data-parallel`` and ``bench models`` measure a row: its rounds on one rank, and what all ranks say."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +15,33 @@ from ...config.error import ConfigError
 from ..steps import free_memory, peak_gib, reset_peak, synchronize, time_steps
 from .ranks import AnyRankFailed, Ranks
 
-__all__ = ["check_names", "line_of", "measure_row", "time_row", "worst_of"]
+__all__ = ["RowMeasurement", "check_names", "line_of", "measure_row", "time_row", "worst_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowMeasurement:
+    """The measurement of one row. Its numbers are NaN if it could not be measured; ``problem`` says why."""
+
+    num_ranks: int
+    row: str
+    """Name of the row."""
+    label: str
+    step_ms: float = math.nan
+    """Mean step of the median round, by rank 0's clock."""
+    spread_ms: float = math.nan
+    """Largest minus smallest round."""
+    tokens_per_second: float = math.nan
+    peak_gib: float = math.nan
+    """Peak of allocated memory during the measured steps less ``held_gib``, largest of all ranks; 0 on the CPU."""
+    held_gib: float = math.nan
+    """Memory that was allocated before the row was built, because an earlier row did not free it."""
+    first_loss: float = math.nan
+    """Loss of rank 0 in the first step."""
+    last_loss: float = math.nan
+    """Loss of rank 0 in the last step; a floor does not train."""
+    problem: str = ""
+    machine: str = ""
+    """Device, versions and date."""
 
 
 class _Sizes(Protocol):

@@ -14,7 +14,7 @@ import torch
 
 from ....kernels.compat import private_name
 from ..data_parallel.ranks import Ranks
-from ..data_parallel.rounds import check_names, line_of, measure_row, time_row, worst_of
+from ..data_parallel.rounds import RowMeasurement, check_names, line_of, measure_row, time_row, worst_of
 from ..data_parallel.rows import reset_compiler
 from .architectures import ARCHITECTURES, Architecture, Shape
 from .rows import ROWS, Case, Row
@@ -64,44 +64,23 @@ class ModelsBench:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """The measurement of one row. Its numbers are NaN if it could not be measured; ``problem`` says why."""
+class Measurement(RowMeasurement):
+    """``tokens_per_second``: of one GPU."""
 
     model: str
     shape: str
     num_microbatches: int
-    num_ranks: int
-    row: str
-    """Name of the row."""
-    label: str
-    step_ms: float = math.nan
-    """Mean step of the median round, by rank 0's clock."""
-    spread_ms: float = math.nan
-    """Largest minus smallest round."""
-    tokens_per_second: float = math.nan
-    """Of one GPU."""
     mfu: float = math.nan
     """FLOPs of the model in a second of one GPU, over ``peak_tflops``; NaN if the peak is not known."""
     peak_tflops: float = math.nan
-    peak_gib: float = math.nan
-    """Peak of allocated memory during the measured steps less ``held_gib``, largest of all ranks; 0 on the CPU."""
-    held_gib: float = math.nan
-    """Memory that was allocated before the row was built, because an earlier row did not free it."""
     first_step_s: float = math.nan
     """Seconds of the first step, compilation included; the slowest rank's."""
     num_graphs: int = 0
     """Graphs that were compiled for the row on rank 0."""
-    first_loss: float = math.nan
-    """Loss of rank 0 in the first step."""
-    last_loss: float = math.nan
-    """Loss of rank 0 in the last step."""
     options: str = ""
     """How the contender is set up."""
     backend: str = ""
     """Backend of torch.compile; empty for an eager row."""
-    problem: str = ""
-    machine: str = ""
-    """Device, versions and date."""
 
 
 def choose_architecture(bench: ModelsBench) -> tuple[Architecture, list[Shape]]:

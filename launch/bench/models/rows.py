@@ -23,7 +23,7 @@ from ...parallelizing.make_optimizer import make_optimizer
 from ...parallelizing.parallelize import parallelize
 from ..data_parallel.peers import shard_by_fsdp2
 from ..data_parallel.rows import LEARNING_RATE, Step, refuse_copy_engines, refuse_graphs
-from ..steps import accumulate_losses
+from ..steps import accumulate_losses, stepping
 from .architectures import Architecture, Shape, decoder_layers
 
 __all__ = ["ROWS", "Case", "Row"]
@@ -129,15 +129,7 @@ def _zero3(case: Case, *, fused: bool = True, compiled: bool = False, copy_engin
         copy_engine_gather=copy_engines,
     )
     adamw = make_optimizer(sharded, lr=LEARNING_RATE)
-    tokens = case.tokens()
-
-    def step() -> Tensor:
-        loss = accumulate_losses(_loss_of(sharded), tokens, not_last=sharded.no_sync)
-        adamw.step()
-        adamw.zero_grad()
-        return loss
-
-    return step
+    return stepping(partial(accumulate_losses, _loss_of(sharded), case.tokens(), not_last=sharded.no_sync), adamw)
 
 
 # ---- FSDP2. ----
@@ -154,15 +146,7 @@ def _fsdp2(case: Case, *, reshard: bool, compiled: bool = False, symm_mem: bool 
     root, before = shard_by_fsdp2(model, layers, mesh, reshard=reshard, reshard_root=None)
     _set_knobs(root, layers, symm_mem)
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    tokens = case.tokens()
-
-    def step() -> Tensor:
-        loss = accumulate_losses(_loss_of(root), tokens, before=before)
-        adamw.step()
-        adamw.zero_grad()
-        return loss
-
-    return step
+    return stepping(partial(accumulate_losses, _loss_of(root), case.tokens(), before=before), adamw)
 
 
 _KNOBS: Mapping[str, Any] = {"set_separate_reduce_scatter_group": True, "set_reduce_scatter_max_input_buffers": 2}
