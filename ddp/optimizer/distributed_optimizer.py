@@ -76,12 +76,11 @@ class DistributedOptimizer(AroundOptimizer):
         check_optimizer_class(optimizer_class, model.wired, whole=whole)
         check_optimizer_over_slices(model, optimizer_class, max_grad_norm)
         self.model = model
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's gradients before clipping, a 0-dim tensor."""
         self.num_skipped_steps: Tensor | None = None
-        """Steps of this object that ``skip_nonfinite`` has skipped, a 0-dim fp32 tensor on the model's device."""
-        self.skip_nonfinite = skip_nonfinite
+        """Steps that ``skip_nonfinite`` has skipped, a 0-dim fp32 tensor on the model's device; None before a step."""
 
         # All checks come before parameters move: where one raises, an earlier DistributedOptimizer still works.
         groups = assign_groups(model.wired, param_groups)
@@ -125,16 +124,6 @@ class DistributedOptimizer(AroundOptimizer):
         self._in_charge = object()
         for wired in model.wired:
             wired.record.updater = self._in_charge
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Whether a step whose norm is Inf or NaN updates nothing on any rank, and is counted."""
-        return self.num_skipped_steps is not None
-
-    @skip_nonfinite.setter
-    def skip_nonfinite(self, skip: bool) -> None:
-        if skip != self.skip_nonfinite:
-            self.num_skipped_steps = torch.zeros((), device=self.model.device) if skip else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -360,8 +349,10 @@ class DistributedOptimizer(AroundOptimizer):
     def _found_inf(self) -> Tensor | None:
         """1.0 where this step is to update nothing, as a scaler or this step's norm says; None: nobody looks."""
         found: Tensor | None = vars(self).get("found_inf")
-        if self.num_skipped_steps is not None and self.grad_norm is not None:
+        if self.skip_nonfinite and self.grad_norm is not None:
             found = self.grad_norm.isfinite().logical_not().float()  # so a scaler's Inf counts too
+            if self.num_skipped_steps is None:
+                self.num_skipped_steps = torch.zeros_like(found)
             self.num_skipped_steps += found
         return found
 

@@ -79,11 +79,11 @@ def accumulate_losses(
     return loss.detach()
 
 
-def stepping(accumulated: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
-    """A training step. ``accumulated()`` computes the gradients of all microbatches, and returns the loss."""
+def stepping(accumulated: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+    """A training step. ``accumulated`` computes the gradients of all microbatches, and returns the loss."""
 
-    def step() -> Tensor:
-        loss = accumulated()
+    def step(*args: Any) -> Tensor:
+        loss = accumulated(*args)
         optimizer.step()
         optimizer.zero_grad()
         return loss

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ....fsdp import FSDPModule, GraphedTrainingStep, MixedPrecisionPolicy
 from ...parallelizing.make_optimizer import make_optimizer
 from ...parallelizing.parallelize import shard_units
-from ..steps import accumulate
+from ..steps import accumulate, stepping
 from .model import GPT, fused_linear, make_model, plain_linear
 from .ranks import make_mesh
 from .rows import LEARNING_RATE, Case, Row, Step, refuse_copy_engines, refuse_graphs, refuse_instances, row_of
@@ -53,15 +52,8 @@ def _build(
     mesh = make_mesh(case.device, {**outer, "inner": case.num_ranks // num_instances})
     model = shard_model(module, placements, mesh, bucket_size=case.ours.get("bucket_size"), **options)
     adamw = make_optimizer(model, lr=LEARNING_RATE)
-    tokens = case.tokens()
-
-    def train_step(tokens: Tensor) -> Tensor:
-        loss = accumulate(model, tokens, not_last=model.no_sync)
-        adamw.step()
-        adamw.zero_grad()
-        return loss
-
-    return partial(GraphedTrainingStep(train_step, model, adamw) if graphed else train_step, tokens)
+    train_step = stepping(partial(accumulate, model, not_last=model.no_sync), adamw)
+    return partial(GraphedTrainingStep(train_step, model, adamw) if graphed else train_step, case.tokens())
 
 
 FSDP: Mapping[str, Row] = {

@@ -17,7 +17,7 @@ from ....ddp.graphs.capture import CapturedGraph, GraphPool
 from ....ddp.torch_internals.distributed import zero_cta_options
 from ...parallelizing.make_optimizer import make_optimizer
 from ...parallelizing.parallelize import parallelize
-from ..steps import accumulate, random_tokens
+from ..steps import accumulate, random_tokens, stepping
 from .model import GPT, AddmmLinear, Setting, fused_linear, make_model, plain_linear
 
 __all__ = [
@@ -173,16 +173,8 @@ def _build_ours(
         model.compile_parts()
     ddp: Any = parallelize(model, parallel, fuse=False, **options, **case.ours)  # the model has its fused layers
     optimizer = make_optimizer(ddp, lr=LEARNING_RATE)
-    tokens = case.tokens()
-
-    def train_step(tokens: Tensor) -> Tensor:
-        loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
-        ddp.start_grad_sync()  # the optimizer's step waits for it, bucket by bucket
-        optimizer.step()
-        ddp.zero_grad_buffer()
-        return loss
-
-    return partial(GraphedTrainingStep(train_step, ddp, optimizer) if graphed else train_step, tokens)
+    train_step = stepping(partial(accumulate, ddp, not_last=ddp.no_sync), optimizer)
+    return partial(GraphedTrainingStep(train_step, ddp, optimizer) if graphed else train_step, case.tokens())
 
 
 def refuse_copy_engines(case: _OnDevice) -> str | None:

@@ -104,17 +104,13 @@ def _zero1(
     model = case.make_model(torch.bfloat16, fused=fused, compiled=compiled)
     ddp = parallelize(model, "zero1", fuse=False, copy_engine_param_gather=copy_engines)  # fused before it is compiled
     optimizer = make_optimizer(ddp, lr=LEARNING_RATE)
-    tokens = case.tokens()
 
-    def train_step(tokens: Tensor) -> Tensor:
+    def accumulated(tokens: Tensor) -> Tensor:
         with autocast(recipe is not None, recipe=recipe):
-            loss = accumulate_losses(_loss_of(ddp), tokens, not_last=ddp.no_sync)
-        ddp.start_grad_sync()  # the optimizer's step waits for it, bucket by bucket
-        optimizer.step()
-        ddp.zero_grad_buffer()
-        return loss
+            return accumulate_losses(_loss_of(ddp), tokens, not_last=ddp.no_sync)
 
-    return partial(GraphedTrainingStep(train_step, ddp, optimizer) if graphed else train_step, tokens)
+    train_step = stepping(accumulated, optimizer)
+    return partial(GraphedTrainingStep(train_step, ddp, optimizer) if graphed else train_step, case.tokens())
 
 
 def _zero3(case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False) -> Step:

@@ -415,6 +415,7 @@ def skips_nan(
         optimizer.step()
         optimizer.zero_grad()
     optimizer.finish_param_sync()
+    assert optimizer.num_skipped_steps is not None
     return [param.detach().clone() for param in ddp.parameters()], optimizer.num_skipped_steps.item()
 
 
