@@ -135,7 +135,7 @@ def agree_without_the_middle(folder: Path) -> str:
     write, rank = DeferredWrite(folder, new_id()), dist.get_rank()
     start = 2 * rank
     write.propose([TensorSlice(("model", "w"), (3,), start, start + 1, torch.ones(1))], None)
-    with pytest.raises(ValueError, match="'model.w' of shape .* is not held by all ranks together") as error:
+    with pytest.raises(ValueError, match=r"'model\.w' of shape .* is not held by all ranks together") as error:
         write.agree(dist.group.WORLD, None)
     return str(error.value)
 

@@ -39,10 +39,11 @@ def test_an_unknown_size_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_report_of_host_times_has_all_four_tables(tmp_path: Path) -> None:
-    rows, hooks = [HostRow(name="nn.Linear", microseconds=9.0, over_plain=1.0)], [HookRow(name="us", parameters="fused")]
-    gathers = [
-        GatherRow(name="chain", modules_per_bucket=3, bare_us=1.0, idle_us=2.0, guard_us=3.0, in_flight_us=4.0)
-    ]
+    rows, hooks = (
+        [HostRow(name="nn.Linear", microseconds=9.0, over_plain=1.0)],
+        [HookRow(name="us", parameters="fused")],
+    )
+    gathers = [GatherRow(name="chain", modules_per_bucket=3, bare_us=1.0, idle_us=2.0, guard_us=3.0, in_flight_us=4.0)]
     text = write_host_report(rows, hooks, gathers, [UnitRow(name="maingrad ZeRO-3")], tmp_path)
     named = {"host": "nn.Linear", "host_hooks": "us", "host_gathers": "chain", "host_units": "maingrad ZeRO-3"}
     for file, name in named.items():
