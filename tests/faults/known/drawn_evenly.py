@@ -258,4 +258,17 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "41g-an-error-of-a-callback-is-lost",
+        sentence="On simulated ranks, a callback behind a collective that raises is taken for one that has succeeded.",
+        tests=["tests/launch/simulation/test_simulate.py::test_an_error_of_a_callback_is_raised_by_the_wait_for_it"],
+        changes=[
+            Change(
+                "maingrad.launch.simulation.group",
+                "_SimulatedFuture.then",
+                "following.set_exception(error)",
+                "following.set_result(None)",
+            ),
+        ],
+    ),
 ]
