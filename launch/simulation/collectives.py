@@ -68,7 +68,7 @@ def reduce_op_name(reduce_op: Any) -> str:
 
 
 def _reduced(tensors: Sequence[Tensor], reduce_op: Any) -> Tensor:
-    """A fresh tensor: the reduction of one tensor per rank."""
+    """The reduction of one tensor per rank: a fresh tensor, or that of a group's only rank itself."""
     name = reduce_op_name(reduce_op)
     level = [tensor.data for tensor in tensors]
     if name == "PREMUL_SUM":
@@ -79,7 +79,7 @@ def _reduced(tensors: Sequence[Tensor], reduce_op: Any) -> Tensor:
     while len(level) > 1:
         pairs = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
         level = pairs + level[len(level) - len(level) % 2 :]
-    total = level[0].clone() if len(tensors) == 1 else level[0]
+    total = level[0]
     if name == "AVG" and len(tensors) > 1:
         total = total / len(tensors) if total.is_floating_point() else total // len(tensors)
     return total

@@ -106,6 +106,20 @@ def test_masters_come_in_as_they_went_out(tmp_path: Path, wrapper: str, with_opt
     assert torch.equal(again["up.weight"].bfloat16(), masters["up.weight"].bfloat16())
 
 
+def change_and_save(file: Path) -> Tensor:
+    ddp, optimizer = build(torch.bfloat16, **ZERO1)
+    take_steps(ddp, optimizer, [0], dist.get_rank())
+    with torch.no_grad():
+        ddp.module.up.weight.fill_(3.0)
+    save_safetensors(file, ddp, optimizer, dtype=torch.float32)
+    return ddp.module.up.weight.detach().float()
+
+
+def test_weights_that_the_program_has_changed_after_the_step_are_saved(tmp_path: Path) -> None:
+    changed = simulate(change_and_save, 2, tmp_path / "file")[0]
+    assert torch.equal(load_file(tmp_path / "file")["up.weight"], changed)
+
+
 def test_a_module_alone_goes_out_and_in(tmp_path: Path) -> None:
     model, other = Everything(torch.bfloat16), Everything(torch.bfloat16, seed=1)
     save_safetensors(tmp_path / "sub" / "model.safetensors", model)

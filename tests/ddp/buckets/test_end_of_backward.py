@@ -265,3 +265,21 @@ def test_a_backward_that_failed_after_other_launches_on_each_rank_is_given_up(sh
 
 def fails(_: Tensor) -> None:
     raise KeyError
+
+
+def test_what_one_forward_has_not_reached_waits_where_its_backward_is_under_no_sync() -> None:
+    """The forward ran outside no_sync, so what it has not reached is known; a later microbatch reaches it."""
+    net = Branches()
+    twin = copy.deepcopy(net)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
+    model = DistributedDataParallel(net, config)
+    loss = model(batch(0, 0), 0).square().mean()
+    with model.no_sync():
+        loss.backward()
+        assert {bucket.phase.value for bucket in model.buckets} <= {"idle", "accumulating"}
+    model(batch(0, 1), 1).square().mean().backward()
+    for step in range(2):
+        twin(batch(0, step), step).square().mean().backward()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        if plain.grad is not None:
+            torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)

@@ -22,6 +22,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 
 from maingrad.ddp import load_checkpoint, prepare_background_saves, save_checkpoint
+from maingrad.ddp.checkpoint.files.boxes import TensorSlice
+from maingrad.ddp.checkpoint.files.deferred import DeferredWrite
+from maingrad.ddp.checkpoint.files.save_id import new_id
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
@@ -106,6 +109,40 @@ def test_a_load_waits_for_the_save_on_simulated_ranks(tmp_path: Path) -> None:
     plain = Everything()
     load_checkpoint(tmp_path / "c", plain)
     assert all(torch.equal(saved[name], value) for name, value in plain.named_parameters())
+
+
+def save_among_the_last_ranks(folder: Path) -> dict[str, torch.Tensor] | None:
+    """Ranks 1 and 2 of three have a model of their own, whose group's first rank is not the world's."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    model = fully_shard(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), mesh=group)
+    save_checkpoint(folder / "c", model, background=True).wait()
+    with model.unsharded():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_ranks_that_are_not_all_save_among_themselves(tmp_path: Path) -> None:
+    _, saved, other = simulate(save_among_the_last_ranks, 3, tmp_path)
+    assert_same(saved, other)
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    load_checkpoint(tmp_path / "c", plain)
+    assert_same(dict(plain.named_parameters()), saved)
+
+
+def agree_without_the_middle(folder: Path) -> str:
+    """Each of two ranks holds one element of three."""
+    write, rank = DeferredWrite(folder, new_id()), dist.get_rank()
+    start = 2 * rank
+    write.propose([TensorSlice(("model", "w"), (3,), start, start + 1, torch.ones(1))], None)
+    with pytest.raises(ValueError, match=r"'model\.w' of shape .* is not held by all ranks together") as error:
+        write.agree(dist.group.WORLD, None)
+    return str(error.value)
+
+
+def test_elements_that_no_rank_holds_are_missed_on_all_ranks(tmp_path: Path) -> None:
+    first, second = simulate(agree_without_the_middle, 2, tmp_path)
+    assert first == second
 
 
 @pytest.fixture

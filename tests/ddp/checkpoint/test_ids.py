@@ -105,6 +105,15 @@ def test_a_version_of_before_the_index_is_refused_with_the_ways_out(tmp_path: Pa
     assert plain.scale == Everything(seed=1).scale
 
 
+def test_a_version_to_come_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A complete checkpoint of a newer maingrad, whose sum is right."""
+    with monkeypatch.context() as newer:
+        newer.setattr("maingrad.ddp.checkpoint.files.manifest.VERSION", 4)
+        save_checkpoint(tmp_path / "c", Everything(seed=1))
+    with pytest.raises(ValueError, match=r"version 4 of .* reads version 3: a newer maingrad has written it"):
+        load_checkpoint(tmp_path / "c", Everything())
+
+
 # ---- Two jobs. ----
 
 

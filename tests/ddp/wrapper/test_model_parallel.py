@@ -208,6 +208,19 @@ def test_marks_of_whole_parameters_change_nothing(way: str, tmp_path: Path) -> N
     assert norms[0] == norms[1]
 
 
+def logs_on_the_first_rank() -> float:
+    model = wrap("ddp", Cut(0))
+    model(torch.ones(2, 4)).square().sum().backward()
+    grad = model.module.up.weight.grad
+    return grad.norm().item() if dist.get_rank() == 0 else grad.pow(2).sum().sqrt().item()
+
+
+def test_one_rank_may_take_a_norm_of_whole_parameters_with_marks() -> None:
+    """Every rank has the whole gradient, so that no norm is a collective."""
+    first, second = simulate(logs_on_the_first_rank, 2)
+    assert first == pytest.approx(second)
+
+
 def saves(way: str, path: Path) -> str:
     dp, _ = groups()
     model = wrap(way, Cut(dist.get_rank() % 2), dp)

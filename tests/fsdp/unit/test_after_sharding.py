@@ -119,6 +119,18 @@ def test_a_weight_replaced_between_evaluations_is_not_passed_over() -> None:
             model(torch.ones(2, 5))
 
 
+def test_a_change_after_an_evaluation_is_seen_by_the_first_unit_that_trains() -> None:
+    """Also where the program calls units by themselves, and the change is in another unit."""
+    model = Net()
+    shard_blocks(model)
+    step_of(model)
+    with torch.no_grad():
+        model.blocks[0](torch.ones(2, 7))
+    replace(model)
+    with pytest.raises(RuntimeError, match=r"parameter 'blocks.1.linear.weight' was replaced"):
+        model.blocks[0](torch.ones(2, 7))
+
+
 def test_modules_without_parameters_may_come_and_go() -> None:
     model = Net()
     shard_blocks(model)

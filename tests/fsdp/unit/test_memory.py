@@ -235,6 +235,24 @@ def test_parameters_that_stay_until_backward_are_held_once() -> None:
         assert step == Peaks(NUM_BLOCKS, 2, 0, 0)
 
 
+def whole_at_rest(placements: str) -> list[int]:
+    """Bytes of the whole parameters after each of three steps."""
+    model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), placements=placements)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = []
+    for index in range(3):
+        model(torch.full((2, WIDTH), float(index))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append(root_of(model).gathers.meter.held_nbytes)
+    return held
+
+
+@pytest.mark.parametrize(("placements", "held"), [("zero1", 4 * WIDTH * WIDTH), ("zero3", 0)])
+def test_parameters_that_are_gathered_again_are_counted_once(placements: str, held: int) -> None:
+    assert simulate(whole_at_rest, 2, placements) == [[held] * 3] * 2
+
+
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_delayed_gradients_take_memory_when_they_are_computed(microbatches: int) -> None:
     """Modules said when they were wrapped what they delay: those gradients are a bucket of their own, and stay from the

@@ -265,6 +265,26 @@ def test_what_is_written_in_any_way_is_taken(write: Any) -> None:
         assert not any(param.any() for param in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_buffer_of_minus_ones_is_written(dtype: torch.dtype) -> None:
+    """All bits of such an integer are set, as those of the NaN that marks unwritten floats."""
+
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("last_seen", torch.full((4,), -1, dtype=dtype))
+
+        def reset_parameters(self) -> None:
+            self.last_seen.fill_(-1)
+
+        def forward(self, x: Any) -> Any:
+            return self.linear(x)
+
+    model = fully_shard(on_meta(Numbered), device="cpu", mesh=WORLD_OF_ONE)
+    assert model.last_seen.tolist() == [-1] * 4
+
+
 def test_the_remedy_of_the_message_helps() -> None:
     class Frequencies(nn.Module):
         def __init__(self) -> None:

@@ -252,6 +252,13 @@ def test_every_tuned_gemm_kernel(config: GemmConfig) -> None:
     assert_rows_close(dx, dy, dx, splits, weights)
 
 
+@pytest.mark.parametrize("out", [torch.empty(5, 6, dtype=torch.float64), torch.empty(4, 6), torch.empty(6, 5).t()])
+def test_memory_for_the_output_that_does_not_fit_is_refused(out: Tensor) -> None:
+    x, weights, offsets = torch.ones(5, 3), torch.ones(2, 6, 3), torch.tensor([0, 2, 5])
+    with pytest.raises(ValueError, match=r"out must be \(5, 6\) with adjacent columns, torch.float32"):
+        grouped_linear(x, weights, offsets, out=out)
+
+
 @pytest.mark.gpu
 def test_wgrad_gives_the_same_bits_again() -> None:
     splits = [100, 0, 333, 1, 500]

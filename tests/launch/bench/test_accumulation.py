@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from maingrad.launch.bench.delayed import covered
+from maingrad.launch.bench.host.gathers import GatherRow
+from maingrad.launch.bench.host.hooks import HookRow
+from maingrad.launch.bench.host.layers import HostRow, write_host_report
+from maingrad.launch.bench.host.units import UnitRow
 from maingrad.launch.cli import main
 
 TINY = ["--dim", "32", "--num-layers", "1", "--vocab-size", "64", "--num-tokens", "16", "--num-microbatches", "2"]
@@ -32,6 +36,20 @@ def test_an_unknown_size_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["bench", "accumulation", "--dims", "32"])
     assert ended.value.code == 2
     assert "--dim" in capsys.readouterr().err
+
+
+def test_the_report_of_host_times_has_all_four_tables(tmp_path: Path) -> None:
+    rows, hooks = (
+        [HostRow(name="nn.Linear", microseconds=9.0, over_plain=1.0)],
+        [HookRow(name="us", parameters="fused")],
+    )
+    gathers = [GatherRow(name="chain", modules_per_bucket=3, bare_us=1.0, idle_us=2.0, guard_us=3.0, in_flight_us=4.0)]
+    text = write_host_report(rows, hooks, gathers, [UnitRow(name="maingrad ZeRO-3")], tmp_path)
+    named = {"host": "nn.Linear", "host_hooks": "us", "host_gathers": "chain", "host_units": "maingrad ZeRO-3"}
+    for file, name in named.items():
+        with (tmp_path / f"{file}.csv").open() as table:
+            assert [row["name"] for row in csv.DictReader(table)] == [name]
+        assert f"| {name} |" in text
 
 
 @pytest.mark.slow  # differences of microseconds: for a machine with nothing else to do

@@ -243,6 +243,16 @@ def test_text_with_a_tokenizer_is_encoded_once(tmp_path: Path):
     assert len(list(cache.iterdir())) == 4
 
 
+def test_another_end_token_encodes_text_anew(tmp_path: Path):
+    path, text = tokenizer_file(tmp_path / "tokenizer.json"), tmp_path / "text.py"
+    text.write_text("def f(x):\n    return x * 2\n" * 20)
+    last = []
+    for end in (1, 2):
+        config = DataConfig(source="text", paths=(str(text),), tokenizer=str(path), end_of_document=end)
+        last.append(open_body(config, str(text), tmp_path / "tokens").tokens[:][-1])
+    assert last == [1, 2]
+
+
 def test_the_command_tokenize_writes_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')

@@ -162,6 +162,21 @@ def test_futures_call_back_on_the_thread_of_their_rank():
         assert simulate(fn, 3, order=order) == [(7, [(rank, 3.0)]) for rank in range(3)]
 
 
+def test_an_error_of_a_callback_is_raised_by_the_wait_for_it():
+    def fn() -> bool:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+
+        def fail(future: Any) -> None:
+            raise ArithmeticError("in a callback")
+
+        following = work.get_future().then(fail)
+        with pytest.raises(ArithmeticError, match="in a callback"):
+            following.wait()
+        return work.wait()
+
+    assert simulate(fn, 2) == [True, True]
+
+
 def test_a_callback_may_launch_what_another_rank_waits_for():
     def fn() -> float:
         x, y = torch.ones(1), torch.ones(1)

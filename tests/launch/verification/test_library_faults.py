@@ -161,6 +161,23 @@ def test_a_fault_of_the_library_is_called_one(name: str, monkeypatch: pytest.Mon
     assert all(fault.evidence in finding.evidence for finding in found.findings), str(found)
 
 
+def test_the_error_of_a_way_is_that_of_its_worst_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have all gradients, and one rank alone has wrong ones: not the last rank."""
+    start = GradReduction.start
+
+    def wrong_on_the_first_rank(self: GradReduction, grads: Tensor) -> Any:
+        in_flight = start(self, grads)
+        in_flight.wait()
+        if dist.get_rank() == 0:
+            grads.mul_(3.0)
+        return in_flight
+
+    monkeypatch.setattr(GradReduction, "start", wrong_on_the_first_rank)
+    found = verify(Net(), torch.randn(8, 12), ways=("ddp",))
+    assert not found.ok
+    assert found.results[0].grad_error == pytest.approx(2.0, rel=1e-3), str(found)
+
+
 def test_without_a_fault_the_same_program_is_verified() -> None:
     found = verify(Net(), torch.randn(8, 12), ways=WAYS)
     assert found.ok and not found.findings, str(found)

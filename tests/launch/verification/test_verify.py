@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel
 from maingrad.fsdp import fully_shard
 from maingrad.launch import verify
+from maingrad.launch.verification.program import Program
 from maingrad.launch.verification.verify import VerificationError
 from maingrad.launch.verification.ways import WAYS
 from maingrad.te_integration import convert_linears
@@ -141,6 +142,30 @@ def test_a_function_may_make_the_model() -> None:
     assert len(made) > 4
     with pytest.raises(TypeError, match="pass a function that makes the model"):
         verify(make(), rows(), square)
+
+
+class Warming(nn.Module):
+    """Counts its training forwards in a buffer that its output reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return (self.linear(x) * self.forwards).square().mean()
+
+
+def test_each_model_of_a_function_begins_with_the_first_ones_state() -> None:
+    """And not with what that one's forwards have made of it."""
+    program = Program(Warming, None, None, 0)
+    first = program.make()
+    first(torch.ones(2, 12))
+    with torch.no_grad():
+        first.linear.weight.zero_()
+    second = program.make()
+    assert second.forwards == 0 and second.linear.weight.any()
 
 
 def test_models_that_are_converted_or_wrapped() -> None:

@@ -42,6 +42,15 @@ def test_a_hook_on_any_slice_sees_its_gradient(kind: Any, hooked: str, delay: bo
     torch.testing.assert_close(seen[0], plain.get_parameter(hooked).grad)
 
 
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+def test_a_slice_has_memory_of_its_own(kind: Any) -> None:
+    """A slice that is saved, shared or freed by itself does not take the others along."""
+    module = kind(4, 6, parameters_split=("query_", "key_", "value_"))
+    for prefix in ("query_", "key_", "value_"):
+        for param in (module.get_parameter(f"{prefix}weight"), module.get_parameter(f"{prefix}bias")):
+            assert param.untyped_storage().nbytes() == param.nbytes
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_copy_of_a_module_that_delays_calls_nobody_back(wrapped: bool) -> None:
     """Functions that a provider has registered stay with the original module."""

@@ -362,6 +362,18 @@ def test_output_and_input_gradient_in_the_callers_memory(form: str, device: str)
         assert torch.equal(mine.grad, theirs.grad)
 
 
+def test_scales_that_need_no_gradient_still_scale_the_biases() -> None:
+    """Probabilities of a frozen router."""
+    found = []
+    for needs in (True, False):
+        module, case = make(4, scale_bias=True), case_of(*SPLITS["uneven"])
+        output = module(case.x, case.splits, case.scales.detach().requires_grad_(needs))
+        output.backward(case.dy)
+        found.append([module.get_parameter(f"bias{expert}").grad for expert in range(4)])
+    for mine, expected in zip(*found, strict=True):
+        assert torch.equal(mine, expected)
+
+
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_memory_that_was_filled_again_too_early_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a kernel, whose writes torch does not see."""

@@ -122,6 +122,9 @@ def test_numbers_that_do_not_fit():
     (graphed,) = make_graphed_callables([layer], samples(1), order=[1, -1])
     with pytest.raises(ValueError, match="1 callables for 2 microbatches of 1 layers"):
         graphed_chunks([graphed], parse_order([1, 1, -1, -1], num_layers_per_chunk=[1]))
+    two = make_graphed_callables([layer], samples(2), order=[1, 1, -1, -1])
+    with pytest.raises(ValueError, match="2 callables for 1 microbatches of 1 layers"):
+        graphed_chunks(two, parse_order([1, -1], num_layers_per_chunk=[1]))
     assert ddp.is_clear
 
 

@@ -1,5 +1,6 @@
 """Stages with sharded parameters, each a root of its own; and a norm over all stages of a pipeline."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -170,6 +171,33 @@ def test_stages_of_sharded_parameters_train_as_one_model(kind: str, placements: 
 @pytest.mark.sampled(1)
 def test_a_step_of_sharded_stages_that_failed_is_abandoned(kind: str, placements: str) -> None:
     check(simulate(train_sharded, 2, kind, placements, 0.5, fails=3 * STAGES), 0.5)
+
+
+ONE_STAGE = "one stage, Interleaved1F1B"
+
+
+def step_under_no_sync(schedule: list[tuple[int, str]], placements: str) -> None:
+    """A step that a later one completes; words before and after each."""
+    rank = Rank(ONE_STAGE)
+    models = [fully_shard(layer, rank.mesh["dp"], placements) for layer in rank.layers]
+    rank.connect(ONE_STAGE, models)
+    for step in range(2):
+        schedule.append((dist.get_rank(), f"step {step}"))
+        with ExitStack() as stack:
+            for model in models if step == 0 else ():
+                stack.enter_context(model.no_sync())
+            rank.step(step)
+
+
+def test_a_step_under_no_sync_reduces_nothing() -> None:
+    """Whole gradients wait for the step that ends the iteration."""
+    schedule: list[tuple[int, str]] = []
+    simulate(step_under_no_sync, 2 * STAGES, schedule, "zero1", schedule=schedule)
+    words = [word for rank, word in schedule if rank == 0]
+    middle = words.index("step 1")
+    parts = (words[:middle], words[middle:])
+    counts = [sum(word.startswith("launch reduce_scatter") for word in part) for part in parts]
+    assert counts[0] == 0 and counts[1] == 1
 
 
 def train_wrapped(kind: str, max_norm: float, sharded: bool) -> tuple[list[float], dict[str, Tensor]]:

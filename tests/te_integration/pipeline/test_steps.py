@@ -145,6 +145,28 @@ def test_a_runner_that_stops_before_the_last_microbatch_is_refused() -> None:
         simulate(by_hand, 1)
 
 
+def without_weight_gradients() -> None:
+    """A runner that runs every B of the first stage, and no W."""
+    layers = [Linear(WIDTH, WIDTH) for _ in range(STAGES)]
+    stages = [PipelineStage(layer, index, STAGES, torch.device("cpu")) for index, layer in enumerate(layers)]
+    schedule = pipelining.ScheduleInterleavedZeroBubble(stages, 2, loss_fn, scale_grads=False)
+    x, target = batch(2)
+    schedule.step(x, target=target, losses=[])
+    stage = stages[0]
+    stage.clear_runtime_states()
+    for microbatch, part in enumerate(x.chunk(2)):
+        y = stage.forward_one_chunk(microbatch, (part,), {})
+        stage.set_local_bwd_input((torch.ones_like(y),), microbatch)
+        stage.backward_one_chunk(microbatch, full_backward=False)
+    stage.perform_reduce_grad(1)
+
+
+def test_a_runner_that_leaves_out_weight_gradients_is_refused() -> None:
+    """Also where no wrapper waits for them."""
+    with pytest.raises(RuntimeError, match="2 delayed weight gradients were never computed, of Linear"):
+        simulate(without_weight_gradients, 1)
+
+
 # ---- Evaluations between steps. ----
 
 

@@ -22,6 +22,7 @@ from maingrad.te_integration import (
     NVFP4BlockScaling,
     WgradQueue,
     autocast,
+    convert_linears,
     delayed_wgrad,
 )
 
@@ -243,6 +244,27 @@ def test_frozen_and_unfused_weights() -> None:
             outcomes.append([y] + [each.main_grad.clone() for each in model.parameters() if each.requires_grad])
         for mine, other in zip(*outcomes, strict=True):
             assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT])
+def test_a_layer_whose_weight_is_stored_transposed(recipe: Any) -> None:
+    """Hugging Face's ``Conv1D``, converted: its gradient has the weight's shape, not the product's."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        layer = conv1d(48, 48).bfloat16()  # square: a gradient that is not transposed back has this shape too
+        net = nn.Sequential(layer)
+        convert_linears(net)
+        model = DistributedDataParallel(net)
+        forward = compiled(net.forward)[0] if compiles else net.forward
+        x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
+        with autocast(recipe=recipe) if recipe is not None else contextlib.nullcontext():
+            forward(x).float().square().mean().backward()
+        found.append([record.view.clone() for record in model.records])
+    for mine, eager in zip(*found, strict=True):
+        assert eager.any()
+        torch.testing.assert_close(mine, eager)
 
 
 def test_what_is_saved() -> None:
