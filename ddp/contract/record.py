@@ -127,8 +127,8 @@ class GradRecord:
         Raises ``RuntimeError`` where the bucket was launched already, and before the first write of an iteration where
         the program has put values into ``view``: some modules would overwrite them, and others add to them.
         """
-        may_hold_values = self.written or written_already or self.make_room is not None
-        if not may_hold_values and self.closed is None and self.view._version != self.version:
+        is_empty = not (self.written or written_already or self.closed) and self.make_room is None
+        if is_empty and self.view._version != self.version:
             self._check_zero()
         if self.make_room is not None and (self.closed is not None or not self.written):
             self.make_room()

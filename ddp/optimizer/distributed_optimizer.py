@@ -79,8 +79,8 @@ class DistributedOptimizer(AroundOptimizer):
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's gradients before clipping, a 0-dim tensor."""
-        self.num_skipped_steps: Tensor | None = None
-        """Steps that ``skip_nonfinite`` has skipped, a 0-dim fp32 tensor on the model's device; None before a step."""
+        self.num_skipped_steps = torch.zeros((), device=model.device) if skip_nonfinite else None
+        """Steps that ``skip_nonfinite`` has skipped, a 0-dim fp32 tensor on the model's device."""
 
         # All checks come before parameters move: where one raises, an earlier DistributedOptimizer still works.
         groups = assign_groups(model.wired, param_groups)

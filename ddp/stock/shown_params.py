@@ -40,7 +40,7 @@ class ShownParam:
         """The same, from the first iteration on: it is shown again, unless the program has kept it."""
         self.plain: Tensor | None = None
         """The plain tensor that ``.grad`` was made in this iteration."""
-        self.memory: tuple[int, int] | None = None
+        self.memory = (0, 0)
         """Address and version of what was reduced, when it was shown."""
 
     @property
@@ -51,11 +51,11 @@ class ShownParam:
             return False
         if held is None or (held is not grad and held is not grad.reduced):
             return True
-        real = grad.reduced
-        if real is None or (real.data_ptr(), real._version) == self.memory:
+        if grad.reduced is None:
             return False
+        address, version = grad.reduced.data_ptr(), grad.reduced._version
         # ``.grad.data = ...`` changes the address. What is written in ``main_grad``'s own memory is there already.
-        return self.memory is None or self.memory[0] != real.data_ptr() or real.data_ptr() != self.target.data_ptr()
+        return address != self.memory[0] or (version != self.memory[1] and address != self.target.data_ptr())
 
     def note(self, real: Tensor) -> None:
         """``real``, what was reduced, is shown from now on."""

@@ -168,12 +168,12 @@ class DistributedDataParallel(BucketIteration):
         if init_sync:
             broadcast_tensors(tensors, self.grids, failures)
 
-    # ---- Methods of one iteration, in the order in which a program calls them. ----
-
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
         broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
         self.steps.forget()
+
+    # ---- Methods of one iteration, in the order in which a program calls them. ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""

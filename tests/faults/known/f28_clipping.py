@@ -166,7 +166,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.stock.shown_params",
                 "ShownParam.is_changed",
-                "return self.memory is None or self.memory[0] != real.data_ptr() or real.data_ptr() != self.target.data_ptr()",
+                "return address != self.memory[0] or (version != self.memory[1] and address != self.target.data_ptr())",
                 "return False",
             ),
         ],
@@ -229,8 +229,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.contract.record",
                 "GradRecord.open_for_write",
-                "self.closed is None and self.view",
-                "self.view",
+                "written_already or self.closed)",
+                "written_already)",
             ),
         ],
     ),
