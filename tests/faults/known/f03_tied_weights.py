@@ -101,4 +101,21 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "03g-a-foreign-write-is-taken-for-the-programs",
+        sentence="A foreign module writes the weight that it shares with ours first in a backward, and the write is refused as one by hand.",
+        tests=["tests/te_integration/dense/test_module_faults.py::test_03_every_use_of_a_tied_weight_counts"],
+        quick=[
+            f"tests/te_integration/dense/test_module_faults.py::test_03_every_use_of_a_tied_weight_counts[foreign-False-{delay}-Linear-weight]"
+            for delay in (False, True)
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.contract.record",
+                "GradRecord.open_for_write",
+                "is_of_ours = self.first_write_overwrites or not self.shared",
+                "is_of_ours = True",
+            ),
+        ],
+    ),
 ]
