@@ -224,8 +224,8 @@ class Readiness:
         if counts and self._shown.active:
             self._shown.show_again()
         if counts and self.sync and self.completes is None:
+            self._check_once()
             if self._overlap:
-                self._check_once()
                 self._launcher.note_all_came()
             self._shown.show()
 

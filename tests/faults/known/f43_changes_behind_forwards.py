@@ -81,4 +81,30 @@ FAULTS = [
             )
         ],
     ),
+    Fault(
+        "43g-gradients-are-shown-before-the-model-is-checked",
+        sentence="Without overlap, a model that was cast before its backward meets torch's error on the dtype of .grad, and no name.",
+        tests=[
+            "tests/ddp/wrapper/test_changes_at_any_moment.py::test_a_change_is_served_as_plain_pytorch_serves_it_or_refused_by_name"
+        ],
+        quick=[
+            "tests/ddp/wrapper/test_changes_at_any_moment.py::test_a_change_is_served_as_plain_pytorch_serves_it_or_refused_by_name[cast-before backward-zero1]"
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.buckets.readiness",
+                "Readiness._show",
+                """
+                self._check_once()
+                if self._overlap:
+                    self._launcher.note_all_came()
+                """,
+                """
+                if self._overlap:
+                    self._check_once()
+                    self._launcher.note_all_came()
+                """,
+            ),
+        ],
+    ),
 ]
