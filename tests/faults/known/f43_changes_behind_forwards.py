@@ -4,6 +4,7 @@ from fault import Change, Fault
 
 DDP = "tests/ddp/wrapper/test_changes_at_any_moment.py::"
 SHARDED = "tests/fsdp/iteration/test_changes_at_any_moment.py::"
+CAST = f"{DDP}test_a_change_is_served_as_plain_pytorch_serves_it_or_refused_by_name[cast-before backward-zero1]"
 
 FAULTS = [
     Fault(
@@ -84,12 +85,8 @@ FAULTS = [
     Fault(
         "43g-gradients-are-shown-before-the-model-is-checked",
         sentence="Without overlap, a model that was cast before its backward meets torch's error on the dtype of .grad, and no name.",
-        tests=[
-            "tests/ddp/wrapper/test_changes_at_any_moment.py::test_a_change_is_served_as_plain_pytorch_serves_it_or_refused_by_name"
-        ],
-        quick=[
-            "tests/ddp/wrapper/test_changes_at_any_moment.py::test_a_change_is_served_as_plain_pytorch_serves_it_or_refused_by_name[cast-before backward-zero1]"
-        ],
+        tests=[CAST],
+        quick=[CAST],
         changes=[
             Change(
                 "maingrad.ddp.buckets.readiness",
