@@ -244,11 +244,6 @@ class LayerGraphs:
         """Whether a replay writes this parameter's gradient itself, to ``main_grad`` or later to ``.grad``."""
         return id(param) in self._written
 
-    @property
-    def lost_backward(self) -> bool:
-        """Whether F was replayed, and the autograd graph was freed before D was."""
-        return self._forward is not None and self._forward() is None
-
     def replay_dgrad(
         self, run: "Forward", output_grads: Sequence[Tensor | None], passes_on: Sequence[bool], backward: int
     ) -> list[Tensor | None]:
