@@ -97,6 +97,7 @@ def test_writes_that_need_other_ranks_are_refused_by_name(name: str) -> None:
 def changed_in_place(grad: Any) -> None:
     grad.mul_(WHOLE).add_(WEIGHTS).div_(COLUMN)
     torch._foreach_add_([grad], [WHOLE])
+    grad.add_(sum(torch._foreach_mul([grad, grad], [WHOLE, grad])))
     grad[WHOLE % 2 == 0] = 0.5
     grad.sub_(grad.mean(dim=1, keepdim=True)).clamp_(-1, 1)
     grad.copy_(grad * WEIGHTS + WHOLE.sign())
