@@ -7,6 +7,7 @@ the expected type. There are no silent conversions: ``"3"`` is not a number, and
 import dataclasses
 import difflib
 import functools
+import math
 import tomllib
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,14 @@ import cattrs
 import tyro
 from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
+from ...ddp.checkpoint.files.small_file import open_small_file
+from .error import require
 from .optimizer import OptionValue
 from .run import Config, ConfigError
 
 __all__ = ["config_to_dict", "flat", "load_config", "override", "structure", "structure_of_run"]
+
+_MOST_BYTES = 2**20
 
 _PARALLEL = (
     'parallel = "ddp", "zero1", "hybrid", "fsdp" or "hsdp" stands at the top of the file, before the first table'
@@ -48,11 +53,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        with open_small_file(path, _MOST_BYTES) as file:
+            document = tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError(f"configuration file '{path}' does not exist (working directory: {Path.cwd()})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file '{path}' is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"configuration file '{path}' is not valid TOML: it nests too deep to be read") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"configuration file '{path}' cannot be read: {error}") from None
     try:
         return override(structure(document), overrides)
     except ConfigError as error:
@@ -78,7 +88,8 @@ def override(config: Config, arguments: Sequence[str]) -> Config:
     """Apply command-line arguments (``--parallel ddp``, ``--section.key value``) on top of ``config``."""
     if not arguments:
         return config
-    return tyro.cli(Config, default=config, args=list(arguments), prog="maingrad COMMAND CONFIG.toml")
+    given = tyro.cli(Config, default=config, args=list(arguments), prog="maingrad COMMAND CONFIG.toml")
+    return structure(config_to_dict(given))  # which refuses what tyro takes for a value: inf as a number
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -99,7 +110,7 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
-    """Refuse unknown keys, and values that cattrs would accept for a table, a list or a choice."""
+    """Refuse unknown keys, values that cattrs would accept for a table, a list or a choice, and impossible values."""
     hints = typing.get_type_hints(cls)
     valid = {f.name for f in dataclasses.fields(cls)}
     for key, value in document.items():
@@ -118,6 +129,24 @@ def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
         elif (choices := _choices(hints[key])) and value not in choices:
             named = ", ".join(repr(choice) for choice in choices if choice is not None)
             raise ConfigError(f"{prefix}{key} = {value!r}: must be one of {named}")
+        else:
+            _check_possible(value, f"{prefix}{key}")
+
+
+def _check_possible(value: Any, key: str) -> None:
+    """Refuse numbers and names that no key can have."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            _check_possible(each, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_possible(each, key)
+    elif isinstance(value, float):
+        require(math.isfinite(value), key, value, "must be finite")
+    elif isinstance(value, int):
+        require(abs(value) < 2**63, key, value, "must have at most 63 bits")
+    elif isinstance(value, str):
+        require("\0" not in value, key, value, "must not hold the character NUL")
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -85,6 +85,8 @@ class ModelConfig:
         self._check_hugging_face()
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context_length"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        for name, most in _MOST.items():
+            require(getattr(self, name) <= most, f"model.{name}", getattr(self, name), f"must be at most {most}")
         require(
             self.dim % (2 * self.num_heads) == 0,
             "model.dim",
@@ -178,6 +180,20 @@ class ModelConfig:
         """``router_dtype`` as a torch dtype."""
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.router_dtype]
 
+
+_MOST = {
+    "vocab_size": 2**24,
+    "dim": 2**20,
+    "num_layers": 10_000,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "ffn_dim": 2**22,
+    "context_length": 2**24,
+    "num_experts": 2**14,
+    "expert_ffn_dim": 2**22,
+    "shared_expert_ffn_dim": 2**22,
+}
+"""Largest sizes: a slip of the keyboard is answered before a model of that size is planned or built."""
 
 _EXPERT_KEYS = {
     field.name: field.default

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .index import Index
 from .save_id import is_id
+from .small_file import open_small_file
 from .typed_json import dtype_name, dtype_named, expect, from_json, shape_from_json
 
 __all__ = [
@@ -176,10 +177,11 @@ class Manifest:
 
 def _bytes_of(path: Path) -> bytes:
     """The file's bytes. Raises ``ValueError`` for a file that is too long, before it is read."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    with open_small_file(path, MOST_BYTES) as file:
+        file.seek(0, os.SEEK_END)
+        size = file.tell()
         file.seek(max(0, size - 1))
-        if size > MOST_BYTES or file.read() not in (b"}", b"\n"):
+        if file.read() not in (b"}", b"\n"):
             raise ValueError(f"of its {size} bytes the last is not a manifest's")
         file.seek(0)
         return file.read()

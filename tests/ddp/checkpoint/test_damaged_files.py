@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,14 @@ def test_a_huge_manifest_is_not_read(checkpoint: Path) -> None:
     for size in (10**8, 10**11):
         os.truncate(checkpoint / "maingrad.json", size)
         assert "/c/maingrad.json' is " in refusal(checkpoint)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("endless", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_a_manifest_that_never_ends_is_refused_at_once(checkpoint: Path, endless: Callable[[Path], None]) -> None:
+    (checkpoint / "maingrad.json").unlink()
+    endless(checkpoint / "maingrad.json")
+    assert "maingrad.json' is truncated or damaged (it is no regular file)" in refusal(checkpoint)
 
 
 def test_few_bytes_that_claim_to_be_much_are_not_exported(tmp_path: Path) -> None:

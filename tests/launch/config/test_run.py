@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,49 @@ def test_wrong_overrides_end_with_status_2(
         load_config(tiny_toml(tmp_path), arguments)
     assert end.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr = inf: must be finite"),
+        ({"optimizer": {"betas": [0.9, float("nan")]}}, "optimizer.betas = nan: must be finite"),
+        ({"optimizer": {"name": "torch.optim.NAdam", "options": {"eps": float("inf")}}}, "optimizer.options.eps = inf"),
+        ({"train": {"seed": 2**64}}, "train.seed = 18446744073709551616: must have at most 63 bits"),
+        ({"train": {"out_dir": "runs/\0"}}, "train.out_dir = 'runs/\\x00': must not hold the character NUL"),
+        ({"data": {"source": "text", "paths": ["a\0"]}}, "data.paths = 'a\\x00': must not hold"),
+        ({"model": {"dim": 2**40}}, "model.dim = 1099511627776: must be at most 1048576"),
+        ({"model": {"num_layers": 10**8}}, "model.num_layers = 100000000: must be at most 10000"),
+    ],
+)
+def test_impossible_values_are_refused_when_the_file_is_read(document: dict[str, Any], message: str):
+    refused(document, message)
+
+
+def test_a_flag_is_checked_as_the_file_is(tmp_path: Path):
+    for flag, message in (
+        ("--optimizer.lr=inf", "optimizer.lr = inf"),
+        ("--train.seed=18446744073709551616", "63 bits"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(tiny_toml(tmp_path), [flag])
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_configuration_file_is_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "endless.toml").symlink_to("/dev/zero")
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "deep.toml").write_text(f"x = {'[' * 100_000}{']' * 100_000}")
+    with (tmp_path / "long.toml").open("wb") as file:
+        file.truncate(2**40)
+    for name, message in {
+        "pipe.toml": "cannot be read: it is no regular file",
+        "endless.toml": "cannot be read: it is no regular file",
+        "folder.toml": "cannot be read: ",
+        "deep.toml": "is not valid TOML: it nests too deep",
+        "long.toml": "cannot be read: it has 1099511627776 bytes",
+        "absent.toml": "does not exist",
+    }.items():
+        with pytest.raises(ConfigError, match=f"configuration file '.*{name}' {message}"):
+            load_config(tmp_path / name)
