@@ -1,5 +1,7 @@
 """Which optimizer state goes into a checkpoint, and how an optimizer takes over saved state."""
 
+import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -149,7 +151,10 @@ class OptimizerLoad(NamedTuple):
                 if updated.numel() == 0 and updated.requires_grad and updated not in state:
                     state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
         _check_frozen(manifest, holding, names)
-        return cls(optimizer, slices, state, {here: saved.groups[there] for here, there in groups.items()})
+        found = {here: saved.groups[there] for here, there in groups.items()}
+        for here, options in found.items():
+            _check_options(here, options, optimizer.groups[here])
+        return cls(optimizer, slices, state, found)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -166,6 +171,31 @@ class OptimizerLoad(NamedTuple):
                     group[key] = loaded.item()  # a number here, though a tensor when saved
                 else:
                     group[key] = list(loaded) if isinstance(current, list) else loaded
+
+
+def _check_options(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a saved option that the optimizer could not step with, or that no save writes."""
+    for key, value in saved.items():
+        if key in _HOW_NOT_WHAT:
+            raise ValueError(
+                f"option '{key}' of parameter group {index} is in the checkpoint's manifest, and no save writes it"
+            )
+        if key in group and _kind_of(from_json(value)) != _kind_of(group[key]) and group[key] is not None:
+            raise ValueError(
+                f"option '{key}' of parameter group {index} is {reprlib.repr(value)} in the checkpoint's manifest, "
+                f"and {reprlib.repr(group[key])} here: another kind of value, or no finite number"
+            )
+
+
+def _kind_of(value: Any) -> Any:
+    """Equal for two values of which an optimizer takes the one where it takes the other."""
+    if isinstance(value, list | tuple):
+        return [_kind_of(each) for each in value]
+    if isinstance(value, Tensor):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value)
+    return "a number" if math.isfinite(value) else "no finite number"
 
 
 def _match_groups(

@@ -118,6 +118,7 @@ def edited(folder: Path, path: tuple[str | int, ...], value: Any) -> None:
 
 DELETED = object()
 UP = ("parameters", "up.weight")
+OF_GROUP = ("optimizer", "groups", 0)
 IN_INDEX = ("tensors", "master.up.weight")
 EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "version: true": (("version",), True),
@@ -146,6 +147,14 @@ EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "groups: a number": (("optimizer", "groups"), 1),
     "group: a number": (("optimizer", "groups"), [1]),
     "an option of nothing": (("optimizer", "groups"), [{"lr": {}}]),
+    "lr: a word": ((*OF_GROUP, "lr"), "abc"),
+    "lr: none": ((*OF_GROUP, "lr"), None),
+    "lr: NaN": ((*OF_GROUP, "lr"), float("nan")),
+    "lr: true": ((*OF_GROUP, "lr"), True),
+    "betas: one": ((*OF_GROUP, "betas"), [0.9]),
+    "betas: a number": ((*OF_GROUP, "betas"), 0.9),
+    "maximize: a number": ((*OF_GROUP, "maximize"), 1),
+    "params: none": ((*OF_GROUP, "params"), []),
     "id: a number": (("save_id",), 1),
     "id: another": (("save_id",), "maingrad-" + "0" * 32),
     "no buffers": (("buffers",), DELETED),
