@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from loops import (
     FEATURES,
     assert_same,
@@ -21,9 +22,10 @@ from loops import (
     weights,
     wrap,
 )
-from torch import nn
+from torch import Tensor, nn
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
 # ---- requires_grad_. ----
@@ -380,3 +382,32 @@ def test_functional_call_goes_over_the_wrapped_module() -> None:
     expected = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
     for grad, wanted in zip(grads, expected, strict=True):
         assert torch.equal(grad, wanted)
+
+
+def test_ranks_begin_with_the_first_ranks_values_of_strided_parameters_too() -> None:
+    """NCCL sends contiguous memory: a copy is sent, and what arrives goes back to the parameter."""
+
+    def on_rank() -> Tensor:
+        torch.manual_seed(dist.get_rank())
+        model = nn.Linear(3, 5)
+        model.weight = nn.Parameter(torch.randn(3, 5).t())
+        DistributedDataParallel(model)
+        return model.weight.detach().clone()
+
+    first, second = simulate(on_rank, 2)
+    assert torch.equal(first, second) and first.stride() == (1, 5)
+
+
+def test_scaling_beside_a_reduction_is_refused() -> None:
+    def on_rank() -> None:
+        ddp = DistributedDataParallel(nn.Linear(3, 5), DistributedDataParallelConfig(overlap_grad_reduce=True))
+        with ddp.no_sync():
+            ddp(torch.ones(2, 3)).sum().backward()
+        ddp.start_grad_sync()
+        with pytest.raises(RuntimeError, match=r"scale_gradients\(\) while bucket .* is being reduced: call it before"):
+            ddp.scale_gradients(0.5)
+        ddp.finish_grad_sync()
+        ddp.scale_gradients(0.5)
+        assert ddp.module.bias.grad.tolist() == [1.0] * 5
+
+    simulate(on_rank, 2)
