@@ -45,6 +45,12 @@ def gradients_of_each_row() -> None:
     torch.func.vmap(torch.func.grad(loss), (None, 0))(params, X)
 
 
+def outputs_of_each_row() -> None:
+    model = unit_of_each_layer()
+    with torch.no_grad():
+        torch.func.vmap(lambda row: model(row[None]))(X)
+
+
 def swapped() -> None:
     model = unit_of_each_layer()
     with model.unsharded():
@@ -57,6 +63,7 @@ def swapped() -> None:
     [
         (tangent, "a transform of torch.func over .*: it would take no gradient .*give torch.func a plain model"),
         (gradients_of_each_row, "a transform of torch.func over the outermost unit"),
+        (outputs_of_each_row, "a transform of torch.func over the outermost unit"),
         (swapped, r"'0.bias' was replaced .*functional_call.*torch.func takes a plain model"),
     ],
 )
@@ -131,6 +138,14 @@ def initialised(model: Any, initialise: Callable[[Tensor], Any]) -> list[Tensor]
         for weight in matrices:
             initialise(weight)
     return [weight.detach().clone() for weight in matrices]
+
+
+def test_shards_take_constants() -> None:
+    def on_rank() -> list[Tensor]:
+        return initialised(fully_shard(plain_net()), lambda weight: nn.init.constant_(weight, 2.0))
+
+    for found in simulate(on_rank, 2):
+        assert all((weight == 2.0).all() for weight in found)
 
 
 @pytest.mark.parametrize("name", INITIALISERS)

@@ -357,12 +357,14 @@ def test_what_is_no_configuration_file_is_refused_at_once(tmp_path: Path):
     (tmp_path / "endless.toml").symlink_to("/dev/zero")
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "deep.toml").write_text(f"x = {'[' * 100_000}{']' * 100_000}")
+    (tmp_path / "latin.toml").write_bytes("[train]\nout_dir = 'läufe'".encode("latin-1"))
     with (tmp_path / "long.toml").open("wb") as file:
         file.truncate(2**40)
     for name, message in {
         "pipe.toml": "cannot be read: it is no regular file",
         "endless.toml": "cannot be read: it is no regular file",
         "folder.toml": "cannot be read: ",
+        "latin.toml": "is not valid TOML: 'utf-8' codec",
         "deep.toml": "is not valid TOML: it nests too deep",
         "long.toml": "cannot be read: it has 1099511627776 bytes",
         "absent.toml": "does not exist",

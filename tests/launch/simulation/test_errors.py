@@ -46,6 +46,16 @@ def test_mismatched_collectives_name_both(case: str):
     assert isinstance(caught.value.__cause__, CollectiveMismatchError)
 
 
+def test_gathering_into_another_dtype_is_refused():
+    """As NCCL and gloo do, which would reinterpret the bytes."""
+
+    def fn() -> None:
+        dist.all_gather_into_tensor(torch.empty(8), torch.ones(4, dtype=torch.bfloat16))
+
+    with pytest.raises(SimulatedRankError, match=r"a torch\.float32 tensor of shape \(8,\) does not hold 2 of"):
+        simulate(fn, 2)
+
+
 def test_a_caught_mismatch_still_ends_the_simulation():
     def fn() -> None:
         with contextlib.suppress(RuntimeError):

@@ -174,6 +174,9 @@ def test_evaluation_generation_and_the_way_back(name: str) -> None:
     convert_linears(model)
     assert isinstance(experts, base)
     assert type(experts) is not base
+    another = tiny(name)
+    convert_linears(another)
+    assert isinstance(another.model.layers[1].mlp.experts, type(experts))
     prompt = tokens_of(0)[:, :8]
     with torch.no_grad():
         assert torch.allclose(model(input_ids=prompt).logits, plain(input_ids=prompt).logits, rtol=1e-4, atol=1e-5)

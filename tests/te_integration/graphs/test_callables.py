@@ -1,5 +1,6 @@
 """What programs do with graphed callables beside running an order: each as with the layers themselves."""
 
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import pytest
@@ -95,6 +96,21 @@ def test_a_callable_in_the_place_of_its_layer_keeps_the_keys_of_the_state_dict()
         net.load_state_dict({**other.state_dict(), "first.more": torch.ones(1)})
     with pytest.raises(RuntimeError, match="Missing key"):
         net.load_state_dict({key: tensor for key, tensor in other.state_dict().items() if key != "first.fc1_bias"})
+    assert ddp.is_clear
+
+
+def test_keys_of_a_callable_may_repeat_its_name():
+    net, other = Net(True, True), Net(True, True)
+    inside = net.first
+    net.first = nn.Sequential(OrderedDict(first=inside))
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(1)
+    state = {f"first.{key}" if key.startswith("first.") else key: value for key, value in other.state_dict().items()}
+    ddp = DistributedDataParallel(net)
+    net.first, net.second = make_graphed_callables([net.first, net.second], samples(2))
+    net.load_state_dict(state)
+    assert all(torch.equal(net.state_dict()[key], value) for key, value in state.items())
     assert ddp.is_clear
 
 

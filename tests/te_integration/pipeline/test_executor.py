@@ -253,6 +253,15 @@ def test_inputs_that_want_a_gradient_get_it():
     assert scale.grad is not None
 
 
+def test_a_loss_may_have_dims_of_size_one():
+    chunks, plain = (make_chunks(stand_in, [[delay]]) for delay in (True, False))
+    ScheduleExecutor(parse_order([1, -1]), list(chunks)).run(
+        batches(1), lambda y, microbatch: loss_of(y, microbatch).view(1, 1)
+    )
+    plain_losses(plain, batches(1))
+    assert all(torch.equal(gradients(chunks)[name], gradient) for name, gradient in gradients(plain).items())
+
+
 def test_several_tensors_and_integers_pass_between_chunks():
     class First(nn.Module):
         def __init__(self):
