@@ -39,7 +39,9 @@ def draw_loss(runs: Sequence[RunFolder], title: str = "", size: tuple[float, flo
         look = {"marker": "o", "markersize": 4.5, "linestyle": (0, (1, 1.5)), "label": f"{name}validation"}
         _line(axes, index if name else 1, validations, **look)
         if validations and validations[-1][1] is not None:
-            axes.annotate(f"{validations[-1][1]:.4g}", validations[-1], (7, 0), textcoords="offset points", va="center")
+            axes.annotate(
+                f"{validations[-1][1]:.4g}", validations[-1], (7, 0), textcoords="offset points", va="center", color=INK
+            )
     units = " or ".join(dict.fromkeys(run.unit for run in runs))
     if not _finish(axes, f"nats per {units}"):
         return None
