@@ -164,7 +164,7 @@ def test_a_report_replaces_links_and_not_what_they_link_to(tmp_path: Path) -> No
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(tmp_path / f"mine-{name}")
     assert main(["report", str(run)]) == 0
-    assert [(tmp_path / f"mine-{name}").read_bytes() for name in names] == [b"mine"] * 3
+    assert [(tmp_path / f"mine-{name}").read_bytes() for name in names] == [b"mine"] * len(names)
     assert not (run / "report.html").is_symlink() and "<html" in (run / "report.html").read_text()
     assert not list(run.glob(".*")), "nothing is left beside"
 
