@@ -208,8 +208,7 @@ class Report:
         if rest or not (self.runs or self.compare):
             raise ConfigError(f"report takes folders of runs, or --compare BASE RUN; got {' '.join(rest) or 'neither'}")
         from .report.compare import compare_runs
-        from .report.page.page import write_page
-        from .report.report import print_report
+        from .report.page import print_report, write_page
 
         if self.runs:
             folder = self.runs[0] if len(self.runs) == 1 else self.out_dir
@@ -394,7 +393,7 @@ def _finish(out_dir: Path, *, is_main: bool, interrupted: bool) -> int:
     if interrupted:
         return EXIT_INTERRUPTED
     if is_main:
-        from .report.report import print_report
+        from .report.page import print_report
 
         print_report(out_dir)
     return 0

@@ -1,6 +1,11 @@
-"""The common style of all pictures: colours, a title to the left, no frame."""
+"""The common style of all pictures: colours, a title to the left, no frame; as files, or as SVG within a page."""
 
+import html
+import io
+import re
+import warnings
 from pathlib import Path
+from typing import IO, Any
 
 import matplotlib
 
@@ -26,6 +31,7 @@ __all__ = [
     "dress",
     "plt",
     "save",
+    "svg",
 ]
 
 INK = "#22303c"
@@ -51,6 +57,24 @@ def dress(axes: Axes, title: str) -> None:
 def save(figure: Figure, path: Path) -> Path:
     """Write ``figure`` to ``path``, close it, and return ``path``."""
     with replacing(path, "wb") as file:
-        figure.savefig(file, format=path.suffix.removeprefix("."))
+        _render(figure, file, path.suffix.removeprefix("."))
     plt.close(figure)
     return path
+
+
+def svg(figure: Figure, label: str) -> str:
+    """``figure`` as an element of a page, whose text colour it takes; ``label`` is what a screen reader says."""
+    file = io.StringIO()
+    _render(figure, file, "svg", transparent=True)
+    text = file.getvalue()
+    text = re.sub(
+        r' xmlns(:xlink)?="[^"]*"|<metadata>.*?</metadata>| id="[a-z]+[a-z0-9]*_[0-9_]+"', "", text, flags=re.S
+    )
+    text = text[text.index("<svg") :].replace(INK, "currentColor").replace("xlink:href", "href")
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+
+
+def _render(figure: Figure, file: IO[Any], form: str, **options: Any) -> None:
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False}):
+        warnings.simplefilter("ignore")  # a name in a script that the font lacks is shown by the browser
+        figure.savefig(file, format=form, **options)

@@ -27,7 +27,9 @@ from .runtime import Runtime, versions
 from .watching.trackers import Tracker
 from .wrapping import Wrapped
 
-__all__ = ["MetricsWriter", "observed_facts", "read_metrics", "timeline_record"]
+__all__ = ["MetricsWriter", "numbered_records", "observed_facts", "read_metrics", "timeline_record"]
+
+_CUT_OFF = "the file ends within this line"
 
 
 class MetricsWriter:
@@ -83,19 +85,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises ``ValueError`` for any other line that is not a record.
     """
+    records, faults = numbered_records(path)
+    for number, fault in faults.items():
+        if fault != _CUT_OFF:
+            raise ValueError(f"'{path}', line {number}: no record ({fault}); mend the line or remove it")
+    return list(records.values())
+
+
+def numbered_records(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    """The records of a file by the number of their line; and why each other line is no record."""
     lines = path.read_bytes().split(b"\n")
-    records = []
+    records, faults = {}, {}
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if not isinstance(record, dict) or "kind" not in record:
+            if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
                 raise ValueError("it has no kind")
-        except ValueError as error:
-            if number == len(lines):  # nothing, where the file is whole
-                break
-            raise ValueError(f"'{path}', line {number}: no record ({error}); mend the line or remove it") from None
-        records.append(record)
-    return records
+            records[number] = record
+        except (RecursionError, ValueError) as error:
+            faults[number] = _CUT_OFF if number == len(lines) else str(error)
+    if not lines[-1]:  # the file ends with a whole line
+        del faults[len(lines)]
+    return records, faults
 
 
 def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:
@@ -125,7 +136,7 @@ def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> di
 
 
 def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
-    """Spans of one step and of the forward after it, in seconds, as ``report/report.py`` reads them."""
+    """Spans of one step and of the forward after it, in seconds, as ``report/overlap.py`` reads them."""
     return {
         "step": step,
         "forwards": [span._asdict() for span in timeline.forwards],

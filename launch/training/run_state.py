@@ -5,6 +5,9 @@ learning rate schedule and configuration. Data and dropout need no state: seed a
 """
 
 import json
+import shlex
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,12 +63,27 @@ _SECTIONS_MAY_DIFFER = ("ddp.", "fsdp.", "checkpoint.", "logging.", "profile.")
 
 
 def write_resolved(config: Config, world_size: int) -> None:
-    """Write ``resolved_config.json`` into the run's folder: all values, and the versions of the software."""
+    """Write ``resolved_config.json`` into the run's folder: all values, versions, the command, the commit."""
     out_dir = Path(config.train.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    resolved = {"config": config_to_dict(config), "versions": versions(), "world_size": world_size}
+    resolved = {
+        "config": config_to_dict(config),
+        "versions": versions(),
+        "world_size": world_size,
+        "command": shlex.join(sys.orig_argv),
+        "git_commit": _git_commit(),
+    }
     with replacing(out_dir / "resolved_config.json") as file:
         file.write(json.dumps(resolved, indent=2) + "\n")
+
+
+def _git_commit() -> str | None:
+    """Commit of the working directory's repository, with ``-dirty`` after changes; None without git or repository."""
+    command = ["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _checkpoint_path(out_dir: Path, step: int) -> Path:

@@ -43,6 +43,7 @@ def test_train_alone(tmp_path: Path):
         "resolved_config.json",
         "loss.png",
         "overlap.png",
+        "overlap.json",
     }
     assert json.loads((tmp_path / "run" / "resolved_config.json").read_text())["config"]["train"]["steps"] == 4
 

@@ -1,11 +1,11 @@
 """Reads the page of `maingrad report` back, as a program would that wants its numbers."""
 
-import json
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 __all__ = ["ReadPage"]
+
+VOID = ("meta", "path", "rect", "circle", "use", "br")
 
 
 class ReadPage(HTMLParser):
@@ -13,7 +13,7 @@ class ReadPage(HTMLParser):
 
     figures   value by key and run
     buckets   attributes of each bucket's row, in the order of the page
-    charts    what the pointer reads, by key
+    values    tables of what the curves show: texts by run, column and step
     states    how each run ended, by run
     tables    texts of the cells by id of the table and key of the row; "other" holds whether each cell is marked
     text      all text outside of scripts and styles
@@ -23,27 +23,38 @@ class ReadPage(HTMLParser):
         super().__init__()
         self.figures: dict[tuple[str, str], str | None] = {}
         self.buckets: list[dict[str, str]] = []
-        self.charts: dict[str, dict[str, Any]] = {}
+        self.values: dict[str, dict[str, dict[int, str]]] = {}
+        self.charts: list[str] = []
         self.states: dict[str, str] = {}
         self.tables: dict[str, dict[str, list[str]]] = {}
         self.other: dict[tuple[str, str], list[bool]] = {}
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.text = ""
         self._inside: list[str] = []
-        self._chart = self._state = self._table = self._row = ""
+        self._state = self._table = self._row = ""
+        self._run, self._columns, self._step, self._at = "", [""], -1, 0
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = {name: value or "" for name, value in attrs}
         self.tags.append((tag, found))
-        if tag not in ("meta", "path", "rect", "circle"):
+        if tag not in VOID:
             self._inside.append(tag)
+        if found.get("class") == "values":
+            self._run, self._columns = found["data-run"], []
+        if tag == "table" and found.get("class") != "values":
+            self._run = ""
+        if tag == "tr":
+            self._step, self._at = int(found.get("data-step", -1)), 0
+        if self._run and tag == "td":
+            self._at += 1
         if "data-figure" in found:
             self.figures[found["data-figure"], found["data-run"]] = found.get("data-value")
         if "data-bucket" in found:
             self.buckets.append(found)
-        self._chart = found.get("data-chart", self._chart)
+        if found.get("class", "").startswith("chart "):
+            self.charts.append(found["class"].split()[1])
         self._state = found.get("data-state", "") if tag == "span" else self._state
         if tag == "table":
             self._table = found.get("id", "")
@@ -54,15 +65,17 @@ class ReadPage(HTMLParser):
             self.other.setdefault((self._table, self._row), []).append("other" in found.get("class", ""))
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in ("path", "rect", "circle"):
+        if tag not in VOID:
             assert self._inside.pop() == tag, f"</{tag}> closes nothing"
 
     def handle_data(self, data: str) -> None:
         inside = self._inside[-1] if self._inside else ""
-        if inside == "script":
-            if data.lstrip().startswith("{"):
-                self.charts[self._chart] = json.loads(data)
-        elif inside != "style":
+        if self._run and inside == "th" and self._step < 0:
+            self._columns.append(data)
+            self.values.setdefault(self._run, {})[data] = {}
+        if self._run and inside == "td" and self._step >= 0:
+            self.values[self._run][self._columns[self._at]][self._step] = data
+        if inside != "style":
             self.text += data
         if inside == "span" and self._state:
             self.states[self._state] = data
@@ -75,7 +88,6 @@ class ReadPage(HTMLParser):
         assert value is not None, f"{run} has no {key}"
         return float(value)
 
-    def curve(self, chart: str, label: str) -> list[tuple[int, float | None]]:
-        """Points of a curve."""
-        (points,) = (one["points"] for one in self.charts[chart]["series"] if one["label"] == label)
-        return [(step, value) for step, value in points]
+    def column(self, name: str, run: str) -> dict[int, str]:
+        """What a curve shows, by step."""
+        return self.values[run][name]

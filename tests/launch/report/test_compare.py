@@ -76,11 +76,26 @@ def test_a_run_that_stopped_early_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--compare", str(tmp_path), str(tmp_path)]) == 2
-    assert "resolved_config.json" in capsys.readouterr().err
+    assert "is given twice" in capsys.readouterr().err
+    (tmp_path / "a").mkdir()
+    assert main(["report", "--compare", str(tmp_path), str(tmp_path / "a")]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
     assert main(["report"]) == 2
     assert "--compare BASE RUN" in capsys.readouterr().err
+
+
+def test_a_validation_that_is_no_number_is_named(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "first"), run(tmp_path, "second")
+    records = read_metrics(second / "metrics.jsonl")
+    for record in records:
+        if record["kind"] == "validation":
+            record["loss"] = None
+    (second / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = compare_runs(first, second, tmp_path / "docs", "pair")
+    assert "# second ends in no number" in table
+    assert "| no number | no number |" in table
 
 
 @pytest.mark.slow
@@ -89,5 +104,5 @@ def test_pictures_are_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert main(["report", str(out_dir)]) == 0
     out = capsys.readouterr().out
-    files = ("report.html", "loss.png", "overlap.png")
+    files = ("report.html", "loss.png", "overlap.png", "overlap.json")
     assert out.split() == [str(out_dir / name) for name in files], "one rank sends nothing"

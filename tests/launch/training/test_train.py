@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,9 @@ def test_step_records_and_resolved_config(tmp_path: Path):
     resolved = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
     assert structure(resolved["config"]) == config
     assert set(resolved["versions"]) >= {"maingrad", "python", "torch", "triton", "platform"}
+    assert "python" in resolved["command"]
+    commit = resolved["git_commit"]  # None where the tests lie in no repository
+    assert commit is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", commit)
     (final,) = records(config, "final")
     assert final["nats_below_bigram"] == final["bigram_loss"] - final["validation_loss"]
     assert final["validation_loss"] == result.validation_loss
