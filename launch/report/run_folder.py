@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...ddp.checkpoint.files.small_file import open_small_file
 from ..config.file import flat, structure_of_run
 from ..config.run import Config, ConfigError
 from ..training.metrics import numbered_records
@@ -25,6 +26,7 @@ Point = tuple[int, float | None]
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What impossible values of a configuration may raise. ``RecursionError`` and ``ConfigError`` are among them."""
+_MOST_BYTES = 2**24
 _COUNTS = {"step", "world_size", "num_parameters"}
 _NUMBERS = {
     *("loss", "lr", "grad_norm", "tokens_per_second", "seconds_per_step", "elapsed", "load_balancing_loss"),
@@ -138,6 +140,8 @@ def _read_run(folder: Path, label: str) -> RunFolder:
         raise ConfigError(f"'{folder}' is not the folder of a run: it has no metrics.jsonl") from None
     except OSError as error:
         raise ConfigError(str(error)) from None
+    except ValueError as error:
+        raise ConfigError(f"'{path}' cannot be read: {error}") from None
     faults: dict[str, dict[int, str]] = defaultdict(dict)
     faults["no record"] = no_records
     records: dict[str, list[Record]] = defaultdict(list)
@@ -166,7 +170,8 @@ def _read_resolved(path: Path, notes: list[str]) -> tuple[Record, dict[str, str]
     resolved: Record = {}
     settings: dict[str, str] = {}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        with open_small_file(path, _MOST_BYTES) as file:
+            document = json.load(file)
         if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
             raise ValueError("it has no configuration")
         settings = {key: v if isinstance(v, str) else json.dumps(v) for key, v in flat(document["config"]).items()}

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from ...ddp.checkpoint.files.small_file import open_small_file
 from ...ddp.collectives.timeline import BucketSpan, GatherSpan, Timeline
 from .runtime import Runtime, versions
 from .watching.trackers import Tracker
@@ -29,6 +30,7 @@ from .wrapping import Wrapped
 
 __all__ = ["MetricsWriter", "numbered_records", "observed_facts", "read_metrics", "timeline_record"]
 
+_MOST_BYTES = 2**30
 _CUT_OFF = "the file ends within this line"
 
 
@@ -93,8 +95,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def numbered_records(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-    """The records of a file by the number of their line; and why each other line is no record."""
-    lines = path.read_bytes().split(b"\n")
+    """The records of a file by the number of their line; and why each other line is no record.
+
+    Raises ``OSError``, and ``ValueError`` for what is no regular file or has more than a GiB.
+    """
+    with open_small_file(path, _MOST_BYTES) as file:
+        lines = file.read().split(b"\n")
     records, faults = {}, {}
     for number, line in enumerate(lines, start=1):
         try:

@@ -1,6 +1,7 @@
 """Damaged, missing and non-finite records: what is sound is drawn, and the rest is named with its file and line."""
 
 import json
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -199,7 +200,18 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
         "Is a directory",
     ),
+    "a pipe": (lambda run: instead(run / "metrics.jsonl", os.mkfifo), "cannot be read: it is no regular file"),
+    "a device": (lambda run: instead(run / "metrics.jsonl", endless), "cannot be read: it is no regular file"),
 }
+
+
+def instead(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
 
 
 @pytest.mark.parametrize("damage", REFUSED)
@@ -251,6 +263,10 @@ LACKING: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / "resolved_config.json").write_text('{"config": ' * 990 + "{}" + "}" * 990),
         "resolved_config.json",
     ),
+    "a pipe": (
+        lambda run: instead(run / "resolved_config.json", os.mkfifo),
+        "is missing or damaged (it is no regular file)",
+    ),
     "no configuration": (
         lambda run: (run / "resolved_config.json").write_text("{}"),
         "is missing or damaged (it has no configuration)",
@@ -260,7 +276,7 @@ LACKING: dict[str, tuple[Callable[[Path], object], str]] = {
         "of another version of maingrad (unknown key 'train.turbo'",
     ),
     "a giant": (
-        lambda run: edited(run, lambda document: document["config"]["model"].update(num_layers=10**9)),
+        lambda run: edited(run, lambda document: document["config"]["model"].update(num_layers=5_000)),
         "a model of so many modules is not counted",
     ),
     "a size of 10**400": (
