@@ -14,22 +14,19 @@ from functools import partial
 
 import torch
 from harness import (
-    Measurement,
     StepOptions,
     accumulate,
     in_rounds,
     log,
-    machine,
     next_token_loss,
     peak_gib,
     random_tokens,
     reset_peak,
     run_script,
-    table,
     the_device,
     time_steps,
-    write_table,
 )
+from tables import Measurement, machine, table, write_table
 
 from maingrad import DistributedDataParallel, DistributedOptimizer
 from maingrad.launch.config.run import ModelConfig

@@ -20,7 +20,13 @@ from shutil import rmtree
 
 import torch
 import torch.distributed as dist
-from harness import ConfigError, Measurement, Options, log, machine, run_script, table, write_table
+from harness import (
+    ConfigError,
+    Options,
+    log,
+    run_script,
+)
+from tables import Measurement, machine, table, write_table
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 import torch
 from contenders import (
-    LEARNING_RATE,
     Row,
     ours,
     refuse_copy_engines,
@@ -30,34 +29,32 @@ from contenders import (
     row_of,
     train,
 )
-from gpt import SETTINGS, AddmmLinear, Setting, make_model
+from floors import build_floor, build_peer_floor
+from gpt import SETTINGS, Setting, make_model
 from harness import (
     ConfigError,
     StepOptions,
-    accumulate,
     check_names,
-    grouped,
     log,
     measure_rows,
     next_token_loss,
-    number,
-    odd_losses,
     random_tokens,
-    read_csv,
     run_script,
-    table,
     versions,
-    with_kept,
-    write_table,
 )
 from peers import PEERS
 from ranks import Ranks, make_mesh
-from torch import nn
+from tables import (
+    grouped,
+    number,
+    odd_losses,
+    read_csv,
+    table,
+    with_kept,
+    write_table,
+)
 
 import maingrad
-from maingrad.ddp.contract.main_grad import absorb_grad, attach
-from maingrad.ddp.contract.record import GradRecord
-from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
 from maingrad.fsdp import MixedPrecisionPolicy
 from maingrad.launch.report.trace_digest import digest_trace, record_trace
 
@@ -108,84 +105,6 @@ class Case:
         return {"slowest_rank_ms": max(step_ms), "tokens_per_second": num_tokens / step_ms[0] * 1e3}
 
 
-# ---- Floors: the same work without a collective. ----
-
-
-def _build_floor(case, *, compiled=False, graphed=False):
-    """Our wrapper and modules in a world of one.
-
-    AdamW updates a rank's shard of each bucket; then the shard is rounded to bf16.
-    """
-    model = case.make(torch.bfloat16)
-    if compiled:
-        model.compile_loss()
-    options = {"mesh": maingrad.WORLD_OF_ONE, "overlap_grad_reduce": False}
-    ddp = maingrad.parallelize(model, "ddp", units=case.units(model), compile=compiled, **options)
-    shards = [bucket.grad_data[: bucket.grad_data.numel() // case.num_ranks] for bucket in ddp.buckets]
-    masters = [nn.Parameter(torch.zeros_like(shard)) for shard in shards]
-    rounded = [torch.empty_like(shard, dtype=torch.bfloat16) for shard in shards]  # in place of the parameters
-    for master, shard in zip(masters, shards, strict=True):
-        master.grad = shard
-    adamw = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True, capturable=graphed)
-    tokens = case.tokens()
-
-    def step():
-        ddp.zero_grad_buffer()
-        loss = accumulate(case.loss_of(ddp), tokens, not_last=ddp.no_sync)
-        ddp.finish_grad_sync()
-        adamw.step()
-        for master, place in zip(masters, rounded, strict=True):
-            place.copy_(master.detach())
-        return loss
-
-    return _replayed(step, case.device) if graphed else step
-
-
-def _replayed(step, device):
-    """The step as one graph: captured in its third call, and nothing but kernels afterwards."""
-    pool = GraphPool(device)
-    graph = CapturedGraph(pool)
-    losses = []  # of the eager calls, then of the capture
-
-    def run():
-        with pool.on_stream():
-            if len(losses) < 2:
-                losses.append(step())
-                return losses[-1]
-            if not graph.is_captured:
-                with graph.capture():
-                    losses.append(step())
-            graph.replay()
-        return losses[-1]
-
-    return run
-
-
-def _build_peer_floor(case):
-    """No wrapper: ``addmm`` into one accumulator for each parameter; AdamW on one tensor of a rank's share."""
-    model = case.make(torch.bfloat16, AddmmLinear.make)
-    totals = []
-    for name, parameter in model.named_parameters():
-        totals.append(torch.zeros(parameter.shape, device=case.device))
-        record = GradRecord(name, totals[-1], first_write_overwrites=False, shared=False)
-        attach(parameter, record)
-        parameter.register_post_accumulate_grad_hook(lambda weight, record=record: absorb_grad(weight, record))
-    share = sum(total.numel() for total in totals) // case.num_ranks
-    master = nn.Parameter(torch.zeros(share, device=case.device))
-    master.grad = torch.zeros(share, device=case.device)
-    adamw = torch.optim.AdamW([master], lr=LEARNING_RATE, fused=True)
-    tokens = case.tokens()
-
-    def step():
-        for total in totals:
-            total.zero_()
-        loss = accumulate(case.loss_of(model), tokens)
-        adamw.step()
-        return loss
-
-    return step
-
-
 def _build_fsdp_zero1(case):
     """``fully_shard`` with parameters and gradients whole: ``parallelize`` has the wrapper for that."""
     model = case.make(torch.float32)
@@ -219,12 +138,12 @@ def _sharded(label, form="zero3", **how):
 
 
 OURS: dict[str, Row] = {
-    FLOOR: _floor("our floor: no collectives", _build_floor),
-    PEER_FLOOR: _floor("peers' floor: no collectives", _build_peer_floor),
+    FLOOR: _floor("our floor: no collectives", build_floor),
+    PEER_FLOOR: _floor("peers' floor: no collectives", build_peer_floor),
     "zero1": _wrapped("ZeRO-1"),
     **{
         f"floor{name}_graphed": _floor(
-            f"our floor{label}, {_GRAPH}", _build_floor, compiled=bool(name), graphed=True, refuse=refuse_graphs
+            f"our floor{label}, {_GRAPH}", build_floor, compiled=bool(name), graphed=True, refuse=refuse_graphs
         )
         for name, label in (("", ""), ("_compiled", " under torch.compile"))
     },

@@ -20,19 +20,16 @@ import torch.distributed as dist
 from accumulation import DEFAULT, AccumulationBench
 from harness import (
     ConfigError,
-    Measurement,
     in_rounds,
     log,
-    machine,
     peak_gib,
     random_tokens,
     reset_peak,
     run_script,
-    table,
     the_device,
     time_steps,
-    write_table,
 )
+from tables import Measurement, machine, table, write_table
 from torch.profiler import ProfilerActivity, profile
 
 import maingrad

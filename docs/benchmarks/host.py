@@ -14,20 +14,16 @@ from functools import partial
 
 import torch
 from harness import (
-    Measurement,
     Options,
     log,
-    machine,
     run_script,
     synchronize,
-    table,
     the_device,
-    write_csv,
-    write_table,
 )
 from host_gathers import GATHER_COLUMNS, bench_gathers
 from host_hooks import HOOK_COLUMNS, bench_hooks
 from host_units import UNIT_COLUMNS, bench_units
+from tables import Measurement, machine, table, write_csv, write_table
 from torch import nn
 
 from maingrad import DistributedDataParallel, DistributedDataParallelConfig, Linear

@@ -13,7 +13,8 @@ import statistics
 
 import torch
 import torch.distributed as dist
-from harness import Measurement, host_seconds
+from harness import host_seconds
+from tables import Measurement
 from torch import nn
 
 from maingrad import simulate

@@ -21,9 +21,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from harness import Measurement, host_seconds, synchronize
+from harness import host_seconds, synchronize
 from peers import megatron_core_problem, wrap_by_megatron
 from ranks import AnyRankFailed, Ranks
+from tables import Measurement
 from torch import nn
 
 from maingrad import DistributedDataParallel, DistributedDataParallelConfig

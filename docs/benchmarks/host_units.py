@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from contenders import shard_by_fsdp2
-from harness import Measurement, host_seconds, synchronize
+from harness import host_seconds, synchronize
 from ranks import AnyRankFailed, Ranks
+from tables import Measurement
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -32,18 +32,20 @@ from contenders import (
 from harness import (
     StepOptions,
     check_names,
-    grouped,
     log,
     measure_rows,
+    run_script,
+    versions,
+)
+from ranks import Ranks
+from tables import (
+    grouped,
     number,
     odd_losses,
-    run_script,
     table,
-    versions,
     with_kept,
     write_table,
 )
-from ranks import Ranks
 from torch.distributed.fsdp import FSDPModule
 
 from maingrad.te_integration.recipes import recipe_named

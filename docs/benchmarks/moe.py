@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from harness import (
-    Measurement,
     StepOptions,
     accumulate,
     in_rounds,
     log,
-    machine,
     mark,
     milliseconds,
     next_token_loss,
@@ -35,10 +33,9 @@ from harness import (
     reset_peak,
     run_script,
     synchronize,
-    table,
     the_device,
-    write_table,
 )
+from tables import Measurement, machine, table, write_table
 from torch import nn
 
 from maingrad import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer

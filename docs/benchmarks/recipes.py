@@ -22,17 +22,13 @@ from functools import partial
 import torch
 from harness import (
     ConfigError,
-    Measurement,
     Options,
     free_memory,
     log,
-    machine,
     run_script,
-    table,
     the_device,
-    write_csv,
-    write_table,
 )
+from tables import Measurement, machine, table, write_csv, write_table
 from torch.profiler import ProfilerActivity, profile
 
 from maingrad import DistributedDataParallel, GroupedLinear, Linear

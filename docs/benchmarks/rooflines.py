@@ -18,8 +18,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from harness import ConfigError, Measurement, Options, grouped, log, machine, run_script, table, the_device, write_table
+from harness import (
+    ConfigError,
+    Options,
+    log,
+    run_script,
+    the_device,
+)
 from rivals import DOES_LESS, OURS, POINTERS, STREAMING_OPS, make_case
+from tables import Measurement, grouped, machine, table, write_table
 
 from maingrad.launch.report.drawing import (
     BACKWARD,

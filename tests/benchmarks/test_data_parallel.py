@@ -25,9 +25,9 @@ from data_parallel import (
 )
 from gloo import run_ranks
 from gpt import SETTINGS, AddmmLinear, make_model, plain_linear
-from harness import Measurement, odd_losses, read_csv
 from ranks import Ranks, make_mesh
 from scripts_of_benchmarks import FOLDER, under_torchrun
+from tables import Measurement, odd_losses, read_csv
 from torch import nn
 from torch.nn import Linear
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import host
 import pytest
-from harness import Measurement
+from tables import Measurement
 
 
 def test_the_report_of_host_times_has_all_four_tables(tmp_path: Path) -> None:

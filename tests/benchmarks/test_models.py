@@ -10,10 +10,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture, Shape, decoder_layers
 from contenders import Row
-from harness import Measurement, odd_losses, read_csv
 from models import ROWS, Case, ModelsBench, bench_models, choose, peak_tflops, sections_of, write_report
 from ranks import Ranks
 from scripts_of_benchmarks import under_torchrun
+from tables import Measurement, odd_losses, read_csv
 from torch import nn
 
 TINY = ["--model", "tiny", "--backend", "aot_eager", "--num-steps", "2", "--num-rounds", "1", "--num-warmup-steps", "1"]

@@ -14,8 +14,8 @@ import host_units
 import moe
 import pytest
 import rooflines
-from harness import Measurement, grouped, read_csv, table, write_csv
 from scripts_of_benchmarks import FOLDER
+from tables import Measurement, grouped, read_csv, table, write_csv
 
 
 @pytest.mark.parametrize("stem", ["data_parallel", "data_parallel_compiled", "data_parallel_forms", "fsdp"])
