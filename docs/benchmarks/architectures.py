@@ -14,8 +14,6 @@ import torch
 from harness import ConfigError
 from torch import nn
 
-__all__ = ["ARCHITECTURES", "Architecture", "Shape", "architecture_named", "decoder_layers", "transformers_version"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:

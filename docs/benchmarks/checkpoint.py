@@ -20,12 +20,7 @@ from shutil import rmtree
 
 import torch
 import torch.distributed as dist
-from harness import (
-    ConfigError,
-    Options,
-    log,
-    run_script,
-)
+from harness import ConfigError, Options, log, run_script
 from tables import Measurement, machine, table, write_table
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -118,13 +113,7 @@ def _trained(bench, form):
     return model, optimizer
 
 
-def _measure(
-    name,
-    ours,
-    tensors,
-    bench,
-    place,
-):
+def _measure(name, ours, tensors, bench, place):
     calls = {
         "save": (lambda: save_checkpoint(place / "ours", *ours), lambda: save(tensors, checkpoint_id=place / "dcp")),
         "load": (lambda: load_checkpoint(place / "ours", *ours), lambda: load(tensors, checkpoint_id=place / "dcp")),

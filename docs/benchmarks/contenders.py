@@ -28,23 +28,6 @@ from maingrad import ddp, fsdp
 from maingrad.ddp.torch_internals.distributed import zero_cta_options
 from maingrad.te_integration import autocast
 
-__all__ = [
-    "KNOBS",
-    "LEARNING_RATE",
-    "PREFETCH",
-    "Row",
-    "fsdp2",
-    "ours",
-    "refuse_copy_engines",
-    "refuse_graphs",
-    "refuse_instances",
-    "refuse_symm_mem",
-    "row_of",
-    "shard_by_fsdp2",
-    "train",
-    "wrap",
-]
-
 LEARNING_RATE = 1e-4
 PREFETCH = 2
 """Units that tuned FSDP2 gathers ahead."""

@@ -20,15 +20,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from contenders import (
-    Row,
-    ours,
-    refuse_copy_engines,
-    refuse_graphs,
-    refuse_instances,
-    row_of,
-    train,
-)
+from contenders import Row, ours, refuse_copy_engines, refuse_graphs, refuse_instances, row_of, train
 from floors import build_floor, build_peer_floor
 from gpt import SETTINGS, Setting, make_model
 from harness import (
@@ -44,15 +36,7 @@ from harness import (
 )
 from peers import PEERS
 from ranks import Ranks, make_mesh
-from tables import (
-    grouped,
-    number,
-    odd_losses,
-    read_csv,
-    table,
-    with_kept,
-    write_table,
-)
+from tables import grouped, number, odd_losses, read_csv, table, with_kept, write_table
 
 import maingrad
 from maingrad.fsdp import MixedPrecisionPolicy

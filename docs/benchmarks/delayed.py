@@ -18,17 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from accumulation import DEFAULT, AccumulationBench
-from harness import (
-    ConfigError,
-    in_rounds,
-    log,
-    peak_gib,
-    random_tokens,
-    reset_peak,
-    run_script,
-    the_device,
-    time_steps,
-)
+from harness import ConfigError, in_rounds, log, peak_gib, random_tokens, reset_peak, run_script, the_device, time_steps
 from tables import Measurement, machine, table, write_table
 from torch.profiler import ProfilerActivity, profile
 

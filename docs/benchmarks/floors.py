@@ -11,8 +11,6 @@ from maingrad.ddp.contract.main_grad import absorb_grad, attach
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
 
-__all__ = ["build_floor", "build_peer_floor"]
-
 
 def build_floor(case, *, compiled=False, graphed=False):
     """Our wrapper and modules in a world of one.

@@ -12,16 +12,6 @@ from torch import nn
 from maingrad.ddp.contract.main_grad import accumulator_of, hand_over, open_for_write, record_of
 from maingrad.ddp.torch_internals import current_backward
 
-__all__ = [
-    "GPT",
-    "SETTINGS",
-    "AddmmLinear",
-    "Block",
-    "Setting",
-    "make_model",
-    "plain_linear",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:

@@ -27,32 +27,6 @@ from maingrad.launch.config.error import ConfigError
 from maingrad.launch.report.table import machine
 from maingrad.launch.training.runtime import peak_nbytes
 
-__all__ = [
-    "ConfigError",
-    "Options",
-    "StepOptions",
-    "accumulate",
-    "check_names",
-    "free_memory",
-    "host_seconds",
-    "in_rounds",
-    "log",
-    "mark",
-    "measure_rows",
-    "milliseconds",
-    "next_token_loss",
-    "peak_gib",
-    "random_tokens",
-    "reset_peak",
-    "run_script",
-    "stepping",
-    "synchronize",
-    "the_device",
-    "time_steps",
-    "versions",
-]
-
-
 # ---- The command line. ----
 
 

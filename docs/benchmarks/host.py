@@ -13,13 +13,7 @@ import time
 from functools import partial
 
 import torch
-from harness import (
-    Options,
-    log,
-    run_script,
-    synchronize,
-    the_device,
-)
+from harness import Options, log, run_script, synchronize, the_device
 from host_gathers import GATHER_COLUMNS, bench_gathers
 from host_hooks import HOOK_COLUMNS, bench_hooks
 from host_units import UNIT_COLUMNS, bench_units

@@ -22,8 +22,6 @@ from maingrad.ddp.collectives.failure_report import FailureReporter
 from maingrad.ddp.collectives.rank_grid import make_grids
 from maingrad.ddp.gathers.param_gather import ParamGather, guard_reads
 
-__all__ = ["GATHER_COLUMNS", "bench_gathers"]
-
 _WIDTH = 64
 
 

@@ -31,8 +31,6 @@ from maingrad import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.contract.main_grad import hand_over, has_main_grad, record_of
 from maingrad.ddp.contract.return_table import placeholder
 
-__all__ = ["HOOK_COLUMNS", "bench_hooks"]
-
 OURS, MEGATRON = "maingrad", "Megatron-core"
 
 
@@ -145,14 +143,7 @@ def _megatron_groups():
         parallel_state.destroy_model_parallel()
 
 
-def _measure(
-    wrappers,
-    parameters,
-    device,
-    num_params,
-    calls,
-    rounds,
-):
+def _measure(wrappers, parameters, device, num_params, calls, rounds):
     kind = _Plain if parameters == "plain" else _Fused
     contenders = {}
     for name, wrap in wrappers.items():

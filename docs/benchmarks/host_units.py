@@ -24,8 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 
-__all__ = ["UNIT_COLUMNS", "bench_units"]
-
 _SHAPE = (16, 16)
 
 
@@ -131,13 +129,7 @@ _WAYS = ("forward", "backward")
 _PARTS = tuple(f"{microbatch}_{way}" for microbatch in ("intermediate", "final") for way in _WAYS)
 
 
-def _measure(
-    contenders,
-    device,
-    num_units,
-    calls,
-    rounds,
-):
+def _measure(contenders, device, num_units, calls, rounds):
     chains = {name: wrap(_chain(num_units, device, torch.float32), device) for name, wrap in contenders.items()}
     chains = {"": _wrap_nothing(_chain(num_units, device, torch.bfloat16)), **chains}
     x = torch.ones(_SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)

@@ -18,34 +18,10 @@ from typing import NamedTuple
 
 import torch
 from architectures import ARCHITECTURES, Architecture, Shape, architecture_named, decoder_layers, transformers_version
-from contenders import (
-    KNOBS,
-    PREFETCH,
-    Row,
-    fsdp2,
-    ours,
-    refuse_copy_engines,
-    refuse_graphs,
-    refuse_symm_mem,
-    row_of,
-)
-from harness import (
-    StepOptions,
-    check_names,
-    log,
-    measure_rows,
-    run_script,
-    versions,
-)
+from contenders import KNOBS, PREFETCH, Row, fsdp2, ours, refuse_copy_engines, refuse_graphs, refuse_symm_mem, row_of
+from harness import StepOptions, check_names, log, measure_rows, run_script, versions
 from ranks import Ranks
-from tables import (
-    grouped,
-    number,
-    odd_losses,
-    table,
-    with_kept,
-    write_table,
-)
+from tables import grouped, number, odd_losses, table, with_kept, write_table
 from torch.distributed.fsdp import FSDPModule
 
 from maingrad.te_integration.recipes import recipe_named

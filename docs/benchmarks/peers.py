@@ -17,9 +17,6 @@ from harness import accumulate, stepping
 from ranks import make_mesh
 from torch import nn
 
-__all__ = ["PEERS", "megatron_core_problem", "wrap_by_megatron"]
-
-
 # ---- torch's DistributedDataParallel. ----
 
 

@@ -20,8 +20,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["AnyRankFailed", "Ranks", "make_mesh"]
-
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 1.0
 """Time before a rank is aborted: mostly all ranks fail for one reason, and each should report its own error."""

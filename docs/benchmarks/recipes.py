@@ -20,14 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from harness import (
-    ConfigError,
-    Options,
-    free_memory,
-    log,
-    run_script,
-    the_device,
-)
+from harness import ConfigError, Options, free_memory, log, run_script, the_device
 from tables import Measurement, machine, table, write_csv, write_table
 from torch.profiler import ProfilerActivity, profile
 

@@ -29,18 +29,6 @@ from maingrad.kernels.compat import private_name
 from maingrad.kernels.glu.reference import Glu, scaled_glu_backward_reference, scaled_glu_reference
 from maingrad.launch.tuning.problems import DENSE_OPS, GROUPED_OPS, error_of
 
-__all__ = [
-    "DENSE_OPS",
-    "DOES_LESS",
-    "OURS",
-    "POINTERS",
-    "STREAMING_OPS",
-    "Case",
-    "Contender",
-    "make_case",
-    "product_work",
-]
-
 STREAMING_OPS = ("scaled_glu", "scaled_glu_backward", "grouped_bias_grad", "permute_rows", "unpermute_rows")
 """Operations that memory bounds at any shape."""
 OURS, POINTERS = "ours", "ours, pointers"

@@ -18,29 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from harness import (
-    ConfigError,
-    Options,
-    log,
-    run_script,
-    the_device,
-)
+from harness import ConfigError, Options, log, run_script, the_device
 from rivals import DOES_LESS, OURS, POINTERS, STREAMING_OPS, make_case
 from tables import Measurement, grouped, machine, table, write_table
 
-from maingrad.launch.report.drawing import (
-    BACKWARD,
-    DRAIN,
-    EXPOSED,
-    HIDDEN,
-    INK,
-    QUIET,
-    READY,
-    TRAIN,
-    dress,
-    plt,
-    save,
-)
+from maingrad.launch.report.drawing import BACKWARD, DRAIN, EXPOSED, HIDDEN, INK, QUIET, READY, TRAIN, dress, plt, save
 from maingrad.launch.tuning.problems import (
     DENSE_OPS,
     GROUPED_OPS,
