@@ -81,9 +81,8 @@ def test_a_row_of_ours_and_one_of_torchs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_every_row_that_a_cpu_can_run(tmp_path: Path, num_microbatches: int) -> None:
     names = {name for name in ROWS if not any(gpus in name for gpus in ("copy_engines", "symm_mem", "graphed"))}
-    done = under_torchrun(
-        "models.py", "--out-dir", str(tmp_path), *TINY, "--num-microbatches", str(num_microbatches), "--rows", *names
-    )
+    options = ["--out-dir", str(tmp_path), *TINY, "--num-microbatches", str(num_microbatches), "--rows", *names]
+    done = under_torchrun("models.py", *options, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     check_rows(read_csv(tmp_path / "models.csv"), names, num_ranks=2)
 
