@@ -9,7 +9,7 @@
 #   make check      ruff, mypy --strict on the library, import direction, the site without warnings
 #   make docs       the site alone, in .build/site
 #   make test-gpu   the tests marked gpu
-#   make bench      the benchmarks
+#   make bench      one benchmark, of gradient accumulation; docs/benchmarks/README.md lists all
 #   make clean      remove everything that make made, but the runs
 #
 # VENV=none uses $(PYTHON) and what is installed there, and installs nothing.
@@ -89,7 +89,7 @@ faults: $(call installed,test)
 	$(PY) tests/faults/run.py --jobs $(WORKERS) $(ARGS)
 
 bench: $(call installed,launch)
-	$(PY) -m maingrad bench accumulation $(ARGS)
+	PYTHONSAFEPATH= $(PY) docs/benchmarks/accumulation.py $(ARGS)
 
 # Linters see the package through a link named maingrad: they derive module names from folders.
 check: $(call installed,dev) $(LINK)

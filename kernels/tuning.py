@@ -2,7 +2,7 @@
 
 Nothing is measured at run time. A lookup is a pure function of shapes, so runs are reproducible, and a CUDA graph
 capture needs no warm-up for it. An unmeasured shape gets the configuration of the nearest measured one. A GPU without
-a table gets the default of the kernel. ``maingrad bench tune`` measures and writes a table.
+a table gets the default of the kernel. ``maingrad tune`` measures and writes a table.
 """
 
 import csv
@@ -121,7 +121,7 @@ _added: list[TunedRow] = []
 
 
 def load_tuning_table(path: str | Path) -> None:
-    """Add a table that ``maingrad bench tune`` wrote. Its rows take precedence over shipped rows of the same problem.
+    """Add a table that ``maingrad tune`` wrote. Its rows take precedence over shipped rows of the same problem.
 
     Call it before the first product: earlier lookups are cached. Raises ``ValueError`` for an invalid table.
     """

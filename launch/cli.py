@@ -282,39 +282,24 @@ class Tokenize:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """measure on this machine
+class Tune:
+    """time every configuration of the kernels on this GPU, and write the table of the fastest"""
 
-    Sizes: --dim 1024 --num-layers 4 ...; --help after WHAT lists the options of WHAT.
-    """
-
-    what: Positional[
-        Literal[
-            "accumulation",
-            "checkpoint",
-            "data-parallel",
-            "delayed",
-            "host",
-            "kernels",
-            "models",
-            "moe",
-            "recipes",
-            "tune",
-        ]
-    ]
-    """accumulation: fused, hook and autograd accumulation. checkpoint: saving and loading, beside torch's (torchrun).
-    data-parallel: maingrad and others (torchrun, GPUs). delayed: reductions under delayed weight gradients
-    (torchrun, GPUs). host: host time of one layer. kernels: each kernel against its roofline and its rivals. models:
-    Hugging Face models by maingrad and FSDP2, eager and compiled (torchrun, GPUs). moe: a training step of a mixture of
-    experts. recipes: a linear layer in low precision, and the parts of its time (GPU). tune: configurations of the
-    kernels by shape (GPU)."""
-    out_dir: Path = Path("runs/bench")
-    """where the table goes"""
+    ops: tuple[str, ...] = ()
+    """operations such as grouped_linear; all by default. Those that begin with wgrad_ take shapes of one expert"""
+    shapes: tuple[str, ...] = ()
+    """as EXPERTSxROWSxNxK, such as 64x32768x2048x2048; one expert is a dense layer. By default those of the shipped
+    table"""
+    out_dir: Path = Path("runs/tune")
+    """where tuned.csv goes, which load_tuning_table reads, beside all timings and what cold starts cost"""
 
     def run(self, rest: list[str], stop: StopRequest) -> int:
-        from .bench.command import run_bench
+        if rest:
+            raise ConfigError(f"tune takes --ops, --shapes and --out-dir; got {' '.join(rest)}")
+        from .tuning.command import run_tune
 
-        return run_bench(self.what, self.out_dir, rest)
+        run_tune(self.ops, self.shapes, self.out_dir)
+        return 0
 
 
 @dataclass(frozen=True)
@@ -331,22 +316,18 @@ class _ConfigHelp:
 
 
 def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
-    """The command, and the arguments that are not the command's own: overrides, or a benchmark's sizes."""
+    """The command, and the arguments that are not the command's own: overrides."""
     asks_help = not _HELP.isdisjoint(arguments[2:])
     if asks_help and arguments[1].endswith(".toml"):
         return _ConfigHelp(Path(arguments[1])), []
-    if asks_help and arguments[0] == "bench" and arguments[1] != "host":  # `bench host` has no options of its own
-        arguments, rest = arguments[:2], ["--help"]
-    else:
-        rest = []
     parsed, unknown = tyro.cli(
-        Train | Plan | Simulate | Slurm | Verify | Report | Export | Tokenize | Bench,
+        Train | Plan | Simulate | Slurm | Verify | Report | Export | Tokenize | Tune,
         args=arguments,
         prog="maingrad",
         description="Train, plan, simulate and verify main_grad runs.",
         return_unknown_args=True,
     )
-    return parsed, [*unknown, *rest]
+    return parsed, list(unknown)
 
 
 def _run(command: _Command, rest: list[str], stop: StopRequest) -> int:

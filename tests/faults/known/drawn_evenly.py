@@ -227,15 +227,15 @@ FAULTS = [
         ],
     ),
     Fault(
-        "52z-a-table-of-the-report-is-not-written",
-        sentence="The host times of sharded units are not in a file of their own.",
-        tests=["tests/launch/bench/test_accumulation.py::test_the_report_of_host_times_has_all_four_tables"],
+        "52z-a-stopped-tuning-leaves-nothing",
+        sentence="Tables are written after the last shape alone: a stopped run of `maingrad tune` leaves no table.",
+        tests=["tests/launch/tuning/test_command.py::test_a_run_that_is_stopped_leaves_what_it_measured"],
         changes=[
             Change(
-                "maingrad.launch.bench.host.layers",
-                "write_host_report",
+                "maingrad.launch.tuning.tune",
+                "tune",
                 """
-                write_csv(folder, "host_units", units)
+                write_tuning(timings, device, folder)
                 """,
                 "",
             ),

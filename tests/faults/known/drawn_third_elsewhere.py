@@ -69,4 +69,17 @@ FAULTS = [
             )
         ],
     ),
+    Fault(
+        "33p-constants-are-taken-for-draws",
+        sentence="nn.init.constant_ over a sharded parameter is refused, though every shard gets the same value.",
+        tests=["tests/fsdp/unit/test_frontiers.py::test_shards_take_constants"],
+        changes=[
+            Change(
+                "maingrad.fsdp.tensors.parameter",
+                "reads_no_values",
+                "inits = [nn.init.normal_, nn.init.uniform_, nn.init.constant_]",
+                "inits = [nn.init.normal_, nn.init.uniform_]",
+            )
+        ],
+    ),
 ]

@@ -1,0 +1,247 @@
+"""The models of ``models.py``, built from their configs with random weights, and the arithmetic of one token.
+
+Nothing is downloaded. Configs are those of the published checkpoints; some have fewer layers, so that one GPU holds the
+model with its optimizer.
+"""
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from harness import ConfigError
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One microbatch of one rank."""
+
+    batch: int
+    length: int
+    """Tokens of a sequence."""
+
+    @classmethod
+    def parse(cls, text):
+        """From "4x4096", batch x tokens. Raises ``ConfigError`` for other texts."""
+        batch, _, length = text.partition("x")
+        if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length) > 1):
+            raise ConfigError(f"shape '{text}' is not like 4x4096: sequences of a microbatch, tokens of a sequence")
+        return cls(int(batch), int(length))
+
+    def __str__(self):
+        return f"{self.batch}x{self.length}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """One model by its config."""
+
+    name: str
+    about: str
+    config_class: str
+    """Name of a class in ``transformers``."""
+    sizes: Mapping[str, Any]
+    """Arguments of the class."""
+    shapes: tuple[str, ...] = ("4x4096", "2x1024")
+    """Shapes that are measured if none are asked for."""
+
+    def with_layers(self, count):
+        """The same with ``count`` decoder layers, under a name that says so."""
+        sizes = {**self.sizes, "n_layer" if "n_layer" in self.sizes else "num_hidden_layers": count}
+        return replace(self, name=f"{self.name}, {count} layers", about=f"{self.name}, {count} layers", sizes=sizes)
+
+    def make(self, dtype, device):
+        """The model in training mode. Weights are the same on every call and rank: drawn in fp32, rounded to ``dtype``.
+
+        Buffers stay in fp32: a model in bf16 keeps the frequencies of rotary positions in fp32.
+        """
+        transformers = _transformers()
+        config = getattr(transformers, self.config_class)(**self.sizes, use_cache=False)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=_sdpa_without_mask(transformers), dtype=torch.float32
+            )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return model.train()
+
+    def tokens(self, shape, num_microbatches, rank, device):
+        """[M, B, T] int64, the same for every row and step, different on each rank."""
+        generator = torch.Generator(device=device).manual_seed(rank)
+        size = (num_microbatches, shape.batch, shape.length)
+        return torch.randint(0, self.sizes["vocab_size"], size, device=device, generator=generator)
+
+    def count(self):
+        """Elements of all parameters, and elements that one token is multiplied with.
+
+        The second number leaves out lookups (embeddings) and vectors, and counts the chosen experts alone.
+        """
+        model = self.make(torch.float32, torch.device("meta"))
+        head = model.get_output_embeddings().weight
+        lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        total, multiplied = 0, head.numel()
+        for parameter in model.parameters():
+            total += parameter.numel()
+            if parameter.dim() == 3:  # packed experts
+                multiplied += parameter.numel() * model.config.num_experts_per_tok // model.config.num_experts
+            elif parameter.dim() == 2 and parameter is not head and id(parameter) not in lookups:
+                multiplied += parameter.numel()
+        return total, multiplied
+
+    def flops_per_token(self, length):
+        """FLOPs of forward and backward for one token: 6 for each element it is multiplied with, and attention's.
+
+        Attention is counted as the causal half: 6 x layers x heads x head width x length (PaLM, Chowdhery et al., 2022,
+        appendix B, counts the whole square: 12). Recomputation does not count.
+        """
+        _, multiplied = self.count()
+        config = getattr(_transformers(), self.config_class)(**self.sizes)
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        attention = 6.0 * config.num_hidden_layers * width * length
+        return 6.0 * multiplied + attention
+
+
+def architecture_named(name):
+    """The inverse of ``Architecture.name``: "llama-1b", or "llama-1b, 4 layers"."""
+    base, _, layers = name.partition(", ")
+    architecture = ARCHITECTURES[base]
+    return architecture.with_layers(int(layers.partition(" ")[0])) if layers else architecture
+
+
+def decoder_layers(model):
+    """The decoder layers, in the order of the forward."""
+    config = model.config
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
+            return list(module)
+    raise ValueError(f"{type(model).__name__} has no ModuleList of {config.num_hidden_layers} layers")
+
+
+def transformers_version():
+    """Like "transformers 5.17.0". Raises ``ConfigError`` if transformers is not installed."""
+    return f"transformers {_transformers().__version__}"
+
+
+def _sdpa_without_mask(transformers):
+    """``scaled_dot_product_attention`` with ``is_causal``, under a name for which transformers makes no mask.
+
+    Under "sdpa" each forward asks on the host whether sequences are packed. In a CUDA graph's capture it does not ask:
+    it makes a mask, and attention takes another and slower kernel.
+    """
+    name = "maingrad_sdpa"
+    sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
+    transformers.AttentionInterface.register(name, sdpa.sdpa_attention_forward)
+    return name
+
+
+def _transformers():
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(f"models.py builds models of transformers ({error}): pip install transformers") from None
+
+
+_LLAMA_3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+_QWEN_3 = {"vocab_size": 151936, "max_position_embeddings": 32768, "head_dim": 128}
+
+ARCHITECTURES = {
+    each.name: each
+    for each in (
+        Architecture(
+            name="llama-1b",
+            about="Llama-3.2-1B",
+            config_class="LlamaConfig",
+            sizes=_LLAMA_3
+            | {
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 16,
+                "tie_word_embeddings": True,
+            },
+        ),
+        Architecture(
+            name="llama-8b",
+            about="Llama-3-8B with 8 of its 32 layers",
+            config_class="LlamaConfig",
+            sizes=_LLAMA_3
+            | {
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 8,
+                "tie_word_embeddings": False,
+            },
+            shapes=("2x4096", "1x4096"),
+        ),
+        Architecture(
+            name="qwen3-1.7b",
+            about="Qwen3-1.7B with 16 of its 28 layers",
+            config_class="Qwen3Config",
+            sizes=_QWEN_3
+            | {
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "tie_word_embeddings": True,
+            },
+        ),
+        Architecture(
+            name="qwen3-30b-a3b",
+            about="Qwen3-30B-A3B with 4 of its 48 layers: 128 experts, 8 for each token",
+            config_class="Qwen3MoeConfig",
+            sizes=_QWEN_3
+            | {
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": True,
+                "tie_word_embeddings": False,
+            },
+            shapes=("4x4096",),
+        ),
+        Architecture(
+            name="gpt2-large",
+            about="GPT-2 large with 4,096 positions and without dropout: biases, LayerNorm, Conv1D",
+            config_class="GPT2Config",
+            sizes={
+                "vocab_size": 50257,
+                "n_positions": 4096,
+                "n_embd": 1280,
+                "n_layer": 36,
+                "n_head": 20,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+            },
+            shapes=("4x2048", "2x1024"),
+        ),
+        # Not for measurements: small enough to run everything on a CPU.
+        Architecture(
+            name="tiny",
+            about="Llama's form, very small",
+            config_class="LlamaConfig",
+            sizes={
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 96,
+                "tie_word_embeddings": True,
+            },
+            shapes=("2x16",),
+        ),
+    )
+}

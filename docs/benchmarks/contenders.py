@@ -1,0 +1,199 @@
+"""How a contender is described: a row's name and label, and what builds its training step for a case.
+
+A case is a model to train: sizes, this rank's tokens, the ranks and the device. ``data_parallel.py`` and ``models.py``
+have a class each, with these members:
+
+    name, rank, num_ranks, device, tokens()
+    make(dtype)                the whole model, with the same weights for every row and rank
+    units(model, split_ends)   the modules that are compiled, and that sharded wrappers make units of
+    loss_of(model)             a function of one microbatch of tokens
+    compiling, compile_loss()  arguments of ``torch.compile``; compiles a model's loss
+    ours                       options of the command line for all our rows; sharded units use ``bucket_size`` alone
+    about(name, row), rates()  columns of the table: what was measured, and what follows from the ranks' times
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from harness import accumulate, stepping
+from ranks import make_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import maingrad
+from maingrad import ddp, fsdp
+from maingrad.ddp.torch_internals.distributed import zero_cta_options
+from maingrad.te_integration import autocast
+
+LEARNING_RATE = 1e-4
+PREFETCH = 2
+"""Units that tuned FSDP2 gathers ahead."""
+KNOBS = {"set_separate_reduce_scatter_group": True, "set_reduce_scatter_max_input_buffers": 2}
+"""Methods of FSDP2's modules that let reductions and gathers overlap, with their argument. torch 2.11 has none yet."""
+
+
+def reset_compiler():
+    """Drop compiled graphs and CUDA graphs, which hold the model that they were made for."""
+    torch._dynamo.reset()
+
+
+class Row(NamedTuple):
+    """One contender."""
+
+    label: str
+    build: Callable[[Any], Any]
+    """Makes, for a case, the training step, which returns the last microbatch's loss, detached."""
+    options: str = ""
+    """How the contender is set up, for the table."""
+    compiled: bool = False
+    with_groups: bool = True
+    """Whether the row's ranks communicate; otherwise each rank is a world of one."""
+    trains: bool = True
+    """Whether the row trains the model, so that its loss falls as the other rows'."""
+    refuse: Callable[[Any], str | None] = lambda _: None
+    """Why the row cannot be measured for a case; None if it can."""
+    close: Callable[[], None] = reset_compiler
+    """Frees what the row left in the process. Called before the row's process groups end, also if the row failed."""
+
+
+def row_of(label, build, *, refuse=lambda _: None, options="", **how):
+    """A row whose ``build`` takes ``how``."""
+    return Row(label, partial(build, **how), options, compiled=how.get("compiled", False), refuse=refuse)
+
+
+# ---- Ours. ----
+
+
+def wrap(case, form, *, fused=True, compiled=False, split_ends=False, num_instances=1, **options):
+    """The case's model by ``parallelize(model, form, **options)``.
+
+    fused          weight gradients by our layers; otherwise by ``nn.Linear``
+    split_ends     the embedding and the head are units of their own: neither is whole while the other is used
+    num_instances  of "hsdp"
+    """
+    sharded = form not in ("ddp", "zero1")
+    model = case.make(torch.float32 if sharded else torch.bfloat16)
+    if sharded:
+        outer = {} if num_instances == 1 else {"outer": num_instances}
+        options["mesh"] = make_mesh(case.device, {**outer, "inner": case.num_ranks // num_instances})
+        options |= {"param_dtype": torch.bfloat16, "bucket_size": case.ours.get("bucket_size")}
+    else:
+        options |= case.ours
+    if compiled:
+        case.compile_loss(model)
+    units = case.units(model, split_ends)
+    return maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and case.compiling, **options)
+
+
+def train(case, model, *, graphed=False, recipe=None):
+    """A step of our wrapped ``model``: ``make_optimizer`` and the README's loop. ``graphed``: as one CUDA graph."""
+    optimizer = maingrad.make_optimizer(model, lr=LEARNING_RATE)
+
+    def accumulated(tokens):
+        with nullcontext() if recipe is None else autocast(recipe=recipe):
+            return accumulate(case.loss_of(model), tokens, not_last=model.no_sync)
+
+    step = stepping(accumulated, optimizer)
+    if graphed:
+        step = (fsdp if isinstance(model, fsdp.FSDPModule) else ddp).GraphedTrainingStep(step, model, optimizer)
+    return partial(step, case.tokens())
+
+
+def ours(case, form, *, graphed=False, recipe=None, **how):
+    """A step of maingrad; ``how`` the model is wrapped: see ``wrap``."""
+    return train(case, wrap(case, form, **how), graphed=graphed, recipe=recipe)
+
+
+def refuse_copy_engines(case):
+    """Why gathers cannot run on copy engines; None if they can."""
+    if case.device.type == "cuda" and zero_cta_options() is not None:
+        return None
+    return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
+
+
+def refuse_instances(case):
+    """Why the ranks cannot form two instances; None if they can."""
+    if case.num_ranks >= 4 and case.num_ranks % 2 == 0:
+        return None
+    return "two instances of two or more ranks each need 4 ranks, or a larger even number"
+
+
+def refuse_graphs(case):
+    """Why a step cannot be a CUDA graph; None if it can."""
+    return None if case.device.type == "cuda" else "CUDA graphs need CUDA devices"
+
+
+# ---- FSDP2. ----
+
+
+def shard_by_fsdp2(model, units, mesh, *, reshard, reshard_root=True):
+    """Make units of FSDP2: fp32 parameters, computation in bf16, gradients reduced in fp32, once a step.
+
+    reshard       ZeRO-3; otherwise ZeRO-2: parameters stay gathered until the last microbatch's backward has used them
+    reshard_root  FSDP2's argument for the root under ZeRO-3; None is FSDP2's default: gathered from forward to backward
+
+    Returns the model, and what is called before each microbatch; its argument says whether the microbatch is the last.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_root if reshard else False)
+
+    def before(is_last):
+        root.set_requires_gradient_sync(is_last)
+        if not reshard:
+            root.set_reshard_after_backward(is_last)
+
+    return root, before
+
+
+def fsdp2(case, *, reshard, split_ends=False, compiled=False, tuned=False, symm_mem=False):
+    """A step of FSDP2.
+
+    reshard   ZeRO-3; otherwise ZeRO-2
+    tuned     prefetch and ``KNOBS``, and FSDP2's own default for the root
+    symm_mem  communicate from symmetric memory, gathers on copy engines
+    """
+    model = case.make(torch.float32)
+    units = case.units(model, split_ends)
+    if compiled:
+        case.compile_loss(model)
+        for unit in case.units(model):
+            unit.compile(**case.compiling)
+    mesh = _copy_engine_mesh(case) if symm_mem else init_device_mesh(case.device.type, (case.num_ranks,))
+    root, before = shard_by_fsdp2(model, units, mesh, reshard=reshard, reshard_root=None if tuned else True)
+    if tuned:
+        _set_knobs(root, units, symm_mem)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return stepping(partial(accumulate, case.loss_of(root), case.tokens(), before=before), adamw)
+
+
+def _set_knobs(root, units, symm_mem):
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + PREFETCH])
+        unit.set_modules_to_backward_prefetch(units[max(0, index - PREFETCH) : index][::-1])
+    for name, value in KNOBS.items():
+        if hasattr(root, name):
+            getattr(root, name)(value)
+    if symm_mem:
+        for unit in (*units, root):
+            unit.set_symm_mem_for_comm()
+
+
+def _copy_engine_mesh(case):
+    """All ranks, in an NCCL group whose gathers from symmetric memory run on copy engines."""
+    return DeviceMesh.from_group(dist.new_group(pg_options=zero_cta_options()), case.device.type)
+
+
+def refuse_symm_mem(case):
+    """Why FSDP2 cannot communicate from symmetric memory; None if it can."""
+    if case.device.type != "cuda":
+        return "symmetric memory needs CUDA devices"
+    if not hasattr(torch.distributed.fsdp.FSDPModule, "set_symm_mem_for_comm"):
+        return f"FSDP2 of torch {torch.__version__} has no set_symm_mem_for_comm"
+    return None if zero_cta_options() is not None else "this torch does not know NCCL's zero-CTA policy"

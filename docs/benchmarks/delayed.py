@@ -1,0 +1,150 @@
+"""Delayed weight gradients: their effect on step time, and how much of the reduction runs under their products.
+
+overlapped     weight gradients in backward; each bucket is reduced while backward goes on
+delayed        backward computes input gradients only; then weight gradients in bucket order, each bucket's reduction
+               under the products of the next
+mixed          the head and the last half of the blocks are delayed
+
+All rows train the same GPT on the same tokens over the ranks of the default group, with sharded AdamW. A profiler's
+trace of one step gives the shares: how long the reduce-scatter kernels of all buckets but the last ran at the same time
+as matrix products.
+"""
+
+import dataclasses
+import sys
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from accumulation import DEFAULT, AccumulationBench
+from harness import ConfigError, in_rounds, log, peak_gib, random_tokens, reset_peak, run_script, the_device, time_steps
+from tables import Measurement, machine, table, write_table
+from torch.profiler import ProfilerActivity, profile
+
+import maingrad
+from maingrad.launch.model.gpt import build_model
+from maingrad.launch.report.intervals import clip, length, union
+from maingrad.launch.training.runtime import process_group_from_env
+from maingrad.te_integration.wgrad_queue import drain_modules
+
+_PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "xmma")
+"""A kernel whose name contains one of these is a matrix product."""
+
+
+COLUMNS = [
+    ("", "{row.variant}"),
+    ("ms per step", "{row.step_ms:.1f}"),
+    ("over overlapped", "{row.over_overlapped:.3f}"),
+    ("reduce-scatter under products", "{row.share_under_products:.1%}"),
+    ("under any kernel", "{row.share_under_kernels:.1%}"),
+    ("peak GiB", "{row.peak_gib:.1f}"),
+]
+
+
+def bench_delayed(bench, device):
+    """Measure every row; on CUDA only, with a default NCCL group of two or more ranks."""
+    if device.type != "cuda" or not dist.is_initialized() or dist.get_world_size() < 2:
+        raise ConfigError("delayed.py measures reductions between GPUs: run it under torchrun with two or more")
+    variants = {"overlapped": 0, "delayed": bench.num_layers, "mixed": bench.num_layers // 2}
+    shares = {}
+
+    def measure(variant):
+        step = _training_step(bench, variants[variant], device)
+        for _ in range(bench.num_warmup_steps):
+            step()
+        reset_peak(device)
+        dist.barrier()
+        milliseconds, _ = time_steps(step, bench.num_steps, device)
+        peak = peak_gib(device)
+        if variant not in shares:
+            shares[variant] = _profile_shares(step, device)
+        under_products, under_kernels = shares[variant]
+        return {
+            "step_ms": milliseconds,
+            "share_under_products": under_products,
+            "share_under_kernels": under_kernels,
+            "peak_gib": peak,
+        }
+
+    rows = in_rounds(bench.num_rounds, variants, measure, device)
+    return [Measurement(**row, over_overlapped=row.step_ms / rows[0].step_ms) for row in rows]
+
+
+def covered(spans, cover):
+    """Part of the time of ``spans`` during which some interval of ``cover`` runs, in [0, 1]; 0 without spans."""
+    total, joined = length(spans), union(cover)
+    return sum(length(clip(joined, span)) for span in spans) / total if total else 0.0
+
+
+def write_report(rows, bench):
+    """Write ``delayed.csv`` and ``delayed.md``; returns the Markdown."""
+    return write_table(
+        bench.out_dir,
+        "delayed",
+        rows,
+        "Delayed weight gradients and the reductions under them",
+        f"{dist.get_world_size()} x {machine()}. GPT: hidden {bench.dim}, {bench.num_layers} layers, "
+        f"{bench.num_microbatches} microbatches of {bench.num_tokens} tokens, reduce-scatter averaged by NCCL, sharded "
+        f"AdamW. Median of {bench.num_rounds} rounds of {bench.num_steps} consecutive steps between two events; shares "
+        f"from a profiler's trace of one step. Made by `docs/benchmarks/delayed.py`.",
+        table(rows, COLUMNS),
+    )
+
+
+def _training_step(bench, delay_wgrad_layers, device):
+    config = dataclasses.replace(bench.model_config("fused"), delay_wgrad_layers=delay_wgrad_layers)
+    model = build_model(config, seed=0, device=device)
+    ddp = maingrad.parallelize(model, "zero1", fuse=False, overlap_param_gather=False, average_in_collective=True)
+    optimizer = maingrad.make_optimizer(ddp, lr=1e-4)
+    tokens = random_tokens(bench, dist.get_rank(), device)
+
+    def step():
+        ddp.zero_grad_buffer()
+        for index, microbatch in enumerate(tokens):
+            with nullcontext() if index == len(tokens) - 1 else ddp.no_sync():
+                loss = ddp(microbatch[:, :-1], microbatch[:, 1:])
+                (loss / len(tokens)).backward()
+                if delay_wgrad_layers:
+                    drain_modules(ddp)
+        ddp.finish_grad_sync()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _profile_shares(step, device):
+    """``share_under_products`` and ``share_under_kernels`` from a trace of one step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize(device)
+    reductions = []
+    products = []
+    computing = []
+    for event in trace.events() or ():
+        name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
+        if event.device_type.name != "CUDA" or "memcpy" in name or "memset" in name:
+            continue
+        if "nccl" in name:
+            if "reducescatter" in name:
+                reductions.append(span)
+            continue
+        computing.append(span)
+        if any(part in name for part in _PRODUCTS):
+            products.append(span)
+    but_last = sorted(reductions)[:-1]
+    return covered(but_last, products), covered(but_last, computing)
+
+
+def run(bench):
+    with process_group_from_env("auto"):
+        rows = bench_delayed(bench, the_device())
+        if dist.get_rank() == 0:
+            log(write_report(rows, bench))
+
+
+main = partial(run_script, AccumulationBench, run, default=DEFAULT)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Host time of a wrapper's hooks, in microseconds per parameter and microbatch.
+
+The model has many one-element parameters. The hooks' time is the backward under a wrapper minus the same backward
+without a wrapper, divided by the number of parameters. The clock runs during backward alone, not during forward,
+zeroing or waiting, and the garbage collector is off. Without a wrapper, ``.grad`` is cleared between backwards, so that
+autograd assigns ``.grad`` in both cases instead of adding to it.
+
+plain   the gradient comes in ``.grad``, and the hook adds it to ``main_grad``
+fused   a module has written ``main_grad`` and says so; the hook records it. Under a foreign wrapper the module returns
+        the placeholder gradient that such wrappers expect. It returns the placeholder without a wrapper as well, so
+        that the placeholder's cost does not count as the hook's
+
+The intermediate microbatch is under ``no_sync``. The final microbatch marks buckets ready and launches their
+collectives, in a group of one rank. Our wrapper and Megatron-core's both overlap and shard. Each round measures all
+contenders.
+"""
+
+import importlib
+import statistics
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from harness import host_seconds, synchronize
+from peers import megatron_core_problem, wrap_by_megatron
+from ranks import AnyRankFailed, Ranks
+from tables import Measurement
+from torch import nn
+
+from maingrad import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.contract.main_grad import hand_over, has_main_grad, record_of
+from maingrad.ddp.contract.return_table import placeholder
+
+OURS, MEGATRON = "maingrad", "Megatron-core"
+
+
+HOOK_COLUMNS = [
+    ("hooks of", "{row.name}"),
+    ("parameters", "{row.parameters}"),
+    ("intermediate, us", lambda row: row.problem or f"{row.intermediate_us:.2f}"),
+    ("final, us", lambda row: "" if row.problem else f"{row.final_us:.2f}"),
+    ("backward without them, us", lambda row: "" if row.problem else f"{row.backward_us:.2f}"),
+]
+
+
+def bench_hooks(device, *, num_params=400, calls=5, rounds=5):
+    """Measure plain and fused parameters under our wrapper and, where it runs, under Megatron-core's.
+
+    intermediate_us, final_us  hook time of one parameter in a microbatch under ``no_sync``, and in the last one
+    backward_us                backward time of one parameter without a wrapper
+    """
+    rows = []
+    for parameters in ("plain", "fused"):
+        problem = megatron_core_problem(device)
+        if problem is None:
+            try:
+                with Ranks.alone(device).attempt(with_groups=True), _megatron_groups():
+                    wrappers = {OURS: _wrap_ours, MEGATRON: _wrap_megatron}
+                    rows += _measure(wrappers, parameters, device, num_params, calls, rounds)
+                continue
+            except AnyRankFailed as failure:
+                problem = str(failure)
+        rows += _measure({OURS: _wrap_ours}, parameters, device, num_params, calls, rounds)
+        rows.append(Measurement(name=MEGATRON, parameters=parameters, problem=f"not measured: {problem}"))
+    return rows
+
+
+class _Plain(nn.Module):
+    """Sum over i of x[i] times parameter i; each of the n parameters has one element."""
+
+    def __init__(self, num_params, device, *, is_foreign):
+        super().__init__()
+        self.is_foreign = is_foreign
+        ones = torch.ones(num_params, 1, device=device, dtype=torch.bfloat16)
+        self.weights = nn.ParameterList(nn.Parameter(one.clone()) for one in ones)
+
+    def forward(self, x):
+        return (torch.cat(list(self.weights)) * x).sum()
+
+
+class _Fused(_Plain):
+    """A chain of layers, one for each parameter; each layer only reports a weight gradient."""
+
+    def forward(self, x):
+        y = x
+        for weight in self.weights:
+            y = _Report.apply(y, weight, self.is_foreign)
+        return y.sum()
+
+
+class _Report(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, is_foreign):
+        ctx.weight, ctx.is_foreign = weight, is_foreign
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        weight = ctx.weight
+        if has_main_grad(weight):
+            return grads[0], hand_over(weight, record_of(weight), delayed=False, fused=True), None
+        return grads[0], placeholder(weight) if ctx.is_foreign else None, None
+
+
+class _Wrapped(NamedTuple):
+    """A model under a wrapper, with the wrapper's functions that a microbatch calls."""
+
+    forward: Any
+    no_sync: Any
+    start: Any
+    finish: Any
+
+
+def _wrap_ours(model):
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    return _wrapped(DistributedDataParallel(model, config))
+
+
+def _wrap_megatron(model):
+    sizes = {"num_layers": 1, "hidden_size": 128, "num_heads": 1}
+    return _wrapped(wrap_by_megatron(model, **sizes, use_distributed_optimizer=True))
+
+
+def _wrapped(ddp):
+    return _Wrapped(ddp, ddp.no_sync, ddp.zero_grad_buffer, ddp.finish_grad_sync)
+
+
+def _wrap_nothing(model):
+    def clear():
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return _Wrapped(model, nullcontext, clear, clear)
+
+
+@contextmanager
+def _megatron_groups():
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    parallel_state.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _measure(wrappers, parameters, device, num_params, calls, rounds):
+    kind = _Plain if parameters == "plain" else _Fused
+    contenders = {}
+    for name, wrap in wrappers.items():
+        bare, wrapped = (kind(num_params, device, is_foreign=name != OURS) for _ in range(2))
+        contenders[name] = (_wrap_nothing(bare), wrap(wrapped))
+    x = torch.ones(num_params, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def one_round():
+        """Microseconds without and with the wrapper, by contender and whether it is the last microbatch."""
+        return {
+            (name, last): (mean_us(pair[0], last), mean_us(pair[1], last))
+            for name, pair in contenders.items()
+            for last in (False, True)
+        }
+
+    def mean_us(wrapped, last):
+        return statistics.mean(_time_backward(wrapped, x, last=last) for _ in range(calls)) / num_params * 1e6
+
+    measured = [one_round() for _ in range(rounds + 1)][1:]  # the first round is a warm-up
+
+    def beyond_bare(name, last):
+        return statistics.median(
+            wrapped_us - bare_us for bare_us, wrapped_us in (each[name, last] for each in measured)
+        )
+
+    return [
+        Measurement(
+            name=name,
+            parameters=parameters,
+            intermediate_us=beyond_bare(name, False),
+            final_us=beyond_bare(name, True),
+            backward_us=statistics.median(each[name, last][0] for last in (False, True) for each in measured),
+        )
+        for name in wrappers
+    ]
+
+
+def _time_backward(wrapped, x, *, last):
+    """Host seconds of one backward: of the final microbatch if ``last``, otherwise of an intermediate one."""
+    wrapped.start()
+    x.grad = None
+    with nullcontext() if last else wrapped.no_sync():
+        loss = wrapped.forward(x)
+        seconds, _ = host_seconds(loss.backward, x.device)
+    synchronize(x.device)
+    if last:
+        wrapped.finish()
+    return seconds

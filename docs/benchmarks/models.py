@@ -1,0 +1,321 @@
+"""One Hugging Face model trained by maingrad and by FSDP2, eager and compiled, with the same work.
+
+    torchrun --nproc-per-node 2 docs/benchmarks/models.py --model llama-1b
+
+A compiled row compiles each decoder layer in place (``fullgraph=True``), then wraps the model. A layer that does not
+compile whole fails its row. Units of sharded parameters are each decoder layer, then the model, whose own unit holds
+the embedding, the last norm and the head.
+
+A row's time is the median over rounds of a round's mean step. A round ends with a synchronize, so that every all-gather
+and reduction is on the clock. Clipping is off. A row that cannot be measured stays in the table with its reason.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from architectures import ARCHITECTURES, Architecture, Shape, architecture_named, decoder_layers, transformers_version
+from contenders import KNOBS, PREFETCH, Row, fsdp2, ours, refuse_copy_engines, refuse_graphs, refuse_symm_mem, row_of
+from harness import StepOptions, check_names, log, measure_rows, run_script, versions
+from ranks import Ranks
+from tables import grouped, number, odd_losses, table, with_kept, write_table
+from torch.distributed.fsdp import FSDPModule
+
+from maingrad.te_integration.recipes import recipe_named
+
+_PEAKS = {"H200": 989.5, "H100": 989.5, "A100": 312.0}
+"""Dense bf16 TFLOP/s of the SXM modules, by NVIDIA's data sheets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsBench(StepOptions):
+    """Models of Hugging Face: ours and FSDP2."""
+
+    model: str = "llama-1b"
+    """llama-1b, llama-8b, qwen3-1.7b, qwen3-30b-a3b, gpt2-large, tiny."""
+    shapes: tuple[str, ...] = ()
+    """Microbatches of one rank like 4x4096, sequences x tokens; none: the model's own."""
+    num_layers: int | None = None
+    """Decoder layers; None: the model's own number."""
+    num_microbatches: int = 1
+    """Microbatches of one step."""
+    rows: tuple[str, ...] = ()
+    """Rows by name; none: all."""
+    without: tuple[str, ...] = ()
+    """Rows to leave out."""
+    backend: str = "inductor"
+    """Backend of torch.compile: inductor, aot_eager, eager."""
+    compile_loss: bool = False
+    """Compile the loss function of compiled rows too."""
+    peak_tflops: float | None = None
+    """Dense bf16 TFLOP/s of one GPU, which MFU is a share of; None: by the GPU's name."""
+    timeout: float = 300.0
+    """Seconds after which a rank gives up on a collective or on another rank."""
+    stem: str = "models"
+    """Files are STEM.csv and STEM.md; sections of other models, shapes and numbers of ranks in STEM.csv stay."""
+
+
+class Case(NamedTuple):
+    """The model, the shape, the ranks and the device that a row is built for; see ``contenders.py``."""
+
+    bench: ModelsBench
+    architecture: Architecture
+    shape: Shape
+    rank: int
+    num_ranks: int
+    device: torch.device
+    ours = {}  # noqa: RUF012  no option of the command line is for our rows alone
+
+    @property
+    def name(self):
+        return f"{self.architecture.name} {self.shape}"
+
+    @property
+    def compiling(self):
+        return {"fullgraph": True, "backend": self.bench.backend}
+
+    def make(self, dtype):
+        return self.architecture.make(dtype, self.device)
+
+    def units(self, model, split_ends=False):
+        return decoder_layers(model)
+
+    def compile_loss(self, model):
+        if self.bench.compile_loss:
+            model.loss_function = torch.compile(model.loss_function, backend=self.bench.backend)
+
+    def loss_of(self, model):
+        return lambda tokens: model(input_ids=tokens, labels=tokens).loss  # the model shifts the labels itself
+
+    def tokens(self):
+        return self.architecture.tokens(self.shape, self.bench.num_microbatches, self.rank, self.device)
+
+    def about(self, name, row):
+        backend = self.bench.backend + (", the loss compiled too" if self.bench.compile_loss else "")
+        return {
+            "model": self.architecture.name,
+            "shape": str(self.shape),
+            "num_microbatches": self.bench.num_microbatches,
+            "label": row.label,
+            "options": row.options,
+            "backend": backend if row.compiled else "",
+        }
+
+    def rates(self, step_ms):
+        """``tokens_per_second`` of one GPU; ``mfu``: the model's FLOPs of a second over ``peak_tflops``, or NaN."""
+        tokens = self.shape.batch * self.shape.length * self.bench.num_microbatches
+        per_second = tokens / step_ms[0] * 1e3
+        peak = peak_tflops(self.bench, self.device)
+        mfu = per_second * self.architecture.flops_per_token(self.shape.length) / (peak * 1e12)
+        return {"tokens_per_second": per_second, "mfu": mfu, "peak_tflops": peak}
+
+
+def peak_tflops(bench, device):
+    """Dense bf16 TFLOP/s of one GPU; NaN where neither the options nor the GPU's name tell."""
+    if bench.peak_tflops is not None:
+        return bench.peak_tflops
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for gpu, peak in _PEAKS.items() if gpu in name), math.nan)
+
+
+# ---- The rows. ----
+
+
+def _knobs_in_words():
+    known = [f"{name}({value})" for name, value in KNOBS.items() if hasattr(FSDPModule, name)]
+    missing = [name for name in KNOBS if not hasattr(FSDPModule, name)]
+    lacks = f" (this torch has no {' and no '.join(missing)})" if missing else ""
+    return ", ".join([f"forward and backward prefetch of {PREFETCH}", *known]) + lacks
+
+
+_ZERO1 = "bf16 parameters, fp32 main_grad and masters; overlap_grad_reduce, overlap_param_gather, DistributedOptimizer"
+_ZERO3 = "fp32 shards, bf16 computation, fp32 main_grad; reduce_every_microbatch=False; torch's AdamW(fused=True)"
+_FSDP2 = (
+    f"fp32 parameters, param_dtype=bf16, reduce_dtype=fp32; torch's AdamW(fused=True); {_knobs_in_words()}; "
+    "gradients reduced once a step"
+)
+_COPIES = "gathers on copy engines"
+
+
+def _pair(name, label, *, build, **how):
+    """An eager row and its compiled one."""
+    return {
+        name: row_of(label, build, **how),
+        f"{name}_compiled": row_of(f"{label}, compiled", build, compiled=True, **how),
+    }
+
+
+_zero1 = partial(_pair, build=ours, form="zero1")
+_zero3 = partial(_pair, build=ours, form="zero3", reduce_every_microbatch=False)
+_fsdp2 = partial(_pair, build=fsdp2, tuned=True)
+
+
+def _recipe(name):
+    recipe = recipe_named(name)
+    options = f"{_ZERO1}; autocast({recipe}), the head too"
+    return _zero1(f"zero1_{name}", f"maingrad ZeRO-1, {type(recipe).__name__}", options=options, recipe=recipe)
+
+
+def _symmetric(stage, reshard):
+    return _fsdp2(
+        f"fsdp2_zero{stage}_symm_mem",
+        f"FSDP2 ZeRO-{stage}, symmetric memory",
+        options=f"{_FSDP2}; set_symm_mem_for_comm in a group with the zero-CTA policy",
+        reshard=reshard,
+        symm_mem=True,
+        refuse=refuse_symm_mem,
+    )
+
+
+ROWS: dict[str, Row] = {
+    **_zero1("zero1", "maingrad ZeRO-1", options=_ZERO1),
+    **_zero1(
+        "zero1_graphed",
+        "maingrad ZeRO-1, one CUDA graph",
+        options=f"{_ZERO1}; GraphedTrainingStep",
+        graphed=True,
+        refuse=refuse_graphs,
+    ),
+    **_zero1("zero1_linear", "maingrad ZeRO-1, nn.Linear", options=f"{_ZERO1}; not converted", fused=False),
+    **_recipe("float8_current"),
+    **_recipe("float8_block"),
+    **_zero3("zero3", "maingrad ZeRO-3", options=_ZERO3),
+    **_zero3("zero3_linear", "maingrad ZeRO-3, nn.Linear", options=f"{_ZERO3}; not converted", fused=False),
+    **_fsdp2("fsdp2_zero2", "FSDP2 ZeRO-2", options=f"{_FSDP2}; reshard_after_forward=False", reshard=False),
+    **_fsdp2(
+        "fsdp2_zero3", "FSDP2 ZeRO-3", options=f"{_FSDP2}; reshard_after_forward=True, None for the root", reshard=True
+    ),
+    # Rows that map symmetric memory come last.
+    **_zero1(
+        "zero1_copy_engines",
+        f"maingrad ZeRO-1, {_COPIES}",
+        options=f"{_ZERO1}; {_COPIES}",
+        copy_engine_param_gather=True,
+        refuse=refuse_copy_engines,
+    ),
+    **_zero3(
+        "zero3_copy_engines",
+        f"maingrad ZeRO-3, {_COPIES}",
+        options=f"{_ZERO3}; {_COPIES}",
+        copy_engine_gather=True,
+        refuse=refuse_copy_engines,
+    ),
+    **_symmetric(2, reshard=False),
+    **_symmetric(3, reshard=True),
+}
+"""Rows by name, in measuring order."""
+
+
+# ---- The measurement. ----
+
+
+def choose(bench, rows=ROWS):
+    """The model, the shapes, and row names in measuring order. Raises ``ConfigError`` for an unknown name or shape."""
+    check_names("model", [bench.model], ARCHITECTURES)
+    check_names("row", (*bench.rows, *bench.without), rows)
+    architecture = ARCHITECTURES[bench.model]
+    if bench.num_layers is not None:
+        architecture = architecture.with_layers(bench.num_layers)
+    wanted = set(bench.rows or rows) - set(bench.without)
+    shapes = [Shape.parse(text) for text in bench.shapes or architecture.shapes]
+    return architecture, shapes, [name for name in rows if name in wanted]
+
+
+def bench_models(bench, ranks, rows=ROWS, **how):
+    """Measure every chosen row at every shape; ``how``: see ``measure_rows``."""
+    architecture, shapes, names = choose(bench, rows)
+    here = ranks.rank, ranks.size, ranks.device
+    _warm_up(bench, ranks, "_compiled" if any(rows[name].compiled for name in names) else "")
+    return measure_rows(bench, ranks, [Case(bench, architecture, shape, *here) for shape in shapes], rows, names, **how)
+
+
+def _warm_up(bench, ranks, suffix):
+    """Run a step of ours and one of FSDP2's on a very small model, for what is done once in a process.
+
+    A process imports its compiler and traces the compiler's own patterns for its first graph, starts its communication,
+    and loads kernels at their first launch. No row's first step should pay for it.
+    """
+    tiny = ARCHITECTURES["tiny"]
+    once = replace(bench, num_steps=1, num_rounds=1, num_warmup_steps=1)
+    case = Case(once, tiny, Shape.parse(tiny.shapes[0]), ranks.rank, ranks.size, ranks.device)
+    measure_rows(once, ranks, [case], ROWS, [f"zero1{suffix}", f"fsdp2_zero3{suffix}"])
+
+
+# ---- The table: a section for each model, shape and number of ranks. ----
+
+
+def write_report(rows, folder, stem="models"):
+    """Write ``stem.csv`` and ``stem.md``, with the sections that the CSV already has; returns the Markdown."""
+    rows = with_kept(folder / f"{stem}.csv", rows, _section)
+    return write_table(
+        folder,
+        stem,
+        rows,
+        "Models of Hugging Face: ours and FSDP2",
+        "Made by `torchrun --nproc-per-node N docs/benchmarks/models.py`; what the columns mean is said "
+        "[here](README.md#models-of-hugging-face-what-is-measured).",
+        *(part for section in sections_of(rows) for part in _parts(section)),
+    )
+
+
+def sections_of(rows):
+    """The rows by model, shape, microbatches and number of ranks, in the order in which these come first."""
+    return list(grouped(rows, _section).values())
+
+
+def _section(row):
+    return row.model, row.shape, row.num_microbatches, row.num_ranks
+
+
+def _parts(section):
+    some = section[0]
+    architecture, shape = architecture_named(some.model), Shape.parse(some.shape)
+    total, _ = architecture.count()
+    flops = architecture.flops_per_token(shape.length)
+    peak = next((row.peak_tflops for row in section if not math.isnan(row.peak_tflops)), math.nan)
+    mfu = "" if math.isnan(peak) else f" MFU is over {peak:g} TFLOP/s a GPU."
+    backends = sorted({row.backend for row in section if row.backend})
+    compiled = f" Compiled rows: every decoder layer whole, by {' and '.join(backends)}." if backends else ""
+    columns = [
+        ("", "{row.label}"),
+        ("ms", lambda row: number(row.step_ms, ".1f")),
+        ("spread", lambda row: number(row.spread_ms, ".1f")),
+        ("thousand tokens/s a GPU", lambda row: number(row.tokens_per_second / 1e3, ".1f")),
+        ("MFU", lambda row: number(row.mfu, ".1%")),
+        ("peak GiB", lambda row: number(row.peak_gib, ".1f")),
+        ("first step, s", lambda row: number(row.first_step_s, ".1f")),
+        ("graphs", lambda row: str(row.num_graphs) if row.backend and not row.problem else ""),
+        ("loss", lambda row: row.problem or f"{row.first_loss:.3f} to {row.last_loss:.3f}"),
+    ]
+    options = grouped((row for row in section if not row.problem), lambda row: row.options)
+    microbatches = "1 microbatch" if some.num_microbatches == 1 else f"{some.num_microbatches} microbatches"
+    odd = ", ".join(row.label for row in odd_losses(section))
+    return [
+        f"## {some.model}, {some.shape}, {some.num_ranks} {'rank' if some.num_ranks == 1 else 'ranks'}",
+        f"{some.num_ranks} x {some.machine}. {architecture.about}: {total / 1e9:.2f} B parameters, {flops / 1e9:.2f} "
+        f"GFLOP a token. A step has {microbatches} of {shape.batch} x {shape.length:,} tokens on each GPU."
+        f"{mfu}{compiled}",
+        table(section, columns),
+        "\n".join(f"- {'; '.join(row.label for row in rows)}: {text}." for text, rows in options.items()),
+        *([f"The loss differs from the other rows' in: {odd}."] if odd else []),
+    ]
+
+
+def run(bench):
+    """Returns status 1 if the loss of a row differs from the other rows'; the table names the row."""
+    choose(bench)
+    about = versions(transformers_version())
+    ranks = Ranks.from_env(bench.timeout)
+    report = partial(write_report, folder=bench.out_dir, stem=bench.stem) if ranks.rank == 0 else lambda rows: ""
+    rows = bench_models(bench, ranks, about=about, save=report)
+    log(report(rows))
+    return any(odd_losses(section) for section in sections_of(rows))
+
+
+main = partial(run_script, ModelsBench, run)
+
+if __name__ == "__main__":
+    sys.exit(main())

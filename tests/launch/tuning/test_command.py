@@ -1,0 +1,139 @@
+"""`maingrad tune` as a whole: each shape with its operations, the files of a stopped run, cold starts."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="tuning chooses between Triton kernels")
+
+from triton.runtime.errors import OutOfResources
+
+from maingrad.kernels import grouped_linear
+from maingrad.kernels.tuning import Problem, parse_table
+from maingrad.launch.cli import main
+from maingrad.launch.tuning import tune as tune_kernels
+from maingrad.launch.tuning.problems import DENSE_OPS, GroupedOperands
+from maingrad.launch.tuning.tune import DENSE_SHAPES, GROUPED_SHAPES, Timing, Tuning, cold_rows, write_cold_report
+
+CPU = torch.device("cpu")
+OP = "grouped_linear"
+
+
+def timings_of(shape: tuple[int, ...], **milliseconds: float) -> list[Timing]:
+    """Timings of configurations that differ in block_m; ``a=1.5``: the one with ``block_m=97`` takes 1.5 ms."""
+    problem = Problem(OP, "bfloat16", *shape)
+    return [Timing(problem, f"block_m={ord(name)}", ms) for name, ms in milliseconds.items()]
+
+
+def test_by_default_every_shape_of_the_table_has_its_operations() -> None:
+    work = list(Tuning().work())
+    assert [shape for shape, _ in work] == [*GROUPED_SHAPES, *DENSE_SHAPES]
+    assert all(set(ops) == set(DENSE_OPS) for shape, ops in work if shape[0] == 1)
+    assert all(OP in ops and not set(ops) & set(DENSE_OPS) for shape, ops in work if shape[0] > 1)
+
+
+def test_given_shapes_replace_the_tables() -> None:
+    bench = Tuning(shapes=("4x64x32x16", "1x64x32x16"), ops=(OP, "wgrad_overwrite"))
+    assert list(bench.work()) == [((4, 64, 32, 16), (OP,)), ((1, 64, 32, 16), ("wgrad_overwrite",))]
+
+
+def test_a_run_that_is_stopped_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def stopped_at_the_second(problem: Problem, runs: Any, log: Any) -> list[Timing]:
+        asked.append(problem)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+        return timings_of(problem[2:], a=2.0, b=1.0)
+
+    monkeypatch.setattr(tune_kernels, "_checked", lambda op, operands, runs: runs)
+    monkeypatch.setattr(tune_kernels, "_time_all", stopped_at_the_second)
+    bench = Tuning(shapes=("4x64x32x16", "1x128x32x16"), ops=(OP, "wgrad_overwrite"))
+    with pytest.raises(KeyboardInterrupt):
+        tune_kernels.tune(bench, CPU, tmp_path)
+    assert asked == [Problem(OP, "bfloat16", 4, 64, 32, 16), Problem("wgrad_overwrite", "bfloat16", 1, 128, 32, 16)]
+    (row,) = parse_table((tmp_path / "tuned.csv").read_text(), "tuned.csv")
+    assert (row.problem, row.config, row.ms) == (Problem(OP, "bfloat16", 4, 64, 32, 16), "block_m=98", 1.0)
+
+
+def test_configurations_that_do_not_fit_the_gpu_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large() -> None:
+        raise OutOfResources(196608, 101376, "shared memory")
+
+    def runs(op: str, operands: GroupedOperands) -> Any:
+        yield "block_m=256", too_large
+        yield "block_m=64", lambda: grouped_linear(operands.x, operands.weights, operands.offsets, out=operands.y)
+
+    timed: list[list[str]] = []
+
+    def time_all(problem: Problem, runs: Any, log: Any) -> list[Timing]:
+        timed.append(list(runs))
+        return timings_of(problem[2:], a=1.0)
+
+    monkeypatch.setattr(tune_kernels, "_grouped_runs", runs)
+    monkeypatch.setattr(tune_kernels, "_time_all", time_all)
+    tune_kernels.tune(Tuning(shapes=("4x64x32x16",), ops=(OP,)), CPU, tmp_path)
+    assert timed == [["block_m=64"]]
+
+    monkeypatch.setattr(tune_kernels, "_grouped_runs", lambda op, operands: [("block_m=256", too_large)])
+    with pytest.raises(RuntimeError, match="no configuration fits"):
+        tune_kernels.tune(Tuning(shapes=("4x64x32x16",), ops=(OP,)), CPU, tmp_path)
+
+
+def test_cold_starts_are_listed_with_the_worst_first(tmp_path: Path) -> None:
+    timings = [
+        *timings_of((8, 1024, 512, 512), a=1.0, b=1.05, c=3.0),
+        *timings_of((8, 2048, 512, 512), a=2.2, b=2.0, c=5.0),  # nearest to both others
+        *timings_of((8, 4096, 512, 512), a=9.0, b=6.0, c=4.0),
+    ]
+    rows = cold_rows(timings, CPU)
+    found = {row.rows: (row.config, row.ms, row.cold_over_tuned) for row in rows}
+    assert found[4096] == ("block_m=99", 4.0, 1.5)
+    assert found[1024] == ("block_m=97", 1.0, 1.05)
+    assert found[2048][:2] == ("block_m=98", 2.0)
+    assert [row.cold_over_tuned for row in rows] == sorted((row.cold_over_tuned for row in rows), reverse=True)
+
+    text = write_cold_report(rows, tmp_path)
+    assert f"at worst {rows[0].cold_over_tuned:.2f} times" in text
+    assert "| grouped_linear | 8, 4096, 512, 512 | 4.0000 | 1.500 | `block_m=99` |" in text
+    with (tmp_path / "cold_starts.csv").open() as file:
+        assert [int(row["rows"]) for row in csv.DictReader(file)] == [row.rows for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ops", "scaled_glu"], "'scaled_glu' has no table; choose from grouped_linear"),
+        (["--shapes", "4x64"], "'4x64' is not EXPERTSxROWSxNxK"),
+        (["--shapes", "1x64x32x16", "--ops", "grouped_dgrad"], "leave nothing to tune"),
+        ([], "torch sees no CUDA device"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["tune", "--out-dir", str(tmp_path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)  # every configuration is compiled
+def test_on_a_gpu_every_configuration_is_right_and_timed(tmp_path: Path) -> None:
+    bench = Tuning(shapes=("4x512x256x128", "4x1024x256x128", "1x512x256x128"))
+    timings = tune_kernels.tune(bench, torch.device("cuda"), tmp_path)
+    rows = parse_table((tmp_path / "tuned.csv").read_text(), "tuned.csv")
+    assert {row.gpu for row in rows} == {torch.cuda.get_device_name()}
+    assert {row.problem for row in rows} == {timing.problem for timing in timings}
+    assert {row.problem.op for row in rows} == set(Tuning().ops)
+    assert cold_rows(timings, torch.device("cuda"))
