@@ -57,7 +57,7 @@ def run_script(kind, run, arguments=None, default=None):
 
     A mistake of the user's (``ConfigError``) is one line on stderr, and status 2.
     """
-    prog = f"docs/benchmarks/{Path(sys.modules[kind.__module__].__file__).name}"
+    prog = f"docs/benchmarks/{Path(sys.modules[run.__module__].__file__).name}"
     try:
         return int(run(tyro.cli(kind, args=arguments, default=default or kind(), prog=prog)) or 0)
     except ConfigError as error:

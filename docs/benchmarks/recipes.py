@@ -334,13 +334,13 @@ def bench_recipes(bench, device):
         raise ConfigError("recipes.py measures kernels: it needs a GPU")
     steps, parts = [], []
     for features in bench.features:
-        steps += step_rows(bench, f"{features}", linear_steps(bench, features, device))
+        steps += step_rows(bench, f"{features}", linear_steps(bench, features, device), log)
         free_memory(device)
         parts += linear_parts(bench, features, device)
         free_memory(device)
     for text in bench.experts:
         shape = parse_shape(text)
-        steps += step_rows(bench, text, expert_steps(bench, shape, device))
+        steps += step_rows(bench, text, expert_steps(bench, shape, device), log)
         free_memory(device)
         parts += expert_parts(shape, device)
         free_memory(device)
