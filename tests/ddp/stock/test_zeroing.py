@@ -253,3 +253,53 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     ddp_backward(ddp, good)
     plain_backward(plain, good)
     assert_same(main_grads(ddp), plain_grads(plain))
+
+
+class TwoEnds(nn.Module):
+    """A batch goes through one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ends = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, end: int) -> Tensor:
+        return self.ends[end](x)  # type: ignore[no-any-return]
+
+
+def discard_one(net: Any, end: int) -> None:
+    for param in net.ends[end].parameters():
+        param.grad = None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_layers_gradients_are_discarded_after_a_read_and_the_others_go_on(overlap: bool) -> None:
+    net = TwoEnds()
+    twin = plain_twin(net)
+    ddp = wrap(net, overlap_grad_reduce=overlap, bucket_size=1)
+    first, second = make_batches(2)
+    for model, own in ((ddp, net), (twin, twin)):
+        (model(first, 0) + model(first, 1)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        discard_one(own, 0)
+        (model(second, 0) + model(second, 1)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad)
+
+
+def test_gradients_that_were_discarded_stay_away_in_a_backward_that_does_not_reach_them() -> None:
+    """AdamW passes over parameters whose ``.grad`` is None: no decay, no step by its moments."""
+    net = TwoEnds()
+    twin = plain_twin(net)
+    ddp = wrap(net)
+    for model, own in ((ddp, net), (twin, twin)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        for batch in make_batches(2):
+            model(batch, 0).square().mean().backward()
+        discard_one(own, 0)
+        model(make_batches(1)[0], 1).square().mean().backward()
+        assert all(param.grad is None for param in own.ends[0].parameters())
+        optimizer.step()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, plain)
