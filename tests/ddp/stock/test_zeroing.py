@@ -258,10 +258,10 @@ def test_a_skipped_step_leaves_no_trace() -> None:
 class TwoEnds(nn.Module):
     """A batch goes through one of two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.ends = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+        self.ends = nn.ModuleList(nn.Linear(8, 4, bias=bias) for _ in range(2))
 
     def forward(self, x: Tensor, end: int) -> Tensor:
         return self.ends[end](x)  # type: ignore[no-any-return]
@@ -303,3 +303,32 @@ def test_gradients_that_were_discarded_stay_away_in_a_backward_that_does_not_rea
         optimizer.step()
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, plain)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_of_one_parameter_goes_on_after_a_read(sharded: bool) -> None:
+    """In the hook its ``.grad`` is taken for a moment, which discards nothing."""
+    net = nn.Linear(8, 4, bias=False)
+    twin = plain_twin(net)
+    ddp = wrap(net, use_distributed_optimizer=sharded)
+    for batch in make_batches(3):
+        for model, own in ((ddp, net), (twin, twin)):
+            loss_of(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        assert net.weight.grad is not None and twin.weight.grad is not None
+        torch.testing.assert_close(net.weight.grad.norm(), twin.weight.grad.norm())
+
+
+def test_the_last_gradient_that_is_not_discarded_goes_on() -> None:
+    net = TwoEnds(bias=False)
+    twin = plain_twin(net)
+    ddp = wrap(net)
+    first, second = make_batches(2)
+    for model, own in ((ddp, net), (twin, twin)):
+        (model(first, 0) + model(first, 1)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        discard_one(own, 1)
+        model(second, 0).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        assert own.ends[1].weight.grad is None
+    torch.testing.assert_close(net.ends[0].weight.grad, twin.ends[0].weight.grad)

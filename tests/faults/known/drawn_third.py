@@ -206,4 +206,23 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "57n-the-only-gradient-is-taken-for-a-discarded-one",
+        sentence="Where no other parameter has a gradient, the hook's clearing of .grad discards the iteration.",
+        tests=[
+            "tests/ddp/stock/test_zeroing.py::test_a_model_of_one_parameter_goes_on_after_a_read",
+            "tests/ddp/stock/test_zeroing.py::test_the_last_gradient_that_is_not_discarded_goes_on",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.contract.main_grad",
+                "absorb_grad",
+                "_check_without_graph(record, grad)",
+                """
+                _check_without_graph(record, grad)
+                param.grad = None
+                """,
+            ),
+        ],
+    ),
 ]
