@@ -159,18 +159,24 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
             return
     if grad is None:
         return
-    param.grad = None
+    try:
+        _check_without_graph(record, grad)
+        _add(record, grad)
+    finally:
+        param.grad = None  # after the write: where every ``.grad`` is None, a write begins a new iteration
+
+
+def _check_without_graph(record: GradRecord, grad: Tensor) -> None:
     if grad.requires_grad:
         raise RuntimeError(
             f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, "
             f"which main_grad cannot hold; use torch.autograd.grad(..., create_graph=True) instead"
         )
-    if grad.layout is not torch.strided:
-        grad = grad.to_dense()  # nn.Embedding(sparse=True)
-    _add(record, grad)
 
 
 def _add(record: GradRecord, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()  # nn.Embedding(sparse=True)
     if record.open_for_write():
         record.view.copy_(grad)
     else:

@@ -1,6 +1,7 @@
 """What a backward leaves when it is over: all its reductions launched, and no gradient overwritten."""
 
 import copy
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -283,3 +284,37 @@ def test_what_one_forward_has_not_reached_waits_where_its_backward_is_under_no_s
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
         if plain.grad is not None:
             torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)
+
+
+def test_what_one_part_does_not_use_waits_for_the_part_that_does() -> None:
+    """Two stages of a pipeline have an end each. The last forward of the first stage does not reach the other end."""
+    net = Ends()
+    twin = copy.deepcopy(net)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
+    model = DistributedDataParallel(net, config)
+    for end in net.ends:
+        model.grad_parts.begin(end, [*net.first.parameters(), *end.parameters()])
+    for index, end in enumerate(net.ends):
+        with model.grad_parts.backward(end, final=True):
+            model(batch(0, index), index).square().mean().backward()
+        model.grad_parts.end(end)
+        twin(batch(0, index), index).square().mean().backward()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)
+
+
+def test_what_was_reduced_before_a_second_backward_is_freed_when_it_is_added() -> None:
+    """Else a second copy of all gradients would be there during the step."""
+    net = nn.Linear(37, 37)
+    model = DistributedDataParallel(net)
+
+    def train() -> int:
+        """Returns the number of memories as large as the weight."""
+        model(torch.ones(2, 37)).sum().backward()
+        assert net.weight.grad.norm() > 0
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+        return len({each.data_ptr() for each in tensors if each.numel() >= 37 * 37})
+
+    once = train()
+    assert train() == once

@@ -68,3 +68,11 @@ def test_an_index_that_cannot_be_true_is_refused(path: tuple[str | int, ...], va
     at[path[-1]] = value
     with pytest.raises((TypeError, ValueError), match=message):
         Index.from_json(content)
+
+
+def test_a_name_that_begins_as_one_of_a_data_file_is_refused() -> None:
+    for name in ("__1_0.distcp.bak", "__1_0.distcp/../../secret", "__1_0.distcp\n"):
+        content = copy.deepcopy(TRUE)
+        content["files"][1][0] = name
+        with pytest.raises(ValueError, match="is no name of a data file"):
+            Index.from_json(content)

@@ -139,6 +139,18 @@ def test_03_a_foreign_modules_tied_use_adds_no_uninitialised_memory(others: type
     torch.testing.assert_close(model.first.weight.main_grad, sum(map(product, batches)))
 
 
+def test_03_a_foreign_use_in_the_microbatch_after_ours_adds_no_uninitialised_memory() -> None:
+    """A program gives the weight of our layer to a foreign function, whose placeholder holds NaN."""
+    layer = fused_layer()
+    ddp = wrap(layer)
+    x, y = make_batches(2)
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    ForeignLinear.forward(layer, y).sum().backward()
+    finish(ddp)
+    torch.testing.assert_close(layer.weight.main_grad, product(x) + product(y))
+
+
 # ---- 6 and 10: what is returned beside main_grad. ----
 
 

@@ -245,6 +245,18 @@ def test_a_state_of_other_groups_is_refused(other: dict[str, Any]) -> None:
     run(param_groups=[{"params": "0.bias"}]).load_state_dict(state)
 
 
+def test_a_state_of_the_same_groups_in_another_order_is_refused() -> None:
+    """The groups are cut alike, and the moments of one would be taken for those of the other."""
+
+    def run(*names: str) -> DistributedOptimizer:
+        return train(torch.float32, range(1), {}, {"param_groups": [{"params": name} for name in names]})[1]
+
+    state = copy.deepcopy(run("0.bias", "2.bias").state_dict())
+    with pytest.raises(ValueError, match="with other parameter groups"):
+        run("2.bias", "0.bias").load_state_dict(state)
+    run("0.bias", "2.bias").load_state_dict(state)
+
+
 def test_a_state_of_another_class_is_refused() -> None:
     state = train(torch.float32, range(1), {}, {"optimizer_class": torch.optim.SGD, "momentum": 0.9})[1].state_dict()
     with pytest.raises(ValueError, match=r"another class: it has layout SGD/.*and this is AdamW/"):

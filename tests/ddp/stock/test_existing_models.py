@@ -4,7 +4,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loops import assert_same, ddp_backward, make_batches, make_model, plain_backward, plain_twin, weights, wrap
+from loops import (
+    assert_same,
+    ddp_backward,
+    loss_of,
+    make_batches,
+    make_model,
+    plain_backward,
+    plain_twin,
+    weights,
+    wrap,
+)
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, clip_grad_norm
@@ -76,6 +86,15 @@ def test_exposed_gradients_have_the_parameters_strides() -> None:
         assert parameter.grad.stride() == parameter.stride(), name
         assert torch.equal(parameter.grad, parameter.main_grad), name
         assert (parameter.grad.data_ptr() == parameter.main_grad.data_ptr()) is parameter.is_contiguous(), name
+
+
+def test_gradients_have_the_parameters_strides_before_their_values_are_read() -> None:
+    """As in plain PyTorch. Programs compare strides to see whether two tensors may share a kernel."""
+    ddp = wrap(Convolution())
+    loss_of(ddp, make_batches(1)[0]).backward()
+    assert not all(parameter.is_contiguous() for parameter in ddp.parameters())
+    for name, parameter in ddp.named_parameters():
+        assert parameter.grad.stride() == parameter.stride(), name
 
 
 @pytest.mark.parametrize("build", [Odd, lambda: Odd(torch.float64), Convolution])

@@ -130,6 +130,26 @@ def test_whole_tensors_beside_a_part(change: Callable[[Any], None]) -> None:
         simulate(check, ranks, reference[0].weight.grad)
 
 
+def test_a_row_is_cut_for_a_part_with_as_many_elements_from_the_middle_of_one() -> None:
+    """The second of three ranks has elements 64 to 192 of a matrix with rows of 128 elements."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(128, 2, bias=False), nn.Linear(2, 1, bias=False)).double()
+    x, row = torch.randn(4, 128).double(), torch.arange(128.0).double()
+
+    def check() -> int:
+        mine = copy.deepcopy(net)
+        model: Any = DistributedDataParallel(mine, DistributedDataParallelConfig(use_distributed_optimizer=True))
+        model(x).square().mean().backward()
+        grad: Any = mine[0].weight.grad
+        torch.testing.assert_close((grad * row).full_tensor(), expected)
+        return grad.to_local().numel()  # type: ignore[no-any-return]
+
+    reference: Any = copy.deepcopy(net)
+    reference(x).square().mean().backward()
+    expected = reference[0].weight.grad * row
+    assert simulate(check, 3) == [64, 128, 64]
+
+
 def test_experts_of_this_rank_are_whole_and_norms_cover_all_ranks() -> None:
     def check(sharded: bool) -> None:
         model = make_net()

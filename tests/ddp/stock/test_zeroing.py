@@ -253,3 +253,82 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     ddp_backward(ddp, good)
     plain_backward(plain, good)
     assert_same(main_grads(ddp), plain_grads(plain))
+
+
+class TwoEnds(nn.Module):
+    """A batch goes through one of two layers."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ends = nn.ModuleList(nn.Linear(8, 4, bias=bias) for _ in range(2))
+
+    def forward(self, x: Tensor, end: int) -> Tensor:
+        return self.ends[end](x)  # type: ignore[no-any-return]
+
+
+def discard_one(net: Any, end: int) -> None:
+    for param in net.ends[end].parameters():
+        param.grad = None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_layers_gradients_are_discarded_after_a_read_and_the_others_go_on(overlap: bool) -> None:
+    net = TwoEnds()
+    twin = plain_twin(net)
+    ddp = wrap(net, overlap_grad_reduce=overlap, bucket_size=1)
+    first, second = make_batches(2)
+    for model, own in ((ddp, net), (twin, twin)):
+        (model(first, 0) + model(first, 1)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        discard_one(own, 0)
+        (model(second, 0) + model(second, 1)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad)
+
+
+def test_gradients_that_were_discarded_stay_away_in_a_backward_that_does_not_reach_them() -> None:
+    """AdamW passes over parameters whose ``.grad`` is None: no decay, no step by its moments."""
+    net = TwoEnds()
+    twin = plain_twin(net)
+    ddp = wrap(net)
+    for model, own in ((ddp, net), (twin, twin)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        for batch in make_batches(2):
+            model(batch, 0).square().mean().backward()
+        discard_one(own, 0)
+        model(make_batches(1)[0], 1).square().mean().backward()
+        assert all(param.grad is None for param in own.ends[0].parameters())
+        optimizer.step()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_of_one_parameter_goes_on_after_a_read(sharded: bool) -> None:
+    """In the hook its ``.grad`` is taken for a moment, which discards nothing."""
+    net = nn.Linear(8, 4, bias=False)
+    twin = plain_twin(net)
+    ddp = wrap(net, use_distributed_optimizer=sharded)
+    for batch in make_batches(3):
+        for model, own in ((ddp, net), (twin, twin)):
+            loss_of(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        assert net.weight.grad is not None and twin.weight.grad is not None
+        torch.testing.assert_close(net.weight.grad.norm(), twin.weight.grad.norm())
+
+
+def test_the_last_gradient_that_is_not_discarded_goes_on() -> None:
+    net = TwoEnds(bias=False)
+    twin = plain_twin(net)
+    ddp = wrap(net)
+    first, second = make_batches(2)
+    for model, own in ((ddp, net), (twin, twin)):
+        (model(first, 0) + model(first, 1)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        discard_one(own, 1)
+        model(second, 0).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        assert own.ends[1].weight.grad is None
+    torch.testing.assert_close(net.ends[0].weight.grad, twin.ends[0].weight.grad)

@@ -10,6 +10,7 @@ from foreign import ForeignProvider
 from gloo import run_ranks
 from loops import FEATURES, assert_same, ddp_backward, loss_of, make_batches, make_model, weights, wrap
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import (
     DistributedDataParallel,
@@ -238,6 +239,21 @@ def test_settings_that_differ_between_ranks_are_refused_on_every_rank() -> None:
             wrap(make_model(), pad_buckets_for_high_nccl_busbw=torch.distributed.get_rank() == 1)
 
     simulate(wrap_mine, 2)
+
+
+def test_settings_that_differ_between_the_outer_ranks_of_a_mesh_are_refused_on_every_rank() -> None:
+    """Inside of each instance all ranks have the same."""
+
+    def wrap_mine() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        checks = torch.distributed.get_rank() >= 2
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, check_for_nan_in_grad=checks)
+        with pytest.raises(
+            ValueError, match=r"the config differs .* has check_\w+ = False where .* has check_\w+ = True"
+        ):
+            DistributedDataParallel(make_model(), config, process_group=mesh)
+
+    simulate(wrap_mine, 4)
 
 
 # ---- The iteration. ----

@@ -156,6 +156,17 @@ def test_experts_that_differ_and_no_group_are_refused_on_all_ranks(kind: str, fr
     simulate(refused_without_a_group, 2, kind, frozen, init_sync)
 
 
+def test_experts_that_differ_are_refused_where_each_rank_is_an_instance() -> None:
+    """Each instance has one rank, and gradients are averaged between instances."""
+
+    def wraps() -> None:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+        with pytest.raises(ValueError, match=r"'expert\.\w+' is an expert's.* differs between ranks"):
+            DistributedDataParallel(Mixture(dist.get_rank(), 0, frozen=False), config)
+
+    simulate(wraps, 2)
+
+
 def test_frozen_experts_may_differ_where_nothing_touches_them() -> None:
     simulate(refused_without_a_group, 2, "ddp", True, True)
     first, second = simulate(wraps_without_a_group, 2, "ddp", 2, True, False, lambda: None)

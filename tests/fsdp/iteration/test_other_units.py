@@ -155,6 +155,26 @@ def test_an_evaluation_on_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == second and "the start of a long evaluation" in first, first
 
 
+def test_a_difference_at_the_start_of_a_very_long_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first gathers are forgotten, and so are many that came after them and were alike."""
+    monkeypatch.setattr(step_check, "_LIMIT", 10)
+
+    def on_each_rank() -> str:
+        chosen: list[int] = [0, 1, 2, 3]
+        model = sharded(lambda rank, number: chosen, "zero3")
+        train(model, 1)
+        model.eval()
+        with torch.no_grad():
+            for index in range(8):
+                chosen[:] = [0, 1, 2, 3] if index else branch_by_rank(dist.get_rank(), 0)
+                model(torch.ones(2, WIDTH))
+        model.train()
+        return refusal(lambda: train(model, 1))
+
+    first, second = simulate(on_each_rank, 2)
+    assert first == second and "the start of a long evaluation" in first, first
+
+
 # ---- Steps. ----
 
 
