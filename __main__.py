@@ -1,17 +1,23 @@
 """The ``maingrad`` command, and ``python -m maingrad``."""
 
+import importlib.metadata
 import sys
 from collections.abc import Sequence
+
+from maingrad import __version__
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status, as ``maingrad.launch.cli.main`` does.
+    """Run one command, or print the versions for ``--version``; returns the exit status, as ``launch.cli.main`` does.
 
     pip makes the ``maingrad`` command with the core alone, too. Without the packages of the extra ``launch``, one line
     on stderr names the missing package and the remedy, and the status is 2.
     """
+    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        print(f"maingrad {__version__}, torch {importlib.metadata.version('torch')}")
+        return 0
     try:
         from maingrad.launch.cli import main as run
     except ModuleNotFoundError as error:

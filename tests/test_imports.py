@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -349,6 +350,12 @@ def test_the_core_dependencies_are_enough_to_train_a_fused_step() -> None:
     """Torch and einops only: no triton, and nothing from any extra."""
     done = outside(FUSED_STEP, "triton", *LAUNCH_ONLY)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_core_alone_tells_its_version() -> None:
+    done = outside("from maingrad.__main__ import main; sys.exit(main(['--version']))", *LAUNCH_ONLY)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(rf"maingrad {re.escape(maingrad.__version__)}, torch \S+\n", done.stdout)
 
 
 def test_the_command_without_its_extra_names_the_remedy() -> None:
