@@ -11,7 +11,6 @@ import tyro
 from tyro.conf import Positional, arg
 
 from .config.error import ConfigError
-from .plan.slurm import SlurmJob, render_slurm
 from .training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 
 if TYPE_CHECKING:
@@ -104,17 +103,6 @@ class Plan:
         config = load_config(self.config, rest)
         plan = plan_units(config, self.ranks) if config.fully_sharded else plan_run(config, self.ranks)
         _print_tables(plan_tables(plan))
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slurm(SlurmJob):
-    """print a batch script for SLURM that trains on several nodes; overrides of the file's values as for train"""
-
-    config: _ConfigFile
-
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        print(render_slurm(self, self.config, rest), end="")
         return 0
 
 
@@ -321,7 +309,7 @@ def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
     if asks_help and arguments[1].endswith(".toml"):
         return _ConfigHelp(Path(arguments[1])), []
     parsed, unknown = tyro.cli(
-        Train | Plan | Simulate | Slurm | Verify | Report | Export | Tokenize | Tune,
+        Train | Plan | Simulate | Verify | Report | Export | Tokenize | Tune,
         args=arguments,
         prog="maingrad",
         description="Train, plan, simulate and verify main_grad runs.",

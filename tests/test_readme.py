@@ -290,7 +290,7 @@ def test_the_readme_leads_to_every_page() -> None:
         ("less memory", "docs/gradient_checkpointing.md", "# Gradient checkpointing"),
         ("bf16", "docs/programs.md", "## Mixed precision"),
         ("Hugging Face", "docs/hugging_face.md", "trainer.train()"),
-        ("several nodes", "docs/multi_node.md", "maingrad slurm"),
+        ("several nodes", "docs/multi_node.md", "docs/examples/train.sbatch"),
     ],
 )
 @pytest.mark.sampled(10)
