@@ -84,6 +84,10 @@ def test_streams_and_kernels(trace: Path) -> None:
     assert len(kernels) == 5
 
 
+def test_kernels_that_are_not_listed_are_summed(trace: Path) -> None:
+    assert digest(load_trace(trace), 2, num_kernels=2).splitlines()[-1].split() == ["2.00", "in", "3", "others"]
+
+
 def test_communication_before_any_computing_is_a_gap(trace: Path) -> None:
     activities = [each for each in load_trace(trace) if each.start >= 4000.0]
     assert "(host late by 0.700)" in digest(activities, 1)

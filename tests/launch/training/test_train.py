@@ -1,6 +1,7 @@
 """The training loop: what it computes, on any number of ranks, and what it leaves behind."""
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
 from maingrad.launch.data.batches import DataError
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.pace import lr_factor
-from maingrad.launch.training.runtime import Runtime, process_group_from_env
+from maingrad.launch.training.runtime import Runtime, process_group_from_env, versions
 from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import TrainResult, train
 
@@ -395,3 +396,11 @@ def test_what_a_launcher_says_of_ranks_is_heard(
             return
         with pytest.raises(ValueError, match=r"WORLD_SIZE=2.*init_process_group.*unset WORLD_SIZE"):
             train(config)
+
+
+def test_what_is_not_installed_is_recorded_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert versions()["triton"] == "not installed"

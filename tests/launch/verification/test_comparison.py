@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from maingrad.launch.verification.comparison import allowed_between, parts_in
+from maingrad.launch.verification.comparison import allowed_between, norm_of, parts_in
+from maingrad.launch.verification.plain import Plain, mean_of
 
 
 def test_a_sum_of_parts_is_decomposed() -> None:
@@ -45,3 +46,14 @@ def test_what_is_not_finite_is_off(values: torch.Tensor) -> None:
     (off,) = allowed_between(wanted, None).between({"weight": values}, wanted)
     assert off.error == float("inf")
     assert allowed_between(wanted, None).between({}, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_and_means_in_half_precision_are_not_rounded(dtype: torch.dtype) -> None:
+    large = torch.full((4,), 60_000.0 if dtype is torch.float16 else 2.0**120, dtype=dtype)
+    assert norm_of(large) == 2 * float(large[0])  # above the largest number of fp16
+    small = torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps], dtype=dtype)
+    plains = [[Plain(0.0, {"w": value.clone()}, ()) for value in small.view(2, 1)]]
+    assert mean_of(plains)["w"].item() == 1.0 + torch.finfo(dtype).eps / 2
+    overflows = [[Plain(0.0, {"w": large}, ())] * 2]
+    assert mean_of(overflows)["w"].tolist() == large.tolist()
