@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.fsdp import FSDPModule, fully_shard
-from maingrad.fsdp.iteration.grad_pool import pool_limit
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
@@ -386,8 +385,3 @@ class Towers(nn.Module):
         for block in self.blocks:
             x = block(x, which)
         return x
-
-
-@pytest.mark.parametrize(("sizes", "limit"), [([40], 80), ([10] * 4, 60), ([30, 10], 70), ([], 0)])
-def test_several_buckets_of_a_unit_need_half_a_unit_more(sizes: list[int], limit: int) -> None:
-    assert pool_limit(sizes) == limit
