@@ -11,11 +11,11 @@ __all__ = ["open_small_file"]
 def open_small_file(path: Path, most_bytes: int) -> BinaryIO:
     """Open ``path``. Raises ``OSError``, and ``ValueError`` for what is no regular file or is longer."""
     # O_NONBLOCK: to open a pipe would wait for its writer.
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  the caller closes
-    found = os.fstat(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and found.st_size <= most_bytes:
-        return file
-    file.close()
+        return open(descriptor, "rb")
+    os.close(descriptor)
     if stat.S_ISREG(found.st_mode):
         raise ValueError(f"it has {found.st_size} bytes, and {most_bytes} at most are read")
     raise ValueError("it is no regular file")

@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "brackets alone": (lambda run: (run / "metrics.jsonl").write_text("[" * 100_000), "line 1: no record"),
     "a folder": (
         lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
-        "Is a directory",
+        "cannot be read: it is no regular file",
     ),
     "a pipe": (lambda run: instead(run / "metrics.jsonl", os.mkfifo), "cannot be read: it is no regular file"),
     "a device": (lambda run: instead(run / "metrics.jsonl", endless), "cannot be read: it is no regular file"),
