@@ -83,9 +83,14 @@ def facts_of(run: RunFolder, peak: float | None) -> Facts:
     if run.timeline is None:
         missing.append("No reduction of a step was timed: the run ended before its timed step was over.")
     return Facts(
-        run=run, flops=flops, gpu=gpu, peak=None if why else known, planned=planned, planned_peaks=planned_peaks,
+        run=run,
+        flops=flops,
+        gpu=gpu,
+        peak=None if why else known,
+        planned=planned,
+        planned_peaks=planned_peaks,
         missing=missing,
-    )  # fmt: skip
+    )
 
 
 def _why_no_mfu(run: RunFolder, gpu: str | None, peak: float | None) -> str:
