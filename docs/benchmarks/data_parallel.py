@@ -37,10 +37,10 @@ from harness import (
 from peers import PEERS
 from ranks import Ranks, make_mesh
 from tables import grouped, number, odd_losses, read_csv, table, with_kept, write_table
+from trace_digest import digest_trace, record_trace
 
 import maingrad
 from maingrad.fsdp import MixedPrecisionPolicy
-from maingrad.launch.report.trace_digest import digest_trace, record_trace
 
 FLOOR, PEER_FLOOR = "floor", "peer_floor"
 
@@ -318,33 +318,41 @@ def _parts(section):
 
 def draw(rows, path):
     """Draw ``rows`` into ``path``: a panel for each section, a bar for each row, each floor once."""
-    from maingrad.launch.report.drawing import BACKWARD, HIDDEN, INK, QUIET, TRAIN, dress, plt, save
+    from maingrad.launch.report.drawing import save, styled
+
+    return save(styled(_figure)(rows), path)
+
+
+def _figure(rows):
+    from matplotlib.figure import Figure
 
     panels = [(section, bars) for section in sections_of(rows) if (bars := _bars(section))]
     heights = [0.6 + 0.28 * len(bars) for _, bars in panels] or [1.0]
-    figure, axes_of = plt.subplots(
-        len(heights), 1, figsize=(9.5, sum(heights) + 0.6), dpi=120, layout="constrained", squeeze=False,
-        height_ratios=heights,
-    )  # fmt: skip
-    for axes, (section, bars) in zip(axes_of.flat, panels, strict=False):
+    figure = Figure(figsize=(9.5, sum(heights) + 0.6))
+    panels_of = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
+    for axes, (section, bars) in zip(panels_of.flat, panels, strict=False):
         floor = floor_ms(section, FLOOR)
-        for place, (length, row) in enumerate(bars):
-            colour = BACKWARD if row.row in (FLOOR, PEER_FLOOR) else HIDDEN if row.row in OURS else TRAIN
-            axes.barh(place, length, 0.78, color=colour)
-            ratio = number(length / floor, ".2f")
-            text = f"{length:.1f} ms" + (f"  {ratio}" if ratio else "")
-            text += f"  {row.peak_gib:.1f} GiB" if row.peak_gib else ""
-            axes.annotate(text, (length, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7,
-                          color=INK)  # fmt: skip
-        some = section[0]
-        dress(axes, f"{some.setting}, {some.num_ranks} ranks: milliseconds a step, over our floor, peak memory")
+        axes.set_title(f"{section[0].setting}, {section[0].num_ranks} ranks: ms a step, over our floor, peak memory")
+        drawn = axes.barh(
+            range(len(bars)), [length for length, _ in bars], 0.78, color=[_colour(row) for _, row in bars]
+        )
+        texts = [
+            f"{length:.1f} ms  {number(length / floor, '.2f')}  {f'{row.peak_gib:.1f} GiB' if row.peak_gib else ''}"
+            for length, row in bars
+        ]
+        axes.bar_label(drawn, texts, padding=4, fontsize=7)
         if not math.isnan(floor):
-            axes.axvline(floor, color=INK, linewidth=1.0, linestyle=(0, (5, 4)))
+            axes.axvline(floor, color="black", linewidth=1.0, linestyle=(0, (5, 4)))
         axes.set_yticks(range(len(bars)), [row.label for _, row in bars], fontsize=7.5)
-        axes.set_xlim(0, max(row.step_ms for _, row in bars) * 1.28)
+        axes.margins(x=0.28)
     if panels:
-        figure.supxlabel(panels[-1][0][0].machine, fontsize=8, color=QUIET)
-    return save(figure, path)
+        figure.supxlabel(panels[-1][0][0].machine, fontsize=8)
+    return figure
+
+
+def _colour(row):
+    """Floors are pale, ours dark, peers between."""
+    return "#dfe6ec" if row.row in (FLOOR, PEER_FLOOR) else "#1f77a4" if row.row in OURS else "#9bb8cc"
 
 
 def _bars(section):

@@ -4,8 +4,8 @@ import csv
 import math
 import statistics
 
-from maingrad.launch.report.table import grouped, machine, markdown_table
-from maingrad.launch.training.watching.replacing import replacing
+from maingrad.launch.report.table import machine, write_csv, write_table
+from maingrad.launch.report.table import markdown_table as table
 
 __all__ = [
     "Measurement",
@@ -37,33 +37,17 @@ class Measurement(dict):
         raise AttributeError(f"{name} is none of {', '.join(self)}")
 
 
-def write_table(folder, stem, rows, title, *parts):
-    """Write ``stem.csv``, all columns of ``rows``, and ``stem.md``, the title and ``parts``. Returns the Markdown."""
-    text = "\n\n".join([f"# {title}", *parts]) + "\n"
-    write_csv(folder / f"{stem}.csv", rows)
-    with replacing(folder / f"{stem}.md") as file:
-        file.write(text)
-    return text
-
-
-def table(rows, columns):
-    """Markdown of a table. A column is its heading and a text with fields like {row.step_ms:.1f}, or a function."""
-    return "\n".join(markdown_table(rows, columns))
-
-
 def number(value, form, unknown=""):
     """``value`` in ``form``; ``unknown`` for NaN."""
     return unknown if math.isnan(value) else format(value, form)
 
 
-def write_csv(path, rows):
-    """Write all columns of ``rows``; NaN where a row has a problem instead."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, newline="") as file:
-        columns = dict.fromkeys(name for row in rows for name in row)
-        writer = csv.DictWriter(file, list(columns))
-        writer.writeheader()
-        writer.writerows({name: row.get(name, row.problem and math.nan) for name in columns} for row in rows)
+def grouped(rows, key):
+    """The rows by what ``key`` makes of them, in the order in which each key comes first."""
+    found = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def read_csv(path):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from .intervals import Interval, clip, length, union
+from maingrad.launch.report.intervals import Interval, clip, length, union
 
 __all__ = ["Activity", "digest", "digest_trace", "load_trace", "record_trace"]
 
