@@ -9,6 +9,7 @@ gathers per module (``host_gathers.py``), and of sharded units per unit (``host_
 
 import sys
 from functools import partial
+from typing import Any
 
 import torch
 from harness import Options, host_seconds, log, run_script, the_device
@@ -79,7 +80,7 @@ def _fused(features, device, delayed=False):
     return _wrapped(layer, *([layer.backward_dw] if delayed else []))
 
 
-_CASES = {
+_CASES: dict[str, Any] = {
     "nn.Linear": _plain,
     "nn.Linear, hook": lambda features, device: _wrapped(nn.Linear(features, features, bias=False, device=device)),
     "Linear, fused": _fused,

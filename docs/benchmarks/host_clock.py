@@ -44,7 +44,7 @@ def beyond_bare(
     """
 
     def one_round() -> dict[Any, float]:
-        found = {}
+        found: dict[Any, float] = {}
         for name, pair in contenders.items():
             bare, wrapped = (_microbatch_us(each, x, parts, calls) for each in pair)
             found |= {(name, part): wrapped[part] - bare[part] for part in bare}

@@ -23,7 +23,7 @@ import torch
 from host_clock import Wrapped, beyond_bare, unwrapped
 from peers import megatron_core_problem, wrap_by_megatron
 from ranks import AnyRankFailed, Ranks
-from tables import Measurement
+from tables import Column, Measurement
 from torch import nn
 
 from maingrad import DistributedDataParallel, DistributedDataParallelConfig
@@ -33,7 +33,7 @@ from maingrad.ddp.contract.return_table import placeholder
 OURS, MEGATRON = "maingrad", "Megatron-core"
 
 
-HOOK_COLUMNS = [
+HOOK_COLUMNS: list[Column] = [
     ("hooks of", "{row.name}"),
     ("parameters", "{row.parameters}"),
     ("intermediate, us", lambda row: row.problem or f"{row.intermediate_us:.2f}"),

@@ -17,7 +17,7 @@ import torch
 from contenders import shard_by_fsdp2
 from host_clock import Wrapped, beyond_bare, unwrapped
 from ranks import AnyRankFailed, Ranks
-from tables import Measurement
+from tables import Column, Measurement
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,7 +30,7 @@ def _cell(name):
     return lambda row: "" if row.problem else f"{getattr(row, name):.1f}"
 
 
-UNIT_COLUMNS = [
+UNIT_COLUMNS: list[Column] = [
     ("units of", "{row.name}"),
     ("intermediate forward, us", lambda row: row.problem or f"{row.intermediate_forward_us:.1f}"),
     ("and backward", _cell("intermediate_backward_us")),

@@ -80,7 +80,7 @@ class KernelBench(Options):
             raise ConfigError(f"--num-rounds and --measure-ms must be positive: {self.num_rounds}, {self.measure_ms}")
         self.parsed_shapes(on_cuda=False)
 
-    def parsed_shapes(self, *, on_cuda):
+    def parsed_shapes(self, *, on_cuda: bool) -> tuple[tuple[int, int, int, int], ...]:
         """The shapes as numbers. Raises ``ConfigError`` for a text that is no shape."""
         return tuple(map(parse_shape, self.shapes or (_PUBLISHED if on_cuda else _SMALL)))
 
@@ -121,7 +121,7 @@ class KernelTable:
     """Whether one of maingrad's kernels gave a wrong result."""
 
 
-def bench_kernels(bench, device):
+def bench_kernels(bench: KernelBench, device):
     """Check every contender, then time it. A contender with wrong results gets no row."""
     ceilings = measure_ceilings(device)
     log(f"ceilings: {ceilings.tflops:.3g} TFLOP/s, {ceilings.gb_per_s:.4g} GB/s")
@@ -155,7 +155,7 @@ def measure_ceilings(device):
 
 def _measure_case(bench, op, shape, case, device, kernels):
     errors = dict(_checked(op, shape, case, kernels))
-    times = {name: [] for name in errors}
+    times: dict[str, list[float]] = {name: [] for name in errors}
     for _ in range(bench.num_rounds):
         for name in errors:
             times[name].append(_milliseconds(case.contenders[name].run, bench.measure_ms, device))

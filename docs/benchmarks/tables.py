@@ -4,19 +4,21 @@ import csv
 import math
 import statistics
 
-from maingrad.launch.report.table import machine, write_csv, write_table
+from maingrad.launch.report.table import Column, machine, write_csv, write_table
 from maingrad.launch.report.table import markdown_table as table
 
 __all__ = [
+    "Column",
     "Measurement",
     "grouped",
     "machine",
     "number",
     "odd_losses",
     "read_csv",
+    "shown",
     "table",
-    "with_kept",
     "write_csv",
+    "write_sections",
     "write_table",
 ]
 
@@ -42,9 +44,31 @@ def number(value, form, unknown=""):
     return unknown if math.isnan(value) else format(value, form)
 
 
+def shown(name, form, unknown="", scale=1.0):
+    """The cell of a number: the row's field ``name`` times ``scale``."""
+    return lambda row: number(row[name] * scale if not row.problem else math.nan, form, unknown)
+
+
+def write_sections(rows, folder, stem, *, title, script, anchor, key, sections_of, parts_of):
+    """Write ``stem.csv`` and ``stem.md``, with the sections that the CSV already has; returns the Markdown.
+
+    anchor       where README.md says what is measured
+    key          tells the section of a row; sections_of the rows' sections in order; parts_of a section's paragraphs
+    """
+    mine = set(map(key, rows))
+    rows = [*(row for row in read_csv(folder / f"{stem}.csv") if key(row) not in mine), *rows]
+    about = (
+        f"Made by `torchrun --nproc-per-node N docs/benchmarks/{script}.py`; what the columns mean is said "
+        f"[here](README.md#{anchor}-what-is-measured)."
+    )
+    return write_table(
+        folder, stem, rows, title, about, *(part for each in sections_of(rows) for part in parts_of(each))
+    )
+
+
 def grouped(rows, key):
     """The rows by what ``key`` makes of them, in the order in which each key comes first."""
-    found = {}
+    found: dict = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return found
@@ -65,12 +89,6 @@ def _value(text):
         except (ValueError, KeyError):
             continue
     return text
-
-
-def with_kept(path, rows, section_of):
-    """``rows`` behind those of other sections that the CSV at ``path`` has."""
-    mine = set(map(section_of, rows))
-    return [*(row for row in read_csv(path) if section_of(row) not in mine), *rows]
 
 
 # ---- Do all rows the same work? ----
