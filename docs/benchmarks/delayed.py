@@ -14,7 +14,6 @@ import dataclasses
 import sys
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from accumulation import DEFAULT, AccumulationBench
 from harness import (
@@ -30,7 +29,7 @@ from harness import (
     time_variant,
 )
 from tables import machine, table, write_table
-from torch.profiler import ProfilerActivity, profile
+from trace_digest import activities_of
 
 import maingrad
 from maingrad.launch.model.gpt import build_model
@@ -63,7 +62,7 @@ def bench_delayed(bench, device):
         step = _training_step(bench, variants[variant], device)
         timed = time_variant(bench, step, device)
         if variant not in shares:
-            shares[variant] = _profile_shares(step, device)
+            shares[variant] = _profile_shares(step)
         under_products, under_kernels = shares[variant]
         return {**timed, "share_under_products": under_products, "share_under_kernels": under_kernels}
 
@@ -102,27 +101,14 @@ def _training_step(bench, delay_wgrad_layers, device):
     return stepping(accumulated, optimizer)
 
 
-def _profile_shares(step, device):
+def _profile_shares(step):
     """``share_under_products`` and ``share_under_kernels`` from a trace of one step."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize(device)
-    reductions = []
-    products = []
-    computing = []
-    for event in trace.events() or ():
-        name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
-        if event.device_type.name != "CUDA" or "memcpy" in name or "memset" in name:
-            continue
-        if "nccl" in name:
-            if "reducescatter" in name:
-                reductions.append(span)
-            continue
-        computing.append(span)
-        if any(part in name for part in _PRODUCTS):
-            products.append(span)
-    but_last = sorted(reductions)[:-1]
-    return covered(but_last, products), covered(but_last, computing)
+    # Copies and memsets are no kernels, and count as neither.
+    kernels = [each for each in activities_of(step) if not each.name.startswith(("Memcpy", "Memset"))]
+    computing = [each for each in kernels if not each.is_nccl]
+    products = [each for each in computing if any(part in each.name.lower() for part in _PRODUCTS)]
+    reductions = sorted((each.start, each.end) for each in kernels if "reducescatter" in each.name.lower())[:-1]
+    return tuple(covered(reductions, [(each.start, each.end) for each in cover]) for cover in (products, computing))
 
 
 def run(bench):

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from harness import ConfigError, Options, free_memory, log, run_script, the_device
 from tables import Column, Measurement, machine, table, write_csv, write_table
-from torch.profiler import ProfilerActivity, profile
+from trace_digest import activities_of
 
 from maingrad import DistributedDataParallel, GroupedLinear, Linear
 from maingrad.ddp.contract.main_grad import accumulator_of
@@ -36,6 +36,7 @@ from maingrad.kernels.quantized import (
     scaled_wgrad_accumulate,
 )
 from maingrad.kernels.wgrad import wgrad_accumulate
+from maingrad.launch.report.intervals import length
 from maingrad.launch.tuning.problems import GroupedOperands, parse_shape
 from maingrad.te_integration import Float8BlockScaling, Float8CurrentScaling, autocast
 
@@ -85,11 +86,7 @@ class RecipesBench(Options):
 
 def device_microseconds(step):
     """The sum of the times of all kernels of a call, from a profiler's trace."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize()
-    kernels = [event for event in trace.events() or () if event.device_type.name == "CUDA"]
-    return float(sum(event.time_range.elapsed_us() for event in kernels))
+    return length((each.start, each.end) for each in activities_of(step))
 
 
 def time_calls(step, count):

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from maingrad.launch.report.intervals import Interval, clip, length, union, without
 
-__all__ = ["Activity", "digest", "digest_trace", "load_trace", "record_trace"]
+__all__ = ["Activity", "activities_of", "digest", "digest_trace", "load_trace", "record_trace"]
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_HOST = ("cuda_runtime", "cuda_driver")
@@ -62,6 +62,15 @@ def record_trace(step: Callable[[], Any], num_steps: int, path: Path | None) -> 
             if index in (0, num_steps):
                 torch.cuda.synchronize()
             trace.step()
+
+
+def activities_of(step: Callable[[], Any]) -> list[Activity]:
+    """The device's activities in one step, by a profiler. Their streams and launches are not known."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    on_device = [event for event in trace.events() or () if event.device_type.name == "CUDA"]
+    return [Activity(each.name, -1, each.time_range.start, each.time_range.end, None) for each in on_device]
 
 
 def load_trace(path: Path) -> list[Activity]:
