@@ -4,10 +4,9 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-__all__ = ["count_rows", "cut", "own_copy", "same_batch", "to_double"]
+__all__ = ["count_rows", "cut", "own_copy", "to_double"]
 
 
 def count_rows(batch: Any) -> int:
@@ -43,12 +42,6 @@ def own_copy(batch: Any) -> Any:
 def to_double(batch: Any) -> Any:
     """The batch with floating-point tensors in fp64."""
     return _map(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-
-
-def same_batch(first: Any, second: Any) -> bool:
-    """Whether two batches of one structure have the same tensors, bit for bit."""
-    pairs = list(zip(_tensors(first), _tensors(second), strict=True))
-    return all(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) for one, other in pairs)
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """Plain PyTorch: gradients of a whole batch in one process, and of its parts on ranks without a wrapper."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -10,25 +10,45 @@ from torch import Tensor, nn
 
 from ..simulation.simulate import SimulatedRankError, simulate
 from .batches import own_copy, to_double
+from .draws import DrawnMeans
 from .program import Program
 
-__all__ = ["Grads", "Part", "Parts", "Plain", "alone", "draw_of", "mean_of", "run_exact", "run_one", "run_parts"]
+__all__ = [
+    "Grads",
+    "Part",
+    "Parts",
+    "Plain",
+    "Prepare",
+    "alone",
+    "as_it_is",
+    "draw_of",
+    "mean_of",
+    "on_ranks",
+    "run_exact",
+    "run_one",
+    "run_parts",
+    "run_whole",
+]
 
 Grads = Mapping[str, Tensor]
 """Gradient of each trainable parameter by name, in the parameter's shape."""
-Around = Callable[[], AbstractContextManager[Any]]
-"""What surrounds forward and backward: an observer, or a mode that replaces random draws."""
+Prepare = Callable[[nn.Module], None]
+"""Changes a copy of the model before it runs."""
 T = TypeVar("T")
 
 
 class Plain(NamedTuple):
-    """Loss and gradients of one forward and backward."""
+    """What one forward and backward has computed, and what it has done to the model."""
 
     loss: float
     grads: Grads
     """Zeros where autograd gave none."""
-    without: tuple[str, ...]
+    without: tuple[str, ...] = ()
     """Trainable parameters to which autograd gave no gradient."""
+    replaced: tuple[str, ...] = ()
+    """Parameters that are other objects after forward, that were not there before, or that had no shape yet."""
+    buffers: Mapping[str, Tensor] = {}
+    """After forward."""
 
 
 class Part(NamedTuple):
@@ -40,6 +60,9 @@ class Part(NamedTuple):
     draw: int
     """Decides what is random in this part."""
 
+    def __str__(self) -> str:
+        return f"rank {self.rank}'s microbatch {self.microbatch}"
+
 
 Parts = Sequence[Sequence[Part]]
 """By rank, then by microbatch."""
@@ -48,6 +71,10 @@ Parts = Sequence[Sequence[Part]]
 def draw_of(rank: int, microbatch: int) -> int:
     """Ranks and microbatches draw different numbers, as they do in training."""
     return 1 + 1000 * rank + microbatch
+
+
+def as_it_is(model: nn.Module) -> None:
+    """Changes nothing."""
 
 
 def alone(fn: Callable[[], T]) -> T:
@@ -64,74 +91,88 @@ def on_ranks(fn: Callable[[], T], ranks: int) -> list[T]:
 
 
 def run_one(
-    program: Program, model: nn.Module, batch: Any, draw: int = 0, around: Around = nullcontext, *, shares: int = 1
+    program: Program, model: nn.Module, batch: Any, *, draw: int = 0, means: bool = False, shares: int = 1
 ) -> Plain:
     """One forward and backward of ``model``, whose gradients are cleared before. ``batch`` may be changed by it.
 
+    draw    decides what is random
+    means   each random draw gives its mean instead
     shares  the loss is divided by this number, as for accumulation, and gradients are multiplied by it again: what
             hooks see is what they see in training
     """
     model.zero_grad(set_to_none=True)
+    before = {name: None if nn.parameter.is_lazy(param) else param for name, param in model.named_parameters()}
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    with around():
+    with DrawnMeans() if means else nullcontext():
         loss = program.loss_of(model, batch, draw)
         if loss.requires_grad:
             (loss / shares).backward()
         elif any(param.grad is not None for param in model.parameters()):
             raise ValueError("the program has called backward itself: let it return the loss before")
+    after = dict(model.named_parameters())
     grads, without = {}, []
-    params = dict(model.named_parameters())  # forward may have replaced some
     for name in trained:
-        param = params.get(name)
+        param = after.get(name)
         if param is None or param.grad is None:
             without.append(name)
         if param is not None:
             grads[name] = torch.zeros_like(param) if param.grad is None else _dense(param.grad).detach() * shares
     model.zero_grad(set_to_none=True)
-    return Plain(float(loss.detach()), grads, tuple(without))
+    replaced = tuple(name for name in {**before, **after} if after.get(name) is not before.get(name))
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return Plain(float(loss.detach()), grads, tuple(without), replaced, buffers)
 
 
-def run_exact(program: Program, batch: Any, around: Around = nullcontext) -> Grads | None:
+def run_whole(program: Program, batch: Any, prepare: Prepare = as_it_is, *, means: bool) -> Plain:
+    """The whole batch in one process."""
+
+    def run() -> Plain:
+        model = program.make()
+        prepare(model)
+        return run_one(program, model, own_copy(batch), means=means)
+
+    return alone(run)
+
+
+def run_exact(program: Program, batch: Any, *, means: bool) -> Grads | None:
     """Gradients of the whole batch in fp64; None if the program does not run in fp64."""
 
-    def run() -> Grads:
-        return run_one(program, program.make().double(), to_double(own_copy(batch)), around=around).grads
+    def widen(model: nn.Module) -> None:
+        model.double()
 
     try:
-        return alone(run)
+        return run_whole(program, to_double(batch), widen, means=means).grads
     except Exception:  # whatever the program says about a dtype that it was not written for
         return None
 
 
 def run_parts(
-    program: Program,
-    parts: Parts,
-    *,
-    on: int | None = None,
-    around: Around = nullcontext,
-    same_draw: bool = False,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
+    program: Program, parts: Parts, prepare: Prepare = as_it_is, *, means: bool, in_one_process: bool = False
 ) -> list[list[Plain]]:
-    """Gradients of each part, by rank, then by microbatch. Each rank has one copy, for its microbatches in turn.
+    """Each part's gradients, by rank, then by microbatch. Each rank has one copy, for its microbatches in turn.
 
-    on         number of simulated ranks: None for those of ``parts``, 1 for one process that runs all parts
-    same_draw  every part draws the same numbers
-    prepare    changes each copy first
+    means  random draws give their means, and all parts draw the same where a draw has none; otherwise each part draws
+           its own numbers
     """
-    ranks = len(parts) if on is None else on
+    ranks = 1 if in_one_process else len(parts)
 
     def run_rank(rank: int) -> list[Plain]:
         model = program.make()
         prepare(model)
-        mine = parts[rank]
         return [
-            run_one(program, model, own_copy(part.batch), 0 if same_draw else part.draw, around, shares=len(mine))
-            for part in mine
+            run_one(
+                program,
+                model,
+                own_copy(part.batch),
+                draw=0 if means else part.draw,
+                means=means,
+                shares=len(parts[rank]),
+            )
+            for part in parts[rank]
         ]
 
     def run() -> list[list[Plain]]:
-        first = dist.get_rank()
-        return [run_rank(rank) for rank in range(first, len(parts), ranks)]
+        return [run_rank(rank) for rank in range(dist.get_rank(), len(parts), ranks)]
 
     results = on_ranks(run, ranks)
     return [results[rank % ranks][rank // ranks] for rank in range(len(parts))]

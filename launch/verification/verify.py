@@ -1,9 +1,9 @@
 """``verify``: runs a user's model in every way that the library offers, and compares with plain PyTorch.
 
-The order of things. The whole batch runs once in one process (``first_look.py``). Its parts run on simulated ranks
-without a wrapper (``plain.py``): what differs now is the program's own doing, and ``diagnosis.py`` finds out what.
-Then each way (``ways.py``) runs the same parts: what differs now lies between the program and the wrapper, or is the
-library's fault (``way_diagnosis.py``).
+1. The whole batch runs once in one process, and its parts on simulated ranks without a wrapper (``plain.py``). Some
+   mistakes are seen without comparing. 2. The parts' mean is compared with the whole batch: what differs is the
+program's own doing. 3. Each way (``ways.py``) runs the same parts (``judge.py``): what differs lies between the program
+and the wrapper, or is the library's fault. Experiments find the cause of a difference (``experiments.py``).
 """
 
 import inspect
@@ -21,13 +21,13 @@ from ...ddp.collectives.world import Ranks, WorldOfOne
 from ..parallelizing.blocks import default_units
 from ..simulation.state import ProcessState
 from .batches import count_rows, cut, own_copy
-from .comparison import Allowed, allowed_between, total_norm
-from .diagnosis import Case, explain_parts
-from .findings import Cause, Finding, Verification, VerificationError, WayResult
-from .first_look import FirstLook, first_look, in_short, look_at_memory, look_at_unreached
-from .plain import Part, Parts, alone, draw_of, run_exact, run_one, run_parts
-from .program import Loss, Program, Step
-from .way_diagnosis import WayJudge
+from .comparison import Difference, Piece, allowed_between, distance, total_norm
+from .draws import modules_that_draw
+from .experiments import Comparison, unequal
+from .findings import Cause, Finding, Verification, VerificationError, WayResult, in_short
+from .judge import Judge
+from .plain import Part, Parts, Plain, alone, draw_of, mean_of, run_exact, run_parts, run_whole
+from .program import Loss, Program, Step, set_seed
 from .ways import WAYS, Setting
 
 __all__ = [
@@ -143,67 +143,40 @@ def _verify(
         findings.append(_uneven(rows, ranks, num_microbatches))
         num_microbatches = min(num_microbatches, max(1, rows // ranks))
         batch = cut(batch, rows, 0, rows - rows % (ranks * num_microbatches))
-    rows -= rows % (ranks * num_microbatches)
+        rows -= rows % (ranks * num_microbatches)
     parts = _parts(batch, rows, ranks, num_microbatches)
-    findings += look_at_memory(program)
-    params = {name: param for name, param in program.make().named_parameters() if param.requires_grad}
-    if not params:
+
+    drawing = alone(lambda: _drawing(program, batch))
+    whole = run_whole(program, batch, means=bool(drawing))
+    if not whole.grads and not whole.without:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to verify")
+    plains = run_parts(program, parts, means=bool(drawing))
+    findings += [*_random(drawing), *_seen(program, whole), *_not_finite(whole, plains, parts)]
+
     results: list[WayResult] = []
-
-    def verification() -> Verification:
-        return Verification(
-            findings=findings,
-            results=results,
-            num_parameters=len(params),
-            num_elements=sum(0 if _is_lazy(param) else param.numel() for param in params.values()),
-            ranks=ranks,
-            num_microbatches=num_microbatches,
-            rows=rows,
+    if len(whole.without) < len(whole.grads) and not {each.cause for each in findings} & _IN_THE_WAY:
+        mean = total_norm(whole.grads.values()) / math.sqrt(sum(grad.numel() for grad in whole.grads.values()))
+        of_ranks = (lambda: experts) if experts is None or experts is WORLD_OF_ONE else experts
+        comparison = Comparison(
+            program=program,
+            batch=batch,
+            parts=parts,
+            setting=Setting(units, of_ranks, max(mean, 1e-20)),  # type: ignore[arg-type]
+            allowed=allowed_between(whole.grads, run_exact(program, batch, means=bool(drawing))),
+            plains=plains,
+            means=bool(drawing),
         )
-
-    lazy = tuple(name for name, param in params.items() if _is_lazy(param))
-    if lazy:
-        evidence = "The parameter has no shape before the first forward, and is wrapped before it."
-        findings.append(Finding(cause=Cause.REPLACED, parameters=lazy, evidence=evidence))
-        return verification()
-    look = first_look(program, batch)
-    findings += look.findings
-    if any(each.cause in (Cause.NOT_FINITE, Cause.OTHER_MODEL) for each in look.findings):
-        return verification()
-    if look.plain.without:
-        findings += look_at_unreached(program, batch, look.plain.without)
-    if len(look.plain.without) == len(params):
-        return verification()
-
-    case = _case(program, batch, parts, look)
-    explained = explain_parts(case)
-    if explained is not None:
-        findings.append(explained)
-        if explained.cause is Cause.NOT_FINITE:
-            return verification()
-    if look.changed_buffers and (explained is None or explained.cause is not Cause.BATCH_STATISTICS):
-        findings += _buffers(case)
-    of_ranks = (lambda: experts) if experts is None or experts is WORLD_OF_ONE else experts
-    mean = total_norm(look.plain.grads.values()) / math.sqrt(sum(each.numel() for each in params.values()))
-    judge = WayJudge(case, Setting(units, of_ranks, max(mean, 1e-20)), parts_agree=explained is None)  # type: ignore[arg-type]
-    of_ways: list[Finding] = []
-    for name in ways:
-        result, wrong = judge.judge(name, WAYS[name])
-        results.append(result)
-        of_ways += wrong
-    shown = {each.cause for each in findings}  # plain PyTorch shows these
-    of_ways = [each for each in _merged(of_ways) if not _refuses_what_is_known(each, findings)]
-    findings += [each for each in of_ways if each.cause not in shown]
-    return verification()
-
-
-def _case(program: Program, batch: Any, parts: Parts, look: FirstLook) -> Case:
-    exact = run_exact(program, batch, look.around)
-    allowed: Allowed = allowed_between(look.plain.grads, exact)
-    own = run_parts(program, parts)
-    same = run_parts(program, parts, around=look.around, same_draw=True) if look.draws else own
-    return Case(program, batch, parts, look, allowed, own, same)
+        results, found = _compare(comparison, whole, ways)
+        findings += found
+    return Verification(
+        findings=findings,
+        results=results,
+        num_parameters=len(whole.grads),
+        num_elements=sum(grad.numel() for grad in whole.grads.values()),
+        ranks=ranks,
+        num_microbatches=num_microbatches,
+        rows=rows,
+    )
 
 
 def _parts(batch: Any, rows: int, ranks: int, num_microbatches: int) -> Parts:
@@ -217,6 +190,18 @@ def _parts(batch: Any, rows: int, ranks: int, num_microbatches: int) -> Parts:
     return [[part(rank, index) for index in range(num_microbatches)] for rank in range(ranks)]
 
 
+def _drawing(program: Program, batch: Any) -> list[str]:
+    model, mine = program.make(), own_copy(batch)
+    set_seed(program.seed)  # loss_of does so too, and then changes nothing
+    return modules_that_draw(model, lambda: program.loss_of(model, mine))
+
+
+# ---- What is seen without comparing. ----
+
+_IN_THE_WAY = {Cause.NOT_FINITE, Cause.REPLACED}
+"""Where these are, nothing can be compared."""
+
+
 def _uneven(rows: int, ranks: int, num_microbatches: int) -> Finding:
     return Finding(
         cause=Cause.UNEVEN_BATCH,
@@ -225,42 +210,150 @@ def _uneven(rows: int, ranks: int, num_microbatches: int) -> Finding:
     )
 
 
-def _buffers(case: Case) -> Iterator[Finding]:
-    """Buffers that have other values after one rank's rows than after another's."""
+def _random(drawing: Sequence[str]) -> Iterator[Finding]:
+    if drawing:
+        yield Finding(
+            cause=Cause.RANDOM,
+            module=in_short([name or "the program" for name in drawing]),
+            evidence="A forward has moved a random generator. Ranks and microbatches draw apart, so the ways are "
+            "compared with plain PyTorch on the same parts with the same seeds; the whole batch is compared with "
+            "its parts in plain PyTorch with each draw replaced by its mean.",
+        )
 
-    def run(rank: int) -> dict[str, Any]:
-        model = case.program.make()
-        run_one(case.program, model, own_copy(case.parts[rank][0].batch), around=case.around)
-        return dict(model.named_buffers())
 
-    first, last = alone(lambda: (run(0), run(len(case.parts) - 1)))
-    names = [name for name in first if name in last and not torch.equal(first[name], last[name])]
-    if names:
+def _seen(program: Program, whole: Plain) -> Iterator[Finding]:
+    """What the parameters show."""
+    if whole.replaced:
+        yield Finding(
+            cause=Cause.REPLACED,
+            parameters=whole.replaced,
+            evidence="After forward, the model registers another parameter by this name than before, or the parameter "
+            "had no shape before: the one that a wrapper or an optimizer has got is in the model no more, or was not "
+            "there.",
+        )
+    elif whole.without:
+        yield Finding(
+            cause=Cause.UNUSED,
+            parameters=whole.without,
+            evidence="Autograd gives the trainable parameter no gradient: the loss does not depend on it, or forward "
+            "cuts it off (torch.no_grad, detach, .data), or step calls another model than the one that it is given.",
+        )
+    model = program.model if program.model is not None else program.make()
+    params = [(name, each) for name, each in model.named_parameters() if not nn.parameter.is_lazy(each)]
+    at = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, name) for name, each in params if not each.is_meta)
+    for (_, end, first), (start, _, second) in zip(at, at[1:], strict=False):
+        if start < end:
+            yield Finding(
+                cause=Cause.SHARED_MEMORY,
+                parameters=(first, second),
+                evidence="These are two Parameters over one memory. Each gets a gradient and an update of its own; "
+                "a wrapper with flat buffers gives each its own memory, and they come apart.",
+            )
+
+
+def _not_finite(whole: Plain, plains: Sequence[Sequence[Plain]], parts: Parts) -> Iterator[Finding]:
+    """The whole batch, or the first of its parts that has such numbers."""
+    named = [(f"{part} alone", plain) for of_rank in zip(plains, parts, strict=True) for plain, part in zip(*of_rank)]
+    for name, plain in [("the whole batch", whole), *named]:
+        bad = tuple(name for name, grad in plain.grads.items() if not bool(grad.isfinite().all()))
+        if bad or not math.isfinite(plain.loss):
+            yield Finding(
+                cause=Cause.NOT_FINITE,
+                parameters=bad,
+                evidence=f"In plain PyTorch, the loss of {name} is {plain.loss:g}, and {len(bad)} gradients are not "
+                f"finite. The loss of the whole batch is {whole.loss:g}. A mean over no rows, or no tokens, is such a "
+                f"number.",
+            )
+            return
+
+
+# ---- What is compared. ----
+
+
+def _compare(comparison: Comparison, whole: Plain, ways: Sequence[str]) -> tuple[list[WayResult], list[Finding]]:
+    """The whole batch and its parts, and the ways."""
+    findings: list[Finding] = []
+    mean = comparison.mean
+    differing = comparison.allowed.differences([[Piece(name, 0, mean[name].reshape(-1)) for name in mean]], whole.grads)
+    off = [each for each in differing if each.is_off]
+    if off:
+        findings.append(_explain(comparison, whole, off))
+    buffers = unequal(comparison.plains[0][0].buffers, comparison.plains[-1][0].buffers)
+    if buffers and Cause.BATCH_STATISTICS not in {each.cause for each in findings}:
         evidence = "After a forward of its own rows each rank has other values in these buffers."
-        yield Finding(cause=Cause.BUFFERS, module=in_short(names), evidence=evidence)
+        findings.append(Finding(cause=Cause.BUFFERS, module=in_short(buffers), evidence=evidence))
+
+    parts = comparison
+    if comparison.means:  # ways draw, and their gradients may be larger than those with each draw at its mean
+        plains = run_parts(comparison.program, comparison.parts, means=False)
+        allowed = allowed_between(mean_of(plains), None)
+        parts = replace(comparison, plains=plains, means=False, allowed=allowed)
+    norm = total_norm(whole.grads.values())
+    norm_error = abs(total_norm(mean.values()) - norm) / max(norm, 1e-30)
+    judge = Judge(parts, grad_error=differing[0].error, norm_error=norm_error)
+    results, of_ways = [], []
+    for name in ways:
+        result, finding = judge.judge(name, WAYS[name])
+        results.append(replace(result, ok=result.ok and not off))
+        of_ways += [] if finding is None else [finding]
+    shown = {each.cause for each in findings}  # plain PyTorch shows these
+    return results, findings + [each for each in _merged(of_ways) if each.cause not in shown]
+
+
+def _explain(comparison: Comparison, whole: Plain, off: Sequence[Difference]) -> Finding:
+    """Why the mean of the parts' gradients is not the whole batch's gradient."""
+    names = [each.name for each in off]
+    finding = comparison.find_cause(names) or _by_contents(comparison, whole, names)
+    errors = {each.name: each.error for each in off}
+    return replace(finding, error=max(errors.get(name, 0.0) for name in finding.parameters))
+
+
+_MAX_ELEMENTS = 2_000_000
+"""Of the gradients that are decomposed: parts are compared in memory, in fp64."""
+_EXPLAINED = 0.05
+"""Share of a difference below which the rest is small: other factors of the parts explain the difference."""
+
+
+def _by_contents(comparison: Comparison, whole: Plain, names: Sequence[str]) -> Finding:
+    """Which cause the whole batch's gradient shows, given as a sum of the parts' gradients.
+
+    No experiment has shown a cause: the gradient of a part is a function of its rows alone. If the whole batch's
+    gradient is a sum of them, the factors are wrong; if it is none, rows act on each other.
+    """
+    pieces: list[Piece] = []
+    room = _MAX_ELEMENTS
+    for name in names:
+        room -= whole.grads[name].numel()
+        if not pieces or room >= 0:
+            pieces.append(Piece(name, 0, whole.grads[name].reshape(-1)))
+    shares, rest, words = comparison.contents(pieces)
+    difference = math.sqrt(sum(distance(each.values, comparison.mean[each.name].reshape(-1)) ** 2 for each in pieces))
+    words = f"The whole batch's gradient is a sum of the parts' gradients in plain PyTorch: {words}."
+    if rest * total_norm(each.values for each in pieces) > _EXPLAINED * difference:
+        cause = Cause.MIXED_ROWS
+        words = (
+            "The whole batch's gradient is no sum of the parts' gradients, and no experiment finds another cause: a "
+            "module or the loss compares the rows of a batch with each other, or the loss is not linear in them."
+        )
+    elif max(shares) - min(shares) < 0.02 * abs(sum(shares) / len(shares)):
+        cause = Cause.SUM
+        words = f"{words} So the loss is not a mean over rows: it grows with their number."
+    else:
+        cause = Cause.WEIGHTED_MEAN
+        words = (
+            f"{words} So parts with equally many rows count differently: the loss is a mean over something else than "
+            f"rows, such as unmasked tokens, of which the parts have different numbers."
+        )
+    return Finding(cause=cause, parameters=tuple(names), evidence=words)
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
     """One finding for each cause and parameter, with all ways that show it; the worst error and evidence."""
     merged: dict[tuple[Any, ...], Finding] = {}
     for each in findings:
-        key = (each.cause, each.module, frozenset(each.parameters))
-        known = merged.get(key)
-        if known is None:
-            merged[key] = each
-        else:
-            worse = each if each.error > known.error else known
-            ranks = tuple(sorted({*known.ranks, *each.ranks}))
-            merged[key] = replace(worse, ways=(*known.ways, *each.ways), ranks=ranks)
+        key = (each.cause, frozenset(each.parameters))
+        known = merged.get(key, each)
+        worse = each if each.error > known.error else known
+        ways = tuple(dict.fromkeys((*known.ways, *each.ways)))
+        merged[key] = replace(worse, ways=ways, ranks=tuple(sorted({*known.ranks, *each.ranks})))
     return list(merged.values())
-
-
-def _refuses_what_is_known(finding: Finding, known: Sequence[Finding]) -> bool:
-    """Whether a way only refuses by name what plain PyTorch shows to be a mistake: a parameter that forward writes."""
-    return finding.cause is Cause.REFUSED and any(
-        each.module and f"'{each.module}'" in finding.evidence for each in known
-    )
-
-
-def _is_lazy(param: nn.Parameter) -> bool:
-    return nn.parameter.is_lazy(param)

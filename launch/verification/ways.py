@@ -1,7 +1,7 @@
 """The ways in which the library runs a model, and one iteration of a model in one way on one rank."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +16,16 @@ from ...te_integration import WgradQueue, delayed_wgrad
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.parallelize import parallelize
 from .batches import own_copy
+from .comparison import Piece
+from .plain import Part, Prepare
 from .program import Program
 
-__all__ = ["WAYS", "Piece", "RankResult", "Setting", "Way", "run_way"]
+__all__ = ["WAYS", "RankResult", "Setting", "Way", "run_way"]
 
 _NO_CLIPPING = 1e30
 """Norm at which gradients are clipped: the norm is computed, and nothing changes."""
 LEARNING_RATE, WEIGHT_DECAY = 0.05, 0.1
-"""Of AdamW: large, so that the first step changes bf16 weights too."""
+"""AdamW's, large, so that one step changes bf16 weights."""
 
 
 class Way(NamedTuple):
@@ -74,17 +76,12 @@ class Setting(NamedTuple):
     experts: Callable[[], Ranks]
     """Called on each rank: the ranks that hold the same experts."""
     adam_eps: float
-    """Of AdamW: as large as gradients are, so that the step does not magnify rounding errors of small gradients."""
-    between: Callable[[nn.Module], None] = lambda model: None
-    """Changes each copy first; for experiments."""
+    """AdamW's, as large as gradients are, so that the step does not magnify rounding errors of small gradients."""
 
-
-class Piece(NamedTuple):
-    """Elements [start, start + len(values)) of one flattened parameter, or of its gradient."""
-
-    name: str
-    start: int
-    values: Tensor
+    @property
+    def adamw(self) -> dict[str, float]:
+        """Options of AdamW."""
+        return {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "eps": self.adam_eps}
 
 
 class RankResult(NamedTuple):
@@ -100,34 +97,74 @@ class RankResult(NamedTuple):
     """Weight-gradient products that were written into ``main_grad``."""
 
 
-class _Wrapped(NamedTuple):
-    model: Any
-    step: Callable[[], tuple[list[Piece], float, list[Piece]]]
-    """Ends the gradients' reduction and updates the weights: gradients, norm, weights."""
-    fused_writes: Callable[[], int]
-
-
-def run_way(program: Program, way: Way, batches: Sequence[Any], draws: Sequence[int], setting: Setting) -> RankResult:
-    """One iteration on this rank: ``batches`` are its microbatches."""
+def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting, prepare: Prepare) -> RankResult:
+    """One iteration on this rank: ``parts`` are its microbatches."""
     module = program.make()
-    setting.between(module)
-    wrapped = _shard(module, way, setting) if way.shards_parameters else _wrap(module, way, setting)
+    prepare(module)
+    if way.shards_parameters:
+        model, end = _shard(module, way, setting)
+    else:
+        model, end = _wrap(module, way, setting)
     queue = WgradQueue()
-    for index, (batch, draw) in enumerate(zip(batches, draws, strict=True)):
-        synced: AbstractContextManager[Any] = nullcontext() if index + 1 == len(batches) else wrapped.model.no_sync()
-        with synced:
+    for index, part in enumerate(parts):
+        with nullcontext() if index + 1 == len(parts) else model.no_sync():
             with delayed_wgrad(queue) if way.delayed else nullcontext():
-                loss = program.loss_of(wrapped.model, own_copy(batch), draw)
-            (loss / len(batches)).backward()
+                loss = program.loss_of(model, own_copy(part.batch), part.draw)
+            (loss / len(parts)).backward()
             queue.drain()
-    grads, norm, weights = wrapped.step()
-    return RankResult(grads, norm, weights, wrapped.fused_writes())
+    model.finish_grad_sync()
+    return end()
 
 
-def _num_instances() -> int:
-    """Of a hybrid: the smallest divisor of the number of ranks, 1 of one rank."""
-    ranks = dist.get_world_size()
-    return next((n for n in range(2, ranks + 1) if ranks % n == 0), 1)
+def _wrap(module: nn.Module, way: Way, setting: Setting) -> tuple[Any, Callable[[], RankResult]]:
+    """The wrapped model, and what updates the weights at the end of the iteration."""
+    sharded = way.parallel != "ddp"
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=sharded,
+        num_distributed_optimizer_instances=_num_instances() if way.parallel == "hybrid" else 1,
+        num_buckets=4,
+        **way.options,
+    )
+    form = "zero1" if sharded else "ddp"
+    model = _parallelize(module, form, way, setting, config=config, expert_process_group=setting.experts())
+    if sharded:
+        optimizer: Any = make_optimizer(model, max_grad_norm=_NO_CLIPPING, **setting.adamw)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **setting.adamw)
+
+    def end() -> RankResult:
+        grads = list(_held_grads(model))
+        norm = None if sharded else clip_grad_norm(model, _NO_CLIPPING)
+        optimizer.step()
+        weights = [Piece(name, 0, _flat(param)) for name, param in module.named_parameters()]
+        fused_writes = sum(record.num_fused_writes for record in model.records)
+        return RankResult(grads, float(optimizer.grad_norm if norm is None else norm), weights, fused_writes)
+
+    return model, end
+
+
+def _shard(module: nn.Module, way: Way, setting: Setting) -> tuple[Any, Callable[[], RankResult]]:
+    """The sharded model, and what updates the weights at the end of the iteration."""
+    mesh: Any = None
+    if way.parallel == "hsdp":
+        outer = _num_instances()
+        mesh = init_device_mesh("cpu", (outer, dist.get_world_size() // outer), mesh_dim_names=("outer", "inner"))
+    form = "hsdp" if way.parallel == "hsdp" else "zero3"
+    as_stored = MixedPrecisionPolicy()
+    model = _parallelize(module, form, way, setting, mesh=mesh, mixed_precision=as_stored, **way.options)
+    params: list[Any] = list(model.parameters())
+    optimizer = make_optimizer(model, max_grad_norm=_NO_CLIPPING, fused=False, **setting.adamw)
+
+    def end() -> RankResult:
+        held = [param for param in params if param.requires_grad and param.shard.numel]
+        grads = [Piece(param.shard.name, param.shard.start, _flat(param.grad.to_local())) for param in held]
+        optimizer.step()
+        weights = [Piece(param.shard.name, param.shard.start, _flat(param)) for param in params]
+        records = [record for unit in model.units for bucket in unit.buckets for record in bucket.records]
+        fused_writes = sum(record.num_fused_writes for record in records)
+        return RankResult(grads, float(optimizer.grad_norm), weights, fused_writes)
+
+    return model, end
 
 
 def _parallelize(module: nn.Module, form: str, way: Way, setting: Setting, **options: Any) -> Any:
@@ -136,35 +173,10 @@ def _parallelize(module: nn.Module, form: str, way: Way, setting: Setting, **opt
     return parallelize(module, form, units=units, fuse=way.converted, recompute=recompute, **options)
 
 
-def _wrap(module: nn.Module, way: Way, setting: Setting) -> _Wrapped:
-    sharded = way.parallel != "ddp"
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=sharded,
-        num_distributed_optimizer_instances=_num_instances() if way.parallel == "hybrid" else 1,
-        num_buckets=4,
-        **way.options,
-    )
-    model = _parallelize(
-        module, "zero1" if sharded else "ddp", way, setting, config=config, expert_process_group=setting.experts()
-    )
-    options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "eps": setting.adam_eps}
-    if sharded:
-        optimizer: Any = make_optimizer(model, max_grad_norm=_NO_CLIPPING, **options)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), **options)
-
-    def step() -> tuple[list[Piece], float, list[Piece]]:
-        model.finish_grad_sync()
-        grads = list(_held_grads(model))
-        if sharded:
-            optimizer.step()
-            norm = float(optimizer.grad_norm)
-        else:
-            norm = float(clip_grad_norm(model, _NO_CLIPPING))
-            optimizer.step()
-        return grads, norm, [Piece(name, 0, _flat(param)) for name, param in module.named_parameters()]
-
-    return _Wrapped(model, step, lambda: sum(record.num_fused_writes for record in model.records))
+def _num_instances() -> int:
+    """Of a hybrid: the smallest divisor of the number of ranks, 1 of one rank."""
+    ranks = dist.get_world_size()
+    return next((n for n in range(2, ranks + 1) if ranks % n == 0), 1)
 
 
 def _held_grads(model: DistributedDataParallel) -> Iterator[Piece]:
@@ -176,39 +188,6 @@ def _held_grads(model: DistributedDataParallel) -> Iterator[Piece]:
             start, end = max(base, first), min(slot.end - bucket.layout.start, last)
             if start < end:
                 yield Piece(slot.spec.name, start - base, bucket.grad_data[start:end].clone())
-
-
-def _shard(module: nn.Module, way: Way, setting: Setting) -> _Wrapped:
-    mesh: Any = None
-    if way.parallel == "hsdp":
-        outer = _num_instances()
-        mesh = init_device_mesh("cpu", (outer, dist.get_world_size() // outer), mesh_dim_names=("outer", "inner"))
-    form = "hsdp" if way.parallel == "hsdp" else "zero3"
-    as_stored = MixedPrecisionPolicy()
-    model = _parallelize(module, form, way, setting, mesh=mesh, mixed_precision=as_stored, **way.options)
-    params: list[Any] = list(model.parameters())
-    optimizer = make_optimizer(
-        model, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=setting.adam_eps, foreach=False, fused=False
-    )
-
-    def step() -> tuple[list[Piece], float, list[Piece]]:
-        model.finish_grad_sync()
-        trained = [param for param in params if param.requires_grad]
-        grads = [
-            Piece(param.shard.name, param.shard.start, _flat(param.grad.to_local()))
-            for param in trained
-            if param.shard.numel
-        ]
-        norm = float(torch.nn.utils.clip_grad_norm_(params, _NO_CLIPPING))
-        optimizer.step()
-        return grads, norm, [Piece(param.shard.name, param.shard.start, _flat(param)) for param in params]
-
-    def fused_writes() -> int:
-        return sum(
-            record.num_fused_writes for unit in model.units for bucket in unit.buckets for record in bucket.records
-        )
-
-    return _Wrapped(model, step, fused_writes)
 
 
 def _flat(tensor: Tensor) -> Tensor:
