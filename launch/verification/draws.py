@@ -1,4 +1,4 @@
-"""Random draws: which modules make them, and a mode that replaces each one by its mean."""
+"""Random draws: whether there are any, and a mode that replaces each one by its mean."""
 
 import random
 import sys
@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...ddp.torch_internals import TorchDispatchMode
 
-__all__ = ["DrawnMeans", "modules_that_draw", "random_state"]
+__all__ = ["DrawnMeans", "random_state"]
 
 
 _MEANS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -58,37 +57,3 @@ def random_state() -> tuple[Any, ...]:
     numpy_random: Any = sys.modules.get("numpy.random")
     of_numpy = () if numpy_random is None else tuple(map(str, numpy_random.get_state()))
     return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), of_numpy
-
-
-def modules_that_draw(model: nn.Module, forward: Callable[[], object]) -> list[str]:
-    """Names of the innermost modules whose code moves a default generator in ``forward``; '' is the program itself."""
-    found: dict[str, None] = {}
-    running = [""]
-
-    def look() -> None:
-        nonlocal last
-        now = random_state()
-        if now != last:
-            found[running[-1]] = None
-        last = now
-
-    def watch(name: str, module: nn.Module) -> list[Any]:
-        def enter(*arguments: Any) -> None:
-            look()
-            running.append(name)
-
-        def leave(*arguments: Any) -> None:
-            look()
-            running.pop()
-
-        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-
-    handles = [handle for name, module in model.named_modules() for handle in watch(name, module)]
-    last = random_state()
-    try:
-        forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    look()
-    return list(found)

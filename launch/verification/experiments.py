@@ -8,23 +8,22 @@ the parts. Where they do not, ``Comparison.find_cause`` goes through its experim
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...ddp.torch_internals import is_hooked
 from ..parallelizing.blocks import add_recompute
 from .batches import own_copy
-from .comparison import Allowed, Difference, Piece, parts_in
+from .comparison import Allowed, Difference, Piece, off_in, parts_in
 from .findings import Cause, Finding, in_short
 from .plain import Grads, Parts, Plain, Prepare, as_it_is, mean_of, on_ranks, run_one, run_parts, run_whole
 from .program import Program
 from .ways import RankResult, Setting, Way, run_way
 
-__all__ = ["Comparison", "Experiment", "unequal"]
+__all__ = ["Comparison", "Experiment", "about", "unequal"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,8 @@ class Experiment:
     """Of each copy of the model, before it runs."""
     in_one_process: bool = False
     """One process runs the parts of all ranks."""
+    setting: Mapping[str, Any] = field(default_factory=dict)
+    """Other values in the setting of the way."""
     mends: bool = False
     """The cause is shown if both runs agree with the change. Otherwise, if the change alters plain PyTorch's result."""
     module: str = ""
@@ -55,10 +56,8 @@ class Comparison:
     parts: Parts
     setting: Setting
     allowed: Allowed
-    plains: list[list[Plain]]
+    plains: list[Plain]
     """What plain PyTorch computes of the parts."""
-    means: bool
-    """Each random draw gives its mean, as in ``plains``."""
     way: Way | None = None
 
     @property
@@ -66,44 +65,38 @@ class Comparison:
         """The mean of the parts' gradients in plain PyTorch."""
         return mean_of(self.plains)
 
-    def run_way(self, change: Prepare = as_it_is) -> list[RankResult]:
+    def run_way(self, setting: Setting, change: Prepare = as_it_is) -> list[RankResult]:
         """Each rank's result in this way. Raises what a rank raises."""
         way = self.way
         assert way is not None, "this comparison is of a way"
-        return on_ranks(
-            lambda: run_way(self.program, way, self.parts[dist.get_rank()], self.setting, change), len(self.parts)
-        )
 
-    def find_cause(self, off: Sequence[str]) -> Finding | None:
+        def run() -> RankResult:
+            mine = [part for part in self.parts if part.rank == dist.get_rank()]
+            return run_way(self.program, way, mine, setting, change)
+
+        return on_ranks(run, 1 + self.parts[-1].rank)
+
+    def find_cause(self, off: Sequence[Difference]) -> Finding | None:
         """The first experiment that shows a cause.
 
         off  the parameters that differ, or that an error names
         """
-        for experiment in self._experiments():
-            shown = self._shown_by(experiment)
+        for each in self._experiments():
+            shown = self._shown_by(each)
             if shown is not None:
-                names = [name for name in off if name in shown] or off or shown
-                return Finding(
-                    cause=experiment.cause,
-                    parameters=tuple(names),
-                    module=experiment.module,
-                    evidence=experiment.evidence,
-                )
+                names = {difference.name for difference in shown}
+                both = [difference for difference in off if difference.name in names]
+                return about(both or off or shown, each.cause, each.evidence, each.module)
         return None
 
-    def contents(self, pieces: Sequence[Piece]) -> tuple[list[float], float, str]:
+    def contents(self, piece: Piece) -> tuple[list[float], float, str]:
         """How often each part is contained in a gradient, in units of what is right; the rest; and both in words."""
-        flat = [plain.grads for of_rank in self.plains for plain in of_rank]
-
-        def cut(grads: Grads, piece: Piece) -> Tensor:
-            return grads[piece.name].reshape(-1)[piece.start : piece.start + len(piece.values)]
-
-        found = [piece.values for piece in pieces]
-        factors, rest = parts_in(found, [[cut(grads, piece) for piece in pieces] for grads in flat])
-        shares = [factor * len(flat) for factor in factors]
-        parts = [part for of_rank in self.parts for part in of_rank]
-        listed = [f"{round(share, 2) + 0.0:.2f} of {part}" for share, part in zip(shares, parts, strict=True)]
-        return shares, rest, f"in units of 1/{len(flat)}, it contains {', '.join(listed)}"
+        end, count = piece.start + len(piece.values), len(self.parts)
+        of_parts = [plain.grads[piece.name].reshape(-1)[piece.start : end] for plain in self.plains]
+        factors, rest = parts_in(piece.values, of_parts)
+        shares = [factor * count for factor in factors]
+        listed = [f"{round(share, 2) + 0.0:.2f} of {part}" for share, part in zip(shares, self.parts, strict=True)]
+        return shares, rest, f"in units of 1/{count}, it contains {', '.join(listed)}"
 
     def _experiments(self) -> Iterator[Experiment]:
         """In this order: those come first that would spoil the later ones."""
@@ -135,7 +128,7 @@ class Comparison:
                 evidence="With recompute, plain PyTorch computes other gradients too, or fails: forward is not "
                 "repeatable.",
             )
-        hooked = _with_grad_hooks(model)
+        hooked = [*dict.fromkeys(name for name, hooks in _grad_hooks(model) if hooks)]
         if hooked:
             yield Experiment(
                 cause=Cause.HOOK,
@@ -145,7 +138,7 @@ class Comparison:
                 evidence="Without the hooks that see gradients both runs agree; with them they do not. A hook changes "
                 "each microbatch's gradient, and not linearly, or this way does not call it.",
             )
-        changed = unequal(self.plains[0][0].buffers, dict(model.named_buffers()))
+        changed = unequal(self.plains[0].buffers, dict(model.named_buffers()))
         owners = [*dict.fromkeys(name.rpartition(".")[0] for name in changed)]
         if way is None and owners:
             yield Experiment(
@@ -157,50 +150,60 @@ class Comparison:
                 "gradients add up to the whole batch's; in training mode each microbatch is normalised by its own "
                 "statistics.",
             )
-        if way is not None and any(map(_is_expert, model.parameters())):
+        if way is not None and self.setting.experts is not None:
             yield Experiment(
                 cause=Cause.EXPERT_RANKS,
-                change=_take_marks_off,
+                setting={"experts": None},
                 mends=True,
-                evidence="The parameter is marked as an expert's (allreduce = False), and without the mark its "
-                "gradient is right: it lacks the rows of ranks that have the same weights.",
+                evidence="The parameter is marked as an expert's (allreduce = False), and its gradient is right when "
+                "it is reduced over all ranks: over expert_process_group it lacks the rows of ranks that have the same "
+                "weights.",
             )
         if way is not None and way.shards_parameters:
             yield Experiment(
                 cause=Cause.READ_ELSEWHERE,
-                change=lambda model: _hide_outside_units(model, [*units(model)]),
-                evidence="Plain PyTorch computes another gradient when the parameter is there only while its unit's "
-                "forward runs, and by the module's attribute alone. The program reads it elsewhere, or by a reference "
-                "of its own, where fully_shard has a shard.",
+                change=_register_copies,
+                evidence="When modules register copies of their parameters, this copy gets another gradient in plain "
+                "PyTorch: the program reads the parameter by a reference of its own, which under fully_shard is to the "
+                "shard.",
+            )
+            yield Experiment(
+                cause=Cause.READ_ELSEWHERE,
+                setting={"units": lambda model: ()},
+                mends=True,
+                evidence="Gradients are right when fully_shard makes one unit of the whole model: the program reads a "
+                "parameter while the forward of its unit does not run, where it is a shard.",
             )
 
-    def _shown_by(self, experiment: Experiment) -> tuple[str, ...] | None:
+    def _shown_by(self, each: Experiment) -> Sequence[Difference] | None:
         """The parameters for which the cause is shown; () for all that are off, None if it is not shown."""
-        change = experiment.change
-        if experiment.mends:
-            try:
-                return None if self._differing(change) else ()
-            except Exception:  # the change mends nothing
-                return None
         try:
-            changed = self._run_parts(change, in_one_process=experiment.in_one_process)
-        except Exception:  # plain PyTorch does not run with it
-            return ()
-        return tuple(each.name for each in self.allowed.between(mean_of(changed), self.mean)) or None
-
-    def _differing(self, change: Prepare) -> list[Difference]:
-        """What differs when both runs have the change."""
-        parts = mean_of(self._run_parts(change))
-        if self.way is None:
-            return self.allowed.between(parts, run_whole(self.program, self.batch, change, means=self.means).grads)
-        held = [result.grads for result in self.run_way(change)]
-        return [each for each in self.allowed.differences(held, parts) if each.is_off]
-
-    def _run_parts(self, change: Prepare, *, in_one_process: bool = False) -> list[list[Plain]]:
-        return run_parts(self.program, self.parts, change, means=self.means, in_one_process=in_one_process)
+            parts = mean_of(run_parts(self.program, self.parts, each.change, in_one_process=each.in_one_process))
+            if not each.mends:
+                return self.allowed.between(parts, self.mean) or None
+            if self.way is None:
+                off = self.allowed.between(parts, run_whole(self.program, self.batch, each.change).grads)
+            else:
+                results = self.run_way(self.setting._replace(**each.setting), each.change)
+                off = off_in(self.allowed.differences([result.grads for result in results], parts))
+            return None if off else ()
+        except Exception:  # a change that should mend does not; any other one is more than the program bears
+            return None if each.mends else ()
 
     def _run_before(self, model: nn.Module) -> None:
-        run_one(self.program, model, own_copy(self.batch), means=self.means)
+        run_one(self.program, model, own_copy(self.batch))
+
+
+def about(off: Sequence[Difference], cause: Cause, evidence: str, module: str = "") -> Finding:
+    """The finding that this is why these parameters are off."""
+    return Finding(
+        cause=cause,
+        evidence=evidence,
+        module=module,
+        parameters=tuple(each.name for each in off),
+        ranks=tuple(sorted({rank for each in off for rank in each.ranks})),
+        error=max((each.error for each in off), default=0.0),
+    )
 
 
 def unequal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
@@ -211,20 +214,19 @@ def unequal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]
 # ---- Changes of a copy of the model. ----
 
 
-def _with_grad_hooks(model: nn.Module) -> list[str]:
-    """Parameters and modules with hooks that see gradients in backward."""
-    params = [name for name, param in model.named_parameters() if is_hooked(param)]
-    return params + [name for name, each in model.named_modules() if each._backward_hooks or each._backward_pre_hooks]
+def _grad_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
+    """The hooks that see gradients in backward, with the name of the parameter or module."""
+    for name, param in model.named_parameters():
+        yield name, param._backward_hooks or {}
+        yield name, getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for name, module in model.named_modules():
+        yield name, module._backward_hooks
+        yield name, module._backward_pre_hooks
 
 
 def _remove_grad_hooks(model: nn.Module) -> None:
-    for param in model.parameters():
-        for hooks in (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)):
-            if hooks is not None:
-                hooks.clear()
-    for module in model.modules():
-        module._backward_hooks.clear()
-        module._backward_pre_hooks.clear()
+    for _, hooks in _grad_hooks(model):
+        hooks.clear()
 
 
 def _freeze(model: nn.Module, modules: Sequence[str]) -> None:
@@ -232,45 +234,10 @@ def _freeze(model: nn.Module, modules: Sequence[str]) -> None:
         model.get_submodule(name).eval()
 
 
-def _is_expert(param: nn.Parameter) -> bool:
-    return getattr(param, "allreduce", True) is False
-
-
-def _take_marks_off(model: nn.Module) -> None:
-    for param in filter(_is_expert, model.parameters()):
-        param.allreduce = True  # type: ignore[attr-defined]
-
-
-def _hide_outside_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Let each unit's parameters be there only while the unit runs, as under ``fully_shard``.
-
-    All modules register copies of their parameters (what is tied stays tied): who reads a parameter by a reference of
-    its own gives the copy no gradient. While the model runs and a unit does not, frozen twins stand in for the unit's
-    copies: they have the values and take no gradient.
-    """
+def _register_copies(model: nn.Module) -> None:
+    """Let all modules register other Parameters of the same values; what is tied stays tied."""
     copies: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             copied = copies.setdefault(id(param), nn.Parameter(param.detach().clone(), param.requires_grad))
             module.register_parameter(name, copied)
-    running: list[nn.Module] = []  # the model, while its forward runs
-
-    def hide(unit: nn.Module) -> None:
-        places = [
-            (each, name, param) for each in unit.modules() for name, param in each.named_parameters(recurse=False)
-        ]
-
-        def show(shown: bool) -> None:
-            for module, name, param in places:
-                twin = nn.Parameter(param.detach(), requires_grad=False)
-                module._parameters[name] = param if shown else twin
-
-        unit.register_forward_pre_hook(lambda *_: show(True))
-        unit.register_forward_hook(lambda *_: show(not running))
-        model.register_forward_pre_hook(lambda *_: show(False))
-        model.register_forward_hook(lambda *_: show(True))
-
-    model.register_forward_pre_hook(lambda *_: running.append(model))
-    model.register_forward_hook(lambda *_: running.clear())
-    for unit in units:
-        hide(unit)

@@ -1,5 +1,6 @@
 """What ``verify`` found: causes, their remedies, and the report."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -131,14 +132,14 @@ class WayResult:
     """How one way compares with plain PyTorch."""
 
     way: str
-    ok: bool
-    grad_error: float
-    """The largest relative error of a parameter's gradient; infinite if there are none."""
-    norm_error: float
+    ok: bool = False
+    grad_error: float = math.inf
+    """The largest relative error of a parameter's gradient; infinite if the way has raised an error."""
+    norm_error: float = math.inf
     """Relative error of the global norm."""
-    weight_error: float
+    weight_error: float = math.inf
     """The largest relative error of a parameter's update."""
-    fused_writes: int
+    fused_writes: int = 0
     """Weight-gradient products that were written into ``main_grad`` on each rank."""
 
 

@@ -1,6 +1,6 @@
 """Plain PyTorch: gradients of a whole batch in one process, and of its parts on ranks without a wrapper."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..simulation.simulate import SimulatedRankError, simulate
 from .batches import own_copy, to_double
-from .draws import DrawnMeans
-from .program import Program
+from .draws import DrawnMeans, random_state
+from .program import Program, set_seed
 
 __all__ = [
     "Grads",
@@ -21,7 +21,7 @@ __all__ = [
     "Prepare",
     "alone",
     "as_it_is",
-    "draw_of",
+    "draws",
     "mean_of",
     "on_ranks",
     "run_exact",
@@ -57,20 +57,18 @@ class Part(NamedTuple):
     rank: int
     microbatch: int
     batch: Any
-    draw: int
-    """Decides what is random in this part."""
+
+    @property
+    def draw(self) -> int:
+        """Seed of what is random in this part. Ranks and microbatches draw different numbers, as in training."""
+        return 1 + 1000 * self.rank + self.microbatch
 
     def __str__(self) -> str:
         return f"rank {self.rank}'s microbatch {self.microbatch}"
 
 
-Parts = Sequence[Sequence[Part]]
+Parts = Sequence[Part]
 """By rank, then by microbatch."""
-
-
-def draw_of(rank: int, microbatch: int) -> int:
-    """Ranks and microbatches draw different numbers, as they do in training."""
-    return 1 + 1000 * rank + microbatch
 
 
 def as_it_is(model: nn.Module) -> None:
@@ -90,21 +88,18 @@ def on_ranks(fn: Callable[[], T], ranks: int) -> list[T]:
         raise (error.__cause__ or error) from None
 
 
-def run_one(
-    program: Program, model: nn.Module, batch: Any, *, draw: int = 0, means: bool = False, shares: int = 1
-) -> Plain:
+def run_one(program: Program, model: nn.Module, batch: Any, draw: int = 0, *, shares: int = 1) -> Plain:
     """One forward and backward of ``model``, whose gradients are cleared before. ``batch`` may be changed by it.
 
-    draw    decides what is random
-    means   each random draw gives its mean instead
+    draw    seed of what is random
     shares  the loss is divided by this number, as for accumulation, and gradients are multiplied by it again: what
             hooks see is what they see in training
     """
     model.zero_grad(set_to_none=True)
     before = {name: None if nn.parameter.is_lazy(param) else param for name, param in model.named_parameters()}
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    with DrawnMeans() if means else nullcontext():
-        loss = program.loss_of(model, batch, draw)
+    with DrawnMeans() if program.means else nullcontext():
+        loss = program.loss_of(model, batch, 0 if program.means else draw)
         if loss.requires_grad:
             (loss / shares).backward()
         elif any(param.grad is not None for param in model.parameters()):
@@ -123,70 +118,66 @@ def run_one(
     return Plain(float(loss.detach()), grads, tuple(without), replaced, buffers)
 
 
-def run_whole(program: Program, batch: Any, prepare: Prepare = as_it_is, *, means: bool) -> Plain:
+def draws(program: Program, batch: Any) -> bool:
+    """Whether a forward moves a default generator. Call it ``alone``."""
+    model, mine = program.make(), own_copy(batch)
+    set_seed(program.seed)  # loss_of does so too, and then changes nothing
+    before = random_state()
+    program.loss_of(model, mine)
+    return random_state() != before
+
+
+def run_whole(program: Program, batch: Any, prepare: Prepare = as_it_is) -> Plain:
     """The whole batch in one process."""
 
     def run() -> Plain:
         model = program.make()
         prepare(model)
-        return run_one(program, model, own_copy(batch), means=means)
+        return run_one(program, model, own_copy(batch))
 
     return alone(run)
 
 
-def run_exact(program: Program, batch: Any, *, means: bool) -> Grads | None:
+def run_exact(program: Program, batch: Any) -> Grads | None:
     """Gradients of the whole batch in fp64; None if the program does not run in fp64."""
 
     def widen(model: nn.Module) -> None:
         model.double()
 
     try:
-        return run_whole(program, to_double(batch), widen, means=means).grads
+        return run_whole(program, to_double(batch), widen).grads
     except Exception:  # whatever the program says about a dtype that it was not written for
         return None
 
 
 def run_parts(
-    program: Program, parts: Parts, prepare: Prepare = as_it_is, *, means: bool, in_one_process: bool = False
-) -> list[list[Plain]]:
-    """Each part's gradients, by rank, then by microbatch. Each rank has one copy, for its microbatches in turn.
+    program: Program, parts: Parts, prepare: Prepare = as_it_is, *, in_one_process: bool = False
+) -> list[Plain]:
+    """What each part gives. Each rank has one copy of the model, for its microbatches in turn."""
+    ranks = 1 + parts[-1].rank
+    processes = 1 if in_one_process else ranks
 
-    means  random draws give their means, and all parts draw the same where a draw has none; otherwise each part draws
-           its own numbers
-    """
-    ranks = 1 if in_one_process else len(parts)
-
-    def run_rank(rank: int) -> list[Plain]:
+    def run_rank(rank: int) -> Iterator[Plain]:
         model = program.make()
         prepare(model)
-        return [
-            run_one(
-                program,
-                model,
-                own_copy(part.batch),
-                draw=0 if means else part.draw,
-                means=means,
-                shares=len(parts[rank]),
-            )
-            for part in parts[rank]
-        ]
+        mine = [part for part in parts if part.rank == rank]
+        for part in mine:
+            yield run_one(program, model, own_copy(part.batch), part.draw, shares=len(mine))
 
-    def run() -> list[list[Plain]]:
-        return [run_rank(rank) for rank in range(dist.get_rank(), len(parts), ranks)]
+    def run() -> list[Plain]:
+        return [plain for rank in range(dist.get_rank(), ranks, processes) for plain in run_rank(rank)]
 
-    results = on_ranks(run, ranks)
-    return [results[rank % ranks][rank // ranks] for rank in range(len(parts))]
+    return [plain for plains in on_ranks(run, processes) for plain in plains]
 
 
-def mean_of(plains: Sequence[Sequence[Plain]]) -> Grads:
-    """The mean over all parts: what data parallelism computes."""
-    flat = [plain.grads for of_rank in plains for plain in of_rank]
+def mean_of(plains: Sequence[Plain]) -> Grads:
+    """The mean over all parts: what data parallelism computes. Half precision is summed in fp32."""
     half = (torch.bfloat16, torch.float16)
-    total = {name: grad.float() if grad.dtype in half else grad.clone() for name, grad in flat[0].items()}
-    for grads in flat[1:]:
+    total = {name: grad.float() if grad.dtype in half else grad.clone() for name, grad in plains[0].grads.items()}
+    for plain in plains[1:]:
         for name in total:  # forward may have made or frozen a parameter: later parts have others
-            total[name] = total[name] + grads.get(name, 0)
-    return {name: grad / len(flat) for name, grad in total.items()}
+            total[name] = total[name] + plain.grads.get(name, 0)
+    return {name: grad / len(plains) for name, grad in total.items()}
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ class Program:
         if loss is not None and step is not None:
             raise ValueError("loss and step both say what the loss is: pass one of them")
         self._loss, self._step, self.seed = loss, step, seed
+        self.means = False
+        """Each random draw gives its mean."""
         self.model: nn.Module | None = None
         """The user's own model, which no run touches. None if a function makes each copy."""
         if isinstance(model, nn.Module):
@@ -64,6 +66,12 @@ class Program:
         for param in made.parameters():
             param.grad = None
         return made.cpu()
+
+    def with_means(self) -> "Program":
+        """The same program, in which each random draw gives its mean, and all parts draw the same where it has none."""
+        program = copy.copy(self)
+        program.means = True
+        return program
 
     def loss_of(self, model: Any, batch: Any, draw: int = 0) -> Tensor:
         """The scalar loss of a batch, which the program may change. ``draw`` decides what is random in it.

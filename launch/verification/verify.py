@@ -10,24 +10,23 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...ddp import WORLD_OF_ONE
 from ...ddp.collectives.world import Ranks, WorldOfOne
 from ..parallelizing.blocks import default_units
 from ..simulation.state import ProcessState
 from .batches import count_rows, cut, own_copy
-from .comparison import Difference, Piece, allowed_between, distance, total_norm
-from .draws import modules_that_draw
-from .experiments import Comparison, unequal
+from .comparison import Difference, Piece, allowed_between, distance, norm_of, off_in, pieces_of, total_norm
+from .experiments import Comparison, about, unequal
 from .findings import Cause, Finding, Verification, VerificationError, WayResult, in_short
-from .judge import Judge
-from .plain import Part, Parts, Plain, alone, draw_of, mean_of, run_exact, run_parts, run_whole
-from .program import Loss, Program, Step, set_seed
+from .judge import judge
+from .plain import Part, Plain, alone, draws, mean_of, run_exact, run_parts, run_whole
+from .program import Loss, Program, Step
 from .ways import WAYS, Setting
 
 __all__ = [
@@ -83,12 +82,13 @@ def verify(
     a model without trainable parameters. Raises what the program raises in plain PyTorch.
     """
     check_options(ways, accept, ranks, num_microbatches)
-    chosen = list(WAYS) if ways is None else list(ways)
     program = Program(model, loss, step, seed)
     state = ProcessState.capture()
     try:
         with torch.enable_grad():
-            found = _verify(program, own_copy(batch), ranks, num_microbatches, chosen, units, expert_process_group)
+            found = _verify(
+                program, own_copy(batch), ranks, num_microbatches, ways or [*WAYS], Setting(units, expert_process_group)
+            )
     except Exception as error:
         raise error.with_traceback(_from_the_program_on(error.__traceback__)) from error.__cause__
     finally:
@@ -127,73 +127,60 @@ def check_options(ways: Collection[str] | None, accept: Collection[str], ranks: 
 
 
 def _verify(
-    program: Program,
-    batch: Any,
-    ranks: int,
-    num_microbatches: int,
-    ways: Sequence[str],
-    units: Callable[[nn.Module], Iterable[nn.Module]],
-    experts: WorldOfOne | Callable[[], Ranks] | None,
+    program: Program, batch: Any, ranks: int, num_microbatches: int, ways: Sequence[str], setting: Setting
 ) -> Verification:
+    """Run the whole batch and its parts, and compare them and the ways where that is possible."""
     findings: list[Finding] = []
     rows = count_rows(batch)
     if rows < ranks:
         raise ValueError(f"a batch of {rows} rows cannot be divided over {ranks} ranks")
     if rows % (ranks * num_microbatches):
         findings.append(_uneven(rows, ranks, num_microbatches))
-        num_microbatches = min(num_microbatches, max(1, rows // ranks))
+        num_microbatches = min(num_microbatches, rows // ranks)
         batch = cut(batch, rows, 0, rows - rows % (ranks * num_microbatches))
         rows -= rows % (ranks * num_microbatches)
-    parts = _parts(batch, rows, ranks, num_microbatches)
+    size = rows // (ranks * num_microbatches)
+    starts = range(0, rows, size)  # rank 0 has the first rows
+    parts = [
+        Part(*divmod(index, num_microbatches), cut(batch, rows, start, start + size))
+        for index, start in enumerate(starts)
+    ]
 
-    drawing = alone(lambda: _drawing(program, batch))
-    whole = run_whole(program, batch, means=bool(drawing))
+    is_random = alone(lambda: draws(program, batch))
+    compared = program.with_means() if is_random else program
+    whole = run_whole(compared, batch)
     if not whole.grads and not whole.without:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to verify")
-    plains = run_parts(program, parts, means=bool(drawing))
-    findings += [*_random(drawing), *_seen(program, whole), *_not_finite(whole, plains, parts)]
+    plains = run_parts(compared, parts)
+    findings += [_random()] if is_random else []
+    findings += [*_not_finite([whole, *plains]), *_about_parameters(program, whole)]
 
+    total, num_elements = total_norm(whole.grads.values()), sum(grad.numel() for grad in whole.grads.values())
+    # AdamW's eps is as large as gradients are: the step does not magnify rounding errors of small ones. A large
+    # learning rate changes bf16 weights in one step.
+    adamw = {"lr": 0.05, "weight_decay": 0.1, "eps": max(total / math.sqrt(num_elements), 1e-20)}
     results: list[WayResult] = []
-    if len(whole.without) < len(whole.grads) and not {each.cause for each in findings} & _IN_THE_WAY:
-        mean = total_norm(whole.grads.values()) / math.sqrt(sum(grad.numel() for grad in whole.grads.values()))
-        of_ranks = (lambda: experts) if experts is None or experts is WORLD_OF_ONE else experts
+    if total and not {each.cause for each in findings} & _IN_THE_WAY:
+        allowed = allowed_between(whole.grads, run_exact(compared, batch))
         comparison = Comparison(
-            program=program,
+            program=compared,
             batch=batch,
             parts=parts,
-            setting=Setting(units, of_ranks, max(mean, 1e-20)),  # type: ignore[arg-type]
-            allowed=allowed_between(whole.grads, run_exact(program, batch, means=bool(drawing))),
+            setting=setting._replace(adamw=adamw),
+            allowed=allowed,
             plains=plains,
-            means=bool(drawing),
         )
-        results, found = _compare(comparison, whole, ways)
+        results, found = _compare(comparison, whole, program, ways)
         findings += found
     return Verification(
         findings=findings,
         results=results,
         num_parameters=len(whole.grads),
-        num_elements=sum(grad.numel() for grad in whole.grads.values()),
+        num_elements=num_elements,
         ranks=ranks,
         num_microbatches=num_microbatches,
         rows=rows,
     )
-
-
-def _parts(batch: Any, rows: int, ranks: int, num_microbatches: int) -> Parts:
-    """Rows in order: rank 0's microbatches first."""
-    size = rows // (ranks * num_microbatches)
-
-    def part(rank: int, index: int) -> Part:
-        start = (rank * num_microbatches + index) * size
-        return Part(rank, index, cut(batch, rows, start, start + size), draw_of(rank, index))
-
-    return [[part(rank, index) for index in range(num_microbatches)] for rank in range(ranks)]
-
-
-def _drawing(program: Program, batch: Any) -> list[str]:
-    model, mine = program.make(), own_copy(batch)
-    set_seed(program.seed)  # loss_of does so too, and then changes nothing
-    return modules_that_draw(model, lambda: program.loss_of(model, mine))
 
 
 # ---- What is seen without comparing. ----
@@ -210,19 +197,29 @@ def _uneven(rows: int, ranks: int, num_microbatches: int) -> Finding:
     )
 
 
-def _random(drawing: Sequence[str]) -> Iterator[Finding]:
-    if drawing:
+def _random() -> Finding:
+    return Finding(
+        cause=Cause.RANDOM,
+        evidence="A forward has moved a random generator. Ranks and microbatches draw apart, so the ways are "
+        "compared with plain PyTorch on the same parts with the same seeds; the whole batch is compared with "
+        "its parts in plain PyTorch with each draw replaced by its mean.",
+    )
+
+
+def _not_finite(plains: Sequence[Plain]) -> Iterator[Finding]:
+    bad = {name: None for plain in plains for name, grad in plain.grads.items() if not bool(grad.isfinite().all())}
+    losses = [plain.loss for plain in plains]
+    if bad or not math.isfinite(sum(losses)):
         yield Finding(
-            cause=Cause.RANDOM,
-            module=in_short([name or "the program" for name in drawing]),
-            evidence="A forward has moved a random generator. Ranks and microbatches draw apart, so the ways are "
-            "compared with plain PyTorch on the same parts with the same seeds; the whole batch is compared with "
-            "its parts in plain PyTorch with each draw replaced by its mean.",
+            cause=Cause.NOT_FINITE,
+            parameters=tuple(bad),
+            evidence=f"In plain PyTorch, the loss is {losses[0]:g} over the whole batch and "
+            f"{', '.join(f'{loss:g}' for loss in losses[1:])} over its parts, and {len(bad)} gradients are not finite. "
+            f"A mean over no rows, or no tokens, is such a number.",
         )
 
 
-def _seen(program: Program, whole: Plain) -> Iterator[Finding]:
-    """What the parameters show."""
+def _about_parameters(program: Program, whole: Plain) -> Iterator[Finding]:
     if whole.replaced:
         yield Finding(
             cause=Cause.REPLACED,
@@ -238,10 +235,10 @@ def _seen(program: Program, whole: Plain) -> Iterator[Finding]:
             evidence="Autograd gives the trainable parameter no gradient: the loss does not depend on it, or forward "
             "cuts it off (torch.no_grad, detach, .data), or step calls another model than the one that it is given.",
         )
-    model = program.model if program.model is not None else program.make()
+    model = program.model or program.make()
     params = [(name, each) for name, each in model.named_parameters() if not nn.parameter.is_lazy(each)]
-    at = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, name) for name, each in params if not each.is_meta)
-    for (_, end, first), (start, _, second) in zip(at, at[1:], strict=False):
+    places = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, name) for name, each in params)
+    for (_, end, first), (start, _, second) in pairwise(places):
         if start < end:
             yield Finding(
                 cause=Cause.SHARED_MEMORY,
@@ -251,109 +248,79 @@ def _seen(program: Program, whole: Plain) -> Iterator[Finding]:
             )
 
 
-def _not_finite(whole: Plain, plains: Sequence[Sequence[Plain]], parts: Parts) -> Iterator[Finding]:
-    """The whole batch, or the first of its parts that has such numbers."""
-    named = [(f"{part} alone", plain) for of_rank in zip(plains, parts, strict=True) for plain, part in zip(*of_rank)]
-    for name, plain in [("the whole batch", whole), *named]:
-        bad = tuple(name for name, grad in plain.grads.items() if not bool(grad.isfinite().all()))
-        if bad or not math.isfinite(plain.loss):
-            yield Finding(
-                cause=Cause.NOT_FINITE,
-                parameters=bad,
-                evidence=f"In plain PyTorch, the loss of {name} is {plain.loss:g}, and {len(bad)} gradients are not "
-                f"finite. The loss of the whole batch is {whole.loss:g}. A mean over no rows, or no tokens, is such a "
-                f"number.",
-            )
-            return
-
-
 # ---- What is compared. ----
 
 
-def _compare(comparison: Comparison, whole: Plain, ways: Sequence[str]) -> tuple[list[WayResult], list[Finding]]:
-    """The whole batch and its parts, and the ways."""
-    findings: list[Finding] = []
+def _compare(
+    comparison: Comparison, whole: Plain, program: Program, ways: Sequence[str]
+) -> tuple[list[WayResult], list[Finding]]:
+    """The whole batch and its parts, and then the ways.
+
+    comparison  of the whole batch and its parts, with each random draw at its mean
+    program     draws
+    """
+    findings = []
     mean = comparison.mean
-    differing = comparison.allowed.differences([[Piece(name, 0, mean[name].reshape(-1)) for name in mean]], whole.grads)
-    off = [each for each in differing if each.is_off]
+    differences = comparison.allowed.differences([pieces_of(mean)], whole.grads)
+    off = off_in(differences)
     if off:
-        findings.append(_explain(comparison, whole, off))
-    buffers = unequal(comparison.plains[0][0].buffers, comparison.plains[-1][0].buffers)
+        findings.append(comparison.find_cause(off) or _from_contents(comparison, whole, off))
+    plains = comparison.plains
+    buffers = unequal(plains[comparison.parts[-1].microbatch].buffers, plains[-1].buffers)  # of two ranks' last parts
     if buffers and Cause.BATCH_STATISTICS not in {each.cause for each in findings}:
         evidence = "After a forward of its own rows each rank has other values in these buffers."
         findings.append(Finding(cause=Cause.BUFFERS, module=in_short(buffers), evidence=evidence))
 
-    parts = comparison
-    if comparison.means:  # ways draw, and their gradients may be larger than those with each draw at its mean
-        plains = run_parts(comparison.program, comparison.parts, means=False)
+    if program is not comparison.program:  # gradients may be larger than those with each draw at its mean
+        plains = run_parts(program, comparison.parts)
         allowed = allowed_between(mean_of(plains), None)
-        parts = replace(comparison, plains=plains, means=False, allowed=allowed)
+        comparison = replace(comparison, program=program, plains=plains, allowed=allowed)
     norm = total_norm(whole.grads.values())
-    norm_error = abs(total_norm(mean.values()) - norm) / max(norm, 1e-30)
-    judge = Judge(parts, grad_error=differing[0].error, norm_error=norm_error)
-    results, of_ways = [], []
+    norm_error = abs(total_norm(mean.values()) - norm) / norm
+    results, by_cause = [], dict[Any, list[Finding]]()
     for name in ways:
-        result, finding = judge.judge(name, WAYS[name])
-        results.append(replace(result, ok=result.ok and not off))
-        of_ways += [] if finding is None else [finding]
-    shown = {each.cause for each in findings}  # plain PyTorch shows these
-    return results, findings + [each for each in _merged(of_ways) if each.cause not in shown]
-
-
-def _explain(comparison: Comparison, whole: Plain, off: Sequence[Difference]) -> Finding:
-    """Why the mean of the parts' gradients is not the whole batch's gradient."""
-    names = [each.name for each in off]
-    finding = comparison.find_cause(names) or _by_contents(comparison, whole, names)
-    errors = {each.name: each.error for each in off}
-    return replace(finding, error=max(errors.get(name, 0.0) for name in finding.parameters))
+        row, finding = judge(name, replace(comparison, way=WAYS[name]))
+        grad_error = max(row.grad_error, differences[0].error)
+        norm_error_of_way = max(row.norm_error, norm_error)
+        results.append(replace(row, ok=row.ok and not off, grad_error=grad_error, norm_error=norm_error_of_way))
+        if finding is not None and finding.cause not in {each.cause for each in findings}:  # plain PyTorch shows these
+            by_cause.setdefault((finding.cause, frozenset(finding.parameters)), []).append(finding)
+    for same in by_cause.values():
+        worst = max(same, key=lambda each: each.error)
+        findings.append(replace(worst, ways=tuple(way for each in same for way in each.ways)))
+    return results, findings
 
 
 _MAX_ELEMENTS = 2_000_000
-"""Of the gradients that are decomposed: parts are compared in memory, in fp64."""
+"""Of the gradient that is decomposed: parts are compared in memory, in fp64."""
 _EXPLAINED = 0.05
 """Share of a difference below which the rest is small: other factors of the parts explain the difference."""
 
 
-def _by_contents(comparison: Comparison, whole: Plain, names: Sequence[str]) -> Finding:
-    """Which cause the whole batch's gradient shows, given as a sum of the parts' gradients.
+def _from_contents(comparison: Comparison, whole: Plain, off: Sequence[Difference]) -> Finding:
+    """The cause that shows in the whole batch's gradient, taken as a sum of the parts' gradients.
 
     No experiment has shown a cause: the gradient of a part is a function of its rows alone. If the whole batch's
     gradient is a sum of them, the factors are wrong; if it is none, rows act on each other.
     """
-    pieces: list[Piece] = []
-    room = _MAX_ELEMENTS
-    for name in names:
-        room -= whole.grads[name].numel()
-        if not pieces or room >= 0:
-            pieces.append(Piece(name, 0, whole.grads[name].reshape(-1)))
-    shares, rest, words = comparison.contents(pieces)
-    difference = math.sqrt(sum(distance(each.values, comparison.mean[each.name].reshape(-1)) ** 2 for each in pieces))
+    numel = {each.name: whole.grads[each.name].numel() for each in off}
+    name = max(numel, key=lambda each: numel[each] if numel[each] <= _MAX_ELEMENTS else -numel[each])
+    wanted, mean = whole.grads[name].reshape(-1), comparison.mean[name].reshape(-1)
+    shares, rest, words = comparison.contents(Piece(name, 0, wanted))
     words = f"The whole batch's gradient is a sum of the parts' gradients in plain PyTorch: {words}."
-    if rest * total_norm(each.values for each in pieces) > _EXPLAINED * difference:
-        cause = Cause.MIXED_ROWS
-        words = (
-            "The whole batch's gradient is no sum of the parts' gradients, and no experiment finds another cause: a "
-            "module or the loss compares the rows of a batch with each other, or the loss is not linear in them."
+    if rest * norm_of(wanted) > _EXPLAINED * distance(wanted, mean):
+        return about(
+            off,
+            Cause.MIXED_ROWS,
+            "The whole batch's gradient is no sum of the parts' gradients in plain PyTorch, and no experiment finds "
+            "another cause: a module or the loss compares the rows of a batch with each other, or the loss is not "
+            "linear in them.",
         )
-    elif max(shares) - min(shares) < 0.02 * abs(sum(shares) / len(shares)):
-        cause = Cause.SUM
-        words = f"{words} So the loss is not a mean over rows: it grows with their number."
-    else:
-        cause = Cause.WEIGHTED_MEAN
-        words = (
-            f"{words} So parts with equally many rows count differently: the loss is a mean over something else than "
-            f"rows, such as unmasked tokens, of which the parts have different numbers."
-        )
-    return Finding(cause=cause, parameters=tuple(names), evidence=words)
-
-
-def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each cause and parameter, with all ways that show it; the worst error and evidence."""
-    merged: dict[tuple[Any, ...], Finding] = {}
-    for each in findings:
-        key = (each.cause, frozenset(each.parameters))
-        known = merged.get(key, each)
-        worse = each if each.error > known.error else known
-        ways = tuple(dict.fromkeys((*known.ways, *each.ways)))
-        merged[key] = replace(worse, ways=ways, ranks=tuple(sorted({*known.ranks, *each.ranks})))
-    return list(merged.values())
+    if max(shares) - min(shares) < 0.02 * abs(sum(shares) / len(shares)):
+        return about(off, Cause.SUM, f"{words} So the loss is not a mean over rows: it grows with their number.")
+    return about(
+        off,
+        Cause.WEIGHTED_MEAN,
+        f"{words} So parts with equally many rows count differently: the loss is a mean over something else than "
+        f"rows, such as unmasked tokens, of which the parts have different numbers.",
+    )

@@ -334,6 +334,21 @@ def test_nothing_compared_is_not_verified() -> None:
     assert str(found).endswith("nothing could be compared")
 
 
+@pytest.mark.parametrize("calls_another", [True, False])
+def test_a_loss_without_the_model_is_not_verified(calls_another: bool) -> None:
+    """``step`` calls another model than its argument; or nothing has a graph."""
+    outside = mlp()
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.set_grad_enabled(calls_another):
+            return square(outside(batch) if calls_another else model(batch), batch)
+
+    found = verify(mlp(), rows(), step=step, ways=FEW)
+    assert not found.ok and not found.results
+    assert [str(finding.cause) for finding in found.findings] == ["unused"]
+    assert len(found.findings[0].parameters) == 6
+
+
 def test_the_programs_own_error_is_raised() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         verify(mlp(), torch.randn(8, 7), square)
