@@ -108,7 +108,7 @@ def allowed_between(grads: Grads, exact: Grads | None) -> Allowed:
     allowed, unit = {}, {}
     for name, grad in grads.items():
         rounding = max(_ROUNDING, 4 * torch.finfo(grad.dtype).eps)
-        norm, mean = norm_of(grad), total * math.sqrt(grad.numel() / max(count, 1))
+        norm, mean = norm_of(grad), total * math.sqrt(grad.numel() / count)
         measured = 0.0 if exact is None else distance(grad, exact[name])
         if measured > rounding * (_MOST_MEASURED * norm + mean):
             measured = 0.0
@@ -129,13 +129,10 @@ def parts_in(found: Tensor, parts: Sequence[Tensor]) -> tuple[list[float], float
     """
     rows = torch.stack([_real(part).double().reshape(-1) for part in parts])
     target = _real(found).double().reshape(-1)
-    scale = rows.norm(dim=1).clamp_min(1e-30)
-    rows = rows / scale[:, None]
-    gram = rows @ rows.T
-    gram.diagonal().add_(1e-12)  # parts may be equal
-    factors = torch.linalg.solve(gram, rows @ target)
+    inverse = torch.linalg.pinv(rows @ rows.T, rtol=1e-12, hermitian=True)  # parts may be equal
+    factors = inverse @ (rows @ target)
     rest = (target - factors @ rows).norm() / target.norm().clamp_min(1e-30)
-    return (factors / scale).tolist(), float(rest)
+    return factors.tolist(), float(rest)
 
 
 def norm_of(tensor: Tensor) -> float:

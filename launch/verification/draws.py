@@ -1,13 +1,12 @@
 """Random draws: whether there are any, and a mode that replaces each one by its mean."""
 
-import random
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ...ddp.torch_internals import TorchDispatchMode
+from ..simulation.state import ProcessState
 
 __all__ = ["DrawnMeans", "random_state"]
 
@@ -18,16 +17,13 @@ _MEANS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "normal": lambda given: given["mean"],
     "normal_": lambda given: given["mean"],
     "randn": lambda given: 0.0,
-    "randn_like": lambda given: 0.0,
     "rand": lambda given: 0.5,
-    "rand_like": lambda given: 0.5,
     "uniform_": lambda given: (given["from"] + given["to"]) / 2,
     "exponential_": lambda given: 1 / given["lambd"],
     "randint": lambda given: (given.get("low", 0) + given["high"]) // 2,
-    "randint_like": lambda given: (given.get("low", 0) + given["high"]) // 2,
     "randperm": lambda given: torch.arange(given["n"]),
 }
-"""Operator -> the mean of its draws, from its arguments by name."""
+"""Operator, without ``_like`` -> the mean of its draws, from its arguments by name."""
 
 
 class DrawnMeans(TorchDispatchMode):
@@ -40,7 +36,7 @@ class DrawnMeans(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # The mean comes first: an operator in place writes over its arguments.
-        mean_of = _MEANS.get(func.overloadpacket.__name__)
+        mean_of = _MEANS.get(func.overloadpacket.__name__.removesuffix("_like"))
         if mean_of is None:
             return func(*args, **(kwargs or {}))
         schema = func._schema.arguments
@@ -54,6 +50,5 @@ class DrawnMeans(TorchDispatchMode):
 
 def random_state() -> tuple[Any, ...]:
     """The state of torch's, Python's and, where it is loaded, numpy's default generator, to compare."""
-    numpy_random: Any = sys.modules.get("numpy.random")
-    of_numpy = () if numpy_random is None else tuple(map(str, numpy_random.get_state()))
-    return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), of_numpy
+    state = ProcessState.capture()
+    return state.torch_cpu.tolist(), state.python, tuple(map(str, state.numpy or ()))

@@ -8,8 +8,8 @@ the parts. Where they do not, ``Comparison.find_cause`` goes through its experim
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from ..parallelizing.blocks import add_recompute
 from .batches import own_copy
 from .comparison import Allowed, Difference, Piece, off_in, parts_in
-from .findings import Cause, Finding, in_short
+from .findings import Cause, Finding
 from .plain import Grads, Parts, Plain, Prepare, as_it_is, mean_of, on_ranks, run_one, run_parts, run_whole
 from .program import Program
 from .ways import RankResult, Setting, Way, run_way
 
-__all__ = ["Comparison", "Experiment", "about", "unequal"]
+__all__ = ["Comparison", "about", "unequal"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(NamedTuple):
     """One change, and the cause that it may show."""
 
     cause: Cause
@@ -36,7 +35,7 @@ class Experiment:
     """Of each copy of the model, before it runs."""
     in_one_process: bool = False
     """One process runs the parts of all ranks."""
-    setting: Mapping[str, Any] = field(default_factory=dict)
+    setting: Mapping[str, Any] = {}
     """Other values in the setting of the way."""
     mends: bool = False
     """The cause is shown if both runs agree with the change. Otherwise, if the change alters plain PyTorch's result."""
@@ -65,10 +64,8 @@ class Comparison:
         """The mean of the parts' gradients in plain PyTorch."""
         return mean_of(self.plains)
 
-    def run_way(self, setting: Setting, change: Prepare = as_it_is) -> list[RankResult]:
-        """Each rank's result in this way. Raises what a rank raises."""
-        way = self.way
-        assert way is not None, "this comparison is of a way"
+    def run_way(self, way: Way, setting: Setting, change: Prepare = as_it_is) -> list[RankResult]:
+        """Each rank's result. Raises what a rank raises."""
 
         def run() -> RankResult:
             mine = [part for part in self.parts if part.rank == dist.get_rank()]
@@ -84,9 +81,7 @@ class Comparison:
         for each in self._experiments():
             shown = self._shown_by(each)
             if shown is not None:
-                names = {difference.name for difference in shown}
-                both = [difference for difference in off if difference.name in names]
-                return about(both or off or shown, each.cause, each.evidence, each.module)
+                return about(off or shown, each.cause, each.evidence, each.module)
         return None
 
     def contents(self, piece: Piece) -> tuple[list[float], float, str]:
@@ -102,77 +97,76 @@ class Comparison:
         """In this order: those come first that would spoil the later ones."""
         model, way, units = self.program.make(), self.way, self.setting.units
         yield Experiment(
-            cause=Cause.NOT_REPRODUCIBLE,
-            evidence="Plain PyTorch computes other gradients when fresh copies of the model run the same rows from the "
-            "same seed: forward depends on something that is neither in the model, nor in the batch, nor in a default "
+            Cause.NOT_REPRODUCIBLE,
+            "Plain PyTorch computes other gradients when fresh copies of the model run the same rows from the same "
+            "seed: forward depends on something that is neither in the model, nor in the batch, nor in a default "
             "generator.",
         )
-        if way is None:
-            yield Experiment(
-                cause=Cause.STATE,
-                change=lambda model: self._run_before(model),
-                evidence="Plain PyTorch computes other gradients when the same copy of the model has run before: "
-                "forward changes something that its next call reads.",
-            )
-            yield Experiment(
-                cause=Cause.RANK,
-                in_one_process=True,
-                evidence="In plain PyTorch without a wrapper, ranks compute other gradients of their rows than one "
-                "process does of the same rows from the same seed: the program asks for its rank, or communicates "
-                "with other ranks.",
-            )
-        elif way.recompute:
-            yield Experiment(
-                cause=Cause.NOT_RECOMPUTABLE,
-                change=lambda model: add_recompute(model, [*units(model)]),
-                evidence="With recompute, plain PyTorch computes other gradients too, or fails: forward is not "
-                "repeatable.",
-            )
         hooked = [*dict.fromkeys(name for name, hooks in _grad_hooks(model) if hooks)]
         if hooked:
             yield Experiment(
-                cause=Cause.HOOK,
+                Cause.HOOK,
+                "Without the hooks that see gradients both runs agree; with them they do not. A hook changes each "
+                "microbatch's gradient, and not linearly, or this way does not call it.",
                 change=_remove_grad_hooks,
                 mends=True,
-                module=in_short(hooked),
-                evidence="Without the hooks that see gradients both runs agree; with them they do not. A hook changes "
-                "each microbatch's gradient, and not linearly, or this way does not call it.",
+                module=", ".join(hooked),
             )
-        changed = unequal(self.plains[0].buffers, dict(model.named_buffers()))
-        owners = [*dict.fromkeys(name.rpartition(".")[0] for name in changed)]
-        if way is None and owners:
+        if way is None:
             yield Experiment(
-                cause=Cause.BATCH_STATISTICS,
-                change=lambda model: _freeze(model, owners),
-                mends=True,
-                module=in_short(owners),
-                evidence="Forward changes this module's buffers. With the module in evaluation mode the parts' "
-                "gradients add up to the whole batch's; in training mode each microbatch is normalised by its own "
-                "statistics.",
+                Cause.STATE,
+                "Plain PyTorch computes other gradients when the same copy of the model has run before: forward "
+                "changes something that its next call reads.",
+                change=lambda model: run_one(self.program, model, own_copy(self.batch)),
             )
-        if way is not None and self.setting.experts is not None:
             yield Experiment(
-                cause=Cause.EXPERT_RANKS,
+                Cause.RANK,
+                "In plain PyTorch without a wrapper, ranks compute other gradients of their rows than one process "
+                "does of the same rows from the same seed: the program asks for its rank, or communicates with other "
+                "ranks.",
+                in_one_process=True,
+            )
+            changed = unequal(self.plains[0].buffers, dict(model.named_buffers()))
+            owners = [*dict.fromkeys(name.rpartition(".")[0] for name in changed)]
+            if owners:
+                yield Experiment(
+                    Cause.BATCH_STATISTICS,
+                    "Forward changes this module's buffers. With the module in evaluation mode the parts' gradients "
+                    "add up to the whole batch's; in training mode each microbatch is normalised by its own "
+                    "statistics.",
+                    change=lambda model: [model.get_submodule(owner).eval() for owner in owners],
+                    mends=True,
+                    module=", ".join(owners),
+                )
+            return
+        if way.recompute:
+            yield Experiment(
+                Cause.NOT_RECOMPUTABLE,
+                "With recompute, plain PyTorch computes other gradients too, or fails: forward is not repeatable.",
+                change=lambda model: add_recompute(model, [*units(model)]),
+            )
+        if self.setting.experts is not None:
+            yield Experiment(
+                Cause.EXPERT_RANKS,
+                "The parameter is marked as an expert's (allreduce = False), and its gradient is right when it is "
+                "reduced over all ranks: over expert_process_group it lacks the rows of ranks that have the same "
+                "weights.",
                 setting={"experts": None},
                 mends=True,
-                evidence="The parameter is marked as an expert's (allreduce = False), and its gradient is right when "
-                "it is reduced over all ranks: over expert_process_group it lacks the rows of ranks that have the same "
-                "weights.",
             )
-        if way is not None and way.shards_parameters:
+        if way.shards_parameters:
             yield Experiment(
-                cause=Cause.READ_ELSEWHERE,
+                Cause.READ_ELSEWHERE,
+                "When modules register copies of their parameters, a copy gets another gradient in plain PyTorch: the "
+                "program reads the parameter by a reference of its own, which under fully_shard is to the shard.",
                 change=_register_copies,
-                evidence="When modules register copies of their parameters, this copy gets another gradient in plain "
-                "PyTorch: the program reads the parameter by a reference of its own, which under fully_shard is to the "
-                "shard.",
             )
             yield Experiment(
-                cause=Cause.READ_ELSEWHERE,
+                Cause.READ_ELSEWHERE,
+                "Gradients are right when fully_shard makes one unit of the whole model: the program reads a parameter "
+                "while the forward of its unit does not run, where it is a shard.",
                 setting={"units": lambda model: ()},
                 mends=True,
-                evidence="Gradients are right when fully_shard makes one unit of the whole model: the program reads a "
-                "parameter while the forward of its unit does not run, where it is a shard.",
             )
 
     def _shown_by(self, each: Experiment) -> Sequence[Difference] | None:
@@ -184,14 +178,11 @@ class Comparison:
             if self.way is None:
                 off = self.allowed.between(parts, run_whole(self.program, self.batch, each.change).grads)
             else:
-                results = self.run_way(self.setting._replace(**each.setting), each.change)
+                results = self.run_way(self.way, self.setting._replace(**each.setting), each.change)
                 off = off_in(self.allowed.differences([result.grads for result in results], parts))
             return None if off else ()
         except Exception:  # a change that should mend does not; any other one is more than the program bears
             return None if each.mends else ()
-
-    def _run_before(self, model: nn.Module) -> None:
-        run_one(self.program, model, own_copy(self.batch))
 
 
 def about(off: Sequence[Difference], cause: Cause, evidence: str, module: str = "") -> Finding:
@@ -227,11 +218,6 @@ def _grad_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
 def _remove_grad_hooks(model: nn.Module) -> None:
     for _, hooks in _grad_hooks(model):
         hooks.clear()
-
-
-def _freeze(model: nn.Module, modules: Sequence[str]) -> None:
-    for name in modules:
-        model.get_submodule(name).eval()
 
 
 def _register_copies(model: nn.Module) -> None:

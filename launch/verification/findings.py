@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from textwrap import indent, wrap
+from textwrap import indent, shorten, wrap
 
-__all__ = ["NOTES", "Cause", "Finding", "Verification", "VerificationError", "WayResult", "in_short"]
+__all__ = ["NOTES", "Cause", "Finding", "Verification", "VerificationError", "WayResult"]
 
 
 class Cause(StrEnum):
@@ -14,7 +14,6 @@ class Cause(StrEnum):
 
     # Of the program: plain PyTorch shows them.
     NOT_FINITE = "not_finite"
-    UNEVEN_BATCH = "uneven_batch"
     SUM = "sum"
     WEIGHTED_MEAN = "weighted_mean"
     RANDOM = "random"
@@ -42,7 +41,6 @@ NOTES = frozenset({Cause.RANDOM, Cause.UNUSED, Cause.BUFFERS})
 
 _REMEDIES: dict[Cause, str] = {
     Cause.NOT_FINITE: "find the operation (torch.autograd.detect_anomaly), or keep such rows out of the batch",
-    Cause.UNEVEN_BATCH: "choose a batch that ranks times microbatches divides, or drop the last rows (drop_last=True)",
     Cause.SUM: "return the mean over the batch; or keep the sum, set calculate_per_token_loss=True and call "
     "set_num_tokens(n)",
     Cause.WEIGHTED_MEAN: "return the sum over what is counted (tokens), set calculate_per_token_loss=True and call "
@@ -86,7 +84,7 @@ class Finding:
     parameters: tuple[str, ...] = ()
     """Those that differ, the farthest first; empty if the finding is about none."""
     module: str = ""
-    """The module or buffer at fault, where that is known."""
+    """The modules, buffers or hooks at fault, where that is known."""
     ways: tuple[str, ...] = ()
     """The ways that show it; empty: plain PyTorch shows it, with as many parts and no wrapper."""
     ranks: tuple[int, ...] = ()
@@ -113,7 +111,7 @@ class Finding:
 
     def __str__(self) -> str:
         kind = "accepted" if self.accepted else "note" if self.is_note else "error"
-        lines = [f"{kind}: {self.cause}{f' in {self.module}' if self.module else ''}"]
+        lines = [f"{kind}: {self.cause}{f' in {shorten(self.module, 100)}' if self.module else ''}"]
         if self.parameters:
             more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
             off = f", off by {self.error:.1e} of its norm" if self.error else ""
@@ -173,7 +171,7 @@ class Verification:
             raise VerificationError(str(self))
         return self
 
-    def accepting(self, causes: Collection[Cause]) -> "Verification":
+    def accepting(self, causes: Collection[str]) -> "Verification":
         """The same with findings of these causes as notes."""
         found = [replace(each, accepted=each.cause in causes) for each in self.findings]
         return replace(self, findings=sorted(found, key=lambda each: each.is_note))
@@ -195,9 +193,3 @@ class Verification:
         failed = f"{count} error{'s' if count > 1 else ''}" if count else "nothing could be compared"
         lines += ["", "verified" if self.ok else failed]
         return "\n".join(lines)
-
-
-def in_short(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more

@@ -12,17 +12,18 @@ from .comparison import Allowed, Difference, distance, norm_of, off_in, total_no
 from .experiments import Comparison, about
 from .findings import Cause, Finding, WayResult
 from .plain import Grads
-from .ways import RankResult
+from .ways import RankResult, Way
 
 __all__ = ["judge"]
 
 
-def judge(name: str, comparison: Comparison) -> tuple[WayResult, Finding | None]:
-    """Run the comparison's way; its row of the table, and what is wrong with it."""
+def judge(name: str, way: Way, parts: Comparison) -> tuple[WayResult, Finding | None]:
+    """Run one way; its row of the table, and what is wrong with it."""
+    comparison = replace(parts, way=way)
     try:
-        results = comparison.run_way(comparison.setting)
+        results = comparison.run_way(way, parts.setting)
     except Exception as error:
-        return WayResult(way=name), replace(_explain_error(comparison, error), ways=(name,))
+        return WayResult(way=name), _explain_error(comparison, error)
     mean = comparison.mean
     norm = total_norm(mean.values())
     norm_error = max(abs(result.norm - norm) for result in results)
@@ -30,16 +31,16 @@ def judge(name: str, comparison: Comparison) -> tuple[WayResult, Finding | None]
     grads = comparison.allowed.differences([result.grads for result in results], mean)
     updated, allowed = _updated_weights(comparison, mean)
     weights = allowed.differences([result.weights for result in results], updated)
-    finding = None
-    if off_in(grads):
-        finding = comparison.find_cause(off_in(grads)) or _blame_library(comparison, off_in(grads), results)
+    off, finding = off_in(grads), None
+    if off:
+        finding = comparison.find_cause(off) or _blame_library(comparison, off, results)
     elif norm_error > allowed_norm_error and comparison.setting.experts is None:
-        evidence = f"All gradients are right, and the global norm is {results[0].norm:.6g} in place of {norm:.6g}."
+        evidence = f"All gradients are right, and the global norm is {results[0].norm:.6g}."
         finding = Finding(cause=Cause.LIBRARY, evidence=evidence)
     elif off_in(weights):
         evidence = "All gradients are right, and the weights after AdamW's step are not those of plain PyTorch's AdamW."
         finding = about(off_in(weights), Cause.LIBRARY, evidence)
-    row = WayResult(
+    result = WayResult(
         way=name,
         ok=finding is None,
         grad_error=grads[0].error,
@@ -47,7 +48,7 @@ def judge(name: str, comparison: Comparison) -> tuple[WayResult, Finding | None]
         weight_error=weights[0].error,
         fused_writes=results[0].fused_writes,
     )
-    return row, finding and replace(finding, ways=(name,))
+    return result, finding
 
 
 def _updated_weights(comparison: Comparison, mean: Grads) -> tuple[Grads, Allowed]:
@@ -94,10 +95,10 @@ def _explain_error(comparison: Comparison, error: Exception) -> Finding:
     text = f"{type(error).__name__}: {str(error).strip()}"
     named = [Difference(name, 0.0, True, ()) for name in comparison.allowed.by_name if f"'{name}'" in text]
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    in_library = frame.f_globals["__name__"].startswith("maingrad.")
+    in_library = frame.f_globals.get("__name__", "").startswith("maingrad.")
     finding = comparison.find_cause(named) or about(
         named,
         Cause.LIBRARY if in_library and not isinstance(error, _REFUSALS) else Cause.REFUSED,
         "Plain PyTorch runs, and this way raises.",
     )
-    return replace(finding, evidence=f"{finding.evidence} {text if len(text) < 600 else f'{text[:600]} ...'}")
+    return replace(finding, evidence=f"{finding.evidence} {text[:600]}")

@@ -19,9 +19,7 @@ __all__ = [
     "Parts",
     "Plain",
     "Prepare",
-    "alone",
     "as_it_is",
-    "draws",
     "mean_of",
     "on_ranks",
     "run_exact",
@@ -32,7 +30,7 @@ __all__ = [
 
 Grads = Mapping[str, Tensor]
 """Gradient of each trainable parameter by name, in the parameter's shape."""
-Prepare = Callable[[nn.Module], None]
+Prepare = Callable[[nn.Module], object]
 """Changes a copy of the model before it runs."""
 T = TypeVar("T")
 
@@ -49,6 +47,8 @@ class Plain(NamedTuple):
     """Parameters that are other objects after forward, that were not there before, or that had no shape yet."""
     buffers: Mapping[str, Tensor] = {}
     """After forward."""
+    is_random: bool = False
+    """Forward has moved a default generator."""
 
 
 class Part(NamedTuple):
@@ -75,11 +75,6 @@ def as_it_is(model: nn.Module) -> None:
     """Changes nothing."""
 
 
-def alone(fn: Callable[[], T]) -> T:
-    """Call ``fn`` on one simulated rank, so that a program may ask for its rank. Raises what ``fn`` raises."""
-    return on_ranks(fn, 1)[0]
-
-
 def on_ranks(fn: Callable[[], T], ranks: int) -> list[T]:
     """Call ``fn`` on simulated ranks; raises what a rank raises."""
     try:
@@ -96,56 +91,49 @@ def run_one(program: Program, model: nn.Module, batch: Any, draw: int = 0, *, sh
             hooks see is what they see in training
     """
     model.zero_grad(set_to_none=True)
-    before = {name: None if nn.parameter.is_lazy(param) else param for name, param in model.named_parameters()}
+    before = {name: param for name, param in model.named_parameters() if not nn.parameter.is_lazy(param)}
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    with DrawnMeans() if program.means else nullcontext():
-        loss = program.loss_of(model, batch, 0 if program.means else draw)
+    set_seed(program.seed + (0 if program.means else draw))
+    state = random_state()
+    with DrawnMeans() if program.means else nullcontext():  # type: ignore[no-untyped-call]
+        loss = program.loss_of(model, batch)
+        is_random = random_state() != state
         if loss.requires_grad:
             (loss / shares).backward()
         elif any(param.grad is not None for param in model.parameters()):
             raise ValueError("the program has called backward itself: let it return the loss before")
     after = dict(model.named_parameters())
-    grads, without = {}, []
-    for name in trained:
-        param = after.get(name)
-        if param is None or param.grad is None:
-            without.append(name)
-        if param is not None:
-            grads[name] = torch.zeros_like(param) if param.grad is None else _dense(param.grad).detach() * shares
+    found = {name: after[name].grad for name in trained if name in after}
+    grads = {
+        name: torch.zeros_like(after[name]) if grad is None else grad.to_dense().detach() * shares
+        for name, grad in found.items()
+    }
     model.zero_grad(set_to_none=True)
-    replaced = tuple(name for name in {**before, **after} if after.get(name) is not before.get(name))
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return Plain(float(loss.detach()), grads, tuple(without), replaced, buffers)
-
-
-def draws(program: Program, batch: Any) -> bool:
-    """Whether a forward moves a default generator. Call it ``alone``."""
-    model, mine = program.make(), own_copy(batch)
-    set_seed(program.seed)  # loss_of does so too, and then changes nothing
-    before = random_state()
-    program.loss_of(model, mine)
-    return random_state() != before
+    return Plain(
+        loss=float(loss.detach()),
+        grads=grads,
+        without=tuple(name for name in trained if found.get(name) is None),
+        replaced=tuple(name for name in {**before, **after} if after.get(name) is not before.get(name)),
+        buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+        is_random=is_random,
+    )
 
 
 def run_whole(program: Program, batch: Any, prepare: Prepare = as_it_is) -> Plain:
-    """The whole batch in one process."""
+    """The whole batch in one process, which is a simulated rank: a program may ask for its rank."""
 
     def run() -> Plain:
         model = program.make()
         prepare(model)
         return run_one(program, model, own_copy(batch))
 
-    return alone(run)
+    return on_ranks(run, 1)[0]
 
 
 def run_exact(program: Program, batch: Any) -> Grads | None:
     """Gradients of the whole batch in fp64; None if the program does not run in fp64."""
-
-    def widen(model: nn.Module) -> None:
-        model.double()
-
     try:
-        return run_whole(program, to_double(batch), widen).grads
+        return run_whole(program, to_double(batch), nn.Module.double).grads
     except Exception:  # whatever the program says about a dtype that it was not written for
         return None
 
@@ -172,13 +160,11 @@ def run_parts(
 
 def mean_of(plains: Sequence[Plain]) -> Grads:
     """The mean over all parts: what data parallelism computes. Half precision is summed in fp32."""
-    half = (torch.bfloat16, torch.float16)
-    total = {name: grad.float() if grad.dtype in half else grad.clone() for name, grad in plains[0].grads.items()}
-    for plain in plains[1:]:
-        for name in total:  # forward may have made or frozen a parameter: later parts have others
-            total[name] = total[name] + plain.grads.get(name, 0)
-    return {name: grad / len(plains) for name, grad in total.items()}
 
+    def mean(name: str, first: Tensor) -> Tensor:
+        total = first.to(torch.promote_types(first.dtype, torch.float32))
+        for plain in plains[1:]:  # forward may have made or frozen a parameter: later parts have others
+            total = total + plain.grads.get(name, 0)
+        return total / len(plains)
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
+    return {name: mean(name, grad) for name, grad in plains[0].grads.items()}

@@ -23,9 +23,9 @@ from ..simulation.state import ProcessState
 from .batches import count_rows, cut, own_copy
 from .comparison import Difference, Piece, allowed_between, distance, norm_of, off_in, pieces_of, total_norm
 from .experiments import Comparison, about, unequal
-from .findings import Cause, Finding, Verification, VerificationError, WayResult, in_short
+from .findings import Cause, Finding, Verification, VerificationError, WayResult
 from .judge import judge
-from .plain import Part, Plain, alone, draws, mean_of, run_exact, run_parts, run_whole
+from .plain import Part, Plain, mean_of, run_exact, run_parts, run_whole
 from .program import Loss, Program, Step
 from .ways import WAYS, Setting
 
@@ -87,13 +87,13 @@ def verify(
     try:
         with torch.enable_grad():
             found = _verify(
-                program, own_copy(batch), ranks, num_microbatches, ways or [*WAYS], Setting(units, expert_process_group)
+                program, own_copy(batch), ranks, num_microbatches, ways or WAYS, Setting(units, expert_process_group)
             )
     except Exception as error:
         raise error.with_traceback(_from_the_program_on(error.__traceback__)) from error.__cause__
     finally:
         state.restore()
-    return found.accepting([Cause(each) for each in accept])
+    return found.accepting(accept)
 
 
 def _from_the_program_on(trace: TracebackType | None) -> TracebackType | None:
@@ -116,43 +116,47 @@ def check_arguments(target: str, arguments: Mapping[str, Any]) -> None:
 
 def check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
     """Raise ``ValueError`` for an unknown way or cause, or too few ways, ranks or microbatches."""
-    for what, given, known in (("way", ways or (), list(WAYS)), ("cause", accept, [each.value for each in Cause])):
+    for what, given, known in (("way", ways or (), list(WAYS)), ("cause", accept, list(Cause))):
         for each in given:
             if each not in known:
                 raise ValueError(f"{str(each)!r} is no {what}: choose of {', '.join(known)}")
     if ways is not None and not ways:
-        raise ValueError(f"ways names none: leave it None for all, or choose of {', '.join(WAYS)}")
+        raise ValueError("ways names none: leave it None for all")
     if ranks < 1 or num_microbatches < 1:
         raise ValueError(f"ranks and num_microbatches must be at least 1, got {ranks} and {num_microbatches}")
 
 
 def _verify(
-    program: Program, batch: Any, ranks: int, num_microbatches: int, ways: Sequence[str], setting: Setting
+    program: Program, batch: Any, ranks: int, num_microbatches: int, ways: Iterable[str], setting: Setting
 ) -> Verification:
     """Run the whole batch and its parts, and compare them and the ways where that is possible."""
-    findings: list[Finding] = []
-    rows = count_rows(batch)
-    if rows < ranks:
-        raise ValueError(f"a batch of {rows} rows cannot be divided over {ranks} ranks")
-    if rows % (ranks * num_microbatches):
-        findings.append(_uneven(rows, ranks, num_microbatches))
-        num_microbatches = min(num_microbatches, rows // ranks)
-        batch = cut(batch, rows, 0, rows - rows % (ranks * num_microbatches))
-        rows -= rows % (ranks * num_microbatches)
-    size = rows // (ranks * num_microbatches)
-    starts = range(0, rows, size)  # rank 0 has the first rows
-    parts = [
-        Part(*divmod(index, num_microbatches), cut(batch, rows, start, start + size))
-        for index, start in enumerate(starts)
+    rows, count = count_rows(batch), ranks * num_microbatches
+    if not rows or rows % count:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be divided over {ranks} ranks of {num_microbatches} microbatches: means "
+            f"over parts of different sizes would be averaged as if the parts were equal. Drop the last rows, or pass "
+            f"other numbers"
+        )
+    size = rows // count
+    parts = [  # rank 0 has the first rows
+        Part(*divmod(index, num_microbatches), cut(batch, rows, index * size, (index + 1) * size))
+        for index in range(count)
     ]
 
-    is_random = alone(lambda: draws(program, batch))
-    compared = program.with_means() if is_random else program
-    whole = run_whole(compared, batch)
-    if not whole.grads and not whole.without:
+    whole, compared = run_whole(program, batch), program
+    findings = []
+    if whole.is_random:
+        evidence = (
+            "A forward has moved a random generator. Ranks and microbatches draw apart, so the ways are compared with "
+            "plain PyTorch on the same parts with the same seeds; the whole batch is compared with its parts in plain "
+            "PyTorch with each draw replaced by its mean."
+        )
+        findings.append(Finding(cause=Cause.RANDOM, evidence=evidence))
+        compared = program.with_means()
+        whole = run_whole(compared, batch)
+    if not whole.grads:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to verify")
     plains = run_parts(compared, parts)
-    findings += [_random()] if is_random else []
     findings += [*_not_finite([whole, *plains]), *_about_parameters(program, whole)]
 
     total, num_elements = total_norm(whole.grads.values()), sum(grad.numel() for grad in whole.grads.values())
@@ -161,13 +165,12 @@ def _verify(
     adamw = {"lr": 0.05, "weight_decay": 0.1, "eps": max(total / math.sqrt(num_elements), 1e-20)}
     results: list[WayResult] = []
     if total and not {each.cause for each in findings} & _IN_THE_WAY:
-        allowed = allowed_between(whole.grads, run_exact(compared, batch))
         comparison = Comparison(
             program=compared,
             batch=batch,
             parts=parts,
             setting=setting._replace(adamw=adamw),
-            allowed=allowed,
+            allowed=allowed_between(whole.grads, run_exact(compared, batch)),
             plains=plains,
         )
         results, found = _compare(comparison, whole, program, ways)
@@ -189,33 +192,15 @@ _IN_THE_WAY = {Cause.NOT_FINITE, Cause.REPLACED}
 """Where these are, nothing can be compared."""
 
 
-def _uneven(rows: int, ranks: int, num_microbatches: int) -> Finding:
-    return Finding(
-        cause=Cause.UNEVEN_BATCH,
-        evidence=f"{rows} rows do not divide over {ranks} ranks of {num_microbatches} microbatches: means over parts "
-        f"of different sizes are averaged as if the parts were equal. The rows that are too many are left out here.",
-    )
-
-
-def _random() -> Finding:
-    return Finding(
-        cause=Cause.RANDOM,
-        evidence="A forward has moved a random generator. Ranks and microbatches draw apart, so the ways are "
-        "compared with plain PyTorch on the same parts with the same seeds; the whole batch is compared with "
-        "its parts in plain PyTorch with each draw replaced by its mean.",
-    )
-
-
 def _not_finite(plains: Sequence[Plain]) -> Iterator[Finding]:
     bad = {name: None for plain in plains for name, grad in plain.grads.items() if not bool(grad.isfinite().all())}
-    losses = [plain.loss for plain in plains]
+    losses = [round(plain.loss, 4) for plain in plains]
     if bad or not math.isfinite(sum(losses)):
         yield Finding(
             cause=Cause.NOT_FINITE,
             parameters=tuple(bad),
-            evidence=f"In plain PyTorch, the loss is {losses[0]:g} over the whole batch and "
-            f"{', '.join(f'{loss:g}' for loss in losses[1:])} over its parts, and {len(bad)} gradients are not finite. "
-            f"A mean over no rows, or no tokens, is such a number.",
+            evidence=f"In plain PyTorch, the losses of the whole batch and of its parts are {losses}, and {len(bad)} "
+            f"gradients are not finite. A mean over no rows, or no tokens, is such a number.",
         )
 
 
@@ -235,9 +220,12 @@ def _about_parameters(program: Program, whole: Plain) -> Iterator[Finding]:
             evidence="Autograd gives the trainable parameter no gradient: the loss does not depend on it, or forward "
             "cuts it off (torch.no_grad, detach, .data), or step calls another model than the one that it is given.",
         )
-    model = program.model or program.make()
-    params = [(name, each) for name, each in model.named_parameters() if not nn.parameter.is_lazy(each)]
-    places = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, name) for name, each in params)
+    model = program.model if isinstance(program.model, nn.Module) else program.make()
+    places = sorted(
+        (param.data_ptr(), param.data_ptr() + param.nbytes, name)
+        for name, param in model.named_parameters()
+        if not nn.parameter.is_lazy(param)
+    )
     for (_, end, first), (start, _, second) in pairwise(places):
         if start < end:
             yield Finding(
@@ -252,24 +240,22 @@ def _about_parameters(program: Program, whole: Plain) -> Iterator[Finding]:
 
 
 def _compare(
-    comparison: Comparison, whole: Plain, program: Program, ways: Sequence[str]
+    comparison: Comparison, whole: Plain, program: Program, ways: Iterable[str]
 ) -> tuple[list[WayResult], list[Finding]]:
     """The whole batch and its parts, and then the ways.
 
     comparison  of the whole batch and its parts, with each random draw at its mean
     program     draws
     """
-    findings = []
-    mean = comparison.mean
+    mean, plains = comparison.mean, comparison.plains
     differences = comparison.allowed.differences([pieces_of(mean)], whole.grads)
     off = off_in(differences)
-    if off:
-        findings.append(comparison.find_cause(off) or _from_contents(comparison, whole, off))
-    plains = comparison.plains
+    findings = [comparison.find_cause(off) or _from_contents(comparison, whole, off)] if off else []
     buffers = unequal(plains[comparison.parts[-1].microbatch].buffers, plains[-1].buffers)  # of two ranks' last parts
-    if buffers and Cause.BATCH_STATISTICS not in {each.cause for each in findings}:
+    if buffers and Cause.BATCH_STATISTICS not in [each.cause for each in findings]:
         evidence = "After a forward of its own rows each rank has other values in these buffers."
-        findings.append(Finding(cause=Cause.BUFFERS, module=in_short(buffers), evidence=evidence))
+        findings.append(Finding(cause=Cause.BUFFERS, module=", ".join(buffers), evidence=evidence))
+    known = [each.cause for each in findings]  # plain PyTorch shows these
 
     if program is not comparison.program:  # gradients may be larger than those with each draw at its mean
         plains = run_parts(program, comparison.parts)
@@ -277,22 +263,18 @@ def _compare(
         comparison = replace(comparison, program=program, plains=plains, allowed=allowed)
     norm = total_norm(whole.grads.values())
     norm_error = abs(total_norm(mean.values()) - norm) / norm
-    results, by_cause = [], dict[Any, list[Finding]]()
+    results, found = [], dict[Any, dict[str, Finding]]()
     for name in ways:
-        row, finding = judge(name, replace(comparison, way=WAYS[name]))
-        grad_error = max(row.grad_error, differences[0].error)
-        norm_error_of_way = max(row.norm_error, norm_error)
-        results.append(replace(row, ok=row.ok and not off, grad_error=grad_error, norm_error=norm_error_of_way))
-        if finding is not None and finding.cause not in {each.cause for each in findings}:  # plain PyTorch shows these
-            by_cause.setdefault((finding.cause, frozenset(finding.parameters)), []).append(finding)
-    for same in by_cause.values():
-        worst = max(same, key=lambda each: each.error)
-        findings.append(replace(worst, ways=tuple(way for each in same for way in each.ways)))
+        row, finding = judge(name, WAYS[name], comparison)
+        row = replace(row, ok=row.ok and not off, grad_error=max(row.grad_error, differences[0].error))
+        results.append(replace(row, norm_error=max(row.norm_error, norm_error)))
+        if finding is not None and finding.cause not in known:
+            found.setdefault((finding.cause, frozenset(finding.parameters)), {})[name] = finding
+    for by_way in found.values():
+        findings.append(replace(max(by_way.values(), key=lambda each: each.error), ways=tuple(by_way)))
     return results, findings
 
 
-_MAX_ELEMENTS = 2_000_000
-"""Of the gradient that is decomposed: parts are compared in memory, in fp64."""
 _EXPLAINED = 0.05
 """Share of a difference below which the rest is small: other factors of the parts explain the difference."""
 
@@ -303,24 +285,22 @@ def _from_contents(comparison: Comparison, whole: Plain, off: Sequence[Differenc
     No experiment has shown a cause: the gradient of a part is a function of its rows alone. If the whole batch's
     gradient is a sum of them, the factors are wrong; if it is none, rows act on each other.
     """
-    numel = {each.name: whole.grads[each.name].numel() for each in off}
-    name = max(numel, key=lambda each: numel[each] if numel[each] <= _MAX_ELEMENTS else -numel[each])
+    name = max((each.name for each in off), key=lambda each: whole.grads[each].numel())
     wanted, mean = whole.grads[name].reshape(-1), comparison.mean[name].reshape(-1)
     shares, rest, words = comparison.contents(Piece(name, 0, wanted))
-    words = f"The whole batch's gradient is a sum of the parts' gradients in plain PyTorch: {words}."
+    cause = Cause.WEIGHTED_MEAN
+    evidence = (
+        "So parts with equally many rows count differently: the loss is a mean over something else than rows, such as "
+        "unmasked tokens, of which the parts have different numbers."
+    )
+    if max(shares) - min(shares) < 0.02 * abs(sum(shares) / len(shares)):
+        cause, evidence = Cause.SUM, "So the loss is not a mean over rows: it grows with their number."
+    evidence = f"The whole batch's gradient is a sum of the parts' gradients in plain PyTorch: {words}. {evidence}"
     if rest * norm_of(wanted) > _EXPLAINED * distance(wanted, mean):
-        return about(
-            off,
-            Cause.MIXED_ROWS,
+        cause = Cause.MIXED_ROWS
+        evidence = (
             "The whole batch's gradient is no sum of the parts' gradients in plain PyTorch, and no experiment finds "
             "another cause: a module or the loss compares the rows of a batch with each other, or the loss is not "
-            "linear in them.",
+            "linear in them."
         )
-    if max(shares) - min(shares) < 0.02 * abs(sum(shares) / len(shares)):
-        return about(off, Cause.SUM, f"{words} So the loss is not a mean over rows: it grows with their number.")
-    return about(
-        off,
-        Cause.WEIGHTED_MEAN,
-        f"{words} So parts with equally many rows count differently: the loss is a mean over something else than "
-        f"rows, such as unmasked tokens, of which the parts have different numbers.",
-    )
+    return about(off, cause, evidence)

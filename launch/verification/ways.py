@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...ddp import DistributedDataParallel, clip_grad_norm
 from ...ddp.collectives.world import Ranks
@@ -18,7 +18,7 @@ from ..parallelizing.parallelize import parallelize
 from .batches import own_copy
 from .comparison import Piece
 from .plain import Part, Prepare
-from .program import Program
+from .program import Program, set_seed
 
 __all__ = ["WAYS", "RankResult", "Setting", "Way", "run_way"]
 
@@ -37,10 +37,9 @@ class Way(NamedTuple):
     """Activations of each unit are computed again in backward."""
     delayed: bool = False
     """Weight gradients are computed after each backward, from a ``WgradQueue``."""
-    several_instances: bool = False
-    """Shards lie inside each instance of ranks, with copies in the other instances."""
     options: Mapping[str, Any] = {}
-    """Further options of ``parallelize``, which overlaps reductions and gathers unless they say otherwise."""
+    """Further options of ``parallelize``, which overlaps reductions and gathers unless they say otherwise. A function
+    is called on each rank."""
 
     @property
     def shards_parameters(self) -> bool:
@@ -48,22 +47,28 @@ class Way(NamedTuple):
         return self.parallel in ("zero3", "hsdp")
 
 
-_NO_OVERLAP = {"overlap_grad_reduce": False}
+def _instances() -> DeviceMesh:
+    """Shards lie inside each instance of ranks, with copies in the other instances: as few as the ranks allow."""
+    ranks = dist.get_world_size()
+    instances = next((n for n in range(2, ranks + 1) if ranks % n == 0), 1)
+    return init_device_mesh("cpu", (instances, ranks // instances), mesh_dim_names=("outer", "inner"))
+
+
 WAYS: Mapping[str, Way] = {
-    "ddp": Way("ddp", options=_NO_OVERLAP),
+    "ddp": Way("ddp", options={"overlap_grad_reduce": False}),
     "ddp_converted": Way("ddp", converted=True),
     "ddp_find_unused": Way("ddp", converted=True, options={"find_unused_parameters": True}),
     "ddp_recompute": Way("ddp", recompute=True),
     "zero1": Way("zero1"),
     "zero1_converted": Way("zero1", converted=True),
     "zero1_delayed": Way("zero1", converted=True, delayed=True, options={"overlap_param_gather": False}),
-    "hybrid_converted": Way("zero1", converted=True, several_instances=True),
+    "hybrid_converted": Way("zero1", converted=True, options={"mesh": _instances}),
     "fsdp": Way("zero3"),
     "fsdp_converted": Way("zero3", converted=True),
     "fsdp_recompute": Way("zero3", converted=True, recompute=True),
     "fsdp_delayed": Way("zero3", converted=True, delayed=True),
     "fsdp_once": Way("zero3", converted=True, options={"reduce_every_microbatch": False}),
-    "hsdp_converted": Way("hsdp", converted=True, several_instances=True),
+    "hsdp_converted": Way("hsdp", converted=True, options={"mesh": _instances}),
 }
 """By name. All of them accumulate microbatches under ``no_sync``."""
 
@@ -101,11 +106,8 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
     if way.shards_parameters:
         options["mixed_precision"] = MixedPrecisionPolicy()  # parameters stay in the dtypes that they have
     else:
-        experts = setting.experts() if callable(setting.experts) else setting.experts
-        options |= {"num_buckets": 4, "expert_process_group": experts}
-    if way.several_instances:
-        shape = (_num_instances(), dist.get_world_size() // _num_instances())
-        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+        options |= {"num_buckets": 4, "expert_process_group": setting.experts}
+    options = {name: value() if callable(value) else value for name, value in options.items()}
     units = [*setting.units(module)]
     recompute = way.recompute and bool(units)
     model: Any = parallelize(module, way.parallel, units=units, fuse=way.converted, recompute=recompute, **options)
@@ -119,8 +121,9 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
     queue = WgradQueue()
     for index, part in enumerate(parts):
         with nullcontext() if index + 1 == len(parts) else model.no_sync():
+            set_seed(program.seed + part.draw)
             with delayed_wgrad(queue) if way.delayed else nullcontext():
-                loss = program.loss_of(model, own_copy(part.batch), part.draw)
+                loss = program.loss_of(model, own_copy(part.batch))
             (loss / len(parts)).backward()
             queue.drain()
     model.finish_grad_sync()
@@ -130,22 +133,16 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
         grads = [Piece(param.shard.name, param.shard.start, _flat(param.grad.to_local())) for param in held]
     else:
         grads = list(_held_grads(model))
-    norm = clip_grad_norm(model, _NO_CLIPPING) if way.parallel == "ddp" else None
+    if way.parallel == "ddp":
+        optimizer.grad_norm = clip_grad_norm(model, _NO_CLIPPING)
     optimizer.step()
-    norm = optimizer.grad_norm if norm is None else norm
     if way.shards_parameters:
         weights = [Piece(param.shard.name, param.shard.start, _flat(param)) for param in held]
         records = [record for unit in model.units for bucket in unit.buckets for record in bucket.records]
     else:
         weights = [Piece(name, 0, _flat(param)) for name, param in module.named_parameters()]
         records = model.records
-    return RankResult(grads, float(norm), weights, sum(record.num_fused_writes for record in records))
-
-
-def _num_instances() -> int:
-    """The smallest divisor of the number of ranks, 1 of one rank."""
-    ranks = dist.get_world_size()
-    return next((n for n in range(2, ranks + 1) if ranks % n == 0), 1)
+    return RankResult(grads, float(optimizer.grad_norm), weights, sum(record.num_fused_writes for record in records))
 
 
 def _held_grads(model: DistributedDataParallel) -> Iterator[Piece]:

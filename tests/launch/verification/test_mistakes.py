@@ -334,7 +334,6 @@ PLANTED: dict[str, Planted] = {
         options={"expert_process_group": WORLD_OF_ONE},
     ),
     "lazy": Planted(Lazy, "replaced", "head.weight"),
-    "uneven batch": Planted(Net, "uneven_batch", batch=lambda: torch.randn(ROWS + 2, DIM)),
 }
 
 

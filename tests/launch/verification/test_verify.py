@@ -300,7 +300,7 @@ def backward_inside(model: nn.Module, batch: Tensor) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -311,6 +311,7 @@ def backward_inside(model: nn.Module, batch: Tensor) -> Tensor:
         ({"step": square}, ValueError, "pass one of them"),
         ({"loss": lambda output, batch: 1.0}, TypeError, "returned a float"),
         ({"batch": rows(1)}, ValueError, "1 rows cannot be divided over 2 ranks"),
+        ({"batch": rows(10)}, ValueError, "10 rows cannot be divided over 2 ranks of 2 microbatches"),
         ({"batch": {"n": 3}}, ValueError, "no tensor with rows"),
         ({"model": 3}, TypeError, "an nn.Module or a function"),
         ({"model": mlp().requires_grad_(False)}, ValueError, "no parameter that requires a gradient"),
