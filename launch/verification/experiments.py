@@ -139,11 +139,12 @@ class Comparison:
                     module=", ".join(owners),
                 )
             return
+        recompute: Prepare = (lambda model: add_recompute(model, [*units(model)])) if way.recompute else as_it_is
         if way.recompute:
             yield Experiment(
                 Cause.NOT_RECOMPUTABLE,
                 "With recompute, plain PyTorch computes other gradients too, or fails: forward is not repeatable.",
-                change=lambda model: add_recompute(model, [*units(model)]),
+                change=recompute,
             )
         if self.setting.experts is not None:
             yield Experiment(
@@ -165,6 +166,7 @@ class Comparison:
                 Cause.READ_ELSEWHERE,
                 "Gradients are right when fully_shard makes one unit of the whole model: the program reads a parameter "
                 "while the forward of its unit does not run, where it is a shard.",
+                change=recompute,  # as the way does it, which recomputes units
                 setting={"units": lambda model: ()},
                 mends=True,
             )

@@ -78,8 +78,9 @@ def verify(
     accept                causes (``Cause``) that are notes, not errors
     seed                  of everything random
 
-    Raises ``ValueError`` for an unknown way or cause, for fewer rows than ranks, for an output that is no loss, and for
-    a model without trainable parameters. Raises what the program raises in plain PyTorch.
+    Raises ``ValueError`` for an unknown way or cause, for rows that ranks times microbatches do not divide, for an
+    output that is no loss, and for a model without trainable parameters. Raises what the program raises in plain
+    PyTorch.
     """
     check_options(ways, accept, ranks, num_microbatches)
     program = Program(model, loss, step, seed)
