@@ -82,7 +82,7 @@ class Allowed(NamedTuple):
                         off_on += [rank] if error > self.by_name[name] else []
             is_whole = sum(lengths.values()) == tensor.numel()
             error = math.hypot(*errors.values()) if is_whole else math.inf
-            seen_by = tuple(dict.fromkeys(off_on)) if len(ranks) > 1 else ()
+            seen_by = tuple(off_on) if len(ranks) > 1 else ()
             found.append(Difference(name, error / self.unit[name], error > self.by_name[name], seen_by))
         return sorted(found, key=lambda each: -each.error)
 

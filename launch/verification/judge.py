@@ -27,7 +27,7 @@ def judge(name: str, way: Way, parts: Comparison) -> tuple[WayResult, Finding | 
     mean = comparison.mean
     norm = total_norm(mean.values())
     norm_error = max(abs(result.norm - norm) for result in results)
-    allowed_norm_error = math.sqrt(sum(error**2 for error in comparison.allowed.by_name.values()))
+    allowed_norm_error = math.hypot(*comparison.allowed.by_name.values())
     grads = comparison.allowed.differences([result.grads for result in results], mean)
     updated, allowed = _updated_weights(comparison, mean)
     weights = allowed.differences([result.weights for result in results], updated)

@@ -52,7 +52,8 @@ class Program:
         self.model, self._loss, self._step, self.seed = model, loss, step, seed
         self.means = False
         """Each random draw gives its mean."""
-        self._state: dict[str, Any] | None = None
+        self._state: Any = None
+        """The first model's state dict, where a function makes models."""
 
     def make(self) -> nn.Module:
         """A plain model of its own on the CPU: the same weights, buffers, marks and hooks each time."""

@@ -165,7 +165,8 @@ def _verify(
     # learning rate changes bf16 weights in one step.
     adamw = {"lr": 0.05, "weight_decay": 0.1, "eps": max(total / math.sqrt(num_elements), 1e-20)}
     results: list[WayResult] = []
-    if total and not {each.cause for each in findings} & _IN_THE_WAY:
+    cannot_be_compared = {each.cause for each in findings} & {Cause.NOT_FINITE, Cause.REPLACED}
+    if len(whole.without) < len(whole.grads) and not cannot_be_compared:
         comparison = Comparison(
             program=compared,
             batch=batch,
@@ -188,9 +189,6 @@ def _verify(
 
 
 # ---- What is seen without comparing. ----
-
-_IN_THE_WAY = {Cause.NOT_FINITE, Cause.REPLACED}
-"""Where these are, nothing can be compared."""
 
 
 def _not_finite(plains: Sequence[Plain]) -> Iterator[Finding]:
@@ -263,7 +261,7 @@ def _compare(
         allowed = allowed_between(mean_of(plains), None)
         comparison = replace(comparison, program=program, plains=plains, allowed=allowed)
     norm = total_norm(whole.grads.values())
-    norm_error = abs(total_norm(mean.values()) - norm) / norm
+    norm_error = abs(total_norm(mean.values()) - norm) / max(norm, 1e-30)
     results, found = [], dict[Any, dict[str, Finding]]()
     for name in ways:
         row, finding = judge(name, WAYS[name], comparison)

@@ -322,7 +322,9 @@ PLANTED: dict[str, Planted] = {
     "hook of a parameter": Planted(with_hook, "hook", "blocks.0.weight", ways=("ddp", "zero1_converted")),
     "hook of a module": Planted(Hooked, "hook", module="blocks.1"),
     "parameter made in forward": Planted(MakesParameter, "replaced", "head.weight"),
-    "weight read elsewhere": Planted(ReadsElsewhere, "read_elsewhere", "blocks.0.weight"),
+    "weight read elsewhere": Planted(
+        ReadsElsewhere, "read_elsewhere", "blocks.0.weight", ways=(*WAYS, "fsdp_recompute")
+    ),
     "weight in a list": Planted(KeepsWeight, "read_elsewhere", "head.weight"),
     "layer made in forward": Planted(AddsLayer, "replaced", "late.weight"),
     "two parameters, one memory": Planted(OneMemory, "shared_memory", "blocks.1.weight"),

@@ -237,6 +237,22 @@ def test_the_report() -> None:
         found.raise_if_failed()
 
 
+def test_the_report_is_short_where_many_modules_are_at_fault() -> None:
+    """The finding itself names all of them."""
+    norms = nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(40)))
+    found = verify(norms, rows(), square, ways=("ddp",))
+    (finding,) = found.findings
+    assert finding.cause == "buffers"
+    assert finding.module == ", ".join(f"{index}.running_{kind}" for index in range(40) for kind in ("mean", "var"))
+    assert "note: buffers in 0.running_mean, 0.running_var, " in str(found)
+    assert max(map(len, str(found).splitlines())) < 130
+
+
+def test_gradients_that_are_all_zero_are_compared() -> None:
+    found = verify(mlp(), rows(), lambda output, batch: (output * 0).sum(), ways=FEW)
+    assert found.ok and len(found.results) == len(FEW), str(found)
+
+
 def test_a_cause_may_be_accepted() -> None:
     found = verify(Summed(6, 2), rows(), ways=("ddp",), accept=("sum",))
     assert found.ok and found.raise_if_failed() is found
