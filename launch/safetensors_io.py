@@ -19,10 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..ddp import DistributedOptimizer
-from ..ddp.checkpoint.files.boxes import TensorSlice
+from ..ddp.checkpoint.files.boxes import Part, whole_part
 from ..ddp.checkpoint.files.folder import belongs_to_checkpoint
-from ..ddp.checkpoint.files.manifest import MANIFEST_FILE
-from ..ddp.checkpoint.files.storage import check_stored, open_checkpoint, read_slices
+from ..ddp.checkpoint.files.manifest import MANIFEST_FILE, Manifest
+from ..ddp.checkpoint.files.opened import open_checkpoint
+from ..ddp.checkpoint.files.rank_file import TYPE_NAMES
 from ..ddp.checkpoint.files.typed_json import dtype_named
 from ..ddp.checkpoint.model import ModelTensors
 from ..ddp.checkpoint.ranks import CheckpointRanks, check_same_call
@@ -35,18 +36,7 @@ _CHECKSUMS = "maingrad.crc32"
 """Key in the file's metadata: CRC-32 of dtype, shape and bytes of each tensor. Files of other programs lack it."""
 _CHECKED = "maingrad.checked"
 """Key that declares the checksums: if one of the two keys is damaged, the other still shows that they exist."""
-_KINDS = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "C64": torch.complex64,
-}
+_KINDS = {name: dtype for dtype, name in TYPE_NAMES.items() if not dtype.is_floating_point} | {"C64": torch.complex64}
 """All dtypes that are not floating point, by their names in the format."""
 
 
@@ -81,17 +71,22 @@ def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | Non
 
     dtype  as for ``export_safetensors``, which raises the same errors
     """
-    stored = open_checkpoint(Path(checkpoint))
-    manifest = stored.manifest
-    _check_one_model(manifest.num_expert_sets)
-    slices, by_name = [], {}
-    for name, entry in {**manifest.parameters, **manifest.buffers}.items():
-        master = dtype is not None and entry.has_master
-        data = torch.empty(entry.shape, dtype=torch.float32 if master else dtype_named(entry.dtype), device="cpu")
-        slices.append(TensorSlice(("master" if master else "model", name), entry.shape, 0, data.numel(), data))
-        by_name[name] = data
-    check_stored(manifest.index, slices)
-    read_slices(stored, slices)
+    by_name: dict[str, Tensor] = {}
+
+    def choose(manifest: Manifest) -> list[Part]:
+        _check_one_model(manifest.num_expert_sets)
+        parts = []
+        for name, entry in {**manifest.parameters, **manifest.buffers}.items():
+            master = dtype is not None and entry.has_master
+            by_name[name] = torch.empty(
+                entry.shape, dtype=torch.float32 if master else dtype_named(entry.dtype), device="cpu"
+            )
+            parts.append(whole_part(f"{'master' if master else 'model'}.{name}", by_name[name]))
+        return parts
+
+    opened = open_checkpoint(Path(checkpoint), choose)
+    opened.read()
+    manifest = opened.manifest
     for name in manifest.parameters:
         by_name[name] = _rounded(by_name[name], dtype)
     return CheckpointWeights(by_name, manifest.tied, manifest.extra)

@@ -1,30 +1,25 @@
 """A save in the background: after ``save_checkpoint(..., background=True)`` a thread writes, and training goes on.
 
-The call itself decides which rank writes what, and copies it to host memory. Then a thread on each rank writes. It
-calls no collectives, so it cannot come between those of training; ``files/deferred.py`` tells how ranks exchange what
-they have written. The first rank's thread completes the checkpoint.
+The call itself decides which rank writes what, and copies it to host memory. Then a thread on each rank writes, and
+the first rank's thread completes the checkpoint (``writing.py``).
 """
 
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..collectives.failure_report import CollectiveError
-from .files.boxes import TensorSlice
-from .files.index import Index
+from .files.boxes import Part
 from .ranks import CheckpointRanks
+from .writing import Writing, page_locked
 
-if TYPE_CHECKING:  # a torch without torch.distributed cannot import it
-    from .files.deferred import DeferredWrite
-
-__all__ = ["PendingSave", "defer", "finish_pending", "reserve_memory", "start_pending", "wait_for_memory"]
+__all__ = ["PendingSave", "finish_pending", "reserve_memory", "start_pending", "wait_for_memory"]
 
 _GRACE = 30.0
 """Seconds for which the first rank waits for the others' files, after its program has ended or given the save up."""
@@ -43,16 +38,9 @@ class PendingSave:
     copies in host memory are freed when this rank has written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        ranks: CheckpointRanks,
-        write: "DeferredWrite | None",
-        staging: ExitStack,
-        complete: Callable[[list[Any], Index], None],
-    ) -> None:
+    def __init__(self, path: Path, ranks: CheckpointRanks, writing: Writing, staging: ExitStack) -> None:
         self.path = path
-        self._ranks, self._write, self._staging, self._complete = ranks, write, staging, complete
+        self._ranks, self._writing, self._staging = ranks, writing, staging
         self._written = threading.Event()
         self._write_error: Exception | None = None
         self._complete_error: Exception | None = None
@@ -115,8 +103,7 @@ class PendingSave:
     @torch.no_grad()
     def _run(self) -> None:
         try:
-            if self._write is not None:
-                self._write.write()
+            self._writing.write()
         except Exception as error:
             self._write_error = error
         self._written.set()
@@ -124,52 +111,18 @@ class PendingSave:
             return
         try:
             with self._staging:
-                collected = None if self._write is None else self._write.collect(self._is_given_up)
-                if collected is None:
-                    kind = RuntimeError if self._none_writes else CollectiveError
-                    raise kind(f"the save to '{self.path}' was given up: not all ranks have written")
-                self._complete(*collected)
+                self._writing.complete(self._waits)
         except Exception as error:
             self._complete_error = error
 
-    def _is_given_up(self) -> bool:
+    def _waits(self) -> bool:
+        """Whether the first rank goes on waiting for files. Raises where the save is given up."""
         if not self._program.is_alive():
             self.give_up()
-        return time.monotonic() > self._until
-
-
-def _agree(
-    write: "DeferredWrite", slices: Sequence[TensorSlice], notes: Any, ranks: CheckpointRanks, what: str
-) -> None:
-    def propose() -> None:
-        if ranks.writes:
-            write.propose(slices, notes)
-
-    def agree() -> None:
-        if ranks.writes:
-            write.agree(ranks.group, ranks.failures)
-
-    ranks.alike(propose, f"the listing {what}")
-    ranks.alike(agree, f"the plan {what}")
-
-
-def defer(
-    write: "DeferredWrite", slices: Sequence[TensorSlice], notes: Any, ranks: CheckpointRanks, what: str
-) -> "DeferredWrite | None":
-    """Plan the writing, and copy this rank's part to host memory; None where this rank writes nothing.
-
-    what  ends the names of these actions, for errors
-
-    Collective over ``ranks``. Where one rank fails, all raise.
-    """
-
-    def copy() -> None:
-        if ranks.writes:
-            write.copy_to_host()
-
-    _agree(write, slices, notes, ranks, what)
-    ranks.alike(copy, f"the copying {what}")
-    return write if ranks.writes else None
+        if time.monotonic() > self._until:
+            kind = RuntimeError if self._none_writes else CollectiveError
+            raise kind(f"the save to '{self.path}' was given up: not all ranks have written")
+        return True
 
 
 def start_pending(model: nn.Module, pending: PendingSave) -> PendingSave:
@@ -185,18 +138,12 @@ def finish_pending(model: nn.Module) -> None:
         pending.wait()
 
 
-def reserve_memory(
-    model: nn.Module, write: "DeferredWrite", slices: Sequence[TensorSlice], ranks: CheckpointRanks
-) -> None:
-    """Start a thread that takes the host memory for copies of this rank's part, and leaves it to torch's cache.
-
-    Collective over ``ranks``.
-    """
-    _agree(write, slices, None, ranks, "of memory for background saves")
-    boxes = write.on_devices() if ranks.writes else []
-    if boxes:
+def reserve_memory(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Start a thread that takes the host memory for copies of ``parts``, and leaves it to torch's cache."""
+    on_devices = [(part.data.shape, part.data.dtype) for part in parts if not part.data.is_cpu]
+    if on_devices:
         wait_for_memory(model)
-        _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(boxes,), name="memory of saves")
+        _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(on_devices,), name="memory of saves")
         thread.start()
 
 
@@ -207,10 +154,6 @@ def wait_for_memory(model: nn.Module) -> None:
         thread.join()
 
 
-def _take_and_free(boxes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
-    from .files.planner import page_locked  # here: a torch without torch.distributed cannot import it
-
-    copies = []
+def _take_and_free(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
     with suppress(RuntimeError):  # no memory: the save itself says so
-        for shape, dtype in boxes:
-            copies.append(page_locked(shape, dtype))
+        _ = [page_locked(shape, dtype) for shape, dtype in sizes]

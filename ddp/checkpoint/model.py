@@ -1,33 +1,33 @@
 """Which tensors of a model go into a checkpoint, under which names, and whether a checkpoint fits a model.
 
-A checkpoint stores whole parameters by name. Buckets and shards show only in the ``TensorSlice``s of each rank::
+A checkpoint stores whole parameters by name. Buckets and shards show only in the ``Part``s of each rank::
 
     model.NAME                   parameters and buffers, in their own dtypes
     master.NAME                  fp32 masters of parameters in half precision; other parameters are their own masters
     optimizer.state.NAME.KEY     moments
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .files.boxes import TensorSlice
-from .files.index import Index
+from .files.assignment import Assignment
+from .files.boxes import Part, parts_of_range, whole_part
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
-from .files.typed_json import dtype_name, dtype_named
+from .files.typed_json import dtype_name
 from .source import HeldParam, Holding
 
 __all__ = [
-    "ModelLoad",
     "ModelTensors",
     "Notes",
     "StoredNames",
     "check_model",
     "make_manifest",
     "model_tensors",
-    "slices_of_model",
+    "parts_of_model",
+    "parts_to_fill",
 ]
 
 
@@ -87,77 +87,57 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
-def slices_of_model(holding: Holding, names: StoredNames, *, buffers: bool = True) -> list[TensorSlice]:
+def parts_of_model(holding: Holding, names: StoredNames, *, buffers: bool = True) -> list[Part]:
     """This rank's parameters, masters and buffers to save: views of memory, or rounded copies where the rank keeps only
     masters.
 
     buffers  whether to include the buffers that all ranks hold; buffers of experts are always included
     """
-    slices = [_whole(names.of(name, holding.params[name]), tensor.detach()) for name, tensor in holding.whole.items()]
-    slices += [
-        _whole(stored, buffer.detach())
+    parts = [_dense(names.of(name, holding.params[name]), tensor.detach()) for name, tensor in holding.whole.items()]
+    parts += [
+        _dense(stored, buffer.detach())
         for stored, buffer in names.of_buffers(holding).items()
         if buffers or stored not in holding.buffers
     ]
     for held in holding.slices:
         param = holding.params[held.name]
-        stored, place = names.of(held.name, param), (param.shape, held.start, held.end)
-        slices.append(TensorSlice(("model", stored), *place, held.param))
+        stored = names.of(held.name, param)
+        parts += parts_of_range(f"model.{stored}", param.shape, held.start, held.param)
         if held.master.dtype is not param.dtype:
-            slices.append(TensorSlice(("master", stored), *place, held.master))
-    return slices
+            parts += parts_of_range(f"master.{stored}", param.shape, held.start, held.master)
+    return parts
 
 
-def _whole(stored: str, tensor: Tensor) -> TensorSlice:
+def _dense(stored: str, tensor: Tensor) -> Part:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise ValueError(
             f"'{stored}' is {what}, and a checkpoint has dense tensors only: register its parts (indices and values, "
             f"integers and scales) as buffers, or register it with persistent=False"
         )
-    return TensorSlice(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor)
+    return whole_part(f"model.{stored}", tensor)
 
 
-class ModelLoad(NamedTuple):
-    """The memory into which a model's values are read."""
-
-    slices: list[TensorSlice]
-    converted: list[tuple[Tensor, Tensor]]
-    """(memory to read into, target): values whose dtype in the file is not the dtype that this rank keeps."""
-
-    @classmethod
-    def plan(cls, manifest: Manifest, holding: Holding, names: StoredNames) -> "ModelLoad":
-        """Allocate memory where needed. Call ``check_model`` before."""
-        wholes = names.of_buffers(holding)
-        wholes |= {names.of(name, holding.params[name]): param for name, param in holding.whole.items()}
-        for stored, tensor in wholes.items():
-            if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-                raise ValueError(
-                    f"'{stored}' is expanded: several of its elements are one place in memory, which cannot take the "
-                    f"checkpoint's; make it a tensor of its own with clone()"
-                )
-        slices = [_whole(stored, tensor.detach()) for stored, tensor in wholes.items()]
-        converted = []
-        for held in holding.slices:
-            if held.name in holding.whole:
-                continue  # the master is a view of the whole parameter
-            stored = names.of(held.name, holding.params[held.name])
-            entry, target = manifest.parameters[stored], held.master
-            section, dtype = "model", dtype_named(entry.dtype)
-            if entry.has_master and target.dtype is torch.float32:
-                section = "master"  # the parameter follows from its master
-            elif dtype is not target.dtype:
-                read = torch.empty_like(target, dtype=dtype)
-                converted.append((read, target))
-                target = read
-            slices.append(TensorSlice((section, stored), entry.shape, held.start, held.end, target))
-        return cls(slices, converted)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """After reading: convert dtypes."""
-        for read, target in self.converted:
-            target.copy_(read)
+def parts_to_fill(manifest: Manifest, holding: Holding, names: StoredNames) -> list[Part]:
+    """The memory into which a model's values are read. Call ``check_model`` before."""
+    wholes = names.of_buffers(holding)
+    wholes |= {names.of(name, holding.params[name]): param for name, param in holding.whole.items()}
+    for stored, tensor in wholes.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                f"'{stored}' is expanded: several of its elements are one place in memory, which cannot take the "
+                f"checkpoint's; make it a tensor of its own with clone()"
+            )
+    parts = [_dense(stored, tensor.detach()) for stored, tensor in wholes.items()]
+    for held in holding.slices:
+        if held.name in holding.whole:
+            continue  # the master is a view of the whole parameter
+        stored = names.of(held.name, holding.params[held.name])
+        entry = manifest.parameters[stored]
+        # The parameter follows from its master.
+        section = "master" if entry.has_master and held.master.dtype is torch.float32 else "model"
+        parts += parts_of_range(f"{section}.{stored}", entry.shape, held.start, held.master)
+    return parts
 
 
 class Notes(NamedTuple):
@@ -181,18 +161,13 @@ class Notes(NamedTuple):
 
 
 def make_manifest(
-    all_notes: Iterable[Notes],
-    names: StoredNames,
-    optimizer: SavedOptimizer | None,
-    extra: Any,
-    save_id: str,
-    index: Index,
+    assigned: Assignment, names: StoredNames, optimizer: SavedOptimizer | None, extra: Any, save_id: str
 ) -> Manifest:
     """The manifest, from all ranks' notes in the order of ranks. Raises ``ValueError`` where notes contradict."""
     parameters: dict[str, SavedTensor] = {}
     buffers: dict[str, SavedTensor] = {}
     tied: dict[str, str] = {}
-    for notes in all_notes:
+    for notes in assigned.notes:
         tied |= notes.tied
         buffers = {**notes.buffers, **buffers}
         for name, entry in notes.parameters.items():
@@ -210,7 +185,7 @@ def make_manifest(
                 f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
                 f"all"
             )
-    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra, index)
+    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra, assigned.tensors)
 
 
 def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .files.boxes import TensorSlice
+from .files.boxes import Part, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, dtype_named, from_json, to_json
 from .model import StoredNames
 from .source import HeldOptimizer, HeldSlice, Holding
 
-__all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "slices_of_optimizer"]
+__all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "parts_of_optimizer"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
@@ -65,16 +65,15 @@ def describe_slices(holding: Holding) -> dict[str, dict[str, Any]]:
     }
 
 
-def slices_of_optimizer(holding: Holding, names: StoredNames) -> list[TensorSlice]:
-    """This rank's slices of moments to save."""
-    slices = []
+def parts_of_optimizer(holding: Holding, names: StoredNames) -> list[Part]:
+    """This rank's parts of moments to save."""
+    parts = []
     for held in holding.slices:
         param = holding.params[held.name]
-        stored, place = names.of(held.name, param), (param.shape, held.start, held.end)
-        slices += [
-            TensorSlice(("optimizer", "state", stored, key), *place, value) for key, value in held.state().items()
-        ]
-    return slices
+        stored = names.of(held.name, param)
+        for key, value in held.state().items():
+            parts += parts_of_range(f"optimizer.state.{stored}.{key}", param.shape, held.start, value)
+    return parts
 
 
 def _check_counted(saved: SavedOptimizer, name: str, entry: SavedTensor) -> None:
@@ -90,7 +89,7 @@ class OptimizerLoad(NamedTuple):
     """A checked load of optimizer state, before the tensors are read."""
 
     optimizer: HeldOptimizer
-    slices: list[TensorSlice]
+    parts: list[Part]
     """The memory into which this rank's moments are read."""
     state: Mapping[Tensor, dict[str, Any]]
     """The optimizer's state after the load."""
@@ -120,7 +119,7 @@ class OptimizerLoad(NamedTuple):
         groups = _match_groups(saved, optimizer, [(held, entries[held.name]) for held in holding.slices])
         state: dict[Tensor, dict[str, Any]] = {}
         first: dict[Tensor, str] = {}
-        slices = []
+        parts = []
         for held in holding.slices:
             entry = entries[held.name]
             if held.group is None or held.updated is None:
@@ -143,8 +142,7 @@ class OptimizerLoad(NamedTuple):
             stored, numel = names.of(held.name, holding.params[held.name]), held.end - held.start
             for key in entry.state:
                 flat = state[updated][key].view(-1)[held.offset : held.offset + numel]
-                path = ("optimizer", "state", stored, key)
-                slices.append(TensorSlice(path, entry.shape, held.start, held.end, flat))
+                parts += parts_of_range(f"optimizer.state.{stored}.{key}", entry.shape, held.start, flat)
         for group in optimizer.groups:  # tensors without elements are not saved, but step with the others
             like = next((updated for updated in group["params"] if updated in first), None)
             for updated in group["params"]:
@@ -154,7 +152,7 @@ class OptimizerLoad(NamedTuple):
         found = {here: saved.groups[there] for here, there in groups.items()}
         for here, options in found.items():
             _check_options(here, options, optimizer.groups[here])
-        return cls(optimizer, slices, state, found)
+        return cls(optimizer, parts, state, found)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..collectives.agreement import alike, alike_telling, gather
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
-from .files.save_id import new_id
+from .files.rank_file import new_id
 
 __all__ = ["CheckpointRanks", "SameCall", "check_same_call"]
 

@@ -25,15 +25,14 @@ from types import TracebackType
 from typing import TextIO
 
 from ...collectives.failure_report import CollectiveError
-from .manifest import MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE
-from .save_id import may_be_head
+from .manifest import MANIFEST_FILE, MANIFEST_STAGING
+from .rank_file import FILE_NAME, may_be_head
 
 if sys.platform != "win32":
     import fcntl
 
 __all__ = [
     "MARK_FILE",
-    "PLACED_SUFFIX",
     "Staging",
     "belongs_to_checkpoint",
     "describe_missing",
@@ -48,13 +47,9 @@ __all__ = [
 
 MARK_FILE = "maingrad.saving"
 """Marks a folder that a save has made beside the checkpoint's path, and one that is being deleted."""
-PLACED_SUFFIX = ".placed"
-"""Ends the name of a rank's note of what lies where in its data file (``deferred.py``); deleted before the manifest is
-written."""
-_OTHER_FILES = frozenset({MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE, f"{METADATA_FILE}.tmp", MARK_FILE})
-"""What a save writes beside data files."""
-_OF_A_RANK = re.compile(rf"__\d+_\d+(\.distcp|{re.escape(PLACED_SUFFIX)}(\.tmp)?)", re.ASCII)
-"""A rank's data file, and its note."""
+_OTHER_FILES = frozenset({MANIFEST_FILE, MANIFEST_STAGING, MARK_FILE, ".metadata", ".metadata.tmp"})
+"""What a save writes beside data files, and what saves of version 3 wrote."""
+_OF_VERSION_3 = re.compile(r"__\d+_\d+(\.distcp|\.placed(\.tmp)?)", re.ASCII)
 
 
 def incomplete(path: Path) -> Path:
@@ -246,7 +241,7 @@ def _is_written_by_a_save(entry: Path) -> bool:
     """Whether this is a regular file with a name of ours; a data file has a head of ours, if it was written so far."""
     if entry.is_symlink() or not entry.is_file() or not belongs_to_checkpoint(entry.name):
         return False
-    if entry.suffix != ".distcp":
+    if entry.name in _OTHER_FILES or ".placed" in entry.suffixes:
         return True
     with entry.open("rb") as file:
         return may_be_head(file)
@@ -254,7 +249,8 @@ def _is_written_by_a_save(entry: Path) -> bool:
 
 def belongs_to_checkpoint(name: str) -> bool:
     """Whether a save writes files of this name."""
-    return name in _OTHER_FILES or _OF_A_RANK.fullmatch(name) is not None
+    data = FILE_NAME.fullmatch(name.removesuffix(".tmp")) or _OF_VERSION_3.fullmatch(name)
+    return name in _OTHER_FILES or data is not None
 
 
 def _is_leftover(folder: Path) -> bool:

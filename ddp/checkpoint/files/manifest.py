@@ -1,13 +1,16 @@
-"""The manifest, a checkpoint's JSON file: names and shapes of all tensors, and where in the data files they lie.
+"""The manifest, a checkpoint's JSON file: names and shapes of all tensors, and which boxes of them each data file holds.
 
 A save writes the manifest last, so that a folder with a manifest is complete. A load reads the manifest first, so that
-a model that does not fit is refused before any tensor changes. The manifest also holds everything that is not a tensor:
-no data file holds a pickled object. ``checksum`` is the CRC-32 of the rest; set it to null after a change by hand.
+a model that does not fit is refused before any tensor changes. The manifest also holds everything that is not a tensor.
+``checksum`` is the CRC-32 of the rest; set it to null after a change by hand.
 
-    version    what the version added
-    1
-    2          checksums of the manifest and of torch's metadata
-    3          the index (``index.py``); torch's metadata is not read. Older versions are not read
+    "files":   ["rank-00000.safetensors", "rank-00001.safetensors"]
+    "tensors": {"model.up.weight": [[0, [0, 0], [8, 15]], [1, [8, 0], [9, 15]]]}
+
+A tensor is listed with its boxes: number of the file, offsets, sizes. Every element is in one box. Where in its file a
+box lies, the file says (``rank_file.py``). Elements are stored in the byte order of the machine.
+
+Version 4 is the only one that is read. docs/upgrade_checkpoint.py rewrites version 3.
 """
 
 import dataclasses
@@ -16,7 +19,7 @@ import os
 import reprlib
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .index import Index
-from .save_id import is_id
+from .assignment import StoredBox
+from .boxes import Box, check_tiling
+from .rank_file import FILE_NAME, is_id
 from .small_file import open_small_file
 from .typed_json import dtype_name, dtype_named, expect, from_json, shape_from_json
 
 __all__ = [
     "MANIFEST_FILE",
     "MANIFEST_STAGING",
-    "METADATA_FILE",
     "Manifest",
     "SavedOptimizer",
     "SavedTensor",
@@ -41,12 +44,10 @@ __all__ = [
 MANIFEST_FILE = "maingrad.json"
 MANIFEST_STAGING = f"{MANIFEST_FILE}.tmp"
 """The manifest is written under this name first, so that a file named as the manifest is whole."""
-METADATA_FILE = ".metadata"
-"""Torch's own index, for torch's tools."""
 FORMAT = "maingrad.checkpoint"
-VERSION = 3
-MOST_BYTES = 2**28
-"""Largest manifest, in bytes: some million chunks."""
+VERSION = 4
+MOST_BYTES = 2**25
+"""Largest manifest, in bytes: some 300,000 boxes."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,35 @@ class Manifest:
     """Number of different sets of experts over the ranks; the experts of each set have names of their own."""
     optimizer: SavedOptimizer | None
     extra: Any
-    index: Index
+    tensors: Mapping[str, Sequence[StoredBox]]
+    """Where the elements of each tensor are, by key: "model.NAME", "master.NAME", "optimizer.state.NAME.KEY"."""
+
+    @property
+    def kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, by key."""
+        kinds = {
+            f"model.{name}": (entry.shape, dtype_named(entry.dtype))
+            for name, entry in {**self.parameters, **self.buffers}.items()
+        }
+        for name, entry in self.parameters.items():
+            if entry.has_master:
+                kinds[f"master.{name}"] = entry.shape, torch.float32
+            for key, dtype in entry.state.items():
+                kinds[f"optimizer.state.{name}.{key}"] = entry.shape, dtype_named(dtype)
+        return kinds
+
+    @property
+    def files(self) -> list[str]:
+        """The data files."""
+        return sorted({stored.file for boxes in self.tensors.values() for stored in boxes})
 
     def write(self, folder: Path) -> None:
         """Write the file. Its bytes are on the disk before the file gets its name."""
-        fields = dataclasses.asdict(dataclasses.replace(self, extra=None, index=Index({}, {})))
-        del fields["index"]
+        fields = dataclasses.asdict(dataclasses.replace(self, extra=None, tensors={}))
         about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
-        content = {**about, **fields, "extra": self.extra, **self.index.to_json()}
+        place = {name: number for number, name in enumerate(self.files)}
+        tensors = {key: [[place[file], *box] for file, box in boxes] for key, boxes in self.tensors.items()}
+        content = {**about, **fields, "extra": self.extra, "files": self.files, "tensors": tensors}
         content = json.loads(json.dumps(content))  # as a load will read it
         written = _laid_out({"checksum": _checksum(content), **content})
         if len(written) > MOST_BYTES:
@@ -141,9 +163,8 @@ class Manifest:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
         _check_version(path, content.get("version"))
         try:
-            manifest = cls._parse(content)
             _check_sum(content)
-            return manifest
+            return cls._parse(content)
         except Exception as error:  # wrong values raise nearly anything
             raise ValueError(f"'{path}' is damaged ({type(error).__name__}: {error})") from error
 
@@ -171,8 +192,19 @@ class Manifest:
             raise ValueError(f"{reprlib.repr(save_id)} is no id of a save")
         if content["byteorder"] != sys.byteorder:
             raise ValueError(f"its tensors are {reprlib.repr(content['byteorder'])}-endian, which this machine is not")
-        index = Index.from_json(content)
-        return cls(save_id, parameters, buffers, tied, num_expert_sets, optimizer, content["extra"], index)
+        extra = content["extra"]
+        manifest = cls(save_id, parameters, buffers, tied, num_expert_sets, optimizer, extra, _parse_boxes(content))
+        kinds = manifest.kinds
+        for key in kinds.keys() ^ manifest.tensors.keys():
+            where = "only among its tensors" if key in manifest.tensors else "not among its tensors"
+            raise ValueError(f"'{key}' is {where}")
+        for key, boxes in manifest.tensors.items():
+            shape, _ = kinds[key]
+            try:
+                check_tiling(shape, [stored.box for stored in boxes])
+            except ValueError as error:
+                raise ValueError(f"'{key}' of shape {list(shape)}: {error}") from None
+        return manifest
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -194,8 +226,8 @@ def _check_version(path: Path, version: Any) -> None:
     found = f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
     if type(version) is int and 1 <= version < VERSION:
         raise ValueError(
-            f"{found}: the maingrad that wrote it loads it, and torch.distributed.checkpoint.load reads its tensors "
-            f"(model.NAME, master.NAME, optimizer.state.NAME.KEY)"
+            f"{found}: docs/upgrade_checkpoint.py rewrites version 3, and torch.distributed.checkpoint.load reads the "
+            f"tensors of all before (model.NAME, master.NAME, optimizer.state.NAME.KEY)"
         )
     raise ValueError(f"{found}: a newer maingrad has written it, or it is damaged")
 
@@ -221,6 +253,22 @@ def _check_sum(content: Mapping[str, Any]) -> None:
                 f"its content has checksum {found}, and had {written} when it was written; where you have changed it "
                 f"yourself, set its checksum to null"
             )
+
+
+def _parse_boxes(content: Mapping[str, Any]) -> dict[str, list[StoredBox]]:
+    files = expect(list, content["files"], "files")
+    if not all(isinstance(name, str) and FILE_NAME.fullmatch(name) for name in files):
+        raise ValueError(f"{reprlib.repr(files)} are no names of data files")
+    tensors = {}
+    for key, boxes in expect(dict, content["tensors"], "tensors").items():
+        tensors[key] = []
+        for stored in expect(list, boxes, f"the boxes of '{key}'"):
+            number, offsets, sizes = stored
+            if not 0 <= expect(int, number, f"a file of '{key}'") < len(files):
+                raise ValueError(f"'{key}' is in file {reprlib.repr(number)} of {len(files)}")
+            box = Box(shape_from_json(offsets, key), shape_from_json(sizes, key))
+            tensors[key].append(StoredBox(files[number], box))
+    return tensors
 
 
 def _parse_tensor(name: str, entry: Mapping[str, Any], num_groups: int) -> SavedTensor:

@@ -1,0 +1,209 @@
+"""One rank's data file, in the safetensors format: the boxes that this rank wrote, and a checksum of each.
+
+    rank-00007.safetensors   model.embed.weight            [151936, 1024]   all of the tensor
+                             master.up.weight[12,0]        [5, 1024]        rows 12 to 16
+
+An entry's name has the offsets of its box unless it is the whole tensor. The metadata of the header hold the id of the
+save, the name of the file, and the CRC-32 of each entry, in the order of names.
+
+Files of two saves have the same names and sizes. Ids tell them apart before a load changes the model.
+"""
+
+import json
+import os
+import re
+import uuid
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .boxes import Box, Part
+
+__all__ = [
+    "FILE_NAME",
+    "TYPE_NAMES",
+    "RankFile",
+    "file_name",
+    "is_id",
+    "may_be_head",
+    "new_id",
+    "size_of",
+    "write_rank_file",
+]
+
+TYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format's names of dtypes. Elements of other dtypes are stored as their bytes, along one more dim."""
+
+FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors", re.ASCII)
+"""Names of data files."""
+_PREFIX = "maingrad-"
+_ID, _NAME, _CHECKSUMS = "maingrad.save", "maingrad.file", "maingrad.crc32"
+_HEAD = f'{{"__metadata__":{{"{_ID}":"{_PREFIX}'.encode()
+"""What the header of each of our files begins with, behind its length in 8 bytes."""
+_ALIGNMENT = 64
+_BLOCK = 2**18
+"""Bytes that are checked and then written: few enough to stay in a core's cache meanwhile."""
+
+
+def new_id() -> str:
+    """An id that no other save has."""
+    return f"{_PREFIX}{uuid.uuid4().hex}"
+
+
+def is_id(value: Any) -> bool:
+    """Whether ``value`` is an id of a save."""
+    return isinstance(value, str) and value.startswith(_PREFIX) and len(value) == len(_PREFIX) + 32
+
+
+def file_name(rank: int) -> str:
+    """Name of the data file of a rank of the group that writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def may_be_head(file: BinaryIO) -> bool:
+    """Whether a data file begins as some save's does, as far as it was written: it may be empty. Earlier versions'
+    files begin with the id."""
+    found = file.read(8 + len(_HEAD))
+    return _HEAD.startswith(found[8:]) or found.startswith(_PREFIX.encode())
+
+
+def write_rank_file(path: Path, save_id: str, parts: Sequence[Part]) -> None:
+    """Write the parts. The file gets its name when all of its bytes are on the disk.
+
+    Tensors on devices are copied to the host one at a time. Raises ``OSError`` with the file's name.
+    """
+    # Readers view the bytes of an entry as elements in place: the widest come first, so that all lie aligned.
+    parts = sorted(parts, key=lambda part: -part.data.itemsize)
+    entries, position = {}, 0
+    for part in parts:
+        kind, sizes = _stored_as(part.data.dtype, part.data.shape)
+        place = [position, position + part.data.nbytes]
+        entries[_entry_name(part.key, part.shape, part.box)] = {"dtype": kind, "shape": sizes, "data_offsets": place}
+        position = place[1]
+    checksums = dict.fromkeys(entries, 0)
+    staging = path.with_name(f"{path.name}.tmp")
+    try:
+        with staging.open("wb") as file:
+            file.write(_head(save_id, path.name, entries, checksums))
+            for name, part in zip(entries, parts, strict=True):
+                content = _bytes_of(part.data)
+                for at in range(0, len(content), _BLOCK):
+                    block = content[at : at + _BLOCK]
+                    checksums[name] = zlib.crc32(block, checksums[name])
+                    file.write(block)
+            file.seek(0)
+            file.write(_head(save_id, path.name, entries, checksums))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # the error of a write does not name the file
+        raise OSError(error.errno, error.strerror, str(staging)) from error
+    staging.replace(path)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a data file. Raises ``ValueError`` where there is none."""
+    if not path.is_file():
+        raise ValueError(f"the data file '{path}' is missing (a checkpoint lies on a file system that all ranks share)")
+    return path.stat().st_size
+
+
+class RankFile:
+    """A data file to read. Its bytes are mapped into memory: they stay those of this save when the file is replaced.
+
+    Raises ``ValueError`` for a file that is missing, truncated, damaged or of another save.
+    """
+
+    def __init__(self, path: Path, save_id: str) -> None:
+        self._path = path
+        size_of(path)
+        try:
+            self._file = safe_open(path, framework="pt", device="cpu")
+            metadata = self._file.metadata() or {}
+            names = sorted(self._file.keys())
+            self._checksums = dict(zip(names, metadata.get(_CHECKSUMS, "").split(), strict=True))
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"the data file '{path}' is truncated or damaged ({error})") from None
+        found = metadata.get(_ID)
+        if found != save_id:
+            raise ValueError(
+                f"the data file '{path}' is of another save than the manifest beside it "
+                f"({found if is_id(found) else 'one without an id'}, and {save_id}): files of two checkpoints are "
+                f"mixed in this folder"
+            )
+        if metadata.get(_NAME) != path.name:
+            raise ValueError(
+                f"the data file '{path}' was written as '{metadata.get(_NAME)}': files of this checkpoint have been "
+                f"renamed, and each has other elements; give it its name again"
+            )
+
+    def elements(self, key: str, shape: Sequence[int], box: Box, dtype: torch.dtype) -> Tensor:
+        """A box of the tensor ``key``, on the CPU: a view of the file, which is not read yet."""
+        name, stored = _entry_name(key, shape, box), _stored_as(dtype, box.sizes)
+        try:
+            entry = self._file.get_slice(name)
+            found = entry.get_dtype(), tuple(entry.get_shape())
+            if found != stored:
+                raise ValueError(f"it is {found} there, and {stored} in the manifest")
+            with torch.device("cpu"):  # whatever the program's default device
+                tensor: Tensor = self._file.get_tensor(name)
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"'{self._path}' is damaged where '{key}' lies ({error})") from None
+        return tensor if dtype in TYPE_NAMES else tensor.view(dtype).view(box.sizes)
+
+    def check(self, key: str, shape: Sequence[int], box: Box, elements: Tensor) -> None:
+        """Raise ``ValueError`` unless the bytes of ``elements`` are those that were written."""
+        found, written = f"{zlib.crc32(_bytes_of(elements)):08x}", self._checksums[_entry_name(key, shape, box)]
+        if found != written:
+            raise ValueError(
+                f"'{self._path}' is damaged where '{key}' lies: its bytes have checksum {found}, and {written} when "
+                f"they were written"
+            )
+
+
+def _entry_name(key: str, shape: Sequence[int], box: Box) -> str:
+    if box.sizes == tuple(shape) and not key.endswith("]"):
+        return key
+    return f"{key}[{','.join(map(str, box.offsets))}]"
+
+
+def _stored_as(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of an entry."""
+    if dtype in TYPE_NAMES:
+        return TYPE_NAMES[dtype], tuple(sizes)
+    return "U8", (*sizes, dtype.itemsize)
+
+
+def _head(save_id: str, name: str, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:
+    """The header: as many bytes whatever the checksums are."""
+    in_order = " ".join(f"{checksums[each]:08x}" for each in sorted(checksums))
+    metadata = {_ID: save_id, _NAME: name, _CHECKSUMS: in_order}
+    header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """The tensor's elements, row by row, as a buffer of bytes."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,77 @@
+"""What one rank does of a save once it knows what it writes. It calls no collective, so a thread can do it as well.
+
+The first rank completes the checkpoint when the data files of all ranks are in the folder. A data file gets its name
+when it is whole, so that the first rank need not be told: collectives of a thread would be mixed up with those of
+training.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .files.assignment import Assignment
+from .files.folder import Staging
+from .files.manifest import Manifest
+from .files.rank_file import RankFile, write_rank_file
+
+__all__ = ["Writing", "page_locked"]
+
+_PATIENCE = 0.02
+"""Seconds between two looks into the folder."""
+
+
+class Writing:
+    """The rest of a save on one rank.
+
+    manifest  on the first rank
+    """
+
+    def __init__(self, staging: Staging, save_id: str, assigned: Assignment, manifest: Manifest | None) -> None:
+        self.staging = staging
+        self._id = save_id
+        self._parts, self._file = assigned.parts, assigned.file
+        self._manifest = manifest
+
+    def copy_to_host(self) -> None:
+        """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
+        once, after all copies have been queued."""
+        devices = {part.data.device for part in self._parts if not part.data.is_cpu}
+        self._parts = [part._replace(data=_host_copy(part.data.detach())) for part in self._parts]
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+
+    def write(self) -> None:
+        """Write this rank's data file, if it has one."""
+        if self._parts:
+            write_rank_file(self.staging.folder / self._file, self._id, self._parts)
+            self._parts = ()
+
+    def complete(self, waits: Callable[[], bool] = lambda: False) -> None:
+        """On the first rank: write the manifest, and give the checkpoint its place.
+
+        waits  asked while a rank has not written: whether to go on waiting
+
+        Raises ``ValueError`` for a data file that is missing, or of another job that writes here.
+        """
+        if self._manifest is None:
+            return
+        folder = self.staging.folder
+        for name in self._manifest.files:
+            while not (folder / name).exists() and waits():
+                time.sleep(_PATIENCE)
+            RankFile(folder / name, self._id)
+        self._manifest.write(folder)
+        self.staging.complete()
+
+
+def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Host memory that a device copies to by itself. Torch keeps it for the next tensor of its size."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.is_cpu:
+        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return page_locked(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
