@@ -6,14 +6,15 @@
 Each rank writes a safetensors file of its own slices. Follow a save: the wrapper says what this rank holds
 (``source.py``, ``wrapper_source.py``); every rank makes ``Part``s of it (``model.py``, ``optimizer.py``); where several
 ranks hold the same elements, the first rank says which rank writes them (``files/assignment.py``); the ranks write
-(``files/rank_file.py``); the first rank adds the manifest (``files/manifest.py``) and renames the folder
-(``files/folder.py``). In the background, a thread does the last two (``writing.py``, ``background.py``). A load goes
+(``writing.py``, ``files/rank_file.py``); the first rank adds the manifest (``files/manifest.py``) and renames the
+folder (``files/folder.py``). In the background, a thread does the last two (``background.py``). A load goes
 the other way: it opens the files and checks all it can before it changes the model, and then each rank reads its parts
 (``files/opened.py``).
 """
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, overload
 
@@ -26,14 +27,14 @@ from ..collectives.agreement import saying
 from ..collectives.failure_report import CollectiveError
 from ..plan.parallel_marks import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory, start_pending, wait_for_memory
-from .files.assignment import Assignment, assign_parts
+from .files.assignment import Offer, assign
 from .files.boxes import Part
 from .files.folder import Staging
 from .files.manifest import Manifest, SavedOptimizer
 from .files.opened import OpenedCheckpoint, open_checkpoint
 from .model import Notes, StoredNames, check_model, make_manifest, parts_of_model, parts_to_fill
 from .on_demand import OnDemand
-from .optimizer import OptimizerLoad, describe_optimizer, describe_slices, parts_of_optimizer
+from .optimizer import OptimizerLoad, describe_optimizer, parts_of_optimizer, scalars_of
 from .ranks import CheckpointRanks, check_same_call
 from .source import Holding
 from .wrapper_source import check_saved_once, source_of
@@ -118,7 +119,7 @@ def save_checkpoint(
         holding = source.hold(optimizer, saving=True)
         parts = _parts_of(holding, names, ranks)
         saved = None if holding.optimizer is None else describe_optimizer(holding.optimizer)
-        notes = Notes.of(holding, names, describe_slices(holding))
+        notes = Notes.of(holding, names, parts, scalars_of(holding)) if ranks.writes else Notes([], {}, [], {})
         copied = None
         if ranks.leads:
             copied = _as_json(extra)
@@ -127,12 +128,16 @@ def save_checkpoint(
 
     with ExitStack() as stack:
         stack.enter_context(staging)
-        parts, notes, saved, written_extra = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
+        (parts, _, saved, written_extra), all_notes = ranks.alike_telling(
+            prepare, lambda prepared: prepared[1], f"the preparation of checkpoint '{target}'"
+        )
 
         def plan() -> Writing:
-            assigned = _assigned(parts, notes, ranks)
-            manifest = make_manifest(assigned, names, saved, written_extra, save_id) if ranks.leads else None
-            return Writing(staging, save_id, assigned, manifest)
+            assigned = assign([notes.offers for notes in all_notes])
+            manifest = None
+            if ranks.leads:
+                manifest = make_manifest(assigned, all_notes, names, saved, written_extra, save_id)
+            return Writing(staging, save_id, ranks.place, _chosen(parts, assigned[ranks.place]), manifest)
 
         writing = ranks.alike(plan, f"the plan of checkpoint '{target}'")
         if background:
@@ -171,10 +176,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
         def choose(manifest: Manifest) -> list[Part]:
             nonlocal state, on_demand
-            on_demand = OnDemand.plan(source.module, manifest.buffers)
+            on_demand = OnDemand.plan(source.module, manifest.tensors)
             shown = on_demand.shown_in(holding)
             # Earlier versions have stored buffers of experts once for all sets, unless they were marked.
-            own = [name for name in shown.expert_buffers if name not in manifest.buffers]
+            own = [name for name in shown.expert_buffers if name not in manifest.tensors]
             shown = shown._replace(expert_buffers=own)
             try:
                 check_model(manifest, shown, names)
@@ -235,21 +240,25 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     _, _, *experts = check_same_call(anywhere, optimizer, ranks, source.expert_axes, "prepare_background_saves")
     names = StoredNames(*experts)
 
-    def plan() -> Assignment:
-        return _assigned(_parts_of(source.hold(optimizer, saving=True), names, ranks), None, ranks)
-
-    reserve_memory(model, ranks.alike(plan, "the listing of what is saved").parts)
+    parts, offers = ranks.alike_telling(
+        lambda: _parts_of(source.hold(optimizer, saving=True), names, ranks),
+        lambda parts: list(map(Offer.of, parts)),
+        "the listing of what is saved",
+    )
+    reserve_memory(model, _chosen(parts, assign(offers)[ranks.place]))
 
 
 def _parts_of(holding: Holding, names: StoredNames, ranks: CheckpointRanks) -> list[Part]:
-    """What this rank holds of all that is saved."""
-    # Running statistics may differ between ranks: the first rank's are saved, as broadcast_params copies them.
-    parts = parts_of_model(holding, names, buffers=ranks.leads)
+    """What this rank holds of all that is saved, and could write."""
+    if not ranks.writes:
+        return []
+    parts = parts_of_model(holding, names, ranks.place, ranks.num_writers)
     return parts if holding.optimizer is None else parts + parts_of_optimizer(holding, names)
 
 
-def _assigned(parts: list[Part], notes: Notes | None, ranks: CheckpointRanks) -> Assignment:
-    return assign_parts(parts, notes, ranks.group, ranks.failures) if ranks.writes else Assignment((), "")
+def _chosen(parts: Sequence[Part], assigned: Sequence[Offer]) -> list[Part]:
+    mine = set(assigned)
+    return [part for part in parts if Offer.of(part) in mine]
 
 
 class _Load(NamedTuple):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .files.boxes import Part, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
-from .files.typed_json import dtype_name, dtype_named, from_json, to_json
+from .files.typed_json import dtype_name, from_json, to_json
 from .model import StoredNames
 from .source import HeldOptimizer, HeldSlice, Holding
 
-__all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "parts_of_optimizer"]
+__all__ = ["OptimizerLoad", "describe_optimizer", "parts_of_optimizer", "scalars_of"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
@@ -48,18 +48,13 @@ def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
     return SavedOptimizer(optimizer.class_name, groups)
 
 
-def describe_slices(holding: Holding) -> dict[str, dict[str, Any]]:
-    """Fields of ``SavedTensor`` that describe optimizer state, for each parameter in ``holding.slices``."""
+def scalars_of(holding: Holding) -> dict[str, dict[str, Any]]:
+    """State that is not elementwise, such as the number of steps, of each parameter in ``holding.slices``."""
     return {
         held.name: {
-            "group": held.group,
-            "has_master": held.master.dtype is not holding.params[held.name].dtype,
-            "state": {key: dtype_name(value.dtype) for key, value in held.state().items()},
-            "scalars": {
-                key: to_json(value, f"state '{key}' of parameter '{held.name}'")
-                for key, value in held.scalars().items()
-                if value is not None
-            },
+            key: to_json(value, f"state '{key}' of parameter '{held.name}'")
+            for key, value in held.scalars().items()
+            if value is not None
         }
         for held in holding.slices
     }
@@ -72,7 +67,7 @@ def parts_of_optimizer(holding: Holding, names: StoredNames) -> list[Part]:
         param = holding.params[held.name]
         stored = names.of(held.name, param)
         for key, value in held.state().items():
-            parts += parts_of_range(f"optimizer.state.{stored}.{key}", param.shape, held.start, value)
+            parts += parts_of_range(stored, f"state.{key}", param.shape, held.start, value)
     return parts
 
 
@@ -114,7 +109,7 @@ class OptimizerLoad(NamedTuple):
                 f"load_checkpoint(path, model)"
             )
         entries = {
-            held.name: manifest.parameters[names.of(held.name, holding.params[held.name])] for held in holding.slices
+            held.name: manifest.tensors[names.of(held.name, holding.params[held.name])] for held in holding.slices
         }
         groups = _match_groups(saved, optimizer, [(held, entries[held.name]) for held in holding.slices])
         state: dict[Tensor, dict[str, Any]] = {}
@@ -142,7 +137,7 @@ class OptimizerLoad(NamedTuple):
             stored, numel = names.of(held.name, holding.params[held.name]), held.end - held.start
             for key in entry.state:
                 flat = state[updated][key].view(-1)[held.offset : held.offset + numel]
-                parts += parts_of_range(f"optimizer.state.{stored}.{key}", entry.shape, held.start, flat)
+                parts += parts_of_range(stored, f"state.{key}", entry.shape, held.start, flat)
         for group in optimizer.groups:  # tensors without elements are not saved, but step with the others
             like = next((updated for updated in group["params"] if updated in first), None)
             for updated in group["params"]:
@@ -236,12 +231,11 @@ def _place(group: int | None, verb: str) -> str:
 
 def _check_width(held: HeldSlice, entry: SavedTensor) -> None:
     """Raise ``ValueError`` unless both optimizers update elements of one dtype."""
-    there = "float32" if entry.has_master else entry.dtype
-    here = dtype_name(held.master.dtype)
-    if here != there:
+    there = torch.float32 if entry.has_master else entry.dtype
+    if held.master.dtype is not there:
         raise ValueError(
-            f"the optimizer updates parameter '{held.name}' in {here}, and the saved one did in {there}: load the "
-            f"weights alone with load_checkpoint(path, model)"
+            f"the optimizer updates parameter '{held.name}' in {dtype_name(held.master.dtype)}, and the saved one did "
+            f"in {dtype_name(there)}: load the weights alone with load_checkpoint(path, model)"
         )
 
 
@@ -249,7 +243,7 @@ def _check_frozen(manifest: Manifest, holding: Holding, names: StoredNames) -> N
     """Raise ``ValueError`` for a parameter that the saved optimizer updated and this rank has frozen."""
     present = {names.of(held.name, holding.params[held.name]) for held in holding.slices}
     frozen = {
-        name for name, entry in manifest.parameters.items() if entry.group is not None and not names.elsewhere(name)
+        name for name, entry in manifest.tensors.items() if entry.group is not None and not names.elsewhere(name)
     } - present
     if frozen:
         raise ValueError(
@@ -267,8 +261,8 @@ def _make_state(
 ) -> dict[str, Any]:
     """Memory for the state of one of the optimizer's tensors; fitting tensors in ``present`` are reused."""
     made: dict[str, Any] = {}
-    for key, name in entry.state.items():
-        old, dtype = present.get(key), dtype_named(name)
+    for key, dtype in entry.state.items():
+        old = present.get(key)
         fits = isinstance(old, Tensor) and old.shape == updated.shape and old.dtype is dtype
         made[key] = old if fits else torch.zeros_like(updated, dtype=dtype, requires_grad=False)
     for key, value in entry.scalars.items():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..collectives.agreement import alike, alike_telling, gather
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
-from .files.rank_file import new_id
+from .files.manifest import new_id
 
 __all__ = ["CheckpointRanks", "SameCall", "check_same_call"]
 
@@ -24,12 +24,10 @@ class CheckpointRanks(NamedTuple):
 
     axes: tuple[dist.ProcessGroup, ...]
     """Groups of more than one rank that join the ranks: inside an instance, then across. Empty without a wrapper."""
-    group: dist.ProcessGroup | None
-    """The ranks of one instance, which together hold all of the model and the optimizer; None: this rank alone."""
-    writes: bool
-    """Whether this rank is in the first instance, which writes: the other instances hold the same values."""
-    leads: bool
-    """Whether this rank is the first of all."""
+    place: int
+    """Index of this rank in the order in which ``alike_telling`` returns what the ranks tell."""
+    num_writers: int
+    """The first so many ranks write: one instance, which holds all of the model and the optimizer, or all ranks."""
     failures: FailureReporter | None
     """Names the rank that is gone, in errors."""
 
@@ -39,17 +37,26 @@ class CheckpointRanks(NamedTuple):
         size = math.prod(group.size() for group in self.axes)
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > size
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes: the others hold the same values."""
+        return self.place < self.num_writers
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of all."""
+        return self.place == 0
+
     @classmethod
     def alone(cls) -> "CheckpointRanks":
         """This process alone."""
-        return cls((), None, writes=True, leads=True, failures=None)
+        return cls((), 0, 1, failures=None)
 
     @classmethod
-    def of_grid(cls, grid: RankGrid, failures: FailureReporter) -> "CheckpointRanks":
-        """The ranks of a grid whose instances hold the same values: the first instance writes."""
-        group = grid.inner if grid.inner_size > 1 else None
-        first = grid.outer_rank == 0
-        return cls(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0, failures=failures)
+    def of_grid(cls, grid: RankGrid, failures: FailureReporter, *, instances_alike: bool = True) -> "CheckpointRanks":
+        """The ranks of a grid. Where its instances hold the same values, the first one writes."""
+        place = grid.outer_rank * grid.inner_size + grid.inner_rank
+        return cls(tuple(grid.axes), place, grid.inner_size if instances_alike else grid.size, failures)
 
     def alike(self, action: Callable[[], T], what: str) -> T:
         """Run ``action`` on every rank. Where it raises on one rank, all raise; see ``agreement.alike``."""

@@ -6,15 +6,15 @@ training.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .files.assignment import Assignment
+from .files.boxes import Part
 from .files.folder import Staging
 from .files.manifest import Manifest
-from .files.rank_file import RankFile, write_rank_file
+from .files.rank_file import RankFile, file_name, write_rank_file
 
 __all__ = ["Writing", "page_locked"]
 
@@ -25,14 +25,16 @@ _PATIENCE = 0.02
 class Writing:
     """The rest of a save on one rank.
 
+    rank      of the group that writes
+    parts     what this rank writes
     manifest  on the first rank
     """
 
-    def __init__(self, staging: Staging, save_id: str, assigned: Assignment, manifest: Manifest | None) -> None:
+    def __init__(
+        self, staging: Staging, save_id: str, rank: int, parts: Sequence[Part], manifest: Manifest | None
+    ) -> None:
         self.staging = staging
-        self._id = save_id
-        self._parts, self._file = assigned.parts, assigned.file
-        self._manifest = manifest
+        self._id, self._rank, self._parts, self._manifest = save_id, rank, parts, manifest
 
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
@@ -45,7 +47,7 @@ class Writing:
     def write(self) -> None:
         """Write this rank's data file, if it has one."""
         if self._parts:
-            write_rank_file(self.staging.folder / self._file, self._id, self._parts)
+            write_rank_file(self.staging.folder / file_name(self._rank), self._id, self._parts)
             self._parts = ()
 
     def complete(self, waits: Callable[[], bool] = lambda: False) -> None:
@@ -58,10 +60,11 @@ class Writing:
         if self._manifest is None:
             return
         folder = self.staging.folder
-        for name in self._manifest.files:
-            while not (folder / name).exists() and waits():
+        for rank in self._manifest.nbytes:
+            path = folder / file_name(rank)
+            while not path.exists() and waits():
                 time.sleep(_PATIENCE)
-            RankFile(folder / name, self._id)
+            RankFile(path, self._id)
         self._manifest.write(folder)
         self.staging.complete()
 

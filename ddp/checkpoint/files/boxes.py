@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Box", "Part", "boxes_of_range", "check_tiling", "parts_of_range", "whole_part"]
+__all__ = ["Box", "Part", "boxes_of_range", "check_tiling", "parts_of_range"]
 
 
 class Box(NamedTuple):
@@ -48,13 +48,6 @@ class Box(NamedTuple):
             )
         ]
 
-    def is_inside(self, shape: Sequence[int]) -> bool:
-        """Whether this is a box of a tensor of ``shape``."""
-        return len(self.offsets) == len(self.sizes) == len(shape) and all(
-            min(offset, size) >= 0 and offset + size <= whole
-            for offset, size, whole in zip(self.offsets, self.sizes, shape, strict=True)
-        )
-
     def _ends(self) -> list[int]:
         return [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
 
@@ -62,8 +55,10 @@ class Box(NamedTuple):
 class Part(NamedTuple):
     """A box of a checkpoint's tensor, in this rank's memory: to be saved, or to be filled by a load."""
 
-    key: str
-    """Name of the tensor: "model.0.weight"."""
+    name: str
+    """Name of the parameter or buffer in the checkpoint."""
+    section: str
+    """Which tensor of it: "model", "master", or "state.KEY" of the optimizer."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offsets: tuple[int, ...]
@@ -76,17 +71,17 @@ class Part(NamedTuple):
         """Where in the tensor the elements are."""
         return Box(self.offsets, tuple(self.data.shape))
 
+    @classmethod
+    def whole(cls, name: str, section: str, tensor: Tensor) -> "Part":
+        """All elements of a tensor."""
+        return cls(name, section, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
-def whole_part(key: str, tensor: Tensor) -> Part:
-    """All elements of a tensor."""
-    return Part(key, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
-
-def parts_of_range(key: str, shape: tuple[int, ...], start: int, flat: Tensor) -> list[Part]:
+def parts_of_range(name: str, section: str, shape: tuple[int, ...], start: int, flat: Tensor) -> list[Part]:
     """Elements [start, start + flat.numel()) of a flattened tensor, which are in ``flat``."""
     parts, at = [], 0
     for box in boxes_of_range(shape, start, start + flat.numel()):
-        parts.append(Part(key, shape, box.offsets, flat[at : at + box.numel].view(box.sizes)))
+        parts.append(Part(name, section, shape, box.offsets, flat[at : at + box.numel].view(box.sizes)))
         at += box.numel
     return parts
 
@@ -120,15 +115,16 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
 
 def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Raise ``ValueError`` unless every element of the tensor is in exactly one of the boxes."""
+    everything = Box((0,) * len(shape), tuple(shape))
     for box in boxes:
-        if not box.is_inside(shape):
+        if len(box.offsets) != len(shape) or (box.numel and everything.intersect(box) != box):
             raise ValueError(f"offsets {list(box.offsets)} and sizes {list(box.sizes)} are not in shape {list(shape)}")
     # Boxes are compared in their order along the dim in which most of them begin at places of their own: each with
     # those that have not ended. So 1,000 ranks' slices of rows are not half a million comparisons.
     begins = [{box.offsets[dim] for box in boxes} for dim in range(len(shape))]
-    dim = max(range(len(shape)), key=lambda each: len(begins[each]), default=None)
+    dim = max(range(len(shape)), key=lambda each: len(begins[each]), default=0)
     not_ended: list[Box] = []
-    for box in [] if dim is None else sorted(boxes, key=lambda box: box.offsets[dim]):
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]) if shape else ():
         not_ended = [other for other in not_ended if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
         twice = next(filter(None, map(box.intersect, not_ended)), None)
         if twice is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .boxes import Box, Part
 from .folder import describe_missing, find
 from .manifest import MANIFEST_FILE, Manifest
-from .rank_file import RankFile, size_of
+from .rank_file import RankFile, file_name, size_of
 
 __all__ = ["OpenedCheckpoint", "open_checkpoint"]
 
@@ -23,8 +23,8 @@ class _Copy(NamedTuple):
     """A stored box, and where its elements go."""
 
     file: RankFile
-    key: str
-    shape: tuple[int, ...]
+    part: Part
+    """One that wants some of them."""
     box: Box
     stored: Tensor
     """The elements of ``box``."""
@@ -44,7 +44,7 @@ class OpenedCheckpoint(NamedTuple):
         Raises ``ValueError``, naming the tensor, for a file whose bytes are not those that were written.
         """
         for copy in self.copies:
-            copy.file.check(copy.key, copy.shape, copy.box, copy.stored)
+            copy.file.check(copy.part, copy.box, copy.stored)
             for target, source in copy.targets:
                 target.copy_(source)
 
@@ -86,32 +86,25 @@ def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedC
     if not folder.is_dir():
         raise ValueError(f"'{folder}' is a file, and a checkpoint is a folder")
     manifest = Manifest.read(folder)
-    kinds, files = manifest.kinds, dict[str, RankFile]()
-    _check_sizes(folder, manifest)
-    copies: dict[tuple[str, Box], _Copy] = {}
+    # No memory is allocated for tensors that cannot be there.
+    for rank, nbytes in manifest.nbytes.items():
+        path = folder / file_name(rank)
+        size = size_of(path)
+        if size < nbytes:
+            raise ValueError(f"the data file '{path}' is truncated: {size} bytes, for tensors of {nbytes}")
+    files: dict[int, RankFile] = {}
+    copies: dict[tuple[str, str, Box], _Copy] = {}
     for part in choose(manifest):
-        wanted, (shape, dtype) = part.box, kinds[part.key]
-        for name, box in manifest.tensors[part.key]:
+        wanted, stored = part.box, manifest.tensors[part.name].stored[part.section]
+        for rank, box in ((each.rank, each.box) for each in stored.boxes):
             both = box.intersect(wanted)
             if both is None:
                 continue
-            if (part.key, box) not in copies:
-                file = files[name] = files.get(name) or RankFile(folder / name, manifest.save_id)
-                stored = file.elements(part.key, shape, box, dtype)
-                copies[part.key, box] = _Copy(file, part.key, shape, box, stored, [])
-            copy = copies[part.key, box]
+            if rank not in files:
+                files[rank] = RankFile(folder / file_name(rank), manifest.save_id)
+            key = part.name, part.section, box
+            if key not in copies:
+                copies[key] = _Copy(files[rank], part, box, files[rank].elements(part, box, stored.dtype), [])
+            copy = copies[key]
             copy.targets.append((wanted.view_of(both, part.data), box.view_of(both, copy.stored)))
     return OpenedCheckpoint(manifest, list(copies.values()))
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise ``ValueError`` for a file that is missing, or has fewer bytes than its tensors: no memory is allocated for
-    tensors that cannot be there."""
-    kinds, claimed = manifest.kinds, dict.fromkeys(manifest.files, 0)
-    for key, boxes in manifest.tensors.items():
-        for name, box in boxes:
-            claimed[name] += box.numel * kinds[key][1].itemsize
-    for name, nbytes in claimed.items():
-        size = size_of(folder / name)
-        if size < nbytes:
-            raise ValueError(f"the data file '{folder / name}' is truncated: {size} bytes, for tensors of {nbytes}")

@@ -4,7 +4,7 @@
                              master.up.weight[12,0]        [5, 1024]        rows 12 to 16
 
 An entry's name has the offsets of its box unless it is the whole tensor. The metadata of the header hold the id of the
-save, the name of the file, and the CRC-32 of each entry, in the order of names.
+save with the name of the file, and the CRC-32 of each entry, in the order of names.
 
 Files of two saves have the same names and sizes. Ids tell them apart before a load changes the model.
 """
@@ -12,7 +12,6 @@ Files of two saves have the same names and sizes. Ids tell them apart before a l
 import json
 import os
 import re
-import uuid
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,9 +28,7 @@ __all__ = [
     "TYPE_NAMES",
     "RankFile",
     "file_name",
-    "is_id",
     "may_be_head",
-    "new_id",
     "size_of",
     "write_rank_file",
 ]
@@ -58,22 +55,12 @@ TYPE_NAMES = {
 FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors", re.ASCII)
 """Names of data files."""
 _PREFIX = "maingrad-"
-_ID, _NAME, _CHECKSUMS = "maingrad.save", "maingrad.file", "maingrad.crc32"
-_HEAD = f'{{"__metadata__":{{"{_ID}":"{_PREFIX}'.encode()
+_OF, _CHECKSUMS = "maingrad.of", "maingrad.crc32"
+_HEAD = f'{{"__metadata__":{{"{_OF}":"{_PREFIX}'.encode()
 """What the header of each of our files begins with, behind its length in 8 bytes."""
 _ALIGNMENT = 64
 _BLOCK = 2**18
 """Bytes that are checked and then written: few enough to stay in a core's cache meanwhile."""
-
-
-def new_id() -> str:
-    """An id that no other save has."""
-    return f"{_PREFIX}{uuid.uuid4().hex}"
-
-
-def is_id(value: Any) -> bool:
-    """Whether ``value`` is an id of a save."""
-    return isinstance(value, str) and value.startswith(_PREFIX) and len(value) == len(_PREFIX) + 32
 
 
 def file_name(rank: int) -> str:
@@ -99,13 +86,13 @@ def write_rank_file(path: Path, save_id: str, parts: Sequence[Part]) -> None:
     for part in parts:
         kind, sizes = _stored_as(part.data.dtype, part.data.shape)
         place = [position, position + part.data.nbytes]
-        entries[_entry_name(part.key, part.shape, part.box)] = {"dtype": kind, "shape": sizes, "data_offsets": place}
+        entries[_entry_name(part)] = {"dtype": kind, "shape": sizes, "data_offsets": place}
         position = place[1]
     checksums = dict.fromkeys(entries, 0)
     staging = path.with_name(f"{path.name}.tmp")
     try:
         with staging.open("wb") as file:
-            file.write(_head(save_id, path.name, entries, checksums))
+            file.write(_head(_of(save_id, path), entries, checksums))
             for name, part in zip(entries, parts, strict=True):
                 content = _bytes_of(part.data)
                 for at in range(0, len(content), _BLOCK):
@@ -113,7 +100,7 @@ def write_rank_file(path: Path, save_id: str, parts: Sequence[Part]) -> None:
                     checksums[name] = zlib.crc32(block, checksums[name])
                     file.write(block)
             file.seek(0)
-            file.write(_head(save_id, path.name, entries, checksums))
+            file.write(_head(_of(save_id, path), entries, checksums))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:  # the error of a write does not name the file
@@ -138,28 +125,22 @@ class RankFile:
         self._path = path
         size_of(path)
         try:
-            self._file = safe_open(path, framework="pt", device="cpu")
+            self._file: Any = safe_open(path, framework="pt", device="cpu")
             metadata = self._file.metadata() or {}
             names = sorted(self._file.keys())
             self._checksums = dict(zip(names, metadata.get(_CHECKSUMS, "").split(), strict=True))
         except (SafetensorError, ValueError) as error:
             raise ValueError(f"the data file '{path}' is truncated or damaged ({error})") from None
-        found = metadata.get(_ID)
-        if found != save_id:
+        found, expected = metadata.get(_OF), _of(save_id, path)
+        if found != expected:
             raise ValueError(
-                f"the data file '{path}' is of another save than the manifest beside it "
-                f"({found if is_id(found) else 'one without an id'}, and {save_id}): files of two checkpoints are "
-                f"mixed in this folder"
-            )
-        if metadata.get(_NAME) != path.name:
-            raise ValueError(
-                f"the data file '{path}' was written as '{metadata.get(_NAME)}': files of this checkpoint have been "
-                f"renamed, and each has other elements; give it its name again"
+                f"the data file '{path}' is '{found}', and the manifest beside it belongs to '{expected}': files of "
+                f"two checkpoints are mixed in this folder, or have been renamed"
             )
 
-    def elements(self, key: str, shape: Sequence[int], box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of the tensor ``key``, on the CPU: a view of the file, which is not read yet."""
-        name, stored = _entry_name(key, shape, box), _stored_as(dtype, box.sizes)
+    def elements(self, part: Part, box: Box, dtype: torch.dtype) -> Tensor:
+        """A box of the tensor of which ``part`` is wanted, on the CPU: a view of the file, which is not read yet."""
+        name, stored = _entry_name(part, box), _stored_as(dtype, box.sizes)
         try:
             entry = self._file.get_slice(name)
             found = entry.get_dtype(), tuple(entry.get_shape())
@@ -168,23 +149,31 @@ class RankFile:
             with torch.device("cpu"):  # whatever the program's default device
                 tensor: Tensor = self._file.get_tensor(name)
         except (SafetensorError, ValueError) as error:
-            raise ValueError(f"'{self._path}' is damaged where '{key}' lies ({error})") from None
+            raise ValueError(f"'{self._path}' is damaged where '{name}' lies ({error})") from None
         return tensor if dtype in TYPE_NAMES else tensor.view(dtype).view(box.sizes)
 
-    def check(self, key: str, shape: Sequence[int], box: Box, elements: Tensor) -> None:
+    def check(self, part: Part, box: Box, elements: Tensor) -> None:
         """Raise ``ValueError`` unless the bytes of ``elements`` are those that were written."""
-        found, written = f"{zlib.crc32(_bytes_of(elements)):08x}", self._checksums[_entry_name(key, shape, box)]
+        name = _entry_name(part, box)
+        found, written = f"{zlib.crc32(_bytes_of(elements)):08x}", self._checksums[name]
         if found != written:
             raise ValueError(
-                f"'{self._path}' is damaged where '{key}' lies: its bytes have checksum {found}, and {written} when "
+                f"'{self._path}' is damaged where '{name}' lies: its bytes have checksum {found}, and {written} when "
                 f"they were written"
             )
 
 
-def _entry_name(key: str, shape: Sequence[int], box: Box) -> str:
-    if box.sizes == tuple(shape) and not key.endswith("]"):
-        return key
-    return f"{key}[{','.join(map(str, box.offsets))}]"
+def _entry_name(part: Part, box: Box | None = None) -> str:
+    """box  another than the part's own"""
+    box = box or part.box
+    name = f"{part.section}.{part.name}"
+    if box.sizes == part.shape and not name.endswith("]"):
+        return name
+    return f"{name}[{','.join(map(str, box.offsets))}]"
+
+
+def _of(save_id: str, path: Path) -> str:
+    return f"{save_id} {path.name}"
 
 
 def _stored_as(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -194,10 +183,10 @@ def _stored_as(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[str, tuple[int
     return "U8", (*sizes, dtype.itemsize)
 
 
-def _head(save_id: str, name: str, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:
+def _head(of: str, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:
     """The header: as many bytes whatever the checksums are."""
     in_order = " ".join(f"{checksums[each]:08x}" for each in sorted(checksums))
-    metadata = {_ID: save_id, _NAME: name, _CHECKSUMS: in_order}
+    metadata = {_OF: of, _CHECKSUMS: in_order}
     header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return len(header).to_bytes(8, "little") + header
