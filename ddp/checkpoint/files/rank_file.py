@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,10 +69,10 @@ def file_name(rank: int) -> str:
 
 
 def may_be_head(file: BinaryIO) -> bool:
-    """Whether a data file begins as some save's does, as far as it was written: it may be empty. Earlier versions'
-    files begin with the id."""
+    """Whether a data file begins as some save's does, as far as it was written: it may be empty."""
     found = file.read(8 + len(_HEAD))
-    return _HEAD.startswith(found[8:]) or found.startswith(_PREFIX.encode())
+    is_of_version_3 = _PREFIX.encode().startswith(found[: len(_PREFIX)])
+    return is_of_version_3 or (len(found) > 8 and _HEAD.startswith(found[8:]))
 
 
 def write_rank_file(path: Path, save_id: str, parts: Sequence[Part]) -> None:
@@ -125,9 +125,8 @@ class RankFile:
         self._path = path
         size_of(path)
         try:
-            self._file: Any = safe_open(path, framework="pt", device="cpu")
-            metadata = self._file.metadata() or {}
-            names = sorted(self._file.keys())
+            self._file = file = cast(Any, safe_open(path, framework="pt", device="cpu"))
+            metadata, names = file.metadata() or {}, sorted(file.keys())
             self._checksums = dict(zip(names, metadata.get(_CHECKSUMS, "").split(), strict=True))
         except (SafetensorError, ValueError) as error:
             raise ValueError(f"the data file '{path}' is truncated or damaged ({error})") from None

@@ -30,7 +30,7 @@ def structured(kind: Any, value: Any, what: str) -> Any:
         return _dtype_named(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints, content = typing.get_type_hints(kind), _expect(dict, value, what)
-        fields = {name: structured(hint, content.get(name), f"{what}.{name}") for name, hint in hints.items()}
+        fields = {name: structured(hint, content[name], f"{what}.{name}") for name, hint in hints.items()}
         try:
             return kind(**fields)
         except ValueError as error:

@@ -261,9 +261,9 @@ KILLS = [
     # (kind, ranks, victim, at which event, what can be loaded)
     ("ZeRO-1", 2, 0, (1, "all_gather_object"), 1),
     ("ZeRO-1", 3, 1, (2, "all_gather_object"), 1),
-    ("ZeRO-1", 3, 1, (1, "gather_object"), 1),
-    ("ZeRO-1", 2, 1, (1, ".distcp"), 1),
-    ("ZeRO-1", 2, 0, (1, ".metadata"), 1),
+    ("ZeRO-1", 3, 1, (3, "all_gather_object"), 1),
+    ("ZeRO-1", 2, 1, (1, "open rank-00001.safetensors.tmp"), 1),
+    ("ZeRO-1", 2, 0, (1, "os.rename rank-00000.safetensors.tmp"), 1),
     ("ZeRO-1", 3, 0, (1, "open maingrad.json.tmp"), 1),
     ("ZeRO-1", 2, 0, (1, "os.rename maingrad.json.tmp"), 1),
     ("ZeRO-1", 2, 0, (1, "os.rename c"), 1),
@@ -271,10 +271,10 @@ KILLS = [
     ("ZeRO-1", 2, 0, (1, "os.remove maingrad.json"), 2),
     ("ZeRO-1", 2, 1, (4, "all_gather_object"), 2),
     ("all-reduced", 2, 1, (2, "all_gather_object"), 1),
-    ("hybrid", 4, 3, (1, ".distcp"), None),
+    ("hybrid", 4, 3, (1, ".safetensors"), None),
     ("hybrid", 4, 2, (3, "all_gather_object"), 1),
-    ("hybrid", 4, 0, (1, ".distcp"), 1),
-    ("fully sharded", 3, 2, (1, "scatter_object_list"), 1),
+    ("hybrid", 4, 0, (1, ".safetensors"), 1),
+    ("fully sharded", 3, 2, (4, "all_gather_object"), 1),
     ("fully sharded", 3, 0, (1, "os.rename c.incomplete"), 2),
 ]
 
