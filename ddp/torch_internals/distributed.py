@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ...kernels.compat import TESTED_TORCH, on_first_use, private_name, spelling_of
+from ...kernels.compat import TESTED_TORCH, private_name, spelling_of
 
 __all__ = [
     "accumulated_by_fsdp2",

@@ -13,7 +13,7 @@ matrix is one box too, and no range.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -47,6 +47,16 @@ class Box(NamedTuple):
                 for offset, start, size in zip(self.offsets, inner.offsets, inner.sizes, strict=True)
             )
         ]
+
+    def split(self, most: int) -> "Iterator[Box]":
+        """Blocks along the first dim, of about ``most`` elements each: one row at least."""
+        if not self.sizes or self.numel <= most:
+            yield self
+            return
+        rows = max(1, most * self.sizes[0] // self.numel)
+        for start in range(0, self.sizes[0], rows):
+            taken = min(rows, self.sizes[0] - start)
+            yield Box((self.offsets[0] + start, *self.offsets[1:]), (taken, *self.sizes[1:]))
 
     def _ends(self) -> list[int]:
         return [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]

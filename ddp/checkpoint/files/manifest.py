@@ -12,7 +12,6 @@ box lies, the file says (``rank_file.py``). Elements are stored in the byte orde
 Version 4 is the only one that is read. docs/upgrade_checkpoint.py rewrites version 3.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -170,8 +169,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write the file. Its bytes are on the disk before the file gets its name."""
         about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
-        content = {**about, **dataclasses.asdict(self)}
-        content = json.loads(json.dumps(content, default=dtype_name))  # as a load will read it
+        content = json.loads(json.dumps({**about, **vars(self)}, default=_as_json))  # as a load will read it
         written = _laid_out({"checksum": _checksum(content), **content})
         if len(written) > MOST_BYTES:
             raise ValueError(
@@ -225,6 +223,10 @@ def _check_version(path: Path, version: Any) -> None:
             f"tensors of all before (model.NAME, master.NAME, optimizer.state.NAME.KEY)"
         )
     raise ValueError(f"{found}: a newer maingrad has written it, or it is damaged")
+
+
+def _as_json(value: Any) -> Any:
+    return dtype_name(value) if isinstance(value, torch.dtype) else vars(value)
 
 
 def _laid_out(content: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .boxes import Box, Part
@@ -23,13 +24,11 @@ class _Copy(NamedTuple):
     """A stored box, and where its elements go."""
 
     file: RankFile
-    part: Part
-    """One that wants some of them."""
     box: Box
-    stored: Tensor
+    elements: Tensor
     """The elements of ``box``."""
-    targets: list[tuple[Tensor, Tensor]]
-    """(memory to fill, view of ``stored``)."""
+    parts: list[Part]
+    """Those that want some of them."""
 
 
 class OpenedCheckpoint(NamedTuple):
@@ -39,14 +38,12 @@ class OpenedCheckpoint(NamedTuple):
     copies: Sequence[_Copy]
 
     def read(self) -> None:
-        """Fill the memory of the parts, on any device; values are rounded to its dtype.
+        """Fill the memory of the parts, on any device.
 
         Raises ``ValueError``, naming the tensor, for a file whose bytes are not those that were written.
         """
         for copy in self.copies:
-            copy.file.check(copy.part, copy.box, copy.stored)
-            for target, source in copy.targets:
-                target.copy_(source)
+            copy.file.read(copy.box, copy.elements, copy.parts)
 
 
 def open_checkpoint(path: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedCheckpoint:
@@ -59,7 +56,8 @@ def open_checkpoint(path: Path, choose: Callable[[Manifest], Sequence[Part]]) ->
         folder = find(path)
         found = _identity(folder)
         try:
-            return _open(folder, choose)
+            with torch.device("cpu"):  # for views of files, whatever the program's default device
+                return _open(folder, choose)
         except (ValueError, OSError) as error:
             if _identity(find(path)) == found:
                 raise
@@ -95,16 +93,15 @@ def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedC
     files: dict[int, RankFile] = {}
     copies: dict[tuple[str, str, Box], _Copy] = {}
     for part in choose(manifest):
-        wanted, stored = part.box, manifest.tensors[part.name].stored[part.section]
-        for rank, box in ((each.rank, each.box) for each in stored.boxes):
-            both = box.intersect(wanted)
-            if both is None:
+        stored = manifest.tensors[part.name].stored[part.section]
+        for each in stored.boxes:
+            if each.box.intersect(part.box) is None:
                 continue
-            if rank not in files:
-                files[rank] = RankFile(folder / file_name(rank), manifest.save_id)
-            key = part.name, part.section, box
+            key = part.name, part.section, each.box
             if key not in copies:
-                copies[key] = _Copy(files[rank], part, box, files[rank].elements(part, box, stored.dtype), [])
-            copy = copies[key]
-            copy.targets.append((wanted.view_of(both, part.data), box.view_of(both, copy.stored)))
+                if each.rank not in files:
+                    files[each.rank] = RankFile(folder / file_name(each.rank), manifest.save_id)
+                file = files[each.rank]
+                copies[key] = _Copy(file, each.box, file.elements(part, each.box, stored.dtype), [])
+            copies[key].parts.append(part)
     return OpenedCheckpoint(manifest, list(copies.values()))

@@ -60,7 +60,7 @@ _HEAD = f'{{"__metadata__":{{"{_OF}":"{_PREFIX}'.encode()
 """What the header of each of our files begins with, behind its length in 8 bytes."""
 _ALIGNMENT = 64
 _BLOCK = 2**18
-"""Bytes that are checked and then written: few enough to stay in a core's cache meanwhile."""
+"""Bytes that are checked and then copied: few enough to stay in a core's cache meanwhile."""
 
 
 def file_name(rank: int) -> str:
@@ -84,9 +84,9 @@ def write_rank_file(path: Path, save_id: str, parts: Sequence[Part]) -> None:
     parts = sorted(parts, key=lambda part: -part.data.itemsize)
     entries, position = {}, 0
     for part in parts:
-        kind, sizes = _stored_as(part.data.dtype, part.data.shape)
+        dtype, sizes = _stored_as(part.data.dtype, part.data.shape)
         place = [position, position + part.data.nbytes]
-        entries[_entry_name(part)] = {"dtype": kind, "shape": sizes, "data_offsets": place}
+        entries[_entry_name(part)] = {"dtype": TYPE_NAMES[dtype], "shape": sizes, "data_offsets": place}
         position = place[1]
     checksums = dict.fromkeys(entries, 0)
     staging = path.with_name(f"{path.name}.tmp")
@@ -141,20 +141,30 @@ class RankFile:
         """A box of the tensor of which ``part`` is wanted, on the CPU: a view of the file, which is not read yet."""
         name, stored = _entry_name(part, box), _stored_as(dtype, box.sizes)
         try:
-            entry = self._file.get_slice(name)
-            found = entry.get_dtype(), tuple(entry.get_shape())
+            tensor: Tensor = self._file.get_tensor(name)
+            found = tensor.dtype, tuple(tensor.shape)
             if found != stored:
                 raise ValueError(f"it is {found} there, and {stored} in the manifest")
-            with torch.device("cpu"):  # whatever the program's default device
-                tensor: Tensor = self._file.get_tensor(name)
         except (SafetensorError, ValueError) as error:
             raise ValueError(f"'{self._path}' is damaged where '{name}' lies ({error})") from None
         return tensor if dtype in TYPE_NAMES else tensor.view(dtype).view(box.sizes)
 
-    def check(self, part: Part, box: Box, elements: Tensor) -> None:
-        """Raise ``ValueError`` unless the bytes of ``elements`` are those that were written."""
-        name = _entry_name(part, box)
-        found, written = f"{zlib.crc32(_bytes_of(elements)):08x}", self._checksums[name]
+    def read(self, box: Box, elements: Tensor, parts: Sequence[Part]) -> None:
+        """Copy ``elements``, which are those of ``box``, to where ``parts`` want them; values are rounded to the dtypes
+        there.
+
+        Raises ``ValueError`` unless the bytes are those that were written.
+        """
+        checksum = 0
+        for block in box.split(max(1, _BLOCK // elements.itemsize)):
+            here = box.view_of(block, elements)
+            checksum = zlib.crc32(_bytes_of(here), checksum)
+            for part in parts:
+                both = block.intersect(part.box)
+                if both is not None:
+                    part.box.view_of(both, part.data).copy_(block.view_of(both, here))
+        name = _entry_name(parts[0], box)
+        found, written = f"{checksum:08x}", self._checksums[name]
         if found != written:
             raise ValueError(
                 f"'{self._path}' is damaged where '{name}' lies: its bytes have checksum {found}, and {written} when "
@@ -175,11 +185,9 @@ def _of(save_id: str, path: Path) -> str:
     return f"{save_id} {path.name}"
 
 
-def _stored_as(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+def _stored_as(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
     """Dtype and shape of an entry."""
-    if dtype in TYPE_NAMES:
-        return TYPE_NAMES[dtype], tuple(sizes)
-    return "U8", (*sizes, dtype.itemsize)
+    return (dtype, tuple(sizes)) if dtype in TYPE_NAMES else (torch.uint8, (*sizes, dtype.itemsize))
 
 
 def _head(of: str, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:

@@ -4,6 +4,7 @@ JSON holds numbers, strings and lists. A dtype is stored as its name; a tensor o
 """
 
 import dataclasses
+import functools
 import reprlib
 import types
 import typing
@@ -29,21 +30,23 @@ def structured(kind: Any, value: Any, what: str) -> Any:
     if kind is torch.dtype:
         return _dtype_named(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints, content = typing.get_type_hints(kind), _expect(dict, value, what)
+        hints, content = _hints(kind), _expect(dict, value, what)
         fields = {name: structured(hint, content[name], f"{what}.{name}") for name, hint in hints.items()}
         try:
             return kind(**fields)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
     if hasattr(kind, "_fields"):
-        hints = typing.get_type_hints(kind)
-        pairs = zip(hints.values(), _expect(list, value, what), strict=True)
+        pairs = zip(_hints(kind).values(), _expect(list, value, what), strict=True)
         return kind(*(structured(hint, each, what) for hint, each in pairs))
     if typing.get_origin(kind) is dict:
         return {key: structured(inner[1], each, f"{what}['{key}']") for key, each in _expect(dict, value, what).items()}
     if typing.get_origin(kind) is tuple:
         return tuple(structured(inner[0], each, what) for each in _expect(list, value, what))
     return _expect(kind, value, what)
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _expect(kind: type, value: Any, what: str) -> Any:
