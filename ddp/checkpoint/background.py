@@ -1,4 +1,4 @@
-"""A save in the background: after ``save_checkpoint(..., background=True)`` a thread writes, and training goes on.
+"""The thread that writes a checkpoint: after ``save_checkpoint(..., background=True)`` training goes on beside it.
 
 The call itself decides which rank writes what, and copies it to host memory. Then a thread on each rank writes, and
 the first rank's thread completes the checkpoint (``writing.py``).
@@ -19,10 +19,13 @@ from .files.boxes import Part
 from .ranks import CheckpointRanks
 from .writing import Writing, page_locked
 
-__all__ = ["PendingSave", "finish_pending", "reserve_memory", "start_pending", "wait_for_memory"]
+__all__ = ["PendingSave", "finish_pending", "reserve_memory", "wait_for_memory"]
 
 _GRACE = 30.0
 """Seconds for which the first rank waits for the others' files, after its program has ended or given the save up."""
+
+_DELAY = 5.0
+"""Seconds that a file system may take to show the first rank a file that another rank has written."""
 
 _pending: "weakref.WeakKeyDictionary[nn.Module, PendingSave]" = weakref.WeakKeyDictionary()
 """The save of each model that no rank has waited for yet. Alike on all ranks: saves and waits are collective."""
@@ -32,28 +35,31 @@ _reserving: "weakref.WeakKeyDictionary[nn.Module, threading.Thread]" = weakref.W
 
 
 class PendingSave:
-    """A checkpoint that is being written in the background.
+    """A checkpoint that is being written.
 
     The checkpoint is at its path when all ranks have written; whenever a process dies before, the previous one is. The
     copies in host memory are freed when this rank has written.
     """
 
-    def __init__(self, path: Path, ranks: CheckpointRanks, writing: Writing, staging: ExitStack) -> None:
+    def __init__(
+        self, model: nn.Module, path: Path, ranks: CheckpointRanks, writing: Writing, staging: ExitStack
+    ) -> None:
         self.path = path
         self._ranks, self._writing, self._staging = ranks, writing, staging
         self._written = threading.Event()
-        self._write_error: Exception | None = None
-        self._complete_error: Exception | None = None
+        self._write_error: BaseException | None = None
+        self._complete_error: BaseException | None = None
         self._result: BaseException | None = None
         self.is_over = False
         """Whether this rank has waited for the save and knows its end."""
         self._none_writes = False
         """Whether no rank is writing any more: then files of a failed save can be deleted."""
-        self._until = float("inf")
+        self._until = self._appears_by = float("inf")
         self._program = threading.current_thread()
         # No daemon: a program that ends without waiting still completes its checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"save of {path.name}", daemon=False)
         self._thread.start()
+        _pending[model] = self
 
     def done(self) -> bool:
         """Whether this rank has nothing left to do. On the first rank: whether the checkpoint is complete, or has
@@ -73,6 +79,7 @@ class PendingSave:
         if not self.is_over:
             try:
                 self._ranks.alike(self._wait_for_own, f"the writing of checkpoint '{self.path}'")
+                self._appears_by = time.monotonic() + _DELAY
                 self._ranks.alike(self._wait_for_all, f"the completion of checkpoint '{self.path}'")
             except Exception as error:
                 self._result = error
@@ -104,7 +111,7 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._writing.write()
-        except Exception as error:
+        except BaseException as error:
             self._write_error = error
         self._written.set()
         if not self._ranks.leads:
@@ -112,7 +119,7 @@ class PendingSave:
         try:
             with self._staging:
                 self._writing.complete(self._waits)
-        except Exception as error:
+        except BaseException as error:
             self._complete_error = error
 
     def _waits(self) -> bool:
@@ -122,13 +129,7 @@ class PendingSave:
         if time.monotonic() > self._until:
             kind = RuntimeError if self._none_writes else CollectiveError
             raise kind(f"the save to '{self.path}' was given up: not all ranks have written")
-        return True
-
-
-def start_pending(model: nn.Module, pending: PendingSave) -> PendingSave:
-    """Note the save, so that the model's next save or load waits for it."""
-    _pending[model] = pending
-    return pending
+        return time.monotonic() < self._appears_by
 
 
 def finish_pending(model: nn.Module) -> None:

@@ -6,8 +6,8 @@
 Each rank writes a safetensors file of its own slices. Follow a save: the wrapper says what this rank holds
 (``source.py``, ``wrapper_source.py``); every rank makes ``Part``s of it (``model.py``, ``optimizer.py``); where several
 ranks hold the same elements, the first rank says which rank writes them (``files/assignment.py``); the ranks write
-(``writing.py``, ``files/rank_file.py``); the first rank adds the manifest (``files/manifest.py``) and renames the
-folder (``files/folder.py``). In the background, a thread does the last two (``background.py``). A load goes
+(``writing.py``, ``files/rank_file.py``), in a thread (``background.py``); the first rank's thread adds the manifest
+(``files/manifest.py``) and renames the folder (``files/folder.py``). A load goes
 the other way: it opens the files and checks all it can before it changes the model, and then each rank reads its parts
 (``files/opened.py``).
 """
@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ..collectives.agreement import saying
 from ..collectives.failure_report import CollectiveError
 from ..plan.parallel_marks import refuse_slices
-from .background import PendingSave, finish_pending, reserve_memory, start_pending, wait_for_memory
+from .background import PendingSave, finish_pending, reserve_memory, wait_for_memory
 from .files.assignment import Offer, assign
 from .files.boxes import Part
 from .files.folder import Staging
@@ -43,39 +43,6 @@ from .writing import Writing
 __all__ = ["load_checkpoint", "prepare_background_saves", "save_checkpoint"]
 
 
-@overload
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    extra: Any = None,
-    background: Literal[False] = False,
-) -> None: ...
-
-
-@overload
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    extra: Any = None,
-    background: Literal[True],
-) -> PendingSave: ...
-
-
-@overload
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    extra: Any = None,
-    background: bool,
-) -> PendingSave | None: ...
-
-
 @torch.no_grad()
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -84,7 +51,7 @@ def save_checkpoint(
     *,
     extra: Any = None,
     background: bool = False,
-) -> PendingSave | None:
+) -> PendingSave:
     """Write the model and its optimizer into the folder ``path``, on a file system that all ranks share.
 
     model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks. Any other module:
@@ -143,10 +110,10 @@ def save_checkpoint(
         if background:
             wait_for_memory(model)
             ranks.alike(writing.copy_to_host, f"the copying of checkpoint '{target}'")
-            return start_pending(model, PendingSave(target, ranks, writing, stack.pop_all()))
-        ranks.alike(writing.write, f"the writing of checkpoint '{target}'")
-        ranks.alike(writing.complete, f"the completion of checkpoint '{target}'")
-    return None
+        pending = PendingSave(model, target, ranks, writing, stack.pop_all())
+    if not background:
+        finish_pending(model)
+    return pending
 
 
 @torch.no_grad()

@@ -19,21 +19,6 @@ __all__ = ["OptimizerLoad", "describe_optimizer", "parts_of_optimizer", "scalars
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
 
-_COUNT_STEPS = (
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-)
-"""Torch's classes that keep each parameter's number of steps with its moments."""
-
 
 def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
     """The optimizer's class and its groups' hyperparameters."""
@@ -69,15 +54,6 @@ def parts_of_optimizer(holding: Holding, names: StoredNames) -> list[Part]:
         for key, value in held.state().items():
             parts += parts_of_range(stored, f"state.{key}", param.shape, held.start, value)
     return parts
-
-
-def _check_counted(saved: SavedOptimizer, name: str, entry: SavedTensor) -> None:
-    """Raise ``ValueError`` for moments without a number of steps: the next step would fail."""
-    if entry.state and saved.optimizer_class in _COUNT_STEPS and "step" not in entry.scalars:
-        raise ValueError(
-            f"the checkpoint has {sorted(entry.state)} of parameter '{name}' and no 'step', which "
-            f"{saved.optimizer_class} keeps with them: its manifest is damaged"
-        )
 
 
 class OptimizerLoad(NamedTuple):
@@ -120,7 +96,6 @@ class OptimizerLoad(NamedTuple):
             if held.group is None or held.updated is None:
                 continue
             _check_width(held, entry)
-            _check_counted(saved, held.name, entry)
             updated = held.updated
             if updated not in state:
                 group = optimizer.groups[held.group]
@@ -198,29 +173,23 @@ def _match_groups(
 
     Raises ``ValueError`` where the saved groups hold other parameters.
     """
-    here, there = ({group for group in side if group is not None} for side in _groups_of(sliced))
-    if len(here) != len(there) and len(saved.groups) != len(optimizer.groups):
-        raise ValueError(
-            f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer {len(optimizer.groups)}"
-        )
     pairs = {(held.group, entry.group) for held, entry in sliced}
-    bijective = len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1] for pair in pairs})
-    if not bijective or any((one is None) != (other is None) for one, other in pairs):
-        for held, entry in sliced:
-            if held.group != entry.group:
-                raise ValueError(
-                    f"parameter '{held.name}' {_place(held.group, 'is')} and {_place(entry.group, 'was')} when the "
-                    f"checkpoint was saved"
-                )
+    here, there = {one for one, _ in pairs}, {other for _, other in pairs}
+    if not len(here) == len(pairs) == len(there) or any((one is None) != (other is None) for one, other in pairs):
+        if len(saved.groups) != len(optimizer.groups):
+            raise ValueError(
+                f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer {len(optimizer.groups)}"
+            )
+        held, entry = next((held, entry) for held, entry in sliced if held.group != entry.group)
+        raise ValueError(
+            f"parameter '{held.name}' {_place(held.group, 'is')} and {_place(entry.group, 'was')} when the checkpoint "
+            f"was saved"
+        )
     matched = {one: other for one, other in pairs if one is not None and other is not None}
     for index in range(min(len(saved.groups), len(optimizer.groups))):
         if index not in matched and index not in matched.values():
             matched[index] = index
     return matched
-
-
-def _groups_of(sliced: list[tuple[HeldSlice, SavedTensor]]) -> tuple[list[int | None], list[int | None]]:
-    return [held.group for held, _ in sliced], [entry.group for _, entry in sliced]
 
 
 def _place(group: int | None, verb: str) -> str:

@@ -1,4 +1,4 @@
-"""What one rank does of a save once it knows what it writes. It calls no collective, so a thread can do it as well.
+"""What one rank does of a save once it knows what it writes, in a thread: it calls no collective.
 
 The first rank completes the checkpoint when the data files of all ranks are in the folder. A data file gets its name
 when it is whole, so that the first rank need not be told: collectives of a thread would be mixed up with those of
@@ -34,15 +34,15 @@ class Writing:
         self, staging: Staging, save_id: str, rank: int, parts: Sequence[Part], manifest: Manifest | None
     ) -> None:
         self.staging = staging
+        _wait_for_devices(parts)  # the thread has streams of its own
         self._id, self._rank, self._parts, self._manifest = save_id, rank, parts, manifest
 
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
         once, after all copies have been queued."""
-        devices = {part.data.device for part in self._parts if not part.data.is_cpu}
-        self._parts = [part._replace(data=_host_copy(part.data.detach())) for part in self._parts]
-        for device in devices:
-            torch.accelerator.current_stream(device).synchronize()
+        parts = self._parts
+        self._parts = [part._replace(data=_host_copy(part.data.detach())) for part in parts]
+        _wait_for_devices(parts)
 
     def write(self) -> None:
         """Write this rank's data file, if it has one."""
@@ -50,7 +50,7 @@ class Writing:
             write_rank_file(self.staging.folder / file_name(self._rank), self._id, self._parts)
             self._parts = ()
 
-    def complete(self, waits: Callable[[], bool] = lambda: False) -> None:
+    def complete(self, waits: Callable[[], bool]) -> None:
         """On the first rank: write the manifest, and give the checkpoint its place.
 
         waits  asked while a rank has not written: whether to go on waiting
@@ -67,6 +67,11 @@ class Writing:
             RankFile(path, self._id)
         self._manifest.write(folder)
         self.staging.complete()
+
+
+def _wait_for_devices(parts: Sequence[Part]) -> None:
+    for device in {part.data.device for part in parts if not part.data.is_cpu}:
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -15,10 +15,10 @@ refused. The lock ends with the process.
 What is deleted are regular files that a save has written, as their names and heads say. No link is followed.
 """
 
+import fcntl
 import os
 import re
 import socket
-import sys
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,9 +27,6 @@ from typing import TextIO
 from ...collectives.failure_report import CollectiveError
 from .manifest import MANIFEST_FILE, MANIFEST_STAGING
 from .rank_file import FILE_NAME, may_be_head
-
-if sys.platform != "win32":
-    import fcntl
 
 __all__ = [
     "MARK_FILE",
@@ -179,9 +176,8 @@ class Staging:
 
     def _release(self) -> None:
         if self._mark is not None:
-            if sys.platform != "win32":
-                with suppress(OSError):  # unlock explicitly: a forked process may still have the file open
-                    fcntl.flock(self._mark, fcntl.LOCK_UN)
+            with suppress(OSError):  # unlock explicitly: a forked process may still have the file open
+                fcntl.flock(self._mark, fcntl.LOCK_UN)
             self._mark.close()
             self._mark = None
 
@@ -194,14 +190,13 @@ def _in_use(folder: Path, writer: str) -> FileExistsError:
 
 
 def _lock(mark: TextIO) -> bool:
-    """Lock the mark. False: another save holds the lock. True also where the system has no locks; ids must do there."""
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+    """Lock the mark. False: another save holds the lock. True also on file systems without locks; ids must do there."""
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
     return True
 
 
@@ -301,10 +296,9 @@ def _remove(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write the folder's entries to the disk, where the system can."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Write the folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

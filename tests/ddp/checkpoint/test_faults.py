@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint import background
 from maingrad.ddp.checkpoint.files import folder as checkpoint_folder
 from maingrad.ddp.checkpoint.files.boxes import Part, parts_of_range
 from maingrad.ddp.checkpoint.files.folder import Staging
@@ -473,6 +474,7 @@ def test_files_on_disks_of_their_own_are_noticed(tmp_path: Path, monkeypatch: py
         original(writing)
 
     monkeypatch.setattr(Writing, "write", elsewhere)
+    monkeypatch.setattr(background, "_DELAY", 0.1)
     errors = simulate(save_where_rank_1_cannot_write, 2, tmp_path / "c")
     assert errors[0] == errors[1]
     assert "rank-00001.safetensors' is missing" in errors[0]
