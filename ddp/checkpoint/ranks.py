@@ -79,16 +79,6 @@ class SameCall(NamedTuple):
     num_expert_sets: int
 
 
-class _Call(NamedTuple):
-    """A rank's call, as the rank tells the others."""
-
-    path: str
-    has_optimizer: bool
-    id: str
-    experts: int
-    """The smallest rank that holds the same experts; -1: none."""
-
-
 def check_same_call(
     path: str | os.PathLike[str],
     optimizer: object,
@@ -103,25 +93,24 @@ def check_same_call(
 
     Collective over ``ranks``.
     """
-    experts = -1
+    experts = -1  # else the smallest rank that holds the same
     if expert_axes is not None:
-        same = gather(dist.get_rank(), expert_axes, ranks.failures, "the comparison of experts between ranks")
-        experts = min(same)
+        experts = min(gather(dist.get_rank(), expert_axes, ranks.failures, "the comparison of experts between ranks"))
 
-    def call() -> _Call:
+    def call() -> tuple[str, bool, str, int]:
         if not os.fspath(path):
             raise ValueError(f"{what} was given '' as its path: name a folder")
-        return _Call(os.path.realpath(path), optimizer is not None, new_id(), experts)
+        return os.path.realpath(path), optimizer is not None, new_id(), experts
 
     _, calls = ranks.alike_telling(call, lambda said: said, f"the beginning of {what}")
-    first = calls[0]
-    other = next((call for call in calls if call.path != first.path), None)
+    paths, has_optimizer, ids, all_experts = zip(*calls, strict=True)
+    other = next((each for each in paths if each != paths[0]), None)
     if other is not None:
         raise ValueError(
-            f"all ranks save to and load from one folder; the first one has '{first.path}', another '{other.path}'"
+            f"all ranks save to and load from one folder; the first one has '{paths[0]}', another '{other}'"
         )
-    if any(call.has_optimizer != first.has_optimizer for call in calls):
+    if len(set(has_optimizer)) > 1:
         raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
-    known = sorted({call.experts for call in calls} - {-1})
+    known = sorted({*all_experts} - {-1})
     place = (known.index(experts) if experts >= 0 else -1, len(known)) if len(known) > 1 else (0, 1)
-    return SameCall(Path(first.path), first.id, *place)
+    return SameCall(Path(paths[0]), ids[0], *place)

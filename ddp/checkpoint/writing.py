@@ -35,7 +35,8 @@ class Writing:
     ) -> None:
         self.staging = staging
         _wait_for_devices(parts)  # the thread has streams of its own
-        self._id, self._rank, self._parts, self._manifest = save_id, rank, parts, manifest
+        self.rank = rank
+        self._id, self._parts, self._manifest = save_id, parts, manifest
 
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
@@ -47,7 +48,7 @@ class Writing:
     def write(self) -> None:
         """Write this rank's data file, if it has one."""
         if self._parts:
-            write_rank_file(self.staging.folder / file_name(self._rank), self._id, self._parts)
+            write_rank_file(self.staging.folder / file_name(self.rank), self._id, self._parts)
             self._parts = ()
 
     def complete(self, waits: Callable[[], bool]) -> None:

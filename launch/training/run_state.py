@@ -164,8 +164,7 @@ class RunSaver:
         model, optimizer = self._wrapped.model, self._wrapped.optimizer
         background = self._config.checkpoint.background
         self._pending = save_checkpoint(path, model, optimizer, extra=extra, background=background)
-        if self._pending is None:
-            self._is_complete()
+        self.look()
 
     def failed(self) -> bool:
         """Whether this rank could not write in the background: ``finish`` raises the error. Waits for nobody."""
