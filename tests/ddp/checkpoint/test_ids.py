@@ -14,6 +14,8 @@ from checkpointed import Everything, build, left_by_a_save, model_state, take_st
 from loops import assert_same, weights
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint.files.manifest import Manifest
+from maingrad.ddp.checkpoint.files.opened import OpenedCheckpoint
 from maingrad.ddp.checkpoint.writing import Writing
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
@@ -72,6 +74,80 @@ def test_a_version_to_come_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         save_checkpoint(tmp_path / "c", Everything(seed=1))
     with pytest.raises(ValueError, match=r"version 5 of .* reads version 4: a newer maingrad has written it"):
         load_checkpoint(tmp_path / "c", Everything())
+
+
+# ---- A load beside a save. ----
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is the first one's, and the data files are the second one's."""
+    save_checkpoint(tmp_path / "c", Everything(seed=1), extra="first")
+    original, read = Manifest.read, []
+
+    def replaced(folder: Path) -> Manifest:
+        read.append(original(folder))
+        if len(read) == 1:
+            save_checkpoint(tmp_path / "c", Everything(seed=2), extra="second")
+        return read[-1]
+
+    monkeypatch.setattr(Manifest, "read", replaced)
+    model = Everything()
+    assert load_checkpoint(tmp_path / "c", model) == "second"
+    assert_same(weights(model), weights(Everything(seed=2)))
+
+
+def test_a_checkpoint_that_is_replaced_each_time_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "c", Everything(seed=1), extra="first")
+    original = Manifest.read
+
+    def replaced(folder: Path) -> Manifest:
+        manifest = original(folder)
+        save_checkpoint(tmp_path / "c", Everything(seed=2), extra="another")
+        return manifest
+
+    monkeypatch.setattr(Manifest, "read", replaced)
+    model = Everything()
+    with pytest.raises(ValueError, match="was replaced by another save while it was opened, and once more when"):
+        load_checkpoint(tmp_path / "c", model)
+    assert_same(weights(model), weights(Everything()))
+
+
+def test_what_is_open_is_read_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save replaces the checkpoint between the checks and the reading, and deletes its files."""
+    save_checkpoint(tmp_path / "c", Everything(seed=1), extra="first")
+    original = OpenedCheckpoint.read
+
+    def late(opened: OpenedCheckpoint) -> None:
+        save_checkpoint(tmp_path / "c", Everything(seed=2), extra="second")
+        original(opened)
+
+    monkeypatch.setattr(OpenedCheckpoint, "read", late)
+    model = Everything()
+    assert load_checkpoint(tmp_path / "c", model) == "first"
+    assert_same(weights(model), weights(Everything(seed=1)))
+
+
+def test_ranks_that_opened_different_checkpoints_open_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(two_steps, 2, tmp_path)
+    original, times = Manifest.read, []
+
+    def read(folder: Path) -> Manifest:
+        times.append(dist.get_rank())
+        # The first rank that comes opens one step, and the other one the step that replaces it.
+        return original(folder if len(times) == 1 else tmp_path / "step-1")
+
+    def load() -> Any:
+        ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+        return load_checkpoint(tmp_path / "step-0", ddp, optimizer)
+
+    monkeypatch.setattr(Manifest, "read", read)
+    monkeypatch.setattr("maingrad.ddp.checkpoint.files.opened.find", lambda path: tmp_path / f"step-{len(times) > 0:d}")
+    assert simulate(load, 2) == [1, 1]
+    assert len(times) == 4, "each rank opened it twice"
 
 
 # ---- Two jobs. ----
