@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .boxes import Box, Part
@@ -56,8 +55,7 @@ def open_checkpoint(path: Path, choose: Callable[[Manifest], Sequence[Part]]) ->
         folder = find(path)
         found = _identity(folder)
         try:
-            with torch.device("cpu"):  # for views of files, whatever the program's default device
-                return _open(folder, choose)
+            return _open(folder, choose)
         except (ValueError, OSError) as error:
             if _identity(find(path)) == found:
                 raise

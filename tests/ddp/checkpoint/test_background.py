@@ -174,7 +174,9 @@ def test_what_is_written_late_is_of_the_moment_of_the_call(tmp_path: Path, relea
 def test_a_load_reads_what_is_still_being_written(tmp_path: Path, released: threading.Event) -> None:
     """And not the checkpoint that it replaces, which is whole all that time."""
     model = Everything()
+    released.set()
     save_checkpoint(tmp_path / "c", model, extra="before")
+    released.clear()
     save_checkpoint(tmp_path / "c", model, extra="after", background=True)
     timer = threading.Timer(0.2, released.set)
     timer.start()

@@ -258,27 +258,6 @@ FAULTS = [
         ],
     ),
     Fault(
-        "34r-what-is-read-goes-to-the-default-device",
-        sentence="Views of the data files are made on the program's default device.",
-        tests=[
-            "tests/ddp/checkpoint/test_faults.py::test_the_default_device_is_none_of_its_business",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.checkpoint.files.opened",
-                "open_checkpoint",
-                'with torch.device("cpu"):',
-                "with suppress():",
-            ),
-            Change(
-                "maingrad.ddp.checkpoint.files.opened",
-                "",
-                "from pathlib import Path",
-                "from contextlib import suppress; from pathlib import Path",
-            ),
-        ],
-    ),
-    Fault(
         "34s-an-entry-of-another-dtype-is-read",
         sentence="Bytes whose data file says another dtype than the manifest are converted.",
         tests=[
@@ -401,21 +380,6 @@ FAULTS = [
                 "load_checkpoint",
                 "if len(set(ids)) == 1:",
                 "if ids:",
-            ),
-        ],
-    ),
-    Fault(
-        "34zk-a-file-on-another-disk-is-waited-for",
-        sentence="The first rank waits for ever for a file that another rank has written elsewhere.",
-        tests=[
-            "tests/ddp/checkpoint/test_faults.py::test_files_on_disks_of_their_own_are_noticed",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.checkpoint.background",
-                "PendingSave._waits",
-                "return time.monotonic() < self._appears_by",
-                "return True",
             ),
         ],
     ),
