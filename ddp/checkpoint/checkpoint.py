@@ -34,7 +34,7 @@ from .files.manifest import Manifest, SavedOptimizer
 from .files.opened import OpenedCheckpoint, open_checkpoint
 from .model import Notes, StoredNames, check_model, make_manifest, parts_of_model, parts_to_fill
 from .on_demand import OnDemand
-from .optimizer import OptimizerLoad, describe_optimizer, parts_of_optimizer, scalars_of
+from .optimizer import OptimizerLoad, describe_optimizer, scalars_of
 from .ranks import CheckpointRanks, check_same_call
 from .source import Holding
 from .wrapper_source import check_saved_once, source_of
@@ -217,10 +217,7 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
 
 def _parts_of(holding: Holding, names: StoredNames, ranks: CheckpointRanks) -> list[Part]:
     """What this rank holds of all that is saved, and could write."""
-    if not ranks.writes:
-        return []
-    parts = parts_of_model(holding, names, ranks.place, ranks.num_writers)
-    return parts if holding.optimizer is None else parts + parts_of_optimizer(holding, names)
+    return parts_of_model(holding, names, ranks.place, ranks.num_writers) if ranks.writes else []
 
 
 def _chosen(parts: Sequence[Part], assigned: Sequence[Offer]) -> list[Part]:

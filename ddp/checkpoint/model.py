@@ -84,8 +84,8 @@ def model_tensors(module: nn.Module) -> ModelTensors:
 
 
 def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers: int) -> list[Part]:
-    """This rank's parameters, masters and buffers to save: views of memory, or rounded copies where the rank keeps only
-    masters.
+    """This rank's parameters, masters, moments and buffers to save: views of memory, or rounded copies where the rank
+    keeps only masters.
 
     index, num_writers  whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may
                         differ between ranks: the first one's are saved, as ``broadcast_params`` copies them
@@ -102,10 +102,11 @@ def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers
     ]
     for held in holding.slices:
         param = holding.params[held.name]
-        stored = names.of(held.name, param)
-        parts += parts_of_range(stored, "model", param.shape, held.start, held.param)
+        sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state().items()}}
         if held.master.dtype is not param.dtype:
-            parts += parts_of_range(stored, "master", param.shape, held.start, held.master)
+            sections["master"] = held.master
+        for section, flat in sections.items():
+            parts += parts_of_range(names.of(held.name, param), section, param.shape, held.start, flat)
     return parts
 
 

@@ -14,7 +14,7 @@ from .files.typed_json import dtype_name, from_json, to_json
 from .model import StoredNames
 from .source import HeldOptimizer, HeldSlice, Holding
 
-__all__ = ["OptimizerLoad", "describe_optimizer", "parts_of_optimizer", "scalars_of"]
+__all__ = ["OptimizerLoad", "describe_optimizer", "scalars_of"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
@@ -43,17 +43,6 @@ def scalars_of(holding: Holding) -> dict[str, dict[str, Any]]:
         }
         for held in holding.slices
     }
-
-
-def parts_of_optimizer(holding: Holding, names: StoredNames) -> list[Part]:
-    """This rank's parts of moments to save."""
-    parts = []
-    for held in holding.slices:
-        param = holding.params[held.name]
-        stored = names.of(held.name, param)
-        for key, value in held.state().items():
-            parts += parts_of_range(stored, f"state.{key}", param.shape, held.start, value)
-    return parts
 
 
 class OptimizerLoad(NamedTuple):

@@ -49,6 +49,7 @@ VERSION = 4
 MOST_BYTES = 2**25
 """Largest manifest, in bytes: some 300,000 boxes."""
 _MOST_DIMS = 64
+_MOST_RANKS = 10**9
 
 
 def new_id() -> str:
@@ -99,6 +100,8 @@ class SavedTensor:
             raise ValueError("a tensor is not stored")
         for stored in self.stored.values():
             check_tiling(self.shape, [each.box for each in stored.boxes])
+            if not all(0 <= each.rank < _MOST_RANKS for each in stored.boxes):
+                raise ValueError("a box is in the file of a rank that cannot be")
         for value in self.scalars.values():
             from_json(value)  # raises for a value that a load could not read
 
