@@ -128,7 +128,7 @@ class RankFile:
             self._file = file = cast(Any, safe_open(path, framework="pt", device="cpu"))
             metadata, names = file.metadata() or {}, sorted(file.keys())
             self._checksums = dict(zip(names, metadata.get(_CHECKSUMS, "").split(), strict=True))
-        except (SafetensorError, ValueError) as error:
+        except (SafetensorError, ValueError, MemoryError) as error:
             raise ValueError(f"the data file '{path}' is truncated or damaged ({error})") from None
         found, expected = metadata.get(_OF), _of(save_id, path)
         if found != expected:
