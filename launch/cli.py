@@ -97,12 +97,11 @@ class Plan:
 
     def run(self, rest: list[str], stop: StopRequest) -> int:
         from .config.file import load_config
-        from .plan.plan import plan_run, plan_units
+        from .plan.plan import plan_run
         from .plan.tables import plan_tables
 
         config = load_config(self.config, rest)
-        plan = plan_units(config, self.ranks) if config.fully_sharded else plan_run(config, self.ranks)
-        _print_tables(plan_tables(plan))
+        _print_tables(plan_tables(plan_run(config, self.ranks)))
         return 0
 
 

@@ -19,7 +19,7 @@ from ..model.hugging_face import LanguageModel, build_language_model
 from ..training.loading import check_model, make_sampler, validation_batch
 from ..training.run_state import check_resume, where_to_resume
 from ..training.watching.trackers import check_packages
-from .plan import RunPlan, UnitsPlan, plan_run, plan_units
+from .plan import RunPlan, plan_run
 from .tables import Column, format_bytes, plan_tables, table_of
 
 __all__ = ["DryRun", "dry_run", "dry_run_tables"]
@@ -30,7 +30,7 @@ _HALF = (torch.bfloat16, torch.float16)
 class DryRun(NamedTuple):
     """A run, before it is begun."""
 
-    plan: RunPlan | UnitsPlan
+    plan: RunPlan
     train_tokens: int
     """Tokens of the training data."""
     tokens_per_step: int
@@ -63,7 +63,7 @@ def dry_run(config: Config, ranks: int) -> DryRun:
         True,
         "records CUDA's allocator, and this run is on cpu; leave it out",
     )
-    plan = plan_units(config, ranks) if config.fully_sharded else plan_run(config, ranks)
+    plan = plan_run(config, ranks)
     settings = config.train
     cache = Path(settings.out_dir) / "tokens"  # where the run will look for them
     corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
@@ -121,7 +121,7 @@ def dry_run_tables(config: Config, run: DryRun) -> Iterator[Table]:
         "bytes of a checkpoint": format_bytes(run.checkpoint_bytes),
     }
     if settings.save_every is not None:
-        writers = ranks // run.plan.outer_size
+        writers = ranks // config.num_instances
         said["written by a rank"] = format_bytes(math.ceil(run.checkpoint_bytes / writers))
         said["checkpoints on disk, at most"] = _kept(config, run)
     if run.resumes_from is not None:

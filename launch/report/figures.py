@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from ..config.run import Config, ConfigError
-from ..plan.plan import plan_run, plan_units
+from ..plan.plan import plan_run
 from .model_flops import flops_per_token, peak_tflops
 from .overlap import BucketTimes, bucket_times, hidden_share
 from .run_folder import DAMAGE, Point, RunFolder
@@ -64,7 +64,7 @@ class Facts(RunFolder):
         ranks = self.world_size
         if not ranks or ranks > _MOST_RANKS:
             raise ConfigError(f"the number of ranks is {ranks or 'not known'}")
-        return (plan_units if config.fully_sharded else plan_run)(config, ranks)
+        return plan_run(config, ranks)
 
     def _why_no_peak(self) -> str:
         if self.device is None:
