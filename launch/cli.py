@@ -77,7 +77,7 @@ class Train:
         from .plan.dry_run import dry_run, dry_run_tables
 
         config = load_config(self.config, rest)
-        _print_tables(dry_run_tables(config, dry_run(config, self.ranks or 1)))
+        _print_tables(dry_run_tables(dry_run(config, self.ranks or 1)))
         return 0
 
 
