@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,13 @@ class Verify:
             raise ConfigError(str(error)) from None
         options = [field for field in dataclasses.fields(self) if field.name != "target"]
         given = {each.name: getattr(self, each.name) for each in options if getattr(self, each.name) != each.default}
-        found = verify(**{**arguments, **given})
+        try:
+            found = verify(**{**arguments, **given})
+        except (TypeError, ValueError) as error:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__", "").startswith(f"{__package__}.verification."):
+                raise ConfigError(str(error)) from None
+            raise
         print(found)
         return 0 if found.ok else 1
 
