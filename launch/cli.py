@@ -297,9 +297,9 @@ class _ConfigHelp:
     config: Path
 
     def run(self, rest: list[str], stop: StopRequest) -> int:
-        from .config.file import load_config
+        from .config.file import load_config, print_keys
 
-        load_config(self.config, ["--help"])
+        print_keys(load_config(self.config))
         return 0
 
 
