@@ -77,6 +77,8 @@ class Config:
         model.require(not data.is_bytes or model.vocab_size >= 256, "vocab_size", remedy)
         remedy = 'quantises a model in bfloat16: set model.param_dtype to "bfloat16"'
         settings.require(settings.recipe == "none" or model.param_dtype == "bfloat16", "recipe", remedy)
+        remedy = "does not go with model.num_experts: ranks have different experts; use another recipe"
+        settings.require(settings.recipe != "float8_delayed" or not model.num_experts, "recipe", remedy)
         if settings.cuda_graph:
             self._check_graph()
         # Raise for values that contradict ``parallel``.

@@ -34,7 +34,10 @@ def records(folder: Path) -> dict[str, Any]:
 def test_train_alone(tmp_path: Path):
     done = run_python(*MAINGRAD, "train", tiny_toml(tmp_path), "--train.steps", "4")
     assert done.returncode == 0, done.stderr
-    assert "the byte-bigram model's" in done.stdout
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step") and "ETA" in line] == [
+        *("1/4", "2/4", "3/4", "4/4"),
+    ]
+    assert "bigram" not in done.stdout, "the yardstick of the demonstration alone"
     found = records(tmp_path)
     assert found["observed"]["world_size"] == 1
     assert found["final"]["step"] == 4
@@ -68,6 +71,14 @@ def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
     )
     assert simulated.returncode == 0, simulated.stderr
     assert records(tmp_path / "simulated")["final"]["weights_sha256"] == found["final"]["weights_sha256"]
+
+
+def test_torchrun_ends_with_the_cause(tmp_path: Path):
+    done = run_python(*TORCHRUN, "train", tiny_toml(tmp_path), "--train.global-batch-size", "6")
+    assert done.returncode != 0
+    cause = "maingrad: error: train.global_batch_size = 6: must be a multiple of train.num_microbatches * ranks"
+    assert (done.stdout + done.stderr).count(cause) == 1
+    assert done.stderr.splitlines()[-2].strip().startswith(f"traceback : {cause}")
 
 
 def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -105,7 +116,9 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     "arguments, status, said",
     [
         ([], 2, "Expected one of {train, plan, simulate"),
-        (["trian"], 2, "Expected one of {train, plan, simulate"),
+        (["trian"], 2, "there is no command 'trian': did you mean 'train'?"),
+        (["frobnicate"], 2, "Expected one of {train, plan, simulate"),
+        (["train", "FOLDER"], 2, "is a folder, and cannot be read: name a configuration file in it"),
         (["train"], 2, "CONFIG.toml"),
         (["plan", "CONFIG", "--ranks", "0"], 2, "must be at least 1, got 0"),
         (["plan", "CONFIG", "--ranks", "7"], 2, "must be a multiple of train.num_microbatches * ranks"),
@@ -117,10 +130,10 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["train", "nowhere.toml"], 2, "configuration file 'nowhere.toml' does not exist"),
         (["train", "CONFIG", "--data.paths", "nowhere.txt"], 2, "data file 'nowhere.txt' does not exist"),
         (["train", "CONFIG", "--help"], 0, "--ddp.bucket-size"),
-        (["plan", "CONFIG", "-h"], 0, "Elements at which a bucket is closed"),
+        (["plan", "CONFIG", "-h"], 0, "Elements after which a bucket is closed"),
         (["--help"], 0, "simulate"),
         (["tune", "--help"], 0, "tuned.csv"),
-        (["tune", "--dim", "3"], 2, "tune takes --ops, --shapes and --out-dir; got --dim 3"),
+        (["tune", "--dim", "3"], 2, "tune has no '--dim': maingrad tune --help lists what it has"),
         (
             ["simulate", "CONFIG", "--ranks", "2", "--data.source", "tokens", "--data.paths", "TOKENS"],
             2,
@@ -135,7 +148,7 @@ def test_mistakes_are_answered_in_a_line(
 ):
     tokens = tmp_path / "tokens.bin"
     tokens.write_bytes(b"\x60\xea" * 4000)
-    paths = {"CONFIG": str(tiny_toml(tmp_path)), "TOKENS": str(tokens)}
+    paths = {"CONFIG": str(tiny_toml(tmp_path)), "TOKENS": str(tokens), "FOLDER": str(tmp_path)}
     try:
         ended: Any = main([paths.get(argument, argument) for argument in arguments])
     except SystemExit as end:
