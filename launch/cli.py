@@ -20,6 +20,8 @@ from .training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from .config.run import Config
+
 __all__ = ["main"]
 
 _USAGE_ERROR = 2
@@ -73,21 +75,19 @@ class Train:
     def run(self, flags: list[str], stop: StopRequest) -> int:
         if self.dry_run:
             return self._dry_run(flags)
-        from .config.file import load_config
         from .training.runtime import let_kernels_start_beside_host_memory, process_group_from_env
         from .training.train import train
 
         let_kernels_start_beside_host_memory()
-        config = load_config(self.config, flags)
+        config = _load(self.config, flags)
         with process_group_from_env(config.train.device):
             result = train(config, stop=stop)
         return _finish(Path(config.train.out_dir), is_main=result.is_main, interrupted=result.interrupted)
 
     def _dry_run(self, flags: list[str]) -> int:
-        from .config.file import load_config
         from .plan.dry_run import dry_run, dry_run_tables
 
-        config = load_config(self.config, flags)
+        config = _load(self.config, flags)
         _print_tables(dry_run_tables(config, dry_run(config, self.ranks or 1)))
         return 0
 
@@ -107,11 +107,10 @@ class Plan:
         _check_ranks(self.ranks)
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
-        from .config.file import load_config
         from .plan.plan import plan_run, plan_units
         from .plan.tables import plan_tables
 
-        config = load_config(self.config, flags)
+        config = _load(self.config, flags)
         plan = plan_units(config, self.ranks) if config.fully_sharded else plan_run(config, self.ranks)
         _print_tables(plan_tables(plan))
         return 0
@@ -134,11 +133,10 @@ class Simulate:
         _check_ranks(self.ranks)
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
-        from .config.file import load_config
         from .simulation.simulate import simulate
         from .training.train import train
 
-        config = load_config(self.config, flags)
+        config = _load(self.config, flags)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
         results = simulate(train, self.ranks, config, seed=self.schedule_seed, stop=stop)
         return _finish(Path(config.train.out_dir), is_main=True, interrupted=results[0].interrupted)
@@ -352,6 +350,12 @@ def _end(error: Exception, status: int, stop: StopRequest) -> int:
 def _say(error: object, status: int) -> int:
     print(f"maingrad: error: {error}", file=sys.stderr)
     return status
+
+
+def _load(path: Path, flags: list[str]) -> "Config":
+    from .config.file import load_config
+
+    return load_config(path, flags)
 
 
 def _check_ranks(ranks: int) -> None:

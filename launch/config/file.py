@@ -27,21 +27,6 @@ __all__ = ["config_to_dict", "flat", "load_config", "print_keys", "structure", "
 
 _MOST_BYTES = 2**20
 
-_PARALLEL = (
-    'parallel = "ddp", "zero1", "hybrid", "fsdp" or "hsdp" stands at the top of the file, before the first table'
-)
-_ELSEWHERE = {
-    "ddp.parallel": _PARALLEL,
-    "fsdp.parallel": _PARALLEL,
-    "train.parallel": _PARALLEL,
-    "optimizer.parallel": _PARALLEL,
-    "train.keep_last": "it is checkpoint.keep_last, in the table [checkpoint]",
-    "train.keep_every": "it is checkpoint.keep_every, in the table [checkpoint]",
-    "checkpoint.save_every": "it is train.save_every, in the table [train]",
-    "checkpoint.resume": "it is train.resume, in the table [train]",
-}
-"""Keys that a user may try, and the remedy."""
-
 
 def load_config(path: str | Path, flags: Sequence[str] = ()) -> Config:
     """Read a TOML file, with ``flags`` such as ``["--train.steps", "10"]`` in place of its values.
@@ -100,7 +85,8 @@ def _table(cls: type, document: Mapping[str, Any], prefix: str) -> Any:
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
             remedy = f"did you mean '{prefix}{near[0]}'?" if near else f"valid keys: {', '.join(sorted(hints))}"
-            raise ConfigError(f"unknown key '{prefix}{key}': {_ELSEWHERE.get(prefix + key, remedy)}")
+            elsewhere = [path for path in flat(config_to_dict(Config())) if path.rpartition(".")[2] == key]
+            raise ConfigError(f"unknown key '{prefix}{key}': {f'it is {elsewhere[0]!r}' if elsewhere else remedy}")
     values = {key: _value(hints[key], value, f"{prefix}{key}") for key, value in document.items()}
     try:
         return cls(**values)

@@ -1,6 +1,6 @@
 """A causal language model of Hugging Face for ``maingrad train``, from a folder with ``config.json``.
 
-No architecture is named here. The decoder layers are the longest ``nn.ModuleList`` that lies in no other one.
+No architecture is named here: ``parallelize`` finds decoder layers the same way.
 """
 
 import inspect
@@ -17,6 +17,7 @@ from ...te_integration import convert_linears
 from ...te_integration.dense.linear_module import LinearModule
 from ..config.error import ConfigError
 from ..config.model import ModelConfig
+from ..parallelizing.blocks import default_units
 from .gpt import GPT, build_model
 from .hugging_face_folder import check_weight_files, copy_tokenizer, load_settings, stays_inside, transformers_package
 from .loss import find_padding, mean_loss
@@ -42,8 +43,10 @@ class HuggingFaceModel(nn.Module):
         super().__init__()
         self.model = model
         self.loss_parts = None
-        self.blocks = decoder_layers(model)
+        self.blocks = list(default_units(model))
         """The decoder layers, a list that registers nothing."""
+        if not self.blocks:
+            raise ConfigError(f"{_KEY}: {type(model).__name__} has no nn.ModuleList of decoder layers to make units of")
         self.pads = pads
 
     @property
@@ -94,23 +97,6 @@ class HuggingFaceModel(nn.Module):
 
 
 LanguageModel = GPT | HuggingFaceModel
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The longest ``nn.ModuleList`` that lies in no other one. Raises ``ConfigError`` if there is none."""
-    found: list[list[nn.Module]] = []
-
-    def collect(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                found.append(list(child))
-            else:
-                collect(child)
-
-    collect(model)
-    if not found:
-        raise ConfigError(f"{_KEY}: {type(model).__name__} has no nn.ModuleList of decoder layers to make units of")
-    return max(found, key=len)
 
 
 def build_language_model(

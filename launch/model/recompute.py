@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..config.error import require
 from ..config.run import Config
 from ..parallelizing.blocks import recompute
 
@@ -52,12 +51,8 @@ def recompute_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
         region: nn.Module = block
         if settings.recompute == "attention":
             found = [getattr(block, name) for name in _ATTENTION if isinstance(getattr(block, name, None), nn.Module)]
-            require(
-                len(found) == 1,
-                "train.recompute",
-                settings.recompute,
-                f'{type(block).__name__} has no module {" or ".join(_ATTENTION)}; use "blocks" or "operators"',
-            )
+            remedy = f'{type(block).__name__} has no module {" or ".join(_ATTENTION)}; use "blocks" or "operators"'
+            settings.require(len(found) == 1, "recompute", remedy)
             region = found[0]
         how: dict[str, Any] = {"preserve_rng_state": not settings.cuda_graph}
         if settings.recompute == "operators":

@@ -7,7 +7,7 @@ import torch
 
 from ...te_integration.dense.quantized_linear import takes_recipe
 from ...te_integration.recipes import Recipe, recipe_named
-from ..config.error import ConfigError, require
+from ..config.error import ConfigError
 from ..config.run import Config
 from ..data.batches import Batch, Corpus, validation_windows
 from ..data.sequences import Sampler, concatenated
@@ -24,30 +24,20 @@ def check_model(config: Config, model: LanguageModel) -> None:
 
     model  may be on meta
     """
-    source = config.model.hugging_face
+    source, settings = config.model.hugging_face, config.train
     if source is None or not isinstance(model, HuggingFaceModel):
         return
-    target = Path(config.train.out_dir) / "hugging_face"
-    require(
-        not config.model.save_hugging_face or Path(source).resolve() != target.resolve(),
-        "model.hugging_face",
-        source,
-        "would be overwritten by the trained model; set another train.out_dir, or model.save_hugging_face = false",
-    )
-    require(
-        config.data.documents != "pad" or not model.counts_padding,
-        "data.documents",
-        "pad",
+    overwrites = Path(source).resolve() == (Path(settings.out_dir) / "hugging_face").resolve()
+    remedy = "would be overwritten by the trained model; set another train.out_dir, or model.save_hugging_face = false"
+    config.model.require(not (config.model.save_hugging_face and overwrites), "hugging_face", remedy)
+    remedy = (
         "would have padding in the auxiliary loss of this model's routers, which its class computes in a way of its "
-        'own; set "mask", or output_router_logits to false in config.json',
+        'own; set "mask", or output_router_logits to false in config.json'
     )
+    config.data.require(config.data.documents != "pad" or not model.counts_padding, "documents", remedy)
     longest = model.context_length
-    require(
-        longest is None or config.train.sequence_length <= longest,
-        "train.sequence_length",
-        config.train.sequence_length,
-        f"must be at most max_position_embeddings = {longest} of '{source}'",
-    )
+    remedy = f"must be at most max_position_embeddings = {longest} of '{source}'"
+    settings.require(longest is None or settings.sequence_length <= longest, "sequence_length", remedy)
 
 
 def load_model(config: Config, runtime: Runtime) -> LanguageModel:

@@ -42,21 +42,19 @@ class Display(Protocol):
 
 def make_display(*, is_main: bool = True) -> Display:
     """Prints lines, on rank 0; silent on other ranks."""
-    return _Lines() if is_main else _Silent()
+    return _Lines(is_main)
 
 
 class _Lines:
+    def __init__(self, is_main: bool) -> None:
+        self._is_main = is_main
+
     def update(self, status: Status) -> None:
         self.message(str(status))
 
     def message(self, text: str) -> None:
-        print(text, flush=True)
-
-
-class _Silent:
-    def update(self, status: Status) -> None: ...
-
-    def message(self, text: str) -> None: ...
+        if self._is_main:
+            print(text, flush=True)
 
 
 def format_duration(seconds: float) -> str:

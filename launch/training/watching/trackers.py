@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...config.error import require
 from ...config.file import config_to_dict, flat
 from ...config.run import Config
 
@@ -39,17 +38,10 @@ class Tracker(NamedTuple):
 def check_packages(config: Config) -> None:
     """Raise ``ConfigError`` for a package that ``[logging]`` needs and that is not installed: on all ranks, though only
     rank 0 will import it."""
-    wanted = {
-        "tensorboard": ("logging.tensorboard", config.logging.tensorboard),
-        "wandb": ("logging.wandb_project", config.logging.wandb_project),
-    }
-    for package, (key, value) in wanted.items():
-        require(
-            not value or importlib.util.find_spec(package) is not None,
-            key,
-            value,
-            f"needs the package {package}: pip install maingrad[{package}], or leave it out",
-        )
+    for package, key in (("tensorboard", "tensorboard"), ("wandb", "wandb_project")):
+        missing = getattr(config.logging, key) and importlib.util.find_spec(package) is None
+        remedy = f"needs the package {package}: pip install maingrad[{package}], or leave it out"
+        config.logging.require(not missing, key, remedy)
 
 
 def trackers_of(config: Config, resumed_at: int | None) -> list[Tracker]:
