@@ -1,5 +1,5 @@
 """Compares a model under every wrapper with plain PyTorch, and finds out by experiment why they differ.
 
-``verify.py`` tells the order of things; ``diagnosis.py`` has the experiments. Imports ``ddp``, ``fsdp``,
-``te_integration`` and ``simulation/``.
+``verify.py`` tells the order of things; ``experiments.py`` has the experiments, ``judge.py`` one way's verdict. Imports
+``ddp``, ``fsdp``, ``te_integration``, ``parallelizing/`` and ``simulation/``.
 """

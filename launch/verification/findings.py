@@ -1,9 +1,10 @@
 """What ``verify`` found: causes, their remedies, and the report."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from textwrap import indent, wrap
+from textwrap import indent, shorten, wrap
 
 __all__ = ["NOTES", "Cause", "Finding", "Verification", "VerificationError", "WayResult"]
 
@@ -13,10 +14,8 @@ class Cause(StrEnum):
 
     # Of the program: plain PyTorch shows them.
     NOT_FINITE = "not_finite"
-    UNEVEN_BATCH = "uneven_batch"
     SUM = "sum"
     WEIGHTED_MEAN = "weighted_mean"
-    BATCH_EDITED = "batch_edited"
     RANDOM = "random"
     NOT_REPRODUCIBLE = "not_reproducible"
     STATE = "state"
@@ -24,35 +23,28 @@ class Cause(StrEnum):
     HOOK = "hook"
     BATCH_STATISTICS = "batch_statistics"
     MIXED_ROWS = "mixed_rows"
-    NO_GRAD = "no_grad"
-    DETACHED = "detached"
     UNUSED = "unused"
-    OTHER_MODEL = "other_model"
     BUFFERS = "buffers"
     # Of the program together with a wrapper.
     REPLACED = "replaced"
     READ_ELSEWHERE = "read_elsewhere"
     EXPERT_RANKS = "expert_ranks"
     SHARED_MEMORY = "shared_memory"
-    BROKEN_TIE = "broken_tie"
     NOT_RECOMPUTABLE = "not_recomputable"
     # Of neither.
     REFUSED = "refused"
     LIBRARY = "library"
-    UNEXPLAINED = "unexplained"
 
 
-NOTES = frozenset({Cause.RANDOM, Cause.UNUSED, Cause.BUFFERS, Cause.BROKEN_TIE})
+NOTES = frozenset({Cause.RANDOM, Cause.UNUSED, Cause.BUFFERS})
 """Worth knowing, and no gradient is wrong because of them."""
 
-REMEDIES: dict[Cause, str] = {
+_REMEDIES: dict[Cause, str] = {
     Cause.NOT_FINITE: "find the operation (torch.autograd.detect_anomaly), or keep such rows out of the batch",
-    Cause.UNEVEN_BATCH: "choose a batch that ranks times microbatches divides, or drop the last rows (drop_last=True)",
     Cause.SUM: "return the mean over the batch; or keep the sum, set calculate_per_token_loss=True and call "
     "set_num_tokens(n)",
     Cause.WEIGHTED_MEAN: "return the sum over what is counted (tokens), set calculate_per_token_loss=True and call "
     "set_num_tokens(num_tokens); or divide by the mean number over all ranks and microbatches",
-    Cause.BATCH_EDITED: "compute a new tensor in forward instead of changing the argument in place",
     Cause.RANDOM: "none needed where each rank is seeded by its number: ranks then draw their own numbers. What ranks "
     "must draw alike takes a generator that all seed alike",
     Cause.NOT_REPRODUCIBLE: "draw from torch's default generators, seeded; keep state in the model's buffers; "
@@ -65,11 +57,8 @@ REMEDIES: dict[Cause, str] = {
     "each microbatch has its own: accept=['batch_statistics']",
     Cause.MIXED_ROWS: "let each row's loss depend on this row alone, gather over ranks what a row needs of others, or "
     "accept that it sees the rows of its own microbatch: accept=['mixed_rows']",
-    Cause.NO_GRAD: "move the computation out of torch.no_grad(), or freeze the parameter (requires_grad_(False))",
-    Cause.DETACHED: "take detach() or .data away, or freeze the parameter (requires_grad_(False))",
     Cause.UNUSED: "none needed: the gradient is zero on all ranks, but weight decay still acts, as it does not in a "
-    "stock optimizer without .grad. Otherwise freeze or remove the parameter",
-    Cause.OTHER_MODEL: "use the model that step(model, batch) is given",
+    "stock optimizer without .grad. Otherwise connect it to the loss, freeze it, or remove it",
     Cause.BUFFERS: "none needed for gradients. Each rank has its own values, and a checkpoint has the first rank's: "
     "average them over ranks before saving where that matters",
     Cause.REPLACED: "make every parameter in __init__ and change values in place (param.data.copy_) or by functions",
@@ -78,12 +67,10 @@ REMEDIES: dict[Cause, str] = {
     Cause.EXPERT_RANKS: "take the mark allreduce = False off, or pass as expert_process_group all ranks that hold this "
     "expert",
     Cause.SHARED_MEMORY: "register one Parameter in both modules: b.weight = a.weight",
-    Cause.BROKEN_TIE: "if they are to be tied, register one Parameter in both modules: b.weight = a.weight",
     Cause.NOT_RECOMPUTABLE: "make the recomputed forward repeatable: no caches, no state that it changes, no random "
     "state outside torch's default generators",
     Cause.REFUSED: "do as the message says, or leave this way out (ways=...)",
     Cause.LIBRARY: "this is a fault of maingrad: please report it with the program",
-    Cause.UNEXPLAINED: "compare parts of the model: verify(block, inputs, loss)",
 }
 
 
@@ -97,7 +84,7 @@ class Finding:
     parameters: tuple[str, ...] = ()
     """Those that differ, the farthest first; empty if the finding is about none."""
     module: str = ""
-    """The module or buffer at fault, where that is known."""
+    """The modules, buffers or hooks at fault, where that is known."""
     ways: tuple[str, ...] = ()
     """The ways that show it; empty: plain PyTorch shows it, with as many parts and no wrapper."""
     ranks: tuple[int, ...] = ()
@@ -115,7 +102,7 @@ class Finding:
     @property
     def remedy(self) -> str:
         """What to do about it."""
-        return REMEDIES[self.cause]
+        return _REMEDIES[self.cause]
 
     @property
     def is_note(self) -> bool:
@@ -124,7 +111,7 @@ class Finding:
 
     def __str__(self) -> str:
         kind = "accepted" if self.accepted else "note" if self.is_note else "error"
-        lines = [f"{kind}: {self.cause}{f' in {self.module}' if self.module else ''}"]
+        lines = [f"{kind}: {self.cause}{f' in {shorten(self.module, 100)}' if self.module else ''}"]
         if self.parameters:
             more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
             off = f", off by {self.error:.1e} of its norm" if self.error else ""
@@ -143,14 +130,14 @@ class WayResult:
     """How one way compares with plain PyTorch."""
 
     way: str
-    ok: bool
-    grad_error: float
-    """The largest relative error of a parameter's gradient; infinite if there are none."""
-    norm_error: float
+    ok: bool = False
+    grad_error: float = math.inf
+    """The largest relative error of a parameter's gradient; infinite if the way has raised an error."""
+    norm_error: float = math.inf
     """Relative error of the global norm."""
-    weight_error: float
+    weight_error: float = math.inf
     """The largest relative error of a parameter's update."""
-    fused_writes: int
+    fused_writes: int = 0
     """Weight-gradient products that were written into ``main_grad`` on each rank."""
 
 
@@ -184,7 +171,7 @@ class Verification:
             raise VerificationError(str(self))
         return self
 
-    def accepting(self, causes: Collection[Cause]) -> "Verification":
+    def accepting(self, causes: Collection[str]) -> "Verification":
         """The same with findings of these causes as notes."""
         found = [replace(each, accepted=each.cause in causes) for each in self.findings]
         return replace(self, findings=sorted(found, key=lambda each: each.is_note))

@@ -1,7 +1,7 @@
 """Plain PyTorch: gradients of a whole batch in one process, and of its parts on ranks without a wrapper."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -10,25 +10,45 @@ from torch import Tensor, nn
 
 from ..simulation.simulate import SimulatedRankError, simulate
 from .batches import own_copy, to_double
-from .program import Program
+from .draws import DrawnMeans, random_state
+from .program import Program, set_seed
 
-__all__ = ["Grads", "Part", "Parts", "Plain", "alone", "draw_of", "mean_of", "run_exact", "run_one", "run_parts"]
+__all__ = [
+    "Grads",
+    "Part",
+    "Parts",
+    "Plain",
+    "Prepare",
+    "as_it_is",
+    "mean_of",
+    "on_ranks",
+    "run_exact",
+    "run_one",
+    "run_parts",
+    "run_whole",
+]
 
 Grads = Mapping[str, Tensor]
 """Gradient of each trainable parameter by name, in the parameter's shape."""
-Around = Callable[[], AbstractContextManager[Any]]
-"""What surrounds forward and backward: an observer, or a mode that replaces random draws."""
+Prepare = Callable[[nn.Module], object]
+"""Changes a copy of the model before it runs."""
 T = TypeVar("T")
 
 
 class Plain(NamedTuple):
-    """Loss and gradients of one forward and backward."""
+    """What one forward and backward has computed, and what it has done to the model."""
 
     loss: float
     grads: Grads
     """Zeros where autograd gave none."""
-    without: tuple[str, ...]
+    without: tuple[str, ...] = ()
     """Trainable parameters to which autograd gave no gradient."""
+    replaced: tuple[str, ...] = ()
+    """Parameters that are other objects after forward, that were not there before, or that had no shape yet."""
+    buffers: Mapping[str, Tensor] = {}
+    """After forward."""
+    is_random: bool = False
+    """Forward has moved a default generator."""
 
 
 class Part(NamedTuple):
@@ -37,22 +57,22 @@ class Part(NamedTuple):
     rank: int
     microbatch: int
     batch: Any
-    draw: int
-    """Decides what is random in this part."""
+
+    @property
+    def draw(self) -> int:
+        """Seed of what is random in this part. Ranks and microbatches draw different numbers, as in training."""
+        return 1 + 1000 * self.rank + self.microbatch
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}'s microbatch {self.microbatch}"
 
 
-Parts = Sequence[Sequence[Part]]
+Parts = Sequence[Part]
 """By rank, then by microbatch."""
 
 
-def draw_of(rank: int, microbatch: int) -> int:
-    """Ranks and microbatches draw different numbers, as they do in training."""
-    return 1 + 1000 * rank + microbatch
-
-
-def alone(fn: Callable[[], T]) -> T:
-    """Call ``fn`` on one simulated rank, so that a program may ask for its rank. Raises what ``fn`` raises."""
-    return on_ranks(fn, 1)[0]
+def as_it_is(model: nn.Module) -> None:
+    """Changes nothing."""
 
 
 def on_ranks(fn: Callable[[], T], ranks: int) -> list[T]:
@@ -63,90 +83,88 @@ def on_ranks(fn: Callable[[], T], ranks: int) -> list[T]:
         raise (error.__cause__ or error) from None
 
 
-def run_one(
-    program: Program, model: nn.Module, batch: Any, draw: int = 0, around: Around = nullcontext, *, shares: int = 1
-) -> Plain:
+def run_one(program: Program, model: nn.Module, batch: Any, draw: int = 0, *, shares: int = 1) -> Plain:
     """One forward and backward of ``model``, whose gradients are cleared before. ``batch`` may be changed by it.
 
+    draw    seed of what is random
     shares  the loss is divided by this number, as for accumulation, and gradients are multiplied by it again: what
             hooks see is what they see in training
     """
     model.zero_grad(set_to_none=True)
+    before = {name: param for name, param in model.named_parameters() if not nn.parameter.is_lazy(param)}
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    with around():
-        loss = program.loss_of(model, batch, draw)
+    set_seed(program.seed + (0 if program.means else draw))
+    state = random_state()
+    with DrawnMeans() if program.means else nullcontext():  # type: ignore[no-untyped-call]
+        loss = program.loss_of(model, batch)
+        is_random = random_state() != state
         if loss.requires_grad:
             (loss / shares).backward()
         elif any(param.grad is not None for param in model.parameters()):
             raise ValueError("the program has called backward itself: let it return the loss before")
-    grads, without = {}, []
-    params = dict(model.named_parameters())  # forward may have replaced some
-    for name in trained:
-        param = params.get(name)
-        if param is None or param.grad is None:
-            without.append(name)
-        if param is not None:
-            grads[name] = torch.zeros_like(param) if param.grad is None else _dense(param.grad).detach() * shares
+    after = dict(model.named_parameters())
+    found = {name: after[name].grad for name in trained if name in after}
+    grads = {
+        name: torch.zeros_like(after[name]) if grad is None else grad.to_dense().detach() * shares
+        for name, grad in found.items()
+    }
     model.zero_grad(set_to_none=True)
-    return Plain(float(loss.detach()), grads, tuple(without))
+    return Plain(
+        loss=float(loss.detach()),
+        grads=grads,
+        without=tuple(name for name in trained if found.get(name) is None),
+        replaced=tuple(name for name in {**before, **after} if after.get(name) is not before.get(name)),
+        buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+        is_random=is_random,
+    )
 
 
-def run_exact(program: Program, batch: Any, around: Around = nullcontext) -> Grads | None:
+def run_whole(program: Program, batch: Any, prepare: Prepare = as_it_is) -> Plain:
+    """The whole batch in one process, which is a simulated rank: a program may ask for its rank."""
+
+    def run() -> Plain:
+        model = program.make()
+        prepare(model)
+        return run_one(program, model, own_copy(batch))
+
+    return on_ranks(run, 1)[0]
+
+
+def run_exact(program: Program, batch: Any) -> Grads | None:
     """Gradients of the whole batch in fp64; None if the program does not run in fp64."""
-
-    def run() -> Grads:
-        return run_one(program, program.make().double(), to_double(own_copy(batch)), around=around).grads
-
     try:
-        return alone(run)
+        return run_whole(program, to_double(batch), nn.Module.double).grads
     except Exception:  # whatever the program says about a dtype that it was not written for
         return None
 
 
 def run_parts(
-    program: Program,
-    parts: Parts,
-    *,
-    on: int | None = None,
-    around: Around = nullcontext,
-    same_draw: bool = False,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
-) -> list[list[Plain]]:
-    """Gradients of each part, by rank, then by microbatch. Each rank has one copy, for its microbatches in turn.
+    program: Program, parts: Parts, prepare: Prepare = as_it_is, *, in_one_process: bool = False
+) -> list[Plain]:
+    """What each part gives. Each rank has one copy of the model, for its microbatches in turn."""
+    ranks = 1 + parts[-1].rank
+    processes = 1 if in_one_process else ranks
 
-    on         number of simulated ranks: None for those of ``parts``, 1 for one process that runs all parts
-    same_draw  every part draws the same numbers
-    prepare    changes each copy first
-    """
-    ranks = len(parts) if on is None else on
-
-    def run_rank(rank: int) -> list[Plain]:
+    def run_rank(rank: int) -> Iterator[Plain]:
         model = program.make()
         prepare(model)
-        mine = parts[rank]
-        return [
-            run_one(program, model, own_copy(part.batch), 0 if same_draw else part.draw, around, shares=len(mine))
-            for part in mine
-        ]
+        mine = [part for part in parts if part.rank == rank]
+        for part in mine:
+            yield run_one(program, model, own_copy(part.batch), part.draw, shares=len(mine))
 
-    def run() -> list[list[Plain]]:
-        first = dist.get_rank()
-        return [run_rank(rank) for rank in range(first, len(parts), ranks)]
+    def run() -> list[Plain]:
+        return [plain for rank in range(dist.get_rank(), ranks, processes) for plain in run_rank(rank)]
 
-    results = on_ranks(run, ranks)
-    return [results[rank % ranks][rank // ranks] for rank in range(len(parts))]
+    return [plain for plains in on_ranks(run, processes) for plain in plains]
 
 
-def mean_of(plains: Sequence[Sequence[Plain]]) -> Grads:
-    """The mean over all parts: what data parallelism computes."""
-    flat = [plain.grads for of_rank in plains for plain in of_rank]
-    half = (torch.bfloat16, torch.float16)
-    total = {name: grad.float() if grad.dtype in half else grad.clone() for name, grad in flat[0].items()}
-    for grads in flat[1:]:
-        for name in total:  # forward may have made or frozen a parameter: later parts have others
-            total[name] = total[name] + grads.get(name, 0)
-    return {name: grad / len(flat) for name, grad in total.items()}
+def mean_of(plains: Sequence[Plain]) -> Grads:
+    """The mean over all parts: what data parallelism computes. Half precision is summed in fp32."""
 
+    def mean(name: str, first: Tensor) -> Tensor:
+        total = first.to(torch.promote_types(first.dtype, torch.float32))
+        for plain in plains[1:]:  # forward may have made or frozen a parameter: later parts have others
+            total = total + plain.grads.get(name, 0)
+        return total / len(plains)
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
+    return {name: mean(name, grad) for name, grad in plains[0].grads.items()}

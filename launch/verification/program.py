@@ -43,34 +43,37 @@ class Program:
     ) -> None:
         if loss is not None and step is not None:
             raise ValueError("loss and step both say what the loss is: pass one of them")
-        self._loss, self._step, self.seed = loss, step, seed
-        self.model: nn.Module | None = None
-        """The user's own model, which no run touches. None if a function makes each copy."""
-        if isinstance(model, nn.Module):
-            self.model = model.module if isinstance(model, DistributedDataParallel) else model
-            self._factory: Callable[[], nn.Module] | None = None
-            if any(isinstance(each, FSDPModule) for each in self.model.modules()):
-                raise TypeError("the model is fully sharded already: pass it to verify before fully_shard")
-        elif callable(model):
-            self._factory = model
-        else:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        if isinstance(model, nn.Module) and any(isinstance(each, FSDPModule) for each in model.modules()):
+            raise TypeError("the model is fully sharded already: pass it to verify before fully_shard")
+        if not callable(model):  # a module is
             raise TypeError(f"model is an nn.Module or a function that makes one, got {type(model).__name__}")
-        self._state: dict[str, Any] | None = None
+        self.model, self._loss, self._step, self.seed = model, loss, step, seed
+        self.means = False
+        """Each random draw gives its mean."""
+        self._state: Any = None
+        """The first model's state dict, where a function makes models."""
 
     def make(self) -> nn.Module:
         """A plain model of its own on the CPU: the same weights, buffers, marks and hooks each time."""
-        made = self._copy() if self._factory is None else self._build(self._factory)
+        made = self._copy(self.model) if isinstance(self.model, nn.Module) else self._build(self.model)
         unconvert(made)
         for param in made.parameters():
             param.grad = None
         return made.cpu()
 
-    def loss_of(self, model: Any, batch: Any, draw: int = 0) -> Tensor:
-        """The scalar loss of a batch, which the program may change. ``draw`` decides what is random in it.
+    def with_means(self) -> "Program":
+        """The same program, in which each random draw gives its mean, and all parts draw the same where it has none."""
+        program = copy.copy(self)
+        program.means = True
+        return program
+
+    def loss_of(self, model: Any, batch: Any) -> Tensor:
+        """The scalar loss of a batch, which the program may change.
 
         Raises ``TypeError`` or ``ValueError`` if the program gives no loss.
         """
-        set_seed(self.seed + draw)
         if self._step is not None:
             return _checked(self._step(model, batch), "step")
         if isinstance(batch, dict):
@@ -83,15 +86,14 @@ class Program:
             output = output["loss"]
         return _checked(getattr(output, "loss", output), "the model")
 
-    def _copy(self) -> nn.Module:
-        assert self.model is not None, "without a function there is a model"
+    def _copy(self, model: nn.Module) -> nn.Module:
         try:
-            copied = copy.deepcopy(self.model)
+            copied = copy.deepcopy(model)
         except (TypeError, RuntimeError) as error:
             raise TypeError(
-                f"{type(self.model).__name__} cannot be copied ({error}): pass a function that makes the model instead"
+                f"{type(model).__name__} cannot be copied ({error}): pass a function that makes the model instead"
             ) from error
-        for old, new in zip(self.model.parameters(), copied.parameters(), strict=True):
+        for old, new in zip(model.parameters(), copied.parameters(), strict=True):
             _take_along(old, new)
         return copied
 
@@ -101,7 +103,7 @@ class Program:
         if not isinstance(built, nn.Module):
             raise TypeError(f"the function that makes the model returned a {type(built).__name__}")
         if self._state is None:
-            self._state = {name: own_copy(value) for name, value in built.state_dict().items()}
+            self._state = own_copy(built.state_dict())
         built.load_state_dict(self._state)
         return built
 
@@ -153,10 +155,9 @@ def _take_along(old: Tensor, new: Tensor) -> None:
             setattr(new, name, value)
     if has_main_grad(old):
         return  # the hooks are the wrapper's
-    of_old: Any = old
-    for hook in (of_old._backward_hooks or {}).values():
+    for hook in (getattr(old, "_backward_hooks", None) or {}).values():
         new.register_hook(hook)
-    for hook in (getattr(of_old, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
         new.register_post_accumulate_grad_hook(hook)
 
 

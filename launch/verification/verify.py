@@ -1,33 +1,32 @@
 """``verify``: runs a user's model in every way that the library offers, and compares with plain PyTorch.
 
-The order of things. The whole batch runs once in one process (``first_look.py``). Its parts run on simulated ranks
-without a wrapper (``plain.py``): what differs now is the program's own doing, and ``diagnosis.py`` finds out what.
-Then each way (``ways.py``) runs the same parts: what differs now lies between the program and the wrapper, or is the
-library's fault (``way_diagnosis.py``).
+1. The whole batch runs once in one process, and its parts on simulated ranks without a wrapper (``plain.py``). Some
+   mistakes are seen without comparing. 2. The parts' mean is compared with the whole batch: what differs is the
+program's own doing. 3. Each way (``ways.py``) runs the same parts (``judge.py``): what differs lies between the program
+and the wrapper, or is the library's fault. Experiments find the cause of a difference (``experiments.py``).
 """
 
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...ddp import WORLD_OF_ONE
 from ...ddp.collectives.world import Ranks, WorldOfOne
 from ..parallelizing.blocks import default_units
 from ..simulation.state import ProcessState
 from .batches import count_rows, cut, own_copy
-from .comparison import Allowed, allowed_between, total_norm
-from .diagnosis import Case, explain_parts
+from .comparison import Difference, Piece, allowed_between, distance, norm_of, off_in, pieces_of, total_norm
+from .experiments import Comparison, about, unequal
 from .findings import Cause, Finding, Verification, VerificationError, WayResult
-from .first_look import FirstLook, first_look, in_short, look_at_memory, look_at_unreached
-from .plain import Part, Parts, alone, draw_of, run_exact, run_one, run_parts
+from .judge import judge
+from .plain import Part, Plain, mean_of, run_exact, run_parts, run_whole
 from .program import Loss, Program, Step
-from .way_diagnosis import WayJudge
 from .ways import WAYS, Setting
 
 __all__ = [
@@ -79,21 +78,23 @@ def verify(
     accept                causes (``Cause``) that are notes, not errors
     seed                  of everything random
 
-    Raises ``ValueError`` for an unknown way or cause, for fewer rows than ranks, for an output that is no loss, and for
-    a model without trainable parameters. Raises what the program raises in plain PyTorch.
+    Raises ``ValueError`` for an unknown way or cause, for rows that ranks times microbatches do not divide, for an
+    output that is no loss, and for a model without trainable parameters. Raises what the program raises in plain
+    PyTorch.
     """
     check_options(ways, accept, ranks, num_microbatches)
-    chosen = list(WAYS) if ways is None else list(ways)
     program = Program(model, loss, step, seed)
     state = ProcessState.capture()
     try:
         with torch.enable_grad():
-            found = _verify(program, own_copy(batch), ranks, num_microbatches, chosen, units, expert_process_group)
+            found = _verify(
+                program, own_copy(batch), ranks, num_microbatches, ways or WAYS, Setting(units, expert_process_group)
+            )
     except Exception as error:
         raise error.with_traceback(_from_the_program_on(error.__traceback__)) from error.__cause__
     finally:
         state.restore()
-    return found.accepting([Cause(each) for each in accept])
+    return found.accepting(accept)
 
 
 def _from_the_program_on(trace: TracebackType | None) -> TracebackType | None:
@@ -116,151 +117,189 @@ def check_arguments(target: str, arguments: Mapping[str, Any]) -> None:
 
 def check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
     """Raise ``ValueError`` for an unknown way or cause, or too few ways, ranks or microbatches."""
-    for what, given, known in (("way", ways or (), list(WAYS)), ("cause", accept, [each.value for each in Cause])):
+    for what, given, known in (("way", ways or (), list(WAYS)), ("cause", accept, list(Cause))):
         for each in given:
             if each not in known:
                 raise ValueError(f"{str(each)!r} is no {what}: choose of {', '.join(known)}")
     if ways is not None and not ways:
-        raise ValueError(f"ways names none: leave it None for all, or choose of {', '.join(WAYS)}")
+        raise ValueError("ways names none: leave it None for all")
     if ranks < 1 or num_microbatches < 1:
         raise ValueError(f"ranks and num_microbatches must be at least 1, got {ranks} and {num_microbatches}")
 
 
 def _verify(
-    program: Program,
-    batch: Any,
-    ranks: int,
-    num_microbatches: int,
-    ways: Sequence[str],
-    units: Callable[[nn.Module], Iterable[nn.Module]],
-    experts: WorldOfOne | Callable[[], Ranks] | None,
+    program: Program, batch: Any, ranks: int, num_microbatches: int, ways: Iterable[str], setting: Setting
 ) -> Verification:
-    findings: list[Finding] = []
-    rows = count_rows(batch)
-    if rows < ranks:
-        raise ValueError(f"a batch of {rows} rows cannot be divided over {ranks} ranks")
-    if rows % (ranks * num_microbatches):
-        findings.append(_uneven(rows, ranks, num_microbatches))
-        num_microbatches = min(num_microbatches, max(1, rows // ranks))
-        batch = cut(batch, rows, 0, rows - rows % (ranks * num_microbatches))
-    rows -= rows % (ranks * num_microbatches)
-    parts = _parts(batch, rows, ranks, num_microbatches)
-    findings += look_at_memory(program)
-    params = {name: param for name, param in program.make().named_parameters() if param.requires_grad}
-    if not params:
-        raise ValueError("the model has no parameter that requires a gradient: there is nothing to verify")
-    results: list[WayResult] = []
+    """Run the whole batch and its parts, and compare them and the ways where that is possible."""
+    rows, count = count_rows(batch), ranks * num_microbatches
+    if not rows or rows % count:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be divided over {ranks} ranks of {num_microbatches} microbatches: means "
+            f"over parts of different sizes would be averaged as if the parts were equal. Drop the last rows, or pass "
+            f"other numbers"
+        )
+    size = rows // count
+    parts = [  # rank 0 has the first rows
+        Part(*divmod(index, num_microbatches), cut(batch, rows, index * size, (index + 1) * size))
+        for index in range(count)
+    ]
 
-    def verification() -> Verification:
-        return Verification(
-            findings=findings,
-            results=results,
-            num_parameters=len(params),
-            num_elements=sum(0 if _is_lazy(param) else param.numel() for param in params.values()),
-            ranks=ranks,
-            num_microbatches=num_microbatches,
-            rows=rows,
+    whole, compared = run_whole(program, batch), program
+    findings = []
+    if whole.is_random:
+        evidence = (
+            "A forward has moved a random generator. Ranks and microbatches draw apart, so the ways are compared with "
+            "plain PyTorch on the same parts with the same seeds; the whole batch is compared with its parts in plain "
+            "PyTorch with each draw replaced by its mean."
+        )
+        findings.append(Finding(cause=Cause.RANDOM, evidence=evidence))
+        compared = program.with_means()
+        whole = run_whole(compared, batch)
+    if not whole.grads:
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to verify")
+    plains = run_parts(compared, parts)
+    findings += [*_not_finite([whole, *plains]), *_about_parameters(program, whole)]
+
+    total, num_elements = total_norm(whole.grads.values()), sum(grad.numel() for grad in whole.grads.values())
+    # AdamW's eps is as large as gradients are: the step does not magnify rounding errors of small ones. A large
+    # learning rate changes bf16 weights in one step.
+    adamw = {"lr": 0.05, "weight_decay": 0.1, "eps": max(total / math.sqrt(num_elements), 1e-20)}
+    results: list[WayResult] = []
+    cannot_be_compared = {each.cause for each in findings} & {Cause.NOT_FINITE, Cause.REPLACED}
+    if len(whole.without) < len(whole.grads) and not cannot_be_compared:
+        comparison = Comparison(
+            program=compared,
+            batch=batch,
+            parts=parts,
+            setting=setting._replace(adamw=adamw),
+            allowed=allowed_between(whole.grads, run_exact(compared, batch)),
+            plains=plains,
+        )
+        results, found = _compare(comparison, whole, program, ways)
+        findings += found
+    return Verification(
+        findings=findings,
+        results=results,
+        num_parameters=len(whole.grads),
+        num_elements=num_elements,
+        ranks=ranks,
+        num_microbatches=num_microbatches,
+        rows=rows,
+    )
+
+
+# ---- What is seen without comparing. ----
+
+
+def _not_finite(plains: Sequence[Plain]) -> Iterator[Finding]:
+    bad = {name: None for plain in plains for name, grad in plain.grads.items() if not bool(grad.isfinite().all())}
+    losses = [round(plain.loss, 4) for plain in plains]
+    if bad or not math.isfinite(sum(losses)):
+        yield Finding(
+            cause=Cause.NOT_FINITE,
+            parameters=tuple(bad),
+            evidence=f"In plain PyTorch, the losses of the whole batch and of its parts are {losses}, and {len(bad)} "
+            f"gradients are not finite. A mean over no rows, or no tokens, is such a number.",
         )
 
-    lazy = tuple(name for name, param in params.items() if _is_lazy(param))
-    if lazy:
-        evidence = "The parameter has no shape before the first forward, and is wrapped before it."
-        findings.append(Finding(cause=Cause.REPLACED, parameters=lazy, evidence=evidence))
-        return verification()
-    look = first_look(program, batch)
-    findings += look.findings
-    if any(each.cause in (Cause.NOT_FINITE, Cause.OTHER_MODEL) for each in look.findings):
-        return verification()
-    if look.plain.without:
-        findings += look_at_unreached(program, batch, look.plain.without)
-    if len(look.plain.without) == len(params):
-        return verification()
 
-    case = _case(program, batch, parts, look)
-    explained = explain_parts(case)
-    if explained is not None:
-        findings.append(explained)
-        if explained.cause is Cause.NOT_FINITE:
-            return verification()
-    if look.changed_buffers and (explained is None or explained.cause is not Cause.BATCH_STATISTICS):
-        findings += _buffers(case)
-    of_ranks = (lambda: experts) if experts is None or experts is WORLD_OF_ONE else experts
-    mean = total_norm(look.plain.grads.values()) / math.sqrt(sum(each.numel() for each in params.values()))
-    judge = WayJudge(case, Setting(units, of_ranks, max(mean, 1e-20)), parts_agree=explained is None)  # type: ignore[arg-type]
-    of_ways: list[Finding] = []
-    for name in ways:
-        result, wrong = judge.judge(name, WAYS[name])
-        results.append(result)
-        of_ways += wrong
-    shown = {each.cause for each in findings}  # plain PyTorch shows these
-    of_ways = [each for each in _merged(of_ways) if not _refuses_what_is_known(each, findings)]
-    findings += [each for each in of_ways if each.cause not in shown]
-    return verification()
-
-
-def _case(program: Program, batch: Any, parts: Parts, look: FirstLook) -> Case:
-    exact = run_exact(program, batch, look.around)
-    allowed: Allowed = allowed_between(look.plain.grads, exact)
-    own = run_parts(program, parts)
-    same = run_parts(program, parts, around=look.around, same_draw=True) if look.draws else own
-    return Case(program, batch, parts, look, allowed, own, same)
-
-
-def _parts(batch: Any, rows: int, ranks: int, num_microbatches: int) -> Parts:
-    """Rows in order: rank 0's microbatches first."""
-    size = rows // (ranks * num_microbatches)
-
-    def part(rank: int, index: int) -> Part:
-        start = (rank * num_microbatches + index) * size
-        return Part(rank, index, cut(batch, rows, start, start + size), draw_of(rank, index))
-
-    return [[part(rank, index) for index in range(num_microbatches)] for rank in range(ranks)]
-
-
-def _uneven(rows: int, ranks: int, num_microbatches: int) -> Finding:
-    return Finding(
-        cause=Cause.UNEVEN_BATCH,
-        evidence=f"{rows} rows do not divide over {ranks} ranks of {num_microbatches} microbatches: means over parts "
-        f"of different sizes are averaged as if the parts were equal. The rows that are too many are left out here.",
+def _about_parameters(program: Program, whole: Plain) -> Iterator[Finding]:
+    if whole.replaced:
+        yield Finding(
+            cause=Cause.REPLACED,
+            parameters=whole.replaced,
+            evidence="After forward, the model registers another parameter by this name than before, or the parameter "
+            "had no shape before: the one that a wrapper or an optimizer has got is in the model no more, or was not "
+            "there.",
+        )
+    elif whole.without:
+        yield Finding(
+            cause=Cause.UNUSED,
+            parameters=whole.without,
+            evidence="Autograd gives the trainable parameter no gradient: the loss does not depend on it, or forward "
+            "cuts it off (torch.no_grad, detach, .data), or step calls another model than the one that it is given.",
+        )
+    model = program.model if isinstance(program.model, nn.Module) else program.make()
+    places = sorted(
+        (param.data_ptr(), param.data_ptr() + param.nbytes, name)
+        for name, param in model.named_parameters()
+        if not nn.parameter.is_lazy(param)
     )
+    for (_, end, first), (start, _, second) in pairwise(places):
+        if start < end:
+            yield Finding(
+                cause=Cause.SHARED_MEMORY,
+                parameters=(first, second),
+                evidence="These are two Parameters over one memory. Each gets a gradient and an update of its own; "
+                "a wrapper with flat buffers gives each its own memory, and they come apart.",
+            )
 
 
-def _buffers(case: Case) -> Iterator[Finding]:
-    """Buffers that have other values after one rank's rows than after another's."""
+# ---- What is compared. ----
 
-    def run(rank: int) -> dict[str, Any]:
-        model = case.program.make()
-        run_one(case.program, model, own_copy(case.parts[rank][0].batch), around=case.around)
-        return dict(model.named_buffers())
 
-    first, last = alone(lambda: (run(0), run(len(case.parts) - 1)))
-    names = [name for name in first if name in last and not torch.equal(first[name], last[name])]
-    if names:
+def _compare(
+    comparison: Comparison, whole: Plain, program: Program, ways: Iterable[str]
+) -> tuple[list[WayResult], list[Finding]]:
+    """The whole batch and its parts, and then the ways.
+
+    comparison  of the whole batch and its parts, with each random draw at its mean
+    program     draws
+    """
+    mean, plains = comparison.mean, comparison.plains
+    differences = comparison.allowed.differences([pieces_of(mean)], whole.grads)
+    off = off_in(differences)
+    findings = [comparison.find_cause(off) or _from_contents(comparison, whole, off)] if off else []
+    buffers = unequal(plains[comparison.parts[-1].microbatch].buffers, plains[-1].buffers)  # of two ranks' last parts
+    if buffers and Cause.BATCH_STATISTICS not in [each.cause for each in findings]:
         evidence = "After a forward of its own rows each rank has other values in these buffers."
-        yield Finding(cause=Cause.BUFFERS, module=in_short(names), evidence=evidence)
+        findings.append(Finding(cause=Cause.BUFFERS, module=", ".join(buffers), evidence=evidence))
+    known = [each.cause for each in findings]  # plain PyTorch shows these
+
+    if program is not comparison.program:  # gradients may be larger than those with each draw at its mean
+        plains = run_parts(program, comparison.parts)
+        allowed = allowed_between(mean_of(plains), None)
+        comparison = replace(comparison, program=program, plains=plains, allowed=allowed)
+    norm = total_norm(whole.grads.values())
+    norm_error = abs(total_norm(mean.values()) - norm) / max(norm, 1e-30)
+    results, found = [], dict[Any, dict[str, Finding]]()
+    for name in ways:
+        row, finding = judge(name, WAYS[name], comparison)
+        row = replace(row, ok=row.ok and not off, grad_error=max(row.grad_error, differences[0].error))
+        results.append(replace(row, norm_error=max(row.norm_error, norm_error)))
+        if finding is not None and finding.cause not in known:
+            found.setdefault((finding.cause, frozenset(finding.parameters)), {})[name] = finding
+    for by_way in found.values():
+        findings.append(replace(max(by_way.values(), key=lambda each: each.error), ways=tuple(by_way)))
+    return results, findings
 
 
-def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each cause and parameter, with all ways that show it; the worst error and evidence."""
-    merged: dict[tuple[Any, ...], Finding] = {}
-    for each in findings:
-        key = (each.cause, each.module, frozenset(each.parameters))
-        known = merged.get(key)
-        if known is None:
-            merged[key] = each
-        else:
-            worse = each if each.error > known.error else known
-            ranks = tuple(sorted({*known.ranks, *each.ranks}))
-            merged[key] = replace(worse, ways=(*known.ways, *each.ways), ranks=ranks)
-    return list(merged.values())
+_EXPLAINED = 0.05
+"""Share of a difference below which the rest is small: other factors of the parts explain the difference."""
 
 
-def _refuses_what_is_known(finding: Finding, known: Sequence[Finding]) -> bool:
-    """Whether a way only refuses by name what plain PyTorch shows to be a mistake: a parameter that forward writes."""
-    return finding.cause is Cause.REFUSED and any(
-        each.module and f"'{each.module}'" in finding.evidence for each in known
+def _from_contents(comparison: Comparison, whole: Plain, off: Sequence[Difference]) -> Finding:
+    """The cause that shows in the whole batch's gradient, taken as a sum of the parts' gradients.
+
+    No experiment has shown a cause: the gradient of a part is a function of its rows alone. If the whole batch's
+    gradient is a sum of them, the factors are wrong; if it is none, rows act on each other.
+    """
+    name = max((each.name for each in off), key=lambda each: whole.grads[each].numel())
+    wanted, mean = whole.grads[name].reshape(-1), comparison.mean[name].reshape(-1)
+    shares, rest, words = comparison.contents(Piece(name, 0, wanted))
+    cause = Cause.WEIGHTED_MEAN
+    evidence = (
+        "So parts with equally many rows count differently: the loss is a mean over something else than rows, such as "
+        "unmasked tokens, of which the parts have different numbers."
     )
-
-
-def _is_lazy(param: nn.Parameter) -> bool:
-    return nn.parameter.is_lazy(param)
+    if max(shares) - min(shares) < 0.02 * abs(sum(shares) / len(shares)):
+        cause, evidence = Cause.SUM, "So the loss is not a mean over rows: it grows with their number."
+    evidence = f"The whole batch's gradient is a sum of the parts' gradients in plain PyTorch: {words}. {evidence}"
+    if rest * norm_of(wanted) > _EXPLAINED * distance(wanted, mean):
+        cause = Cause.MIXED_ROWS
+        evidence = (
+            "The whole batch's gradient is no sum of the parts' gradients in plain PyTorch, and no experiment finds "
+            "another cause: a module or the loss compares the rows of a batch with each other, or the loss is not "
+            "linear in them."
+        )
+    return about(off, cause, evidence)

@@ -211,10 +211,10 @@ FAULTS = [
         tests=["tests/launch/verification/test_library_faults.py::test_the_error_of_a_way_is_that_of_its_worst_rank"],
         changes=[
             Change(
-                "maingrad.launch.verification.way_diagnosis",
-                "WayJudge._largest",
-                "max(square, pieces.get(start, 0.0))",
-                "square",
+                "maingrad.launch.verification.comparison",
+                "Allowed.differences",
+                "max(error, errors.get(start, 0.0))",
+                "error",
             ),
         ],
     ),
@@ -225,7 +225,12 @@ FAULTS = [
             "tests/launch/verification/test_verify.py::test_each_model_of_a_function_begins_with_the_first_ones_state"
         ],
         changes=[
-            Change("maingrad.launch.verification.program", "Program._build", "own_copy(value)", "value"),
+            Change(
+                "maingrad.launch.verification.program",
+                "Program._build",
+                "own_copy(built.state_dict())",
+                "dict(built.state_dict())",
+            ),
         ],
     ),
     Fault(

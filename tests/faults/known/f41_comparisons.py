@@ -9,10 +9,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.launch.verification.way_diagnosis",
-                "WayJudge._off",
-                "for each in differences([(name, values, of_piece)], self.allowed):",
-                "for each in differences([(name, of_piece, of_piece)], self.allowed):",
+                "maingrad.launch.verification.comparison",
+                "Allowed.differences",
+                "error = distance(values, tensor.reshape(-1)[start : start + len(values)])",
+                "error = distance(values, values)",
             ),
         ],
     ),
@@ -24,10 +24,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.launch.verification.way_diagnosis",
-                "WayJudge._off_weights",
-                "for rank, result in enumerate(results):",
-                "for rank, result in enumerate(results[:1]):",
+                "maingrad.launch.verification.judge",
+                "judge",
+                "[result.weights for result in results]",
+                "[result.weights for result in results[:1]]",
             ),
         ],
     ),
@@ -39,10 +39,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.launch.verification.diagnosis",
-                "explain_parts",
-                "found = case.allowed.between(mean_of(case.same_draws), case.whole)",
-                "found = case.allowed.between(mean_of(case.same_draws), mean_of(case.same_draws))",
+                "maingrad.launch.verification.verify",
+                "_compare",
+                "comparison.allowed.differences([pieces_of(mean)], whole.grads)",
+                "comparison.allowed.differences([pieces_of(mean)], mean)",
             ),
         ],
     ),
@@ -55,9 +55,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.launch.verification.verify",
-                "_buffers",
-                "first, last = alone(lambda: (run(0), run(len(case.parts) - 1)))",
-                "first, last = alone(lambda: (run(0), run(0)))",
+                "_compare",
+                "unequal(plains[comparison.parts[-1].microbatch].buffers, plains[-1].buffers)",
+                "unequal(plains[-1].buffers, plains[-1].buffers)",
             ),
         ],
     ),

@@ -9,18 +9,18 @@ from maingrad.launch.verification.plain import Plain, mean_of
 
 def test_a_sum_of_parts_is_decomposed() -> None:
     torch.manual_seed(0)
-    parts = [[torch.randn(4, 5), torch.randn(3)] for _ in range(3)]
-    found = [0.5 * parts[0][index] - 2 * parts[2][index] for index in range(2)]
+    parts = [torch.randn(4, 5) for _ in range(3)]
+    found = 0.5 * parts[0] - 2 * parts[2]
     factors, rest = parts_in(found, parts)
     assert factors == pytest.approx([0.5, 0, -2], abs=1e-6)
     assert rest < 1e-6
-    _, rest = parts_in([each + torch.randn_like(each) for each in found], parts)
+    _, rest = parts_in(found + torch.randn_like(found), parts)
     assert rest > 0.1
 
 
 def test_equal_parts_share() -> None:
-    part = [torch.ones(3)]
-    factors, rest = parts_in([torch.full((3,), 4.0)], [part, part])
+    part = torch.ones(3)
+    factors, rest = parts_in(torch.full((3,), 4.0), [part, part])
     assert factors == pytest.approx([2, 2], rel=1e-3) and rest < 1e-6
 
 
@@ -53,7 +53,7 @@ def test_norms_and_means_in_half_precision_are_not_rounded(dtype: torch.dtype) -
     large = torch.full((4,), 60_000.0 if dtype is torch.float16 else 2.0**120, dtype=dtype)
     assert norm_of(large) == 2 * float(large[0])  # above the largest number of fp16
     small = torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps], dtype=dtype)
-    plains = [[Plain(0.0, {"w": value.clone()}, ()) for value in small.view(2, 1)]]
+    plains = [Plain(0.0, {"w": value.clone()}) for value in small.view(2, 1)]
     assert mean_of(plains)["w"].item() == 1.0 + torch.finfo(dtype).eps / 2
-    overflows = [[Plain(0.0, {"w": large}, ())] * 2]
+    overflows = [Plain(0.0, {"w": large})] * 2
     assert mean_of(overflows)["w"].tolist() == large.tolist()

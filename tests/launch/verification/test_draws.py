@@ -1,4 +1,4 @@
-"""Random draws replaced by their means, and the modules that draw."""
+"""Random draws replaced by their means, and the generators that are looked at."""
 
 import random
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from maingrad.launch.verification.draws import DrawnMeans, modules_that_draw, random_state
+from maingrad.launch.verification.draws import DrawnMeans, random_state
 
 X = torch.arange(6.0).view(2, 3)
 
@@ -39,26 +39,6 @@ X = torch.arange(6.0).view(2, 3)
 def test_means(draw, mean: Tensor) -> None:
     with DrawnMeans():
         assert torch.allclose(draw(), mean)
-
-
-def test_the_inner_module_that_draws_is_named() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steady, self.drop, self.python = nn.Linear(3, 3), nn.Dropout(), PythonDraw()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.drop(self.steady(x)) + self.python(x)
-
-    class PythonDraw(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * random.random() * np.random.rand()
-
-    model = Noisy()
-    assert modules_that_draw(model, lambda: model(X)) == ["drop", "python"]
-    assert modules_that_draw(model, lambda: model.steady(X)) == []
-    assert modules_that_draw(model, lambda: torch.rand(1)) == [""]
-    assert not model._forward_hooks and not model.drop._forward_pre_hooks
 
 
 def test_every_default_generator_is_looked_at() -> None:

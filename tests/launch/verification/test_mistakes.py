@@ -190,11 +190,6 @@ class SystemRandom(Net):
         return super().forward(x) * random.SystemRandom().uniform(1, 2)
 
 
-class EditsBatch(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(0.5))
-
-
 # ---- The graph. ----
 
 
@@ -215,12 +210,6 @@ class WithoutGrad(Net):
         with torch.no_grad():
             x = self.blocks[0](x).tanh()
         return self.blocks[1](x).tanh()
-
-
-class AllWithoutGrad(Net):
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
 
 
 def with_harmless_hook() -> nn.Module:
@@ -295,20 +284,6 @@ class OneMemory(Net):
         self.blocks[1].weight = nn.Parameter(self.blocks[0].weight.data)
 
 
-class BrokenTie(Net):
-    """The embedding and the head, tied by a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, DIM)
-        self.logits = nn.Linear(DIM, 5, bias=False)
-        self.logits.weight = copy.deepcopy(self.embedding.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = (x[:, 0] > 0).long()
-        return F.cross_entropy(self.logits(self.features(self.embedding(ids)) * self.head(x)), ids)
-
-
 def wrong_expert_group() -> nn.Module:
     """All ranks have this layer alike, and its gradient is reduced over each rank alone."""
     net = Net()
@@ -323,8 +298,6 @@ class Lazy(Net):
         self.head = nn.LazyLinear(1)
 
 
-OUTSIDE = Net()
-
 PLANTED: dict[str, Planted] = {
     "loss is a sum": Planted(SummedLoss, "sum", "head.weight"),
     "mean over tokens": Planted(MeanOverTokens, "weighted_mean", "head.bias", batch=masked_batch),
@@ -332,29 +305,29 @@ PLANTED: dict[str, Planted] = {
     "rows compared in the loss": Planted(Contrastive, "mixed_rows", "head.weight"),
     "loss of the rank": Planted(LossOfTheRank, "rank", "head.weight"),
     "gradient is not finite": Planted(BadGradient, "not_finite", "head.bias"),
-    "dropout": Planted(Dropout, "random", module="drop", is_note=True),
-    "noise": Planted(Noise, "random", module="the program", is_note=True),
+    "dropout": Planted(Dropout, "random", is_note=True),
+    "noise": Planted(Noise, "random", is_note=True),
     "a generator of its own": Planted(GeneratorOfItsOwn, "not_reproducible", "head.weight"),
     "batch normalisation": Planted(Normalised, "batch_statistics", "norm.weight", module="norm"),
-    "rows centred": Planted(CentredRows, "mixed_rows", "head.weight", module="centre"),
-    "a counter": Planted(Counter, "state", "head.weight", module="num_calls"),
+    "rows centred": Planted(CentredRows, "mixed_rows", "head.weight"),
+    "a counter": Planted(Counter, "state", "head.weight"),
     "a counter of all models": Planted(CallsOfAllModels, "not_reproducible", "head.weight"),
-    "an average that forward updates": Planted(MovingAverage, "state", "head.weight", module="teacher.weight"),
+    # fully_shard refuses the write to the teacher's weight by name.
+    "an average that forward updates": Planted(MovingAverage, "state", "head.weight", ways=("ddp", "zero1_converted")),
     "the system's random numbers": Planted(SystemRandom, "not_reproducible", "head.weight"),
-    "batch edited": Planted(EditsBatch, "batch_edited", "head.weight"),
     "unused": Planted(Unused, "unused", "extra.weight", is_note=True),
-    "detached": Planted(Detached, "detached", "blocks.0.weight"),
-    "no_grad": Planted(WithoutGrad, "no_grad", "blocks.0.bias"),
-    "no_grad around all": Planted(AllWithoutGrad, "no_grad", "head.weight"),
+    "detached": Planted(Detached, "unused", "blocks.0.weight", is_note=True),
+    "no_grad": Planted(WithoutGrad, "unused", "blocks.0.bias", is_note=True),
     "hook that a way does not call": Planted(with_harmless_hook, "hook", "head.weight", ways=("ddp", "fsdp")),
     "hook of a parameter": Planted(with_hook, "hook", "blocks.0.weight", ways=("ddp", "zero1_converted")),
     "hook of a module": Planted(Hooked, "hook", module="blocks.1"),
     "parameter made in forward": Planted(MakesParameter, "replaced", "head.weight"),
-    "weight read elsewhere": Planted(ReadsElsewhere, "read_elsewhere", "blocks.0.weight"),
+    "weight read elsewhere": Planted(
+        ReadsElsewhere, "read_elsewhere", "blocks.0.weight", ways=(*WAYS, "fsdp_recompute")
+    ),
     "weight in a list": Planted(KeepsWeight, "read_elsewhere", "head.weight"),
     "layer made in forward": Planted(AddsLayer, "replaced", "late.weight"),
     "two parameters, one memory": Planted(OneMemory, "shared_memory", "blocks.1.weight"),
-    "broken tie": Planted(BrokenTie, "broken_tie", "logits.weight", is_note=True),
     "expert in the wrong group": Planted(
         wrong_expert_group,
         "expert_ranks",
@@ -363,10 +336,6 @@ PLANTED: dict[str, Planted] = {
         options={"expert_process_group": WORLD_OF_ONE},
     ),
     "lazy": Planted(Lazy, "replaced", "head.weight"),
-    "step of another model": Planted(
-        Net, "other_model", "head.weight", options={"step": lambda model, batch: OUTSIDE(batch)}
-    ),
-    "uneven batch": Planted(Net, "uneven_batch", batch=lambda: torch.randn(ROWS + 2, DIM)),
 }
 
 
@@ -389,8 +358,7 @@ def test_the_table_of_a_random_program_shows_the_error_that_is_found() -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_cause_is_named(name: str) -> None:
     planted = PLANTED[name]
-    model = OUTSIDE if planted.cause == "other_model" else planted.make()
-    found = verify(model, planted.batch(), ways=planted.ways, **planted.options)
+    found = verify(planted.make(), planted.batch(), ways=planted.ways, **planted.options)
     causes = {str(finding.cause): finding for finding in found.findings}
     assert planted.cause in causes, str(found)
     finding = causes[planted.cause]

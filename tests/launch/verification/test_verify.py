@@ -237,6 +237,33 @@ def test_the_report() -> None:
         found.raise_if_failed()
 
 
+class Following(nn.Module):
+    """Follows the mean of its rows, and passes them on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        return x
+
+
+def test_the_report_is_short_where_many_modules_are_at_fault() -> None:
+    """The finding itself names all of them."""
+    names = [f"{index}.mean" for index in range(40)]
+    found = verify(nn.Sequential(*(Following() for _ in names), mlp()), rows(), square, ways=("ddp",))
+    (finding,) = found.findings
+    assert finding.cause == "buffers" and finding.module == ", ".join(names)
+    assert "note: buffers in 0.mean, 1.mean, 2.mean, " in str(found)
+    assert max(map(len, str(found).splitlines())) < 130
+
+
+def test_gradients_that_are_all_zero_are_compared() -> None:
+    found = verify(mlp(), rows(), lambda output, batch: (output * 0).sum(), ways=FEW)
+    assert found.ok and len(found.results) == len(FEW), str(found)
+
+
 def test_a_cause_may_be_accepted() -> None:
     found = verify(Summed(6, 2), rows(), ways=("ddp",), accept=("sum",))
     assert found.ok and found.raise_if_failed() is found
@@ -300,7 +327,7 @@ def backward_inside(model: nn.Module, batch: Tensor) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -311,6 +338,7 @@ def backward_inside(model: nn.Module, batch: Tensor) -> Tensor:
         ({"step": square}, ValueError, "pass one of them"),
         ({"loss": lambda output, batch: 1.0}, TypeError, "returned a float"),
         ({"batch": rows(1)}, ValueError, "1 rows cannot be divided over 2 ranks"),
+        ({"batch": rows(10)}, ValueError, "10 rows cannot be divided over 2 ranks of 2 microbatches"),
         ({"batch": {"n": 3}}, ValueError, "no tensor with rows"),
         ({"model": 3}, TypeError, "an nn.Module or a function"),
         ({"model": mlp().requires_grad_(False)}, ValueError, "no parameter that requires a gradient"),
@@ -332,6 +360,21 @@ def test_nothing_compared_is_not_verified() -> None:
     assert not found.ok and not found.results
     assert [str(finding.cause) for finding in found.findings] == ["unused"]
     assert str(found).endswith("nothing could be compared")
+
+
+@pytest.mark.parametrize("calls_another", [True, False])
+def test_a_loss_without_the_model_is_not_verified(calls_another: bool) -> None:
+    """``step`` calls another model than its argument; or nothing has a graph."""
+    outside = mlp()
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.set_grad_enabled(calls_another):
+            return square(outside(batch) if calls_another else model(batch), batch)
+
+    found = verify(mlp(), rows(), step=step, ways=FEW)
+    assert not found.ok and not found.results
+    assert [str(finding.cause) for finding in found.findings] == ["unused"]
+    assert len(found.findings[0].parameters) == 6
 
 
 def test_the_programs_own_error_is_raised() -> None:

@@ -1,0 +1,104 @@
+"""One way beside plain PyTorch on the same parts: whether gradients, the global norm and the weights are right."""
+
+import math
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from .comparison import Allowed, Difference, distance, norm_of, off_in, total_norm
+from .experiments import Comparison, about
+from .findings import Cause, Finding, WayResult
+from .plain import Grads
+from .ways import RankResult, Way
+
+__all__ = ["judge"]
+
+
+def judge(name: str, way: Way, parts: Comparison) -> tuple[WayResult, Finding | None]:
+    """Run one way; its row of the table, and what is wrong with it."""
+    comparison = replace(parts, way=way)
+    try:
+        results = comparison.run_way(way, parts.setting)
+    except Exception as error:
+        return WayResult(way=name), _explain_error(comparison, error)
+    mean = comparison.mean
+    norm = total_norm(mean.values())
+    norm_error = max(abs(result.norm - norm) for result in results)
+    allowed_norm_error = math.hypot(*comparison.allowed.by_name.values())
+    grads = comparison.allowed.differences([result.grads for result in results], mean)
+    updated, allowed = _updated_weights(comparison, mean)
+    weights = allowed.differences([result.weights for result in results], updated)
+    off, finding = off_in(grads), None
+    if off:
+        finding = comparison.find_cause(off) or _blame_library(comparison, off, results)
+    elif norm_error > allowed_norm_error and comparison.setting.experts is None:
+        evidence = f"All gradients are right, and the global norm is {results[0].norm:.6g}."
+        finding = Finding(cause=Cause.LIBRARY, evidence=evidence)
+    elif off_in(weights):
+        evidence = "All gradients are right, and the weights after AdamW's step are not those of plain PyTorch's AdamW."
+        finding = about(off_in(weights), Cause.LIBRARY, evidence)
+    result = WayResult(
+        way=name,
+        ok=finding is None,
+        grad_error=grads[0].error,
+        norm_error=norm_error / max(norm, 1e-30),
+        weight_error=weights[0].error,
+        fused_writes=results[0].fused_writes,
+    )
+    return result, finding
+
+
+def _updated_weights(comparison: Comparison, mean: Grads) -> tuple[Grads, Allowed]:
+    """The weights after one step of plain PyTorch's AdamW, and errors that are relative to the step."""
+    params = dict(comparison.program.make().named_parameters())
+    masters = {name: nn.Parameter(params[name].detach().to(grad.dtype, copy=True)) for name, grad in mean.items()}
+    for name, grad in mean.items():
+        masters[name].grad = grad
+    adamw = comparison.setting.adamw
+    torch.optim.AdamW(masters.values(), **adamw).step()
+    slope = adamw["lr"] / adamw["eps"]  # of AdamW's first step where the gradient is zero
+    by_name, unit = {}, {}
+    for name, master in masters.items():
+        step = distance(master, params[name])
+        rounding = 4 * torch.finfo(params[name].dtype).eps * norm_of(master)
+        by_name[name] = 2 * slope * comparison.allowed.by_name[name] + rounding + 1e-4 * step
+        unit[name] = max(step, rounding, 1e-30)
+    return masters, Allowed(by_name, unit)
+
+
+def _blame_library(comparison: Comparison, off: Sequence[Difference], results: Sequence[RankResult]) -> Finding:
+    """The program is right, and this way's gradients are not: what the farthest gradient is made of."""
+    worst = off[0]
+    rank = next(iter(worst.ranks), 0)
+    contents = "No rank holds all of it, or it is not finite."
+    if math.isfinite(worst.error):
+        piece = next(piece for piece in results[rank].grads if piece.name == worst.name)
+        _, rest, words = comparison.contents(piece)
+        found = f"a sum of the parts' gradients: {words}." if rest <= 1e-2 else "no sum of the parts' gradients."
+        contents = f"Rank {rank}'s gradient is {found}"
+    evidence = (
+        "Plain PyTorch computes the right gradient of the same parts on the same ranks without a wrapper, and no "
+        "experiment finds a cause in the program."
+    )
+    return about(off, Cause.LIBRARY, f"{evidence} {contents}")
+
+
+_REFUSALS = (ValueError, RuntimeError, TypeError, NotImplementedError, FloatingPointError)
+"""What the library raises on purpose. Anything else that it raises is its own fault."""
+
+
+def _explain_error(comparison: Comparison, error: Exception) -> Finding:
+    """The way has raised: what in the program made it, or whose error it is."""
+    text = f"{type(error).__name__}: {str(error).strip()}"
+    named = [Difference(name, 0.0, True, ()) for name in comparison.allowed.by_name if f"'{name}'" in text]
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    in_library = frame.f_globals.get("__name__", "").startswith("maingrad.")
+    finding = comparison.find_cause(named) or about(
+        named,
+        Cause.LIBRARY if in_library and not isinstance(error, _REFUSALS) else Cause.REFUSED,
+        "Plain PyTorch runs, and this way raises.",
+    )
+    return replace(finding, evidence=f"{finding.evidence} {text[:600]}")
