@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     meant = difflib.get_close_matches(arguments[0], _COMMANDS, n=1) if arguments else []
     if meant and meant[0] != arguments[0]:
         return _say(f"there is no command '{arguments[0]}': did you mean '{meant[0]}'?", _USAGE_ERROR)
-    command, flags = _parse(arguments)
+    try:
+        command, flags = _parse(arguments)
+    except ConfigError as error:
+        return _say(error, _USAGE_ERROR)
     if flags and arguments[0] not in _WITH_FILE:
         return _say(
             f"{arguments[0]} has no '{flags[0]}': maingrad {arguments[0]} --help lists what it has", _USAGE_ERROR
@@ -300,7 +303,7 @@ _WITH_FILE = ("train", "plan", "simulate")
 
 def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
     """The command, and the flags that take the place of values in its configuration file."""
-    if not {"-h", "--help"}.isdisjoint(arguments[2:]) and arguments[0] in _WITH_FILE:
+    if not {"-h", "--help"}.isdisjoint(arguments[2:]) and arguments[1].endswith(".toml"):
         from .config.file import load_config, print_keys
 
         print_keys(load_config(arguments[1]))

@@ -93,8 +93,8 @@ def _table(cls: type, document: Mapping[str, Any], prefix: str) -> Any:
     except ConfigError:
         raise
     except ValueError as error:  # a class of the library, whose errors begin with the field's name
-        decided = document.get("use_distributed_optimizer", False)
-        raise ConfigError(f"{prefix}{error} (parallel sets use_distributed_optimizer = {decided})") from None
+        decided = " (parallel decides on that)" if "use_distributed_optimizer" in str(error) else ""
+        raise ConfigError(f"{prefix}{error}{decided}") from None
 
 
 def _value(hint: Any, value: Any, key: str) -> Any:
@@ -213,5 +213,5 @@ def _from_text(hint: Any, text: str) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no value of TOML, or a number of thousands of digits
         return text

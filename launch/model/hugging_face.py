@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...te_integration import convert_linears
@@ -125,7 +126,7 @@ def build_language_model(
         model = _build(config, folder, seed, device, placeholder=placeholder)
     except ConfigError:
         raise
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
         remedy = "; model.pretrained = false draws new weights from config.json" if config.pretrained else ""
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
     if config.fuse_wgrad_accumulation:
@@ -141,9 +142,9 @@ def _build(config: ModelConfig, folder: str, seed: int, device: torch.device, *,
     options: dict[str, Any] = {"dtype": config.torch_dtype, "trust_remote_code": config.trust_remote_code}
     if config.attention is not None:
         options["attn_implementation"] = config.attention
-    if config.pretrained:
+    stored = {"config": settings, "local_files_only": True, "use_safetensors": True, **options}
+    if config.pretrained and (placeholder or device.type != "meta"):
         check_weight_files(Path(folder))
-        stored = {"config": settings, "local_files_only": True, "use_safetensors": True, **options}
     if device.type == "meta":
         with torch.device("meta"):
             model = classes.from_config(settings, **options)

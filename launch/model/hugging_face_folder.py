@@ -77,7 +77,14 @@ def _refusal(folder: str, what: str) -> str:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Raise ``ConfigError`` if ``model.safetensors.index.json`` lists a file in another folder."""
+    """Raise ``ConfigError`` if there are no safetensors, or if their index lists a file in another folder.
+
+    On every rank, also on those that get the first rank's values: a mistake ends all of them.
+    """
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{_KEY} = '{folder}': has no safetensors; model.pretrained = false draws new weights from config.json"
+        )
     index = folder / "model.safetensors.index.json"
     listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else {}
     for file in set(listed.values()):

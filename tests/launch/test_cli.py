@@ -130,6 +130,7 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["train", "nowhere.toml"], 2, "configuration file 'nowhere.toml' does not exist"),
         (["train", "CONFIG", "--data.paths", "nowhere.txt"], 2, "data file 'nowhere.txt' does not exist"),
         (["train", "CONFIG", "--help"], 0, "--ddp.bucket-size"),
+        (["train", "nowhere.toml", "--help"], 2, "configuration file 'nowhere.toml' does not exist"),
         (["plan", "CONFIG", "-h"], 0, "Elements after which a bucket is closed"),
         (["--help"], 0, "simulate"),
         (["tune", "--help"], 0, "tuned.csv"),

@@ -157,7 +157,7 @@ def test_refuses_impossible_values(document: dict[str, Any], message: str):
 
 
 ONE_COPY = "has no effect without use_distributed_optimizer: there are no shards"
-SAID = "(parallel sets use_distributed_optimizer = False)"
+SAID = "turn it on, or drop the option (parallel decides on that)"
 INSTANCES = "ddp.num_distributed_optimizer_instances"
 
 
@@ -324,6 +324,7 @@ def test_errors_name_the_file(tmp_path: Path):
         (["--train.steps", "x"], "train.steps: must be int, not str"),
         (["--train.steps", "3", "4"], "train.steps = ['3', '4']: must be one value"),
         (["--train.steps"], "train.steps: must be int, not bool"),
+        (["--train.steps", "1" * 5000], "train.steps: must be int, not str"),
         (["--train.no-steps"], "train.steps: must be int, not bool"),
         (["--optimizer.betas", "0.9"], "optimizer.betas = [0.9]: must have 2 values"),
         (["--steps", "3"], "unknown key 'steps': valid keys: checkpoint, data, "),

@@ -152,6 +152,9 @@ def test_a_snapshot_of_the_cache_keeps_its_files(tmp_path: Path) -> None:
 
 def test_a_list_of_weights_names_files_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other/model.safetensors"}}')
+    with pytest.raises(ConfigError, match="has no safetensors"):
+        check_weight_files(tmp_path)
+    (tmp_path / "model-1.safetensors").touch()
     with pytest.raises(ConfigError, match="which is no file of its folder"):
         check_weight_files(tmp_path)
 
