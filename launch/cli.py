@@ -341,8 +341,8 @@ def _end(error: Exception, status: int, stop: StopRequest) -> int:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return _say(error, status)
-    # All ranks of a node make the same mistake: torchrun ends the others when the first has ended.
-    if os.environ.get("LOCAL_RANK", "0") != "0" and stop.wait(_SECONDS_FOR_THE_FIRST):
+    # All ranks of a node make the same mistake, and torchrun ends the others when one has ended: the first, if it can.
+    if stop.wait(0.0 if os.environ.get("LOCAL_RANK", "0") == "0" else _SECONDS_FOR_THE_FIRST):
         return status
     text = f"maingrad: error: {error}"
     found = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}

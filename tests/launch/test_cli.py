@@ -74,7 +74,7 @@ def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
 
 
 def test_torchrun_ends_with_the_cause(tmp_path: Path):
-    done = run_python(*TORCHRUN, "train", tiny_toml(tmp_path), "--train.global-batch-size", "6")
+    done = run_python(*TORCHRUN, "train", tiny_toml(tmp_path), "--train.global-batch-size", "6", timeout=100.0)
     assert done.returncode != 0
     cause = "maingrad: error: train.global_batch_size = 6: must be a multiple of train.num_microbatches * ranks"
     assert (done.stdout + done.stderr).count(cause) == 1
