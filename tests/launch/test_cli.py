@@ -64,7 +64,7 @@ def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
     assert observed["collectives"] == {"all_gather": num_buckets, "reduce_scatter": num_buckets}
     assert observed["main_grad_dtypes"] == {"float32": 15}
     assert found["timeline"]["buckets"][0]["finished"] >= found["timeline"]["buckets"][0]["launched"]
-    assert done.stdout.count("validation loss") == 3, "rank 0 alone speaks"
+    assert done.stdout.count("validation loss") == 2, "rank 0 alone speaks"
 
     simulated = run_python(
         *MAINGRAD, "simulate", path, "--ranks", "2", "--train.out-dir", tmp_path / "simulated" / "run"
