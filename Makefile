@@ -5,7 +5,7 @@
 #   make test-all   slow tests too, and property tests at full counts
 #   make test-newest  the quick start and a sample of the tests, with the newest versions that pip gives
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
-#   make faults     bring each known fault back; its tests must notice
+#   make faults     bring each known fault back; its tests must notice (ARGS="--only 34" or "--share 0/4": some of them)
 #   make check      ruff, mypy --strict on the library, import direction, the site without warnings
 #   make docs       the site alone, in .build/site
 #   make test-gpu   the tests marked gpu

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..ddp import DistributedOptimizer
-from ..ddp.checkpoint.files.boxes import TensorSlice
+from ..ddp.checkpoint.files.boxes import Part
 from ..ddp.checkpoint.files.folder import belongs_to_checkpoint
-from ..ddp.checkpoint.files.manifest import MANIFEST_FILE
-from ..ddp.checkpoint.files.storage import check_stored, open_checkpoint, read_slices
-from ..ddp.checkpoint.files.typed_json import dtype_named
+from ..ddp.checkpoint.files.manifest import MANIFEST_FILE, Manifest
+from ..ddp.checkpoint.files.opened import open_checkpoint
+from ..ddp.checkpoint.files.rank_file import TYPE_NAMES
 from ..ddp.checkpoint.model import ModelTensors
-from ..ddp.checkpoint.ranks import CheckpointRanks, check_same_call
+from ..ddp.checkpoint.ranks import check_same_call
 from ..ddp.checkpoint.wrapper_source import WrapperSource, source_of
 
 __all__ = ["CheckpointWeights", "export_safetensors", "load_safetensors", "read_weights", "save_safetensors"]
@@ -35,18 +35,7 @@ _CHECKSUMS = "maingrad.crc32"
 """Key in the file's metadata: CRC-32 of dtype, shape and bytes of each tensor. Files of other programs lack it."""
 _CHECKED = "maingrad.checked"
 """Key that declares the checksums: if one of the two keys is damaged, the other still shows that they exist."""
-_KINDS = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "C64": torch.complex64,
-}
+_KINDS = {name: dtype for dtype, name in TYPE_NAMES.items() if not dtype.is_floating_point} | {"C64": torch.complex64}
 """All dtypes that are not floating point, by their names in the format."""
 
 
@@ -81,19 +70,23 @@ def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | Non
 
     dtype  as for ``export_safetensors``, which raises the same errors
     """
-    stored = open_checkpoint(Path(checkpoint))
-    manifest = stored.manifest
-    _check_one_model(manifest.num_expert_sets)
-    slices, by_name = [], {}
-    for name, entry in {**manifest.parameters, **manifest.buffers}.items():
-        master = dtype is not None and entry.has_master
-        data = torch.empty(entry.shape, dtype=torch.float32 if master else dtype_named(entry.dtype), device="cpu")
-        slices.append(TensorSlice(("master" if master else "model", name), entry.shape, 0, data.numel(), data))
-        by_name[name] = data
-    check_stored(manifest.index, slices)
-    read_slices(stored, slices)
-    for name in manifest.parameters:
-        by_name[name] = _rounded(by_name[name], dtype)
+    by_name: dict[str, Tensor] = {}
+
+    def choose(manifest: Manifest) -> list[Part]:
+        _check_one_model(manifest.num_expert_sets)
+        parts = []
+        for name, entry in manifest.tensors.items():
+            section = "master" if dtype is not None and entry.has_master else "model"
+            by_name[name] = torch.empty(entry.shape, dtype=entry.stored[section].dtype, device="cpu")
+            parts.append(Part.whole(name, section, by_name[name]))
+        return parts
+
+    opened = open_checkpoint(Path(checkpoint), choose)
+    opened.read()
+    manifest = opened.manifest
+    for name, entry in manifest.tensors.items():
+        if not entry.is_buffer:
+            by_name[name] = _rounded(by_name[name], dtype)
     return CheckpointWeights(by_name, manifest.tied, manifest.extra)
 
 
@@ -124,7 +117,7 @@ def save_safetensors(
         optimizer.settle()
         if dtype is not None and ranks.writes:
             optimizer.refresh_masters()
-            found = {name: master.cpu() for name, master in _gather_masters(optimizer, ranks)}
+            found = {name: master.cpu() for name, master in _gather_masters(optimizer)}
 
     def write() -> None:
         if ranks.leads:
@@ -194,7 +187,7 @@ def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str])
     staging = target.with_name(f"{target.name}.incomplete")
     stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     checksums = {name: _checksum(tensor) for name, tensor in stored.items()}
-    metadata = {"format": "pt", _TIED: json.dumps(dict(tied)), _CHECKED: "crc32", _CHECKSUMS: json.dumps(checksums)}
+    metadata = {"format": "pt", _TIED: json.dumps(dict(tied)), _CHECKED: "crc32", _CHECKSUMS: json.dumps(checksums, sort_keys=True)}
     try:
         save_file(stored, staging, metadata)
         staging.replace(target)
@@ -234,7 +227,7 @@ def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     return weight if dtype is None or not weight.is_floating_point() else weight.to(dtype)
 
 
-def _gather_masters(optimizer: DistributedOptimizer, ranks: CheckpointRanks) -> Iterator[tuple[str, Tensor]]:
+def _gather_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[str, Tensor]]:
     """Yields, on the first rank of an instance, the masters of half-precision parameters, one at a time.
 
     Other ranks yield nothing. Collective over the instance.
@@ -242,9 +235,10 @@ def _gather_masters(optimizer: DistributedOptimizer, ranks: CheckpointRanks) -> 
     slices = [part for part in optimizer.slices if part.master.dtype is not part.param.dtype]
     mine = [(part.start, part.end) for part in slices]
     ranges, here = [mine], 0
-    if ranks.group is not None:
-        ranges, here = [[]] * ranks.group.size(), ranks.group.rank()
-        dist.all_gather_object(ranges, mine, group=ranks.group)
+    group = optimizer.model.grids["dense"].inner
+    if group is not None and group.size() > 1:
+        ranges, here = [[]] * group.size(), group.rank()
+        dist.all_gather_object(ranges, mine, group=group)
     for index, part in enumerate(slices):
         numel = part.wired.owned.param.numel()
         owners = [rank for rank, parts in enumerate(ranges) if parts[index][0] < parts[index][1]]
@@ -257,10 +251,10 @@ def _gather_masters(optimizer: DistributedOptimizer, ranks: CheckpointRanks) -> 
                 if rank == 0:
                     whole[start:end] = part.master
                 else:
-                    dist.recv(whole[start:end], group=ranks.group, group_src=rank)
+                    dist.recv(whole[start:end], group=group, group_src=rank)
             yield part.name, whole.view(part.shape)
         elif here in owners:
-            dist.send(part.master, group=ranks.group, group_dst=0)
+            dist.send(part.master, group=group, group_dst=0)
 
 
 def _match(path: Path, tensors: ModelTensors, present: Mapping[str, Tensor]) -> dict[str, str]:

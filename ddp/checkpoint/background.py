@@ -1,33 +1,31 @@
-"""A save in the background: after ``save_checkpoint(..., background=True)`` a thread writes, and training goes on.
+"""The thread that writes a checkpoint: after ``save_checkpoint(..., background=True)`` training goes on beside it.
 
-The call itself decides which rank writes what, and copies it to host memory. Then a thread on each rank writes. It
-calls no collectives, so it cannot come between those of training; ``files/deferred.py`` tells how ranks exchange what
-they have written. The first rank's thread completes the checkpoint.
+The call itself decides which rank writes what, and copies it to host memory. Then a thread on each rank writes, and
+the first rank's thread completes the checkpoint (``writing.py``).
 """
 
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..collectives.failure_report import CollectiveError
-from .files.boxes import TensorSlice
-from .files.index import Index
+from .files.boxes import Part
 from .ranks import CheckpointRanks
+from .writing import Writing, page_locked
 
-if TYPE_CHECKING:  # a torch without torch.distributed cannot import it
-    from .files.deferred import DeferredWrite
-
-__all__ = ["PendingSave", "defer", "finish_pending", "reserve_memory", "start_pending", "wait_for_memory"]
+__all__ = ["PendingSave", "finish_pending", "reserve_memory", "wait_for_memory"]
 
 _GRACE = 30.0
 """Seconds for which the first rank waits for the others' files, after its program has ended or given the save up."""
+
+_DELAY = 5.0
+"""Seconds that a file system may take to show the first rank a file that another rank has written."""
 
 _pending: "weakref.WeakKeyDictionary[nn.Module, PendingSave]" = weakref.WeakKeyDictionary()
 """The save of each model that no rank has waited for yet. Alike on all ranks: saves and waits are collective."""
@@ -37,35 +35,31 @@ _reserving: "weakref.WeakKeyDictionary[nn.Module, threading.Thread]" = weakref.W
 
 
 class PendingSave:
-    """A checkpoint that is being written in the background.
+    """A checkpoint that is being written.
 
     The checkpoint is at its path when all ranks have written; whenever a process dies before, the previous one is. The
     copies in host memory are freed when this rank has written.
     """
 
     def __init__(
-        self,
-        path: Path,
-        ranks: CheckpointRanks,
-        write: "DeferredWrite | None",
-        staging: ExitStack,
-        complete: Callable[[list[Any], Index], None],
+        self, model: nn.Module, path: Path, ranks: CheckpointRanks, writing: Writing, staging: ExitStack
     ) -> None:
         self.path = path
-        self._ranks, self._write, self._staging, self._complete = ranks, write, staging, complete
+        self._ranks, self._writing, self._staging = ranks, writing, staging
         self._written = threading.Event()
-        self._write_error: Exception | None = None
-        self._complete_error: Exception | None = None
+        self._write_error: BaseException | None = None
+        self._complete_error: BaseException | None = None
         self._result: BaseException | None = None
         self.is_over = False
         """Whether this rank has waited for the save and knows its end."""
         self._none_writes = False
         """Whether no rank is writing any more: then files of a failed save can be deleted."""
-        self._until = float("inf")
+        self._until = self._appears_by = float("inf")
         self._program = threading.current_thread()
         # No daemon: a program that ends without waiting still completes its checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"save of {path.name}", daemon=False)
         self._thread.start()
+        _pending[model] = self
 
     def done(self) -> bool:
         """Whether this rank has nothing left to do. On the first rank: whether the checkpoint is complete, or has
@@ -85,6 +79,7 @@ class PendingSave:
         if not self.is_over:
             try:
                 self._ranks.alike(self._wait_for_own, f"the writing of checkpoint '{self.path}'")
+                self._appears_by = time.monotonic() + _DELAY
                 self._ranks.alike(self._wait_for_all, f"the completion of checkpoint '{self.path}'")
             except Exception as error:
                 self._result = error
@@ -115,67 +110,26 @@ class PendingSave:
     @torch.no_grad()
     def _run(self) -> None:
         try:
-            if self._write is not None:
-                self._write.write()
-        except Exception as error:
+            self._writing.write()
+        except BaseException as error:
             self._write_error = error
         self._written.set()
         if not self._ranks.leads:
             return
         try:
             with self._staging:
-                collected = None if self._write is None else self._write.collect(self._is_given_up)
-                if collected is None:
-                    kind = RuntimeError if self._none_writes else CollectiveError
-                    raise kind(f"the save to '{self.path}' was given up: not all ranks have written")
-                self._complete(*collected)
-        except Exception as error:
+                self._writing.complete(self._waits)
+        except BaseException as error:
             self._complete_error = error
 
-    def _is_given_up(self) -> bool:
+    def _waits(self) -> bool:
+        """Whether the first rank goes on waiting for files. Raises where the save is given up."""
         if not self._program.is_alive():
             self.give_up()
-        return time.monotonic() > self._until
-
-
-def _agree(
-    write: "DeferredWrite", slices: Sequence[TensorSlice], notes: Any, ranks: CheckpointRanks, what: str
-) -> None:
-    def propose() -> None:
-        if ranks.writes:
-            write.propose(slices, notes)
-
-    def agree() -> None:
-        if ranks.writes:
-            write.agree(ranks.group, ranks.failures)
-
-    ranks.alike(propose, f"the listing {what}")
-    ranks.alike(agree, f"the plan {what}")
-
-
-def defer(
-    write: "DeferredWrite", slices: Sequence[TensorSlice], notes: Any, ranks: CheckpointRanks, what: str
-) -> "DeferredWrite | None":
-    """Plan the writing, and copy this rank's part to host memory; None where this rank writes nothing.
-
-    what  ends the names of these actions, for errors
-
-    Collective over ``ranks``. Where one rank fails, all raise.
-    """
-
-    def copy() -> None:
-        if ranks.writes:
-            write.copy_to_host()
-
-    _agree(write, slices, notes, ranks, what)
-    ranks.alike(copy, f"the copying {what}")
-    return write if ranks.writes else None
-
-
-def start_pending(model: nn.Module, pending: PendingSave) -> PendingSave:
-    """Note the save, so that the model's next save or load waits for it."""
-    _pending[model] = pending
-    return pending
+        if time.monotonic() > self._until:
+            kind = RuntimeError if self._none_writes else CollectiveError
+            raise kind(f"the save to '{self.path}' was given up: not all ranks have written")
+        return time.monotonic() < self._appears_by
 
 
 def finish_pending(model: nn.Module) -> None:
@@ -185,18 +139,12 @@ def finish_pending(model: nn.Module) -> None:
         pending.wait()
 
 
-def reserve_memory(
-    model: nn.Module, write: "DeferredWrite", slices: Sequence[TensorSlice], ranks: CheckpointRanks
-) -> None:
-    """Start a thread that takes the host memory for copies of this rank's part, and leaves it to torch's cache.
-
-    Collective over ``ranks``.
-    """
-    _agree(write, slices, None, ranks, "of memory for background saves")
-    boxes = write.on_devices() if ranks.writes else []
-    if boxes:
+def reserve_memory(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Start a thread that takes the host memory for copies of ``parts``, and leaves it to torch's cache."""
+    on_devices = [(part.data.shape, part.data.dtype) for part in parts if not part.data.is_cpu]
+    if on_devices:
         wait_for_memory(model)
-        _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(boxes,), name="memory of saves")
+        _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(on_devices,), name="memory of saves")
         thread.start()
 
 
@@ -207,10 +155,6 @@ def wait_for_memory(model: nn.Module) -> None:
         thread.join()
 
 
-def _take_and_free(boxes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
-    from .files.planner import page_locked  # here: a torch without torch.distributed cannot import it
-
-    copies = []
+def _take_and_free(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
     with suppress(RuntimeError):  # no memory: the save itself says so
-        for shape, dtype in boxes:
-            copies.append(page_locked(shape, dtype))
+        _ = [page_locked(shape, dtype) for shape, dtype in sizes]

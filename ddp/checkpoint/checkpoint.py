@@ -3,18 +3,20 @@
     save_checkpoint("runs/step-100", model, optimizer, extra={"step": 100, "scheduler": scheduler.state_dict()})
     extra = load_checkpoint("runs/step-100", model, optimizer)
 
-Each rank writes its own slices through torch.distributed.checkpoint (DCP), whose tools read the folder too. Follow a
-save: the wrapper says what this rank holds (``source.py``, ``wrapper_source.py``); every rank makes ``TensorSlice``s of
-it (``model.py``, ``optimizer.py``); where several ranks hold the same elements, the first rank says which rank writes
-them (``files/planner.py``); the ranks write (``files/writer.py``); the first rank adds the manifest with the index
-(``files/manifest.py``, ``files/index.py``) and renames the folder (``files/folder.py``). A load goes the other way: it
-checks all it can before it changes the model, and then each rank reads its slices by the index (``files/storage.py``).
+Each rank writes a safetensors file of its own slices. Follow a save: the wrapper says what this rank holds
+(``source.py``, ``wrapper_source.py``); every rank makes ``Part``s of it (``model.py``, ``optimizer.py``); where several
+ranks hold the same elements, the first rank says which rank writes them (``files/assignment.py``); the ranks write
+(``writing.py``, ``files/rank_file.py``), in a thread (``background.py``); the first rank's thread adds the manifest
+(``files/manifest.py``) and renames the folder (``files/folder.py``). A load goes
+the other way: it opens the files and checks all it can before it changes the model, and then each rank reads its parts
+(``files/opened.py``).
 """
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,53 +26,21 @@ from torch.optim import Optimizer
 from ..collectives.agreement import saying
 from ..collectives.failure_report import CollectiveError
 from ..plan.parallel_marks import refuse_slices
-from .background import PendingSave, defer, finish_pending, reserve_memory, start_pending, wait_for_memory
-from .files.boxes import TensorSlice
+from .background import PendingSave, finish_pending, reserve_memory, wait_for_memory
+from .files.assignment import Offer, assign
+from .files.boxes import Part
 from .files.folder import Staging
-from .files.index import Index
-from .files.manifest import SavedOptimizer
-from .files.storage import Stored, check_files, check_stored, open_checkpoint, read_slices
-from .model import ModelLoad, Notes, StoredNames, check_model, make_manifest, slices_of_model
+from .files.manifest import Manifest, SavedOptimizer
+from .files.opened import OpenedCheckpoint, open_checkpoint
+from .model import Notes, StoredNames, check_model, make_manifest, parts_of_model, parts_to_fill
 from .on_demand import OnDemand
-from .optimizer import OptimizerLoad, describe_optimizer, describe_slices, slices_of_optimizer
+from .optimizer import OptimizerLoad, describe_optimizer, scalars_of
 from .ranks import CheckpointRanks, check_same_call
 from .source import Holding
 from .wrapper_source import check_saved_once, source_of
+from .writing import Writing
 
 __all__ = ["load_checkpoint", "prepare_background_saves", "save_checkpoint"]
-
-
-@overload
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    extra: Any = None,
-    background: Literal[False] = False,
-) -> None: ...
-
-
-@overload
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    extra: Any = None,
-    background: Literal[True],
-) -> PendingSave: ...
-
-
-@overload
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    extra: Any = None,
-    background: bool,
-) -> PendingSave | None: ...
 
 
 @torch.no_grad()
@@ -81,7 +51,7 @@ def save_checkpoint(
     *,
     extra: Any = None,
     background: bool = False,
-) -> PendingSave | None:
+) -> PendingSave:
     """Write the model and its optimizer into the folder ``path``, on a file system that all ranks share.
 
     model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks. Any other module:
@@ -97,10 +67,6 @@ def save_checkpoint(
     checkpoint there. Raises ``FileExistsError`` where something else is at ``path``, and where another save to ``path``
     is running. All ranks raise the same error.
     """
-    # Here: a torch without torch.distributed cannot import them.
-    from .files.deferred import DeferredWrite
-    from .files.writer import write_slices
-
     check_saved_once(model)
     finish_pending(model)
     source = source_of(model)
@@ -116,41 +82,38 @@ def save_checkpoint(
     staging = Staging(target)
     names = StoredNames(*experts)
 
-    def prepare() -> tuple[list[TensorSlice], Notes, SavedOptimizer | None, Any]:
+    def prepare() -> tuple[list[Part], Notes, SavedOptimizer | None, Any]:
         holding = source.hold(optimizer, saving=True)
-        slices = _slices_of(holding, names, ranks)
+        parts = _parts_of(holding, names, ranks)
         saved = None if holding.optimizer is None else describe_optimizer(holding.optimizer)
-        notes = Notes.of(holding, names, describe_slices(holding))
+        notes = Notes.of(holding, names, parts, scalars_of(holding)) if ranks.writes else Notes([], {}, [], {})
         copied = None
         if ranks.leads:
             copied = _as_json(extra)
             _begin(staging, alone=ranks.failures is None)
-        return slices, notes, saved, copied
-
-    def finish(all_notes: list[Notes], index: Index) -> None:
-        check_files(staging.folder, index, save_id)  # another rank may have written elsewhere, or another job here
-        make_manifest(all_notes, names, saved, written_extra, save_id, index).write(staging.folder)
-        staging.complete()
+        return parts, notes, saved, copied
 
     with ExitStack() as stack:
         stack.enter_context(staging)
-        slices, notes, saved, written_extra = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
+        (parts, _, saved, written_extra), all_notes = ranks.alike_telling(
+            prepare, lambda prepared: prepared[1], f"the preparation of checkpoint '{target}'"
+        )
+
+        def plan() -> Writing:
+            assigned = assign([notes.offers for notes in all_notes])
+            manifest = None
+            if ranks.leads:
+                manifest = make_manifest(assigned, all_notes, names, saved, written_extra, save_id)
+            return Writing(staging, save_id, ranks.place, _chosen(parts, assigned[ranks.place]), manifest)
+
+        writing = ranks.alike(plan, f"the plan of checkpoint '{target}'")
         if background:
             wait_for_memory(model)
-            write = defer(DeferredWrite(staging.folder, save_id), slices, notes, ranks, f"of checkpoint '{target}'")
-            return start_pending(model, PendingSave(target, ranks, write, stack.pop_all(), finish))
-        all_notes, index = ranks.alike(
-            lambda: (
-                write_slices(staging.folder, save_id, slices, notes, ranks.group)
-                if ranks.writes
-                else ([], Index({}, {}))
-            ),
-            f"the writing of checkpoint '{target}'",
-        )
-        ranks.alike(
-            lambda: finish(all_notes, index) if ranks.leads else None, f"the completion of checkpoint '{target}'"
-        )
-    return None
+            ranks.alike(writing.copy_to_host, f"the copying of checkpoint '{target}'")
+        pending = PendingSave(model, target, ranks, writing, stack.pop_all())
+    if not background:
+        finish_pending(model)
+    return pending
 
 
 @torch.no_grad()
@@ -175,44 +138,52 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
     def prepare() -> _Load:
         holding = source.hold(optimizer, saving=False)
-        stored = open_checkpoint(target, check_sizes=ranks.leads)
-        manifest = stored.manifest
-        on_demand = OnDemand.plan(source.module, manifest.buffers)
-        holding = on_demand.shown_in(holding)
-        # Earlier versions have stored buffers of experts once for all sets, unless they were marked.
-        own = [name for name in holding.expert_buffers if name not in manifest.buffers]
-        holding = holding._replace(expert_buffers=own)
-        try:
-            check_model(manifest, holding, names)
-        except ValueError as error:
-            raise ValueError(
-                f"checkpoint '{target}' does not fit this model: {error}; load it into a model that is built as the "
-                f"saved one was, or begin a new run in another folder"
-            ) from None
-        state = None
-        if holding.optimizer is not None:
-            state = OptimizerLoad.plan(manifest, holding, holding.optimizer, names)
-        values = ModelLoad.plan(manifest, holding, names)
-        load = _Load(stored, values, state, on_demand)
-        check_stored(manifest.index, load.slices)
-        return load
+        state: OptimizerLoad | None = None
+        on_demand: OnDemand
 
-    load, opened = ranks.alike_telling(
-        prepare, lambda load: load.stored.manifest.save_id, f"the opening of checkpoint '{target}'"
-    )
-    if len(set(opened)) > 1:
-        raise ValueError(f"'{target}' was replaced while it was opened, and ranks have different ones: load it again")
+        def choose(manifest: Manifest) -> list[Part]:
+            nonlocal state, on_demand
+            on_demand = OnDemand.plan(source.module, manifest.tensors)
+            shown = on_demand.shown_in(holding)
+            # Earlier versions have stored buffers of experts once for all sets, unless they were marked.
+            own = [name for name in shown.expert_buffers if name not in manifest.tensors]
+            shown = shown._replace(expert_buffers=own)
+            try:
+                check_model(manifest, shown, names)
+            except ValueError as error:
+                raise ValueError(
+                    f"checkpoint '{target}' does not fit this model: {error}; load it into a model that is built as "
+                    f"the saved one was, or begin a new run in another folder"
+                ) from None
+            parts = parts_to_fill(manifest, shown, names)
+            if shown.optimizer is not None:
+                state = OptimizerLoad.plan(manifest, shown, shown.optimizer, names)
+                parts += state.parts
+            return parts
+
+        return _Load(open_checkpoint(target, choose), state, on_demand)
+
+    for last in (False, True):
+        load, ids = ranks.alike_telling(
+            prepare, lambda load: load.opened.manifest.save_id, f"the opening of checkpoint '{target}'"
+        )
+        if len(set(ids)) == 1:
+            break
+        if last:
+            raise ValueError(
+                f"'{target}' was replaced while it was opened, twice, and ranks have different ones: load it when "
+                f"nothing saves there"
+            )
     try:
-        ranks.alike(lambda: read_slices(load.stored, load.slices), f"the reading of checkpoint '{target}'")
+        ranks.alike(load.opened.read, f"the reading of checkpoint '{target}'")
     except Exception as error:
         cause = error.__cause__ if isinstance(error, CollectiveError) else error
         raise saying(error, "; the model is partly overwritten, do not go on with it") from cause
-    load.values.finish()
     load.on_demand.finish()
     if load.state is not None:
         load.state.finish()
     source.loaded(optimizer)
-    return load.stored.manifest.extra
+    return load.opened.manifest.extra
 
 
 @torch.no_grad()
@@ -229,41 +200,37 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     environment of the process lets kernels start, and ``pinned_num_register_threads:8`` behind it, after a comma, is
     three times as fast. No CUDA graph can be captured before the memory is there.
     """
-    from .files.deferred import DeferredWrite
-
     check_saved_once(model)
     source = source_of(model)
     ranks = source.ranks
     anywhere = os.sep  # a path that is one on all ranks
-    target, save_id, *experts = check_same_call(
-        anywhere, optimizer, ranks, source.expert_axes, "prepare_background_saves"
-    )
+    _, _, *experts = check_same_call(anywhere, optimizer, ranks, source.expert_axes, "prepare_background_saves")
     names = StoredNames(*experts)
-    slices = ranks.alike(
-        lambda: _slices_of(source.hold(optimizer, saving=True), names, ranks), "the listing of what is saved"
+
+    parts, offers = ranks.alike_telling(
+        lambda: _parts_of(source.hold(optimizer, saving=True), names, ranks),
+        lambda parts: list(map(Offer.of, parts)),
+        "the listing of what is saved",
     )
-    reserve_memory(model, DeferredWrite(target, save_id), slices, ranks)
+    reserve_memory(model, _chosen(parts, assign(offers)[ranks.place]))
 
 
-def _slices_of(holding: Holding, names: StoredNames, ranks: CheckpointRanks) -> list[TensorSlice]:
-    """What this rank holds of all that is saved."""
-    # Running statistics may differ between ranks: the first rank's are saved, as broadcast_params copies them.
-    slices = slices_of_model(holding, names, buffers=ranks.leads)
-    return slices if holding.optimizer is None else slices + slices_of_optimizer(holding, names)
+def _parts_of(holding: Holding, names: StoredNames, ranks: CheckpointRanks) -> list[Part]:
+    """What this rank holds of all that is saved, and could write."""
+    return parts_of_model(holding, names, ranks.place, ranks.num_writers) if ranks.writes else []
+
+
+def _chosen(parts: Sequence[Part], assigned: Sequence[Offer]) -> list[Part]:
+    mine = set(assigned)
+    return [part for part in parts if Offer.of(part) in mine]
 
 
 class _Load(NamedTuple):
     """A checked load, before the tensors are read."""
 
-    stored: Stored
-    values: ModelLoad
+    opened: OpenedCheckpoint
     state: OptimizerLoad | None
     on_demand: OnDemand
-
-    @property
-    def slices(self) -> list[TensorSlice]:
-        """All tensors that this rank reads."""
-        return self.values.slices + ([] if self.state is None else self.state.slices)
 
 
 def _begin(staging: Staging, alone: bool) -> None:

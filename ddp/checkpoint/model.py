@@ -1,33 +1,29 @@
 """Which tensors of a model go into a checkpoint, under which names, and whether a checkpoint fits a model.
 
-A checkpoint stores whole parameters by name. Buckets and shards show only in the ``TensorSlice``s of each rank::
-
-    model.NAME                   parameters and buffers, in their own dtypes
-    master.NAME                  fp32 masters of parameters in half precision; other parameters are their own masters
-    optimizer.state.NAME.KEY     moments
+A checkpoint stores whole parameters by name. Buckets and shards show only in the ``Part``s of each rank.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .files.boxes import TensorSlice
-from .files.index import Index
+from .files.assignment import Offer, stored_tensors
+from .files.boxes import Part, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
-from .files.typed_json import dtype_name, dtype_named
+from .files.typed_json import dtype_name
 from .source import HeldParam, Holding
 
 __all__ = [
-    "ModelLoad",
     "ModelTensors",
     "Notes",
     "StoredNames",
     "check_model",
     "make_manifest",
     "model_tensors",
-    "slices_of_model",
+    "parts_of_model",
+    "parts_to_fill",
 ]
 
 
@@ -87,130 +83,123 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
-def slices_of_model(holding: Holding, names: StoredNames, *, buffers: bool = True) -> list[TensorSlice]:
-    """This rank's parameters, masters and buffers to save: views of memory, or rounded copies where the rank keeps only
-    masters.
+def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers: int) -> list[Part]:
+    """This rank's parameters, masters, moments and buffers to save: views of memory, or rounded copies where the rank
+    keeps only masters.
 
-    buffers  whether to include the buffers that all ranks hold; buffers of experts are always included
+    index, num_writers  whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may
+                        differ between ranks: the first one's are saved, as ``broadcast_params`` copies them
     """
-    slices = [_whole(names.of(name, holding.params[name]), tensor.detach()) for name, tensor in holding.whole.items()]
-    slices += [
-        _whole(stored, buffer.detach())
+    parts = [
+        _dense(names.of(name, holding.params[name]), tensor.detach())
+        for turn, (name, tensor) in enumerate(holding.whole.items())
+        if holding.params[name].is_expert or turn % num_writers == index
+    ]
+    parts += [
+        _dense(stored, buffer.detach())
         for stored, buffer in names.of_buffers(holding).items()
-        if buffers or stored not in holding.buffers
+        if index == 0 or stored not in holding.buffers
     ]
     for held in holding.slices:
         param = holding.params[held.name]
-        stored, place = names.of(held.name, param), (param.shape, held.start, held.end)
-        slices.append(TensorSlice(("model", stored), *place, held.param))
+        sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state().items()}}
         if held.master.dtype is not param.dtype:
-            slices.append(TensorSlice(("master", stored), *place, held.master))
-    return slices
+            sections["master"] = held.master
+        for section, flat in sections.items():
+            parts += parts_of_range(names.of(held.name, param), section, param.shape, held.start, flat)
+    return parts
 
 
-def _whole(stored: str, tensor: Tensor) -> TensorSlice:
+def _dense(stored: str, tensor: Tensor) -> Part:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise ValueError(
             f"'{stored}' is {what}, and a checkpoint has dense tensors only: register its parts (indices and values, "
             f"integers and scales) as buffers, or register it with persistent=False"
         )
-    return TensorSlice(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor)
+    return Part.whole(stored, "model", tensor)
 
 
-class ModelLoad(NamedTuple):
-    """The memory into which a model's values are read."""
-
-    slices: list[TensorSlice]
-    converted: list[tuple[Tensor, Tensor]]
-    """(memory to read into, target): values whose dtype in the file is not the dtype that this rank keeps."""
-
-    @classmethod
-    def plan(cls, manifest: Manifest, holding: Holding, names: StoredNames) -> "ModelLoad":
-        """Allocate memory where needed. Call ``check_model`` before."""
-        wholes = names.of_buffers(holding)
-        wholes |= {names.of(name, holding.params[name]): param for name, param in holding.whole.items()}
-        for stored, tensor in wholes.items():
-            if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-                raise ValueError(
-                    f"'{stored}' is expanded: several of its elements are one place in memory, which cannot take the "
-                    f"checkpoint's; make it a tensor of its own with clone()"
-                )
-        slices = [_whole(stored, tensor.detach()) for stored, tensor in wholes.items()]
-        converted = []
-        for held in holding.slices:
-            if held.name in holding.whole:
-                continue  # the master is a view of the whole parameter
-            stored = names.of(held.name, holding.params[held.name])
-            entry, target = manifest.parameters[stored], held.master
-            section, dtype = "model", dtype_named(entry.dtype)
-            if entry.has_master and target.dtype is torch.float32:
-                section = "master"  # the parameter follows from its master
-            elif dtype is not target.dtype:
-                read = torch.empty_like(target, dtype=dtype)
-                converted.append((read, target))
-                target = read
-            slices.append(TensorSlice((section, stored), entry.shape, held.start, held.end, target))
-        return cls(slices, converted)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """After reading: convert dtypes."""
-        for read, target in self.converted:
-            target.copy_(read)
+def parts_to_fill(manifest: Manifest, holding: Holding, names: StoredNames) -> list[Part]:
+    """The memory into which a model's values are read. Call ``check_model`` before."""
+    wholes = names.of_buffers(holding)
+    wholes |= {names.of(name, holding.params[name]): param for name, param in holding.whole.items()}
+    for stored, tensor in wholes.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                f"'{stored}' is expanded: several of its elements are one place in memory, which cannot take the "
+                f"checkpoint's; make it a tensor of its own with clone()"
+            )
+    parts = [_dense(stored, tensor.detach()) for stored, tensor in wholes.items()]
+    for held in holding.slices:
+        if held.name in holding.whole:
+            continue  # the master is a view of the whole parameter
+        stored = names.of(held.name, holding.params[held.name])
+        entry = manifest.tensors[stored]
+        # The parameter follows from its master.
+        section = "master" if entry.has_master and held.master.dtype is torch.float32 else "model"
+        parts += parts_of_range(stored, section, entry.shape, held.start, held.master)
+    return parts
 
 
 class Notes(NamedTuple):
     """What a rank tells the first rank, which writes the manifest; by stored names."""
 
-    parameters: dict[str, SavedTensor]
-    buffers: dict[str, SavedTensor]
-    tied: dict[str, str]
+    offers: Sequence[Offer]
+    """What this rank could write."""
+    updates: Mapping[str, tuple[int | None, dict[str, Any]]]
+    """Group, and state that is not elementwise, of each parameter with a slice here."""
+    buffers: Sequence[str]
+    tied: Mapping[str, str]
 
     @classmethod
-    def of(cls, holding: Holding, names: StoredNames, described: Mapping[str, Mapping[str, Any]]) -> "Notes":
-        """described: fields of ``SavedTensor`` that describe optimizer state, by parameter"""
-        entries = {
-            names.of(name, param): _entry(param.shape, param.dtype, **described.get(name, {}))
-            for name, param in holding.params.items()
-        }
+    def of(cls, holding: Holding, names: StoredNames, parts: Sequence[Part], scalars: Mapping[str, Any]) -> "Notes":
+        """scalars: state of each parameter that is not elementwise, by the model's name"""
         params = holding.params
+        updates = {names.of(held.name, params[held.name]): (held.group, scalars[held.name]) for held in holding.slices}
         tied = {names.of(alias, params[first]): names.of(first, params[first]) for alias, first in holding.tied.items()}
-        buffers = {stored: SavedTensor.of(buffer) for stored, buffer in names.of_buffers(holding).items()}
-        return cls(entries, buffers, tied)
+        return cls([Offer.of(part) for part in parts], updates, list(names.of_buffers(holding)), tied)
 
 
 def make_manifest(
-    all_notes: Iterable[Notes],
+    assigned: Sequence[Sequence[Offer]],
+    all_notes: Sequence[Notes],
     names: StoredNames,
     optimizer: SavedOptimizer | None,
     extra: Any,
     save_id: str,
-    index: Index,
 ) -> Manifest:
-    """The manifest, from all ranks' notes in the order of ranks. Raises ``ValueError`` where notes contradict."""
-    parameters: dict[str, SavedTensor] = {}
-    buffers: dict[str, SavedTensor] = {}
+    """The manifest, from what each rank writes and all ranks' notes, in the order of ranks.
+
+    Raises ``ValueError`` where notes contradict, and for elements that no rank holds.
+    """
     tied: dict[str, str] = {}
+    updates: dict[str, tuple[int | None, dict[str, Any]]] = {}
     for notes in all_notes:
         tied |= notes.tied
-        buffers = {**notes.buffers, **buffers}
-        for name, entry in notes.parameters.items():
-            known = parameters.get(name, entry)
-            # A rank that holds no element of a parameter has no state of it to describe.
-            both = known if known.state or known.scalars else entry
-            knows = bool(entry.state or entry.scalars)
-            if (knows and entry != both) or (entry.description, entry.group) != (known.description, known.group):
-                raise ValueError(f"ranks disagree on parameter '{name}': one has {known}, another {entry}")
-            parameters[name] = both
+        for name, (group, scalars) in notes.updates.items():
+            known_group, known = updates.setdefault(name, (group, scalars))
+            # A rank that holds no element of a parameter has no state of it.
+            if group != known_group or (known and scalars and known != scalars):
+                raise ValueError(
+                    f"ranks disagree on parameter '{name}': one has group {known_group} and {known}, another group "
+                    f"{group} and {scalars}"
+                )
+            updates[name] = group, known or scalars
+    buffers = {name for notes in all_notes for name in notes.buffers}
+    tensors = {}
+    for name, (shape, stored) in stored_tensors(assigned).items():
+        try:
+            tensors[name] = SavedTensor(shape, stored, name in buffers, *updates.get(name, (None, dict[str, Any]())))
+        except ValueError as error:
+            raise ValueError(f"'{name}' of shape {list(shape)} is not held by all ranks together: {error}") from None
     for expert_set in range(names.num_expert_sets):
-        stored = (name.endswith(names.suffix(expert_set)) for name in (*parameters, *buffers))
-        if names.num_expert_sets > 1 and not any(stored):
+        if names.num_expert_sets > 1 and not any(name.endswith(names.suffix(expert_set)) for name in tensors):
             raise ValueError(
                 f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
                 f"all"
             )
-    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra, index)
+    return Manifest(save_id, tensors, tied, names.num_expert_sets, optimizer, extra)
 
 
 def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
@@ -220,14 +209,14 @@ def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> Non
             f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
             f"ranks have {names.num_expert_sets}: experts do not move between ranks"
         )
-    present = {
-        names.of(name, param): [_entry(param.shape, dtype).description for dtype in (param.dtype, param.kept)]
+    parameters = {
+        names.of(name, param): [_description(param.shape, dtype) for dtype in (param.dtype, param.kept)]
         for name, param in holding.params.items()
     }
-    saved = {name: entry for name, entry in manifest.parameters.items() if not names.elsewhere(name)}
-    _check_same("parameter", saved, present)
-    buffers = {name: [SavedTensor.of(buffer).description] for name, buffer in names.of_buffers(holding).items()}
-    _check_same("buffer", {n: entry for n, entry in manifest.buffers.items() if not names.elsewhere(n)}, buffers)
+    buffers = {name: [_description(buffer.shape, buffer.dtype)] for name, buffer in names.of_buffers(holding).items()}
+    here = {name: entry for name, entry in manifest.tensors.items() if not names.elsewhere(name)}
+    for what, present in (("parameter", parameters), ("buffer", buffers)):
+        _check_same(what, {n: entry for n, entry in here.items() if entry.is_buffer == (what == "buffer")}, present)
 
 
 def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[str, list[str]]) -> None:
@@ -239,14 +228,14 @@ def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[st
         sides += [f"the checkpoint's {what} {_in_words(unknown)} is not in the model"] if unknown else []
         raise ValueError("; ".join(sides))
     for name, descriptions in present.items():
-        there = saved[name].description
+        there = _description(saved[name].shape, saved[name].dtype)
         if there not in descriptions:
             here = " or ".join(dict.fromkeys(descriptions))
             raise ValueError(f"{what} '{name}' is {here} in the model and {there} in the checkpoint")
 
 
-def _entry(shape: tuple[int, ...], dtype: torch.dtype, **fields: Any) -> SavedTensor:
-    return SavedTensor(shape, dtype_name(dtype), **fields)
+def _description(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{dtype_name(dtype)} {list(shape)}"
 
 
 def _in_words(names: list[str]) -> str:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .files.manifest import SavedTensor
-from .files.typed_json import dtype_name
 from .source import Holding
 
 __all__ = ["OnDemand"]
@@ -35,7 +34,7 @@ class OnDemand(NamedTuple):
         read: dict[str, Tensor] = {}
         for prefix, module in found:
             entries = {name: stored[prefix + name] for name in module.on_demand_buffers() if prefix + name in stored}
-            alike = all(entry.dtype == dtype_name(torch.float32) for entry in entries.values())
+            alike = all(entry.dtype is torch.float32 for entry in entries.values())
             if alike and module.fits_stored({name: entry.shape for name, entry in entries.items()}):
                 read |= {prefix + name: torch.empty(entry.shape) for name, entry in entries.items()}
         return cls(found, read)

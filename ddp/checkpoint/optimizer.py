@@ -8,31 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .files.boxes import TensorSlice
+from .files.boxes import Part, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
-from .files.typed_json import dtype_name, dtype_named, from_json, to_json
+from .files.typed_json import dtype_name, from_json, to_json
 from .model import StoredNames
 from .source import HeldOptimizer, HeldSlice, Holding
 
-__all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "slices_of_optimizer"]
+__all__ = ["OptimizerLoad", "describe_optimizer", "scalars_of"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
-
-_COUNT_STEPS = (
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-)
-"""Torch's classes that keep each parameter's number of steps with its moments."""
 
 
 def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
@@ -48,49 +33,23 @@ def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
     return SavedOptimizer(optimizer.class_name, groups)
 
 
-def describe_slices(holding: Holding) -> dict[str, dict[str, Any]]:
-    """Fields of ``SavedTensor`` that describe optimizer state, for each parameter in ``holding.slices``."""
+def scalars_of(holding: Holding) -> dict[str, dict[str, Any]]:
+    """State that is not elementwise, such as the number of steps, of each parameter in ``holding.slices``."""
     return {
         held.name: {
-            "group": held.group,
-            "has_master": held.master.dtype is not holding.params[held.name].dtype,
-            "state": {key: dtype_name(value.dtype) for key, value in held.state().items()},
-            "scalars": {
-                key: to_json(value, f"state '{key}' of parameter '{held.name}'")
-                for key, value in held.scalars().items()
-                if value is not None
-            },
+            key: to_json(value, f"state '{key}' of parameter '{held.name}'")
+            for key, value in held.scalars().items()
+            if value is not None
         }
         for held in holding.slices
     }
-
-
-def slices_of_optimizer(holding: Holding, names: StoredNames) -> list[TensorSlice]:
-    """This rank's slices of moments to save."""
-    slices = []
-    for held in holding.slices:
-        param = holding.params[held.name]
-        stored, place = names.of(held.name, param), (param.shape, held.start, held.end)
-        slices += [
-            TensorSlice(("optimizer", "state", stored, key), *place, value) for key, value in held.state().items()
-        ]
-    return slices
-
-
-def _check_counted(saved: SavedOptimizer, name: str, entry: SavedTensor) -> None:
-    """Raise ``ValueError`` for moments without a number of steps: the next step would fail."""
-    if entry.state and saved.optimizer_class in _COUNT_STEPS and "step" not in entry.scalars:
-        raise ValueError(
-            f"the checkpoint has {sorted(entry.state)} of parameter '{name}' and no 'step', which "
-            f"{saved.optimizer_class} keeps with them: its manifest is damaged"
-        )
 
 
 class OptimizerLoad(NamedTuple):
     """A checked load of optimizer state, before the tensors are read."""
 
     optimizer: HeldOptimizer
-    slices: list[TensorSlice]
+    parts: list[Part]
     """The memory into which this rank's moments are read."""
     state: Mapping[Tensor, dict[str, Any]]
     """The optimizer's state after the load."""
@@ -115,18 +74,17 @@ class OptimizerLoad(NamedTuple):
                 f"load_checkpoint(path, model)"
             )
         entries = {
-            held.name: manifest.parameters[names.of(held.name, holding.params[held.name])] for held in holding.slices
+            held.name: manifest.tensors[names.of(held.name, holding.params[held.name])] for held in holding.slices
         }
         groups = _match_groups(saved, optimizer, [(held, entries[held.name]) for held in holding.slices])
         state: dict[Tensor, dict[str, Any]] = {}
         first: dict[Tensor, str] = {}
-        slices = []
+        parts = []
         for held in holding.slices:
             entry = entries[held.name]
             if held.group is None or held.updated is None:
                 continue
             _check_width(held, entry)
-            _check_counted(saved, held.name, entry)
             updated = held.updated
             if updated not in state:
                 group = optimizer.groups[held.group]
@@ -143,8 +101,7 @@ class OptimizerLoad(NamedTuple):
             stored, numel = names.of(held.name, holding.params[held.name]), held.end - held.start
             for key in entry.state:
                 flat = state[updated][key].view(-1)[held.offset : held.offset + numel]
-                path = ("optimizer", "state", stored, key)
-                slices.append(TensorSlice(path, entry.shape, held.start, held.end, flat))
+                parts += parts_of_range(stored, f"state.{key}", entry.shape, held.start, flat)
         for group in optimizer.groups:  # tensors without elements are not saved, but step with the others
             like = next((updated for updated in group["params"] if updated in first), None)
             for updated in group["params"]:
@@ -154,7 +111,7 @@ class OptimizerLoad(NamedTuple):
         found = {here: saved.groups[there] for here, there in groups.items()}
         for here, options in found.items():
             _check_options(here, options, optimizer.groups[here])
-        return cls(optimizer, slices, state, found)
+        return cls(optimizer, parts, state, found)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -205,29 +162,23 @@ def _match_groups(
 
     Raises ``ValueError`` where the saved groups hold other parameters.
     """
-    here, there = ({group for group in side if group is not None} for side in _groups_of(sliced))
-    if len(here) != len(there) and len(saved.groups) != len(optimizer.groups):
-        raise ValueError(
-            f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer {len(optimizer.groups)}"
-        )
     pairs = {(held.group, entry.group) for held, entry in sliced}
-    bijective = len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1] for pair in pairs})
-    if not bijective or any((one is None) != (other is None) for one, other in pairs):
-        for held, entry in sliced:
-            if held.group != entry.group:
-                raise ValueError(
-                    f"parameter '{held.name}' {_place(held.group, 'is')} and {_place(entry.group, 'was')} when the "
-                    f"checkpoint was saved"
-                )
+    here, there = {one for one, _ in pairs}, {other for _, other in pairs}
+    if not len(here) == len(pairs) == len(there) or any((one is None) != (other is None) for one, other in pairs):
+        if len(saved.groups) != len(optimizer.groups):
+            raise ValueError(
+                f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer {len(optimizer.groups)}"
+            )
+        held, entry = next((held, entry) for held, entry in sliced if held.group != entry.group)
+        raise ValueError(
+            f"parameter '{held.name}' {_place(held.group, 'is')} and {_place(entry.group, 'was')} when the checkpoint "
+            f"was saved"
+        )
     matched = {one: other for one, other in pairs if one is not None and other is not None}
     for index in range(min(len(saved.groups), len(optimizer.groups))):
         if index not in matched and index not in matched.values():
             matched[index] = index
     return matched
-
-
-def _groups_of(sliced: list[tuple[HeldSlice, SavedTensor]]) -> tuple[list[int | None], list[int | None]]:
-    return [held.group for held, _ in sliced], [entry.group for _, entry in sliced]
 
 
 def _place(group: int | None, verb: str) -> str:
@@ -238,12 +189,11 @@ def _place(group: int | None, verb: str) -> str:
 
 def _check_width(held: HeldSlice, entry: SavedTensor) -> None:
     """Raise ``ValueError`` unless both optimizers update elements of one dtype."""
-    there = "float32" if entry.has_master else entry.dtype
-    here = dtype_name(held.master.dtype)
-    if here != there:
+    there = torch.float32 if entry.has_master else entry.dtype
+    if held.master.dtype is not there:
         raise ValueError(
-            f"the optimizer updates parameter '{held.name}' in {here}, and the saved one did in {there}: load the "
-            f"weights alone with load_checkpoint(path, model)"
+            f"the optimizer updates parameter '{held.name}' in {dtype_name(held.master.dtype)}, and the saved one did "
+            f"in {dtype_name(there)}: load the weights alone with load_checkpoint(path, model)"
         )
 
 
@@ -251,7 +201,7 @@ def _check_frozen(manifest: Manifest, holding: Holding, names: StoredNames) -> N
     """Raise ``ValueError`` for a parameter that the saved optimizer updated and this rank has frozen."""
     present = {names.of(held.name, holding.params[held.name]) for held in holding.slices}
     frozen = {
-        name for name, entry in manifest.parameters.items() if entry.group is not None and not names.elsewhere(name)
+        name for name, entry in manifest.tensors.items() if entry.group is not None and not names.elsewhere(name)
     } - present
     if frozen:
         raise ValueError(
@@ -269,8 +219,8 @@ def _make_state(
 ) -> dict[str, Any]:
     """Memory for the state of one of the optimizer's tensors; fitting tensors in ``present`` are reused."""
     made: dict[str, Any] = {}
-    for key, name in entry.state.items():
-        old, dtype = present.get(key), dtype_named(name)
+    for key, dtype in entry.state.items():
+        old = present.get(key)
         fits = isinstance(old, Tensor) and old.shape == updated.shape and old.dtype is dtype
         made[key] = old if fits else torch.zeros_like(updated, dtype=dtype, requires_grad=False)
     for key, value in entry.scalars.items():

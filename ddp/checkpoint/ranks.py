@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..collectives.agreement import alike, alike_telling, gather
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
-from .files.save_id import new_id
+from .files.manifest import new_id
 
 __all__ = ["CheckpointRanks", "SameCall", "check_same_call"]
 
@@ -24,12 +24,10 @@ class CheckpointRanks(NamedTuple):
 
     axes: tuple[dist.ProcessGroup, ...]
     """Groups of more than one rank that join the ranks: inside an instance, then across. Empty without a wrapper."""
-    group: dist.ProcessGroup | None
-    """The ranks of one instance, which together hold all of the model and the optimizer; None: this rank alone."""
-    writes: bool
-    """Whether this rank is in the first instance, which writes: the other instances hold the same values."""
-    leads: bool
-    """Whether this rank is the first of all."""
+    place: int
+    """Index of this rank in the order in which ``alike_telling`` returns what the ranks tell."""
+    num_writers: int
+    """The first so many ranks write: one instance, which holds all of the model and the optimizer, or all ranks."""
     failures: FailureReporter | None
     """Names the rank that is gone, in errors."""
 
@@ -39,17 +37,26 @@ class CheckpointRanks(NamedTuple):
         size = math.prod(group.size() for group in self.axes)
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > size
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes: the others hold the same values."""
+        return self.place < self.num_writers
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of all."""
+        return self.place == 0
+
     @classmethod
     def alone(cls) -> "CheckpointRanks":
         """This process alone."""
-        return cls((), None, writes=True, leads=True, failures=None)
+        return cls((), 0, 1, failures=None)
 
     @classmethod
-    def of_grid(cls, grid: RankGrid, failures: FailureReporter) -> "CheckpointRanks":
-        """The ranks of a grid whose instances hold the same values: the first instance writes."""
-        group = grid.inner if grid.inner_size > 1 else None
-        first = grid.outer_rank == 0
-        return cls(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0, failures=failures)
+    def of_grid(cls, grid: RankGrid, failures: FailureReporter, *, instances_alike: bool = True) -> "CheckpointRanks":
+        """The ranks of a grid. Where its instances hold the same values, the first one writes."""
+        place = grid.outer_rank * grid.inner_size + grid.inner_rank
+        return cls(tuple(grid.axes), place, grid.inner_size if instances_alike else grid.size, failures)
 
     def alike(self, action: Callable[[], T], what: str) -> T:
         """Run ``action`` on every rank. Where it raises on one rank, all raise; see ``agreement.alike``."""
@@ -72,16 +79,6 @@ class SameCall(NamedTuple):
     num_expert_sets: int
 
 
-class _Call(NamedTuple):
-    """A rank's call, as the rank tells the others."""
-
-    path: str
-    has_optimizer: bool
-    id: str
-    experts: int
-    """The smallest rank that holds the same experts; -1: none."""
-
-
 def check_same_call(
     path: str | os.PathLike[str],
     optimizer: object,
@@ -96,25 +93,24 @@ def check_same_call(
 
     Collective over ``ranks``.
     """
-    experts = -1
+    experts = -1  # else the smallest rank that holds the same
     if expert_axes is not None:
-        same = gather(dist.get_rank(), expert_axes, ranks.failures, "the comparison of experts between ranks")
-        experts = min(same)
+        experts = min(gather(dist.get_rank(), expert_axes, ranks.failures, "the comparison of experts between ranks"))
 
-    def call() -> _Call:
+    def call() -> tuple[str, bool, str, int]:
         if not os.fspath(path):
             raise ValueError(f"{what} was given '' as its path: name a folder")
-        return _Call(os.path.realpath(path), optimizer is not None, new_id(), experts)
+        return os.path.realpath(path), optimizer is not None, new_id(), experts
 
     _, calls = ranks.alike_telling(call, lambda said: said, f"the beginning of {what}")
-    first = calls[0]
-    other = next((call for call in calls if call.path != first.path), None)
+    paths, has_optimizer, ids, all_experts = zip(*calls, strict=True)
+    other = next((each for each in paths if each != paths[0]), None)
     if other is not None:
         raise ValueError(
-            f"all ranks save to and load from one folder; the first one has '{first.path}', another '{other.path}'"
+            f"all ranks save to and load from one folder; the first one has '{paths[0]}', another '{other}'"
         )
-    if any(call.has_optimizer != first.has_optimizer for call in calls):
+    if len(set(has_optimizer)) > 1:
         raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
-    known = sorted({call.experts for call in calls} - {-1})
+    known = sorted({*all_experts} - {-1})
     place = (known.index(experts) if experts >= 0 else -1, len(known)) if len(known) > 1 else (0, 1)
-    return SameCall(Path(first.path), first.id, *place)
+    return SameCall(Path(paths[0]), ids[0], *place)

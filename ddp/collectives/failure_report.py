@@ -50,7 +50,6 @@ class FailureReporter:
     def __init__(self) -> None:
         self.grids: Iterable[RankGrid] = ()
         """The wrapper's ranks, whose groups are closed after a failure."""
-        self.more_groups: Iterable[dist.ProcessGroup] = ()
         self._first: CollectiveError | None = None
         self.active = dist.is_available() and dist.is_initialized() and _on_processes() and default_store is not None
         """False without ``torch.distributed``, and on simulated ranks, whose own errors say everything."""
@@ -77,7 +76,7 @@ class FailureReporter:
         """
         if self._first is not None:
             return self._first
-        for group in (*all_groups(self.grids), *self.more_groups):
+        for group in all_groups(self.grids):
             _close_connections(group)
         fates = RankFates(self._store, self._rank, self._world_size, waited_for)
         fates.inquire()

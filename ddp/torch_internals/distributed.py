@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ...kernels.compat import TESTED_TORCH, on_first_use, private_name, spelling_of
+from ...kernels.compat import TESTED_TORCH, private_name, spelling_of
 
 __all__ = [
     "accumulated_by_fsdp2",
@@ -25,7 +25,6 @@ __all__ = [
     "premultiplied_sum",
     "start_all_gather",
     "start_reduce_scatter",
-    "storage_info",
     "timeout_on",
     "zero_cta_options",
 ]
@@ -222,15 +221,3 @@ def timeout_on(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     options = None if backend_on is None else getattr(backend_on(group, device), "options", None)
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
-
-
-def storage_info(file: str, position: int, length: int) -> Any:
-    """What torch.distributed.checkpoint's ``FileSystemWriter`` notes of a chunk. Its class has no public name."""
-    return _storage_info()(file, position, length)
-
-
-# torch without torch.distributed has no such module, and only torch.distributed.checkpoint's writer asks.
-_storage_info = on_first_use(
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    loss="torch.distributed.checkpoint cannot write shards that are still on disk",
-)

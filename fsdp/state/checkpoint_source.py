@@ -21,7 +21,6 @@ from ...ddp.checkpoint.model import model_tensors
 from ...ddp.checkpoint.ranks import CheckpointRanks
 from ...ddp.checkpoint.source import HeldOptimizer, HeldParam, Holding
 from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.in_flight import group_or_default
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.world import own_rank
 from ...ddp.plan.owned_params import buffers_of_experts
@@ -206,7 +205,7 @@ _RANKS = "_maingrad_checkpoint_ranks"
 
 
 def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> _Ranks:
-    """The ranks of a module's checkpoints. Found once and stored on the module, because a group may be made."""
+    """The ranks of a module's checkpoints. Found once and stored on the module: ranks compare their meshes."""
     if _RANKS not in module.__dict__:
         module.__dict__[_RANKS] = _find_ranks(params)
     return module.__dict__[_RANKS]  # type: ignore[no-any-return]
@@ -225,17 +224,9 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
     if len(fewer) > 1:
         sets = ", ".join(str(members[_axes(grid)]) for grid in (dense, *fewer))
         raise ValueError(f"parameters of one model are shared by ranks {sets}: a checkpoint knows two such sets")
+    # Where an instance does not have all elements, the ranks of all instances write together.
     repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
-    if repeats:
-        return _Ranks(CheckpointRanks.of_grid(dense, failures), None)
-    # An instance does not have all elements. So the ranks of all instances write together.
-    ranks = members[_axes(dense)]
-    whole_world = len(ranks) == dist.get_world_size()
-    with failures.watch("the making of a process group for checkpoints"):
-        group = group_or_default(None) if whole_world else dist.new_group(ranks, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
-    failures.more_groups = (group,)
-    together = CheckpointRanks(tuple(dense.axes), group, writes=True, leads=group.rank() == 0, failures=failures)
+    together = CheckpointRanks.of_grid(dense, failures, instances_alike=repeats)
     return _Ranks(together, fewer[0] if fewer else None)
 
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...ddp.checkpoint.background import PendingSave
 from ...ddp.checkpoint.checkpoint import load_checkpoint, prepare_background_saves, save_checkpoint
 from ...ddp.checkpoint.files.folder import find, is_being_deleted, is_complete, is_left_to_delete, remove
-from ...ddp.checkpoint.files.storage import open_checkpoint
+from ...ddp.checkpoint.files.opened import open_checkpoint
 from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
 from ..data.tokens import Digest
@@ -143,8 +143,7 @@ class RunSaver:
             extra=extra,
             background=self._config.checkpoint.background,
         )
-        if self._pending is None:
-            self._is_complete()
+        self.look()
 
     def failed(self) -> bool:
         """Whether this rank could not write in the background: ``finish`` raises the error. Waits for nobody."""
@@ -239,7 +238,7 @@ def _check_no_link(config: Config, step: int) -> None:
 def check_resume(path: Path, config: Config, data: Mapping[str, Digest]) -> None:
     """Raise ``ConfigError`` where ``resume_run`` would refuse the settings or the data. Reads the manifest alone."""
     try:
-        extra = open_checkpoint(path).manifest.extra
+        extra = open_checkpoint(path, lambda manifest: ()).manifest.extra
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"train.resume = '{path}': {error}") from None
     _check_same(path, extra, config, data)

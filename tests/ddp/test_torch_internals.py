@@ -283,11 +283,6 @@ def test_fsdp2_shows_what_it_gathered_and_what_it_sums(default_group: dist.Proce
     assert summed is not None and summed.flatten().tolist() == [2, 2, 2, 2], f"{TORCH}: unsharded_accumulated_grad"
 
 
-def test_a_chunk_s_place_reads_like_the_one_that_the_writer_of_checkpoints_notes() -> None:
-    info = distributed.storage_info("__0_0.distcp", 64, 128)
-    assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 64, 128), f"{TORCH}: _StorageInfo"
-
-
 @pytest.mark.gpu
 def test_a_current_stream_has_an_address() -> None:
     index, stream = torch.cuda.current_device(), torch.cuda.Stream()

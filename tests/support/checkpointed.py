@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from loops import weights, wrap
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
 from maingrad.te_integration import Linear
@@ -75,13 +75,28 @@ def left_by_a_save(folder: Path, name: str) -> Path:
 
 
 def files_content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All tensors, as torch's own converter reads them, and the manifest but for the save's id and where things lie."""
-    whole = folder.parent / f"{folder.name}.whole.pt"
-    dcp_to_torch_save(folder, whole)
+    """All tensors, as the safetensors library reads them, and the manifest but for the save's id and where things lie.
+
+    Tensors are {"model": {name: tensor}, "master": {name: tensor}, "optimizer": {"state": {name: {key: tensor}}}},
+    without what is empty.
+    """
     manifest = json.loads((folder / "maingrad.json").read_text())
-    for key in ("save_id", "checksum", "files", "tensors"):
-        del manifest[key]
-    return torch.load(whole), manifest
+    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    tensors: dict[str, Any] = {}
+    for name, entry in manifest["tensors"].items():
+        for section, stored in entry["stored"].items():
+            whole = torch.empty(entry["shape"], dtype=getattr(torch, stored["dtype"]))
+            for rank, offsets, sizes in stored.pop("boxes"):
+                key = f"{section}.{name}" + ("" if sizes == entry["shape"] else f"[{','.join(map(str, offsets))}]")
+                place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+                whole[place] = files[f"rank-{rank:05d}.safetensors"][key]
+            if section.startswith("state."):
+                state = tensors.setdefault("optimizer", {"state": {}})["state"].setdefault(name, {})
+                state[section.removeprefix("state.")] = whole
+            else:
+                tensors.setdefault(section, {})[name] = whole
+    del manifest["save_id"], manifest["checksum"]
+    return tensors, manifest
 
 
 def assert_same_files(first: Path, second: Path) -> None:

@@ -1,7 +1,7 @@
 """Damage to a file that is drawn from a seed: cut, flipped, swapped, repeated, overwritten, retyped, nested, huge.
 
 ``damage(path, seed)`` changes the file in place. What it does follows from the file's content and the seed alone.
-``exchange_chunks(folder, seed)`` does so to a checkpoint: each of its files is whole afterwards, and one is wrong.
+``exchange_entries(folder, seed)`` does so to a checkpoint: each of its files is whole afterwards, and one is wrong.
 """
 
 import json
@@ -12,9 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
-
-__all__ = ["damage", "exchange_chunks"]
+__all__ = ["damage", "entries_of", "exchange_entries"]
 
 
 def damage(path: Path, seed: int) -> str:
@@ -28,22 +26,31 @@ def damage(path: Path, seed: int) -> str:
     return kind.__name__.strip("_")
 
 
-def exchange_chunks(folder: Path, seed: int) -> str:
-    """Two archives of tensors of a data file in each other's place; returns the file, and the tensors."""
-    places = FileSystemReader(folder).read_metadata().storage_data.items()
+def exchange_entries(folder: Path, seed: int) -> str:
+    """Bytes of two tensors of a data file in each other's place; returns the file, and the entries."""
     pairs = []
-    for (one, here), (other, there) in combinations(places, 2):
-        if (here.relative_path, here.length) == (there.relative_path, there.length):
-            content = (folder / here.relative_path).read_bytes()
-            first, second = (content[info.offset : info.offset + info.length] for info in (here, there))
-            if first != second:
-                pairs.append((here, there, first, second, f"{here.relative_path} {one.fqn} {other.fqn}"))
-    here, there, first, second, said = random.Random(seed).choice(pairs)
-    with (folder / here.relative_path).open("r+b") as file:
-        for info, archive in ((here, second), (there, first)):
-            file.seek(info.offset)
-            file.write(archive)
+    for path in sorted(folder.glob("rank-*")):
+        content = path.read_bytes()
+        for (one, here), (other, there) in combinations(entries_of(path).items(), 2):
+            first, second = (content[start : start + length] for start, length in (here, there))
+            if len(first) == len(second) and first != second:
+                pairs.append((path, here[0], there[0], first, second, f"{path.name} {one} {other}"))
+    path, here_at, there_at, first, second, said = random.Random(seed).choice(pairs)
+    with path.open("r+b") as file:
+        for start, content in ((here_at, second), (there_at, first)):
+            file.seek(start)
+            file.write(content)
     return said
+
+
+def entries_of(path: Path) -> dict[str, tuple[int, int]]:
+    """Entry of a safetensors file -> position of its bytes, and their number."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    del header["__metadata__"]
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: (8 + length + start, end - start) for name, (start, end) in places.items()}
 
 
 def _cut(content: bytes, draw: random.Random) -> bytes:

@@ -1,70 +1,99 @@
-"""Writes a range of a flattened tensor as boxes of the tensor, which torch.distributed.checkpoint (DCP) needs.
+"""Boxes: the parts of a tensor that files and ranks hold, each by its offsets and sizes along every dim.
 
-Elements [3, 17) of a [4, 5] tensor are the end of row 0, rows 1 and 2, and the start of row 3::
+A rank of a sharded model holds a range of the flattened tensor, which is a few boxes. Elements [3, 17) of a [4, 5]
+tensor are the end of row 0, rows 1 and 2, and the start of row 3::
 
     . . . a a        offsets (0, 3), sizes (1, 2)
     b b b b b        offsets (1, 0), sizes (2, 5)
     b b b b b
     c c . . .        offsets (3, 0), sizes (1, 2)
 
-The elements of each box are consecutive, so that each box is a view of the flat memory. The boxes of ranges that
-follow each other tile the tensor.
+The elements of each of these boxes are consecutive, so that each is a view of the flat memory. A column slice of a
+matrix is one box too, and no range.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ...plan.ranges import Range
-
-__all__ = ["Box", "TensorSlice", "boxes_of_range", "check_tiling", "flat_range"]
+__all__ = ["Box", "Part", "boxes_of_range", "check_tiling", "parts_of_range"]
 
 
 class Box(NamedTuple):
-    """A box of an N-d tensor whose elements are consecutive in row-major order."""
+    """Elements [offset, offset + size) along each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int
-    """First element of the box in the flattened tensor."""
 
     @property
-    def end(self) -> int:
-        """First element behind the box in the flattened tensor."""
-        return self.start + math.prod(self.sizes)
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The elements that are in both boxes of one tensor; None: no element is."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self._ends(), other._ends())
+        sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
+        return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
+
+    def view_of(self, inner: "Box", data: Tensor) -> Tensor:
+        """The elements of ``inner``, which is in this box, as a view of this box's elements ``data``."""
+        return data[
+            tuple(
+                slice(start - offset, start - offset + size)
+                for offset, start, size in zip(self.offsets, inner.offsets, inner.sizes, strict=True)
+            )
+        ]
+
+    def split(self, most: int) -> "Iterator[Box]":
+        """Blocks along the first dim, of about ``most`` elements each: one row at least."""
+        if not self.sizes or self.numel <= most:
+            yield self
+            return
+        rows = max(1, most * self.sizes[0] // self.numel)
+        for start in range(0, self.sizes[0], rows):
+            taken = min(rows, self.sizes[0] - start)
+            yield Box((self.offsets[0] + start, *self.offsets[1:]), (taken, *self.sizes[1:]))
+
+    def _ends(self) -> list[int]:
+        return [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
 
 
-class TensorSlice(NamedTuple):
-    """Elements [start, end) of a checkpoint's tensor, in this rank's memory: to be saved, or to be filled by a load."""
+class Part(NamedTuple):
+    """A box of a checkpoint's tensor, in this rank's memory: to be saved, or to be filled by a load."""
 
-    path: tuple[str, ...]
-    """Keys of the tensor in the nested dict that DCP's tools read: ("model", "0.weight")."""
+    name: str
+    """Name of the parameter or buffer in the checkpoint."""
+    section: str
+    """Which tensor of it: "model", "master", or "state.KEY" of the optimizer."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    start: int
-    end: int
+    offsets: tuple[int, ...]
+    """Of the box."""
     data: Tensor
-    """[end - start] the elements; or all elements, in the tensor's shape."""
+    """The elements, in the box's sizes."""
 
     @property
-    def range(self) -> Range:
-        """The elements, counted in the flattened tensor."""
-        return Range(self.start, self.end)
+    def box(self) -> Box:
+        """Where in the tensor the elements are."""
+        return Box(self.offsets, tuple(self.data.shape))
 
-    @property
-    def key(self) -> str:
-        """The tensor's name in the files, which DCP makes of ``path``."""
-        return ".".join(self.path)
+    @classmethod
+    def whole(cls, name: str, section: str, tensor: Tensor) -> "Part":
+        """All elements of a tensor."""
+        return cls(name, section, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
-    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """Each box, with the box's elements as a view of ``data`` in the box's sizes."""
-        for box in boxes_of_range(self.shape, self.start, self.end):
-            if self.data.shape == box.sizes:
-                yield box, self.data
-            else:
-                yield box, self.data[box.start - self.start : box.end - self.start].view(box.sizes)
+
+def parts_of_range(name: str, section: str, shape: tuple[int, ...], start: int, flat: Tensor) -> list[Part]:
+    """Elements [start, start + flat.numel()) of a flattened tensor, which are in ``flat``."""
+    parts, at = [], 0
+    for box in boxes_of_range(shape, start, start + flat.numel()):
+        parts.append(Part(name, section, shape, box.offsets, flat[at : at + box.numel].view(box.sizes)))
+        at += box.numel
+    return parts
 
 
 def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
@@ -77,7 +106,7 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
     if not 0 <= start <= end <= numel:
         raise ValueError(f"elements [{start}, {end}) are not in a tensor of shape {list(shape)}")
     if numel == 0:
-        return [Box((0,) * len(shape), tuple(shape), 0)]
+        return [Box((0,) * len(shape), tuple(shape))]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     boxes = []
     while start < end:
@@ -89,37 +118,28 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
                 break
         offsets = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
         sizes = (*(1 for _ in shape[:dim]), *((steps, *shape[dim + 1 :]) if shape else ()))
-        boxes.append(Box(offsets, sizes, start))
-        start = boxes[-1].end
+        boxes.append(Box(offsets, sizes))
+        start += boxes[-1].numel
     return boxes
 
 
-def flat_range(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Range:
-    """The elements of a box, counted in the flattened tensor.
-
-    Raises ``ValueError`` where the box reaches outside the tensor, or where its elements are not consecutive.
-    """
-    inside = len(shape) == len(offsets) == len(sizes) and all(
-        min(offset, size) >= 0 and offset + size <= whole
-        for whole, offset, size in zip(shape, offsets, sizes, strict=True)
-    )
-    # Behind the first dim of more than one step, the box must have all of every dim.
-    first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
-    if not inside or tuple(sizes[first + 1 :]) != tuple(shape[first + 1 :]):
-        raise ValueError(
-            f"offsets {list(offsets)} and sizes {list(sizes)} are no run of elements of shape {list(shape)}"
-        )
-    start = sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
-    return Range(start, start + math.prod(sizes))
-
-
-def check_tiling(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Raise ``ValueError`` unless every element of the tensor is in exactly one of the boxes (offsets, sizes)."""
-    position, numel = 0, math.prod(shape)
-    for start, end in sorted(flat_range(shape, offsets, sizes) for offsets, sizes in boxes):
-        if start != position:
-            what = "missing" if start > position else "there twice"
-            raise ValueError(f"elements [{min(start, position)}, {max(start, position)}) are {what}")
-        position = end
-    if position != numel:
-        raise ValueError(f"elements [{position}, {numel}) are missing")
+def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Raise ``ValueError`` unless every element of the tensor is in exactly one of the boxes."""
+    everything = Box((0,) * len(shape), tuple(shape))
+    for box in boxes:
+        if len(box.offsets) != len(shape) or (box.numel and everything.intersect(box) != box):
+            raise ValueError(f"offsets {list(box.offsets)} and sizes {list(box.sizes)} are not in shape {list(shape)}")
+    # Boxes are compared in their order along the dim in which most of them begin at places of their own: each with
+    # those that have not ended. So 1,000 ranks' slices of rows are not half a million comparisons.
+    begins = [{box.offsets[dim] for box in boxes} for dim in range(len(shape))]
+    dim = max(range(len(shape)), key=lambda each: len(begins[each]), default=0)
+    not_ended: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]) if shape else ():
+        not_ended = [other for other in not_ended if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        twice = next(filter(None, map(box.intersect, not_ended)), None)
+        if twice is not None:
+            raise ValueError(f"{twice.numel} elements from {list(twice.offsets)} on are there twice")
+        not_ended.append(box)
+    missing = math.prod(shape) - sum(box.numel for box in boxes)
+    if missing:
+        raise ValueError(f"{abs(missing)} elements are {'missing' if missing > 0 else 'there twice'}")

@@ -15,25 +15,21 @@ refused. The lock ends with the process.
 What is deleted are regular files that a save has written, as their names and heads say. No link is followed.
 """
 
+import fcntl
 import os
 import re
 import socket
-import sys
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
 from ...collectives.failure_report import CollectiveError
-from .manifest import MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE
-from .save_id import may_be_head
-
-if sys.platform != "win32":
-    import fcntl
+from .manifest import MANIFEST_FILE, MANIFEST_STAGING
+from .rank_file import FILE_NAME, may_be_head
 
 __all__ = [
     "MARK_FILE",
-    "PLACED_SUFFIX",
     "Staging",
     "belongs_to_checkpoint",
     "describe_missing",
@@ -48,13 +44,9 @@ __all__ = [
 
 MARK_FILE = "maingrad.saving"
 """Marks a folder that a save has made beside the checkpoint's path, and one that is being deleted."""
-PLACED_SUFFIX = ".placed"
-"""Ends the name of a rank's note of what lies where in its data file (``deferred.py``); deleted before the manifest is
-written."""
-_OTHER_FILES = frozenset({MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE, f"{METADATA_FILE}.tmp", MARK_FILE})
-"""What a save writes beside data files."""
-_OF_A_RANK = re.compile(rf"__\d+_\d+(\.distcp|{re.escape(PLACED_SUFFIX)}(\.tmp)?)", re.ASCII)
-"""A rank's data file, and its note."""
+_OTHER_FILES = frozenset({MANIFEST_FILE, MANIFEST_STAGING, MARK_FILE, ".metadata", ".metadata.tmp"})
+"""What a save writes beside data files, and what saves of version 3 wrote."""
+_OF_VERSION_3 = re.compile(r"__\d+_\d+(\.distcp|\.placed(\.tmp)?)", re.ASCII)
 
 
 def incomplete(path: Path) -> Path:
@@ -184,9 +176,8 @@ class Staging:
 
     def _release(self) -> None:
         if self._mark is not None:
-            if sys.platform != "win32":
-                with suppress(OSError):  # unlock explicitly: a forked process may still have the file open
-                    fcntl.flock(self._mark, fcntl.LOCK_UN)
+            with suppress(OSError):  # unlock explicitly: a forked process may still have the file open
+                fcntl.flock(self._mark, fcntl.LOCK_UN)
             self._mark.close()
             self._mark = None
 
@@ -199,14 +190,13 @@ def _in_use(folder: Path, writer: str) -> FileExistsError:
 
 
 def _lock(mark: TextIO) -> bool:
-    """Lock the mark. False: another save holds the lock. True also where the system has no locks; ids must do there."""
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+    """Lock the mark. False: another save holds the lock. True also on file systems without locks; ids must do there."""
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
     return True
 
 
@@ -246,7 +236,7 @@ def _is_written_by_a_save(entry: Path) -> bool:
     """Whether this is a regular file with a name of ours; a data file has a head of ours, if it was written so far."""
     if entry.is_symlink() or not entry.is_file() or not belongs_to_checkpoint(entry.name):
         return False
-    if entry.suffix != ".distcp":
+    if entry.name in _OTHER_FILES or ".placed" in entry.suffixes:
         return True
     with entry.open("rb") as file:
         return may_be_head(file)
@@ -254,7 +244,8 @@ def _is_written_by_a_save(entry: Path) -> bool:
 
 def belongs_to_checkpoint(name: str) -> bool:
     """Whether a save writes files of this name."""
-    return name in _OTHER_FILES or _OF_A_RANK.fullmatch(name) is not None
+    data = FILE_NAME.fullmatch(name.removesuffix(".tmp")) or _OF_VERSION_3.fullmatch(name)
+    return name in _OTHER_FILES or data is not None
 
 
 def _is_leftover(folder: Path) -> bool:
@@ -305,10 +296,9 @@ def _remove(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write the folder's entries to the disk, where the system can."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Write the folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,79 +1,125 @@
-"""The manifest, a checkpoint's JSON file: names and shapes of all tensors, and where in the data files they lie.
+"""The manifest, a checkpoint's JSON file: all tensors, and which boxes of them each rank's data file holds.
 
 A save writes the manifest last, so that a folder with a manifest is complete. A load reads the manifest first, so that
-a model that does not fit is refused before any tensor changes. The manifest also holds everything that is not a tensor:
-no data file holds a pickled object. ``checksum`` is the CRC-32 of the rest; set it to null after a change by hand.
+a model that does not fit is refused before any tensor changes. The manifest also holds everything that is not a tensor.
+``checksum`` is the CRC-32 of the rest; set it to null after a change by hand. A line for each parameter and buffer::
 
-    version    what the version added
-    1
-    2          checksums of the manifest and of torch's metadata
-    3          the index (``index.py``); torch's metadata is not read. Older versions are not read
+    "up.weight": {"shape": [17, 15], "stored": {"model": {"dtype": "bfloat16", "boxes": [[0, [0, 0], [8, 15]], ...
+
+A box is the number of the rank whose file has it, offsets, and sizes. Each element is in one box. Where in its file a
+box lies, the file says (``rank_file.py``). Elements are stored in the byte order of the machine.
+
+Version 4 is the only one that is read. docs/upgrade_checkpoint.py rewrites version 3.
 """
 
-import dataclasses
 import json
+import math
 import os
 import reprlib
 import sys
+import uuid
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from .index import Index
-from .save_id import is_id
+from .boxes import Box, check_tiling
 from .small_file import open_small_file
-from .typed_json import dtype_name, dtype_named, expect, from_json, shape_from_json
+from .typed_json import dtype_name, from_json, structured
 
 __all__ = [
     "MANIFEST_FILE",
     "MANIFEST_STAGING",
-    "METADATA_FILE",
     "Manifest",
     "SavedOptimizer",
     "SavedTensor",
+    "Stored",
+    "StoredBox",
+    "new_id",
 ]
 
 MANIFEST_FILE = "maingrad.json"
 MANIFEST_STAGING = f"{MANIFEST_FILE}.tmp"
 """The manifest is written under this name first, so that a file named as the manifest is whole."""
-METADATA_FILE = ".metadata"
-"""Torch's own index, for torch's tools."""
 FORMAT = "maingrad.checkpoint"
-VERSION = 3
-MOST_BYTES = 2**28
-"""Largest manifest, in bytes: some million chunks."""
+VERSION = 4
+MOST_BYTES = 2**25
+"""Largest manifest, in bytes: some 300,000 boxes."""
+_MOST_DIMS = 64
+_MOST_RANKS = 10**9
+
+
+def new_id() -> str:
+    """An id that no other save has."""
+    return f"maingrad-{uuid.uuid4().hex}"
+
+
+class StoredBox(NamedTuple):
+    """A box of a tensor in a data file."""
+
+    rank: int
+    """Of the group that wrote: ``rank_file.file_name`` says in which file."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """Where in the tensor the elements are."""
+        return Box(self.offsets, self.sizes)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """All elements of a tensor, in the data files."""
+
+    dtype: torch.dtype
+    boxes: tuple[StoredBox, ...]
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A parameter or buffer, and the description of its optimizer state."""
+    """A parameter or buffer, with its master and optimizer state."""
 
     shape: tuple[int, ...]
-    dtype: str
-    """Without ``torch.``: "bfloat16"."""
+    stored: dict[str, Stored]
+    """"model": the tensor itself. "master": in fp32, beside a parameter in half precision. "state.KEY": elementwise
+    state of the optimizer; none before the first step."""
+    is_buffer: bool
     group: int | None = None
     """Index of the parameter group; None without an optimizer, and for buffers and frozen parameters."""
-    has_master: bool = False
-    """Whether there is an fp32 master beside the parameter, which is in half precision."""
-    state: Mapping[str, str] = field(default_factory=dict)
-    """Elementwise state: name -> dtype. Empty before the first step."""
-    scalars: Mapping[str, Any] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
     """The rest of the optimizer state, such as the number of steps, as ``to_json`` makes it."""
 
-    @classmethod
-    def of(cls, tensor: Tensor, **optimizer: Any) -> "SavedTensor":
-        """The entry of ``tensor``."""
-        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), **optimizer)
+    def __post_init__(self) -> None:
+        if len(self.shape) > _MOST_DIMS or math.prod(size or 1 for size in self.shape) >= 2**62:
+            raise ValueError(f"a tensor of shape {reprlib.repr(self.shape)}")
+        if "model" not in self.stored:
+            raise ValueError("a tensor is not stored")
+        for stored in self.stored.values():
+            check_tiling(self.shape, [each.box for each in stored.boxes])
+            if not all(0 <= each.rank < _MOST_RANKS for each in stored.boxes):
+                raise ValueError("a box is in the file of a rank that cannot be")
+        for value in self.scalars.values():
+            from_json(value)  # raises for a value that a load could not read
 
     @property
-    def description(self) -> str:
-        """Dtype and shape, in words."""
-        return f"{self.dtype} {list(self.shape)}"
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensor itself."""
+        return self.stored["model"].dtype
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there is an fp32 master beside the parameter, which is in half precision."""
+        return "master" in self.stored
+
+    @property
+    def state(self) -> dict[str, torch.dtype]:
+        """Elementwise state: key -> dtype."""
+        of_optimizer = (each for each in self.stored.items() if each[0].startswith("state."))
+        return {section.removeprefix("state."): stored.dtype for section, stored in of_optimizer}
 
 
 @dataclass(frozen=True)
@@ -81,34 +127,52 @@ class SavedOptimizer:
     """An optimizer's class and groups, without the state of parameters."""
 
     optimizer_class: str
-    groups: tuple[Mapping[str, Any], ...]
+    groups: tuple[dict[str, Any], ...]
     """Hyperparameters of each group, as ``to_json`` makes them."""
+
+    def __post_init__(self) -> None:
+        for value in (value for group in self.groups for value in group.values()):
+            from_json(value)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything but the tensors."""
+    """Everything but the elements."""
 
     save_id: str
     """The id that is in the data files too."""
-
-    parameters: Mapping[str, SavedTensor]
-    buffers: Mapping[str, SavedTensor]
-    tied: Mapping[str, str]
+    tensors: dict[str, SavedTensor]
+    """By the name in the checkpoint."""
+    tied: dict[str, str]
     """Further names of parameters -> the name under which they are stored."""
     num_expert_sets: int
     """Number of different sets of experts over the ranks; the experts of each set have names of their own."""
     optimizer: SavedOptimizer | None
     extra: Any
-    index: Index
+
+    def __post_init__(self) -> None:
+        num_groups = 0 if self.optimizer is None else len(self.optimizer.groups)
+        for name, entry in self.tensors.items():
+            if entry.group is not None and not 0 <= entry.group < num_groups:
+                raise ValueError(f"'{name}' is in group {reprlib.repr(entry.group)} of {num_groups}")
+        for alias, first in self.tied.items():
+            if first not in self.tensors:
+                raise ValueError(f"'{alias}' is tied to {reprlib.repr(first)}, which is not stored")
+
+    @property
+    def nbytes(self) -> dict[int, int]:
+        """Bytes of tensors in the data file of each rank that has one."""
+        nbytes: dict[int, int] = {}
+        for entry in self.tensors.values():
+            for stored in entry.stored.values():
+                for each in stored.boxes:
+                    nbytes[each.rank] = nbytes.get(each.rank, 0) + each.box.numel * stored.dtype.itemsize
+        return nbytes
 
     def write(self, folder: Path) -> None:
         """Write the file. Its bytes are on the disk before the file gets its name."""
-        fields = dataclasses.asdict(dataclasses.replace(self, extra=None, index=Index({}, {})))
-        del fields["index"]
         about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
-        content = {**about, **fields, "extra": self.extra, **self.index.to_json()}
-        content = json.loads(json.dumps(content))  # as a load will read it
+        content = json.loads(json.dumps({**about, **vars(self)}, default=_as_json))  # as a load will read it
         written = _laid_out({"checksum": _checksum(content), **content})
         if len(written) > MOST_BYTES:
             raise ValueError(
@@ -130,7 +194,8 @@ class Manifest:
         """Read the file. Raises ``ValueError`` where it is not ours, damaged, or of a version that is not read."""
         path = folder / MANIFEST_FILE
         try:
-            content = json.loads(_bytes_of(path))
+            with open_small_file(path, MOST_BYTES) as file:
+                content = json.load(file)
         except FileNotFoundError:
             raise ValueError(
                 f"'{folder}' is no complete checkpoint of maingrad: it has no {MANIFEST_FILE}, which is written last"
@@ -141,50 +206,13 @@ class Manifest:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
         _check_version(path, content.get("version"))
         try:
-            manifest = cls._parse(content)
             _check_sum(content)
-            return manifest
+            if content["byteorder"] != sys.byteorder:
+                raise ValueError(f"its tensors are {content['byteorder']!r}-endian, which this machine is not")
+            manifest: Manifest = structured(cls, content, "manifest")
         except Exception as error:  # wrong values raise nearly anything
             raise ValueError(f"'{path}' is damaged ({type(error).__name__}: {error})") from error
-
-    @classmethod
-    def _parse(cls, content: Mapping[str, Any]) -> "Manifest":
-        optimizer, num_groups = content["optimizer"], 0
-        if optimizer is not None:
-            all_groups = expect(list, optimizer["groups"], "groups")
-            groups = tuple(expect(dict, group, "a parameter group") for group in all_groups)
-            for value in (value for group in groups for value in group.values()):
-                from_json(value)  # raises for a value that a load could not read
-            optimizer = SavedOptimizer(expect(str, optimizer["optimizer_class"], "optimizer_class"), groups)
-            num_groups = len(groups)
-        parameters, buffers = (
-            {name: _parse_tensor(name, entry, num_groups) for name, entry in expect(dict, content[part], part).items()}
-            for part in ("parameters", "buffers")
-        )
-        num_expert_sets = expect(int, content["num_expert_sets"], "num_expert_sets")
-        tied = expect(dict, content["tied"], "tied")
-        for alias, first in tied.items():
-            if expect(str, first, f"what '{alias}' is tied to") not in parameters:
-                raise ValueError(f"'{alias}' is tied to {reprlib.repr(first)}, which is no parameter")
-        save_id = content["save_id"]
-        if not is_id(save_id):
-            raise ValueError(f"{reprlib.repr(save_id)} is no id of a save")
-        if content["byteorder"] != sys.byteorder:
-            raise ValueError(f"its tensors are {reprlib.repr(content['byteorder'])}-endian, which this machine is not")
-        index = Index.from_json(content)
-        return cls(save_id, parameters, buffers, tied, num_expert_sets, optimizer, content["extra"], index)
-
-
-def _bytes_of(path: Path) -> bytes:
-    """The file's bytes. Raises ``ValueError`` for a file that is too long, before it is read."""
-    with open_small_file(path, MOST_BYTES) as file:
-        file.seek(0, os.SEEK_END)
-        size = file.tell()
-        file.seek(max(0, size - 1))
-        if file.read() not in (b"}", b"\n"):
-            raise ValueError(f"of its {size} bytes the last is not a manifest's")
-        file.seek(0)
-        return file.read()
+        return manifest
 
 
 def _check_version(path: Path, version: Any) -> None:
@@ -194,14 +222,18 @@ def _check_version(path: Path, version: Any) -> None:
     found = f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
     if type(version) is int and 1 <= version < VERSION:
         raise ValueError(
-            f"{found}: the maingrad that wrote it loads it, and torch.distributed.checkpoint.load reads its tensors "
-            f"(model.NAME, master.NAME, optimizer.state.NAME.KEY)"
+            f"{found}: docs/upgrade_checkpoint.py rewrites version 3, and torch.distributed.checkpoint.load reads the "
+            f"tensors of all before (model.NAME, master.NAME, optimizer.state.NAME.KEY)"
         )
     raise ValueError(f"{found}: a newer maingrad has written it, or it is damaged")
 
 
+def _as_json(value: Any) -> Any:
+    return dtype_name(value) if isinstance(value, torch.dtype) else vars(value)
+
+
 def _laid_out(content: Mapping[str, Any]) -> str:
-    """JSON that people can read: a line for each value, and a line for each tensor of the index."""
+    """JSON that people can read: a line for each value, and a line for each tensor."""
     rest = json.dumps({key: value for key, value in content.items() if key != "tensors"}, indent=1)
     lines = (f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in content["tensors"].items())
     return rest.removesuffix("\n}") + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n"
@@ -214,31 +246,9 @@ def _checksum(content: Mapping[str, Any]) -> int:
 
 
 def _check_sum(content: Mapping[str, Any]) -> None:
-    if content["checksum"] is not None:
-        written, found = expect(int, content["checksum"], "checksum"), _checksum(content)
-        if found != written:
-            raise ValueError(
-                f"its content has checksum {found}, and had {written} when it was written; where you have changed it "
-                f"yourself, set its checksum to null"
-            )
-
-
-def _parse_tensor(name: str, entry: Mapping[str, Any], num_groups: int) -> SavedTensor:
-    group = entry["group"]
-    if group is not None and not 0 <= expect(int, group, f"the group of '{name}'") < num_groups:
-        raise ValueError(f"'{name}' is in group {reprlib.repr(group)} of {num_groups}")
-    scalars = expect(dict, entry["scalars"], f"the scalars of '{name}'")
-    for value in scalars.values():
-        from_json(value)
-    state = {
-        key: dtype_name(dtype_named(dtype))
-        for key, dtype in expect(dict, entry["state"], f"the state of '{name}'").items()
-    }
-    return SavedTensor(
-        shape=shape_from_json(entry["shape"], name),
-        dtype=dtype_name(dtype_named(entry["dtype"])),
-        group=group,
-        has_master=expect(bool, entry["has_master"], f"has_master of '{name}'"),
-        state=state,
-        scalars=scalars,
-    )
+    written, found = content["checksum"], _checksum(content)
+    if written is not None and found != written:
+        raise ValueError(
+            f"its content has checksum {found}, and had {reprlib.repr(written)} when it was written; where you have "
+            f"changed it yourself, set its checksum to null"
+        )

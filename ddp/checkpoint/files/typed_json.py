@@ -3,33 +3,56 @@
 JSON holds numbers, strings and lists. A dtype is stored as its name; a tensor of one element as its value and dtype.
 """
 
-import math
+import dataclasses
+import functools
 import reprlib
-from typing import Any, TypeVar
+import types
+import typing
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["dtype_name", "dtype_named", "expect", "from_json", "shape_from_json", "to_json"]
-
-_MOST_DIMS = 64
-
-T = TypeVar("T")
+__all__ = ["dtype_name", "from_json", "structured", "to_json"]
 
 
-def expect(wanted: type[T], value: Any, what: str) -> T:
-    """``value``, if it has exactly this type (JSON's true is no number). Raises ``TypeError``."""
-    if type(value) is not wanted:
+def structured(kind: Any, value: Any, what: str) -> Any:
+    """A value of JSON as ``kind``: a dataclass or NamedTuple of such, a dict, a tuple, a dtype, or a plain type.
+
+    There are no conversions: JSON's true is no number. Raises ``TypeError``, and ``ValueError`` for what no dtype is
+    called; ``what`` names the value in the error. Further keys are left out.
+    """
+    inner = typing.get_args(kind)
+    if kind is Any or (value is None and type(None) in inner):
+        return value
+    if isinstance(kind, types.UnionType):
+        return structured(inner[0], value, what)
+    if kind is torch.dtype:
+        return _dtype_named(value)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints, content = _hints(kind), _expect(dict, value, what)
+        fields = {name: structured(hint, content[name], f"{what}.{name}") for name, hint in hints.items()}
+        try:
+            return kind(**fields)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
+    if hasattr(kind, "_fields"):
+        pairs = zip(_hints(kind).values(), _expect(list, value, what), strict=True)
+        return kind(*(structured(hint, each, what) for hint, each in pairs))
+    if typing.get_origin(kind) is dict:
+        return {key: structured(inner[1], each, f"{what}['{key}']") for key, each in _expect(dict, value, what).items()}
+    if typing.get_origin(kind) is tuple:
+        return tuple(structured(inner[0], each, what) for each in _expect(list, value, what))
+    return _expect(kind, value, what)
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _expect(kind: type, value: Any, what: str) -> Any:
+    if type(value) is not kind:
         raise TypeError(f"{reprlib.repr(value)} as {what}")
     return value
-
-
-def shape_from_json(sizes: Any, name: str) -> tuple[int, ...]:
-    """The shape of the tensor ``name``. Raises ``TypeError`` or ``ValueError`` for a shape that no tensor can have."""
-    shape = tuple(expect(int, size, f"a size of '{name}'") for size in expect(list, sizes, f"the shape of '{name}'"))
-    if len(shape) > _MOST_DIMS or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= 2**62:
-        raise ValueError(f"'{name}' has shape {reprlib.repr(shape)}")
-    return shape
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -37,9 +60,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_named(name: Any) -> torch.dtype:
-    """The dtype of this name. Raises ``TypeError`` or ``ValueError`` for anything else."""
-    dtype = getattr(torch, expect(str, name, "a dtype"), None)
+def _dtype_named(name: Any) -> torch.dtype:
+    dtype = getattr(torch, _expect(str, name, "a dtype"), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{reprlib.repr(name)} is no dtype")
     return dtype
@@ -67,5 +89,5 @@ def from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if not isinstance(value["tensor"], bool | int | float):
             raise TypeError(f"{reprlib.repr(value['tensor'])} as the value of a tensor")
-        return torch.tensor(value["tensor"], dtype=dtype_named(value["dtype"]), device="cpu")
+        return torch.tensor(value["tensor"], dtype=_dtype_named(value["dtype"]), device="cpu")
     return value

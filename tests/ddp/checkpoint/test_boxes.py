@@ -1,14 +1,16 @@
-"""Flat ranges as boxes: every element once, few boxes, each of them a view of the flat memory."""
+"""Boxes of tensors: of flat ranges, of slices along any dim, and what two of them have in common."""
 
 import itertools
 import math
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maingrad.ddp.checkpoint.files.boxes import Box, boxes_of_range, check_tiling, flat_range
+from maingrad.ddp.checkpoint.files.boxes import Box, boxes_of_range, check_tiling, parts_of_range
 
 SHAPES = st.lists(st.integers(1, 6), max_size=5).map(tuple)
 
@@ -27,11 +29,12 @@ def test_boxes_are_the_range_and_few(drawn: tuple[tuple[int, ...], list[int]]) -
     boxes = boxes_of_range(shape, start, end)
     assert len(boxes) <= max(2 * len(shape) - 1, 1)
     seen = []
-    for box in boxes:
+    parts = parts_of_range("w", "model", shape, start, flat[start:end])
+    for box, part in zip(boxes, parts, strict=True):
         region = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
         assert tuple(region.shape) == box.sizes
-        assert torch.equal(region, flat[box.start : box.end].view(box.sizes))
-        assert flat_range(shape, box.offsets, box.sizes) == (box.start, box.end)
+        assert part.box == box and torch.equal(part.data, region)
+        assert part.data.data_ptr() == flat[region.flatten()[0] :].data_ptr(), "a view of the flat memory"
         seen += region.flatten().tolist()
     assert seen == list(range(start, end))
 
@@ -40,12 +43,8 @@ def test_boxes_are_the_range_and_few(drawn: tuple[tuple[int, ...], list[int]]) -
 def test_boxes_of_ranges_that_follow_each_other_tile_the_tensor(drawn: tuple[tuple[int, ...], list[int]]) -> None:
     shape, cuts = drawn
     edges = [0, *cuts, math.prod(shape)]
-    boxes = [
-        (box.offsets, box.sizes)
-        for start, end in itertools.pairwise(edges)
-        for box in boxes_of_range(shape, start, end)
-    ]
-    check_tiling(shape, reversed(boxes))
+    boxes = [box for start, end in itertools.pairwise(edges) for box in boxes_of_range(shape, start, end)]
+    check_tiling(shape, boxes[::-1])
     for index in range(len(boxes)):
         with pytest.raises(ValueError, match="missing"):
             check_tiling(shape, boxes[:index] + boxes[index + 1 :])
@@ -53,11 +52,54 @@ def test_boxes_of_ranges_that_follow_each_other_tile_the_tensor(drawn: tuple[tup
             check_tiling(shape, [*boxes, boxes[index]])
 
 
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A tensor cut along every dim, as tensor parallelism cuts columns and sharding rows."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
+    edges = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+    cells = itertools.product(*(itertools.pairwise(each) for each in edges))
+    return shape, [Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
+
+
+@given(grids(), st.randoms())
+def test_cuts_along_any_dim_tile_the_tensor(drawn: tuple[tuple[int, ...], list[Box]], random: Random) -> None:
+    shape, boxes = drawn
+    random.shuffle(boxes)
+    check_tiling(shape, boxes)
+    index = random.randrange(len(boxes))
+    with pytest.raises(ValueError, match="missing"):
+        check_tiling(shape, boxes[:index] + boxes[index + 1 :])
+    with pytest.raises(ValueError, match="there twice"):
+        check_tiling(shape, [*boxes, boxes[index]])
+    # As many elements as the tensor has, and one of them twice in place of another.
+    if len(boxes) > 1 and boxes[0].sizes == boxes[1].sizes:
+        with pytest.raises(ValueError, match="there twice"):
+            check_tiling(shape, [boxes[0], *boxes[:1], *boxes[2:]])
+
+
+@given(grids(), grids())
+def test_two_boxes_have_in_common_what_is_in_both(one: Any, other: Any) -> None:
+    (shape, boxes), (_, others) = one, other
+    for first, second in itertools.product(boxes, others):
+        if len(first.offsets) != len(second.offsets):
+            continue
+        larger = tuple(a + b for a, b in zip(shape, other[0], strict=True))
+        marks = torch.zeros(larger, dtype=torch.int)
+        everything = Box((0,) * len(larger), larger)
+        everything.view_of(first, marks).add_(1)
+        everything.view_of(second, marks).add_(1)
+        both = first.intersect(second)
+        assert (both is None) == (not (marks == 2).any())
+        if both is not None:
+            assert (everything.view_of(both, marks) == 2).all() and both.numel == (marks == 2).sum()
+            assert torch.equal(first.view_of(both, everything.view_of(first, marks)), everything.view_of(both, marks))
+
+
 def test_the_drawing_in_the_docstring() -> None:
     assert boxes_of_range((4, 5), 3, 17) == [
-        Box((0, 3), (1, 2), 3),
-        Box((1, 0), (2, 5), 5),
-        Box((3, 0), (1, 2), 15),
+        Box((0, 3), (1, 2)),
+        Box((1, 0), (2, 5)),
+        Box((3, 0), (1, 2)),
     ]
 
 
@@ -70,14 +112,14 @@ def test_the_bound_on_boxes_is_reached() -> None:
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4, 2)])
 def test_a_tensor_without_elements_is_one_empty_box(shape: tuple[int, ...]) -> None:
     (box,) = boxes_of_range(shape, 0, 0)
-    assert box == Box((0,) * len(shape), shape, 0)
-    check_tiling(shape, [(box.offsets, box.sizes)])
+    assert box == Box((0,) * len(shape), shape)
+    check_tiling(shape, [box])
 
 
 def test_a_scalar_is_one_box() -> None:
-    assert boxes_of_range((), 0, 1) == [Box((), (), 0)]
+    assert boxes_of_range((), 0, 1) == [Box((), ())]
     assert boxes_of_range((), 0, 0) == []
-    with pytest.raises(ValueError, match=r"elements \[0, 1\) are missing"):
+    with pytest.raises(ValueError, match="1 elements are missing"):
         check_tiling((), [])
 
 
@@ -89,10 +131,27 @@ def test_a_range_outside_the_tensor_is_refused(start: int, end: int) -> None:
 
 @pytest.mark.parametrize(
     "offsets, sizes",
-    [((0, 0), (2, 2)), ((1, 1), (1, 3)), ((0,), (3,)), ((-1, 0), (1, 3)), ((0, 3), (0, 1))],
+    [((0, 0), (2, 4)), ((1, 1), (1, 3)), ((0,), (3,)), ((-1, 0), (1, 3)), ((0, 3), (1, 1)), ((0, 0), (2, 3, 1))],
 )
-def test_a_box_whose_elements_do_not_follow_each_other_is_refused(
-    offsets: tuple[int, ...], sizes: tuple[int, ...]
-) -> None:
-    with pytest.raises(ValueError, match="are no run of elements"):
-        flat_range((2, 3), offsets, sizes)
+def test_a_box_outside_the_tensor_is_refused(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"are not in shape \[2, 3\]|zip\(\)"):
+        check_tiling((2, 3), [Box(offsets, sizes)])
+
+
+def test_slices_of_a_thousand_ranks_are_compared_in_little_time() -> None:
+    """Each with its neighbours, and not with all."""
+    shape = (4096, 1024)
+    edges = [index * math.prod(shape) // 1000 for index in range(1001)]
+    boxes = [box for start, end in itertools.pairwise(edges) for box in boxes_of_range(shape, start, end)]
+    compared = 0
+    original = Box.intersect
+
+    def counting(one: Box, other: Box) -> Box | None:
+        nonlocal compared
+        compared += 1
+        return original(one, other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Box, "intersect", counting)
+        check_tiling(shape, boxes)
+    assert compared < 5 * len(boxes)

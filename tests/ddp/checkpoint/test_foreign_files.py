@@ -52,7 +52,17 @@ def a_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [a_file, a_link])
-@pytest.mark.parametrize("name", ["weights.distcp", "__7_0.distcp", "x.placed", "notes.tmp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weights.safetensors",
+        "rank-00007.safetensors",
+        "rank-00007.safetensors.tmp",
+        "__7_0.distcp",
+        "x.placed",
+        "notes.tmp",
+    ],
+)
 def test_a_file_of_somebody_elses_is_kept(name: str, make, tmp_path: Path) -> None:
     saved(tmp_path / "c", 1)
     make(tmp_path / "c" / name)

@@ -1,6 +1,5 @@
 """All files of a checkpoint belong to one save: other files are refused, and a user's own files stay."""
 
-import json
 import os
 import re
 import shutil
@@ -13,12 +12,11 @@ import torch
 import torch.distributed as dist
 from checkpointed import Everything, build, left_by_a_save, model_state, take_steps
 from loops import assert_same, weights
-from torch.distributed.checkpoint import load as torchs_load
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.boxes import TensorSlice
-from maingrad.ddp.checkpoint.files.deferred import DeferredWrite
-from maingrad.ddp.checkpoint.files.save_id import new_id
+from maingrad.ddp.checkpoint.files.manifest import Manifest
+from maingrad.ddp.checkpoint.files.opened import OpenedCheckpoint
+from maingrad.ddp.checkpoint.writing import Writing
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
 
@@ -35,24 +33,24 @@ def two_steps(folder: Path) -> None:
 def load_and_say(folder: Path) -> str:
     ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
     before = model_state(ddp)
-    with pytest.raises(ValueError, match="of another save") as error:
+    with pytest.raises(ValueError, match="two checkpoints are mixed") as error:
         load_checkpoint(folder, ddp, optimizer)
     assert_same(model_state(ddp), before)
     return str(error.value).removesuffix(" (on rank 0)")
 
 
-@pytest.mark.parametrize("name", ["maingrad.json", "__0_0.distcp", "__1_0.distcp"])
+@pytest.mark.parametrize("name", ["maingrad.json", "rank-00000.safetensors", "rank-00001.safetensors"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.sampled(2)
 def test_a_file_of_another_step_is_refused_by_name(tmp_path: Path, name: str, ranks: int) -> None:
     simulate(two_steps, 2, tmp_path)
     shutil.copy(tmp_path / "step-1" / name, tmp_path / "step-0" / name)
     errors = simulate(load_and_say, ranks, tmp_path / "step-0")
-    named = "__0_0.distcp" if name == "maingrad.json" else name
+    named = "rank-00000.safetensors" if name == "maingrad.json" else name
     for error in errors:
-        assert re.search(rf"'{tmp_path}/step-0/{re.escape(named)}' is of another save", error), error
+        assert re.search(rf"'{tmp_path}/step-0/{re.escape(named)}' is 'maingrad-\w+ {named}', and the manifest", error)
         assert "files of two checkpoints are mixed in this folder" in error
-    with pytest.raises(ValueError, match="is of another save"):
+    with pytest.raises(ValueError, match="files of two checkpoints are mixed in this folder"):
         export_safetensors(tmp_path / "step-0", tmp_path / "weights")
     shutil.copy(tmp_path / "step-1" / name, tmp_path / "step-1" / f"{name}.copy")
     model = Everything(torch.bfloat16)
@@ -69,49 +67,87 @@ def test_a_copy_and_a_renamed_folder_are_the_same_checkpoint(tmp_path: Path) -> 
         assert_same(weights(model), weights(Everything(seed=1)))
 
 
-def test_torchs_metadata_are_for_torchs_tools(tmp_path: Path) -> None:
-    """Torch's metadata may be another save's, damaged or missing: a load does not read them."""
-    simulate(two_steps, 2, tmp_path)
-    whole = Everything(torch.bfloat16)
-    load_checkpoint(tmp_path / "step-1", whole)
-    metadata = tmp_path / "step-1" / ".metadata"
-    for content in ((tmp_path / "step-0" / ".metadata").read_bytes(), b"cposix\nsystem\n(S'false'\ntR.", None):
-        metadata.unlink() if content is None else metadata.write_bytes(content)
-        model = Everything(torch.bfloat16, seed=1)
-        assert load_checkpoint(tmp_path / "step-1", model) == 1
-        assert_same(weights(model), weights(whole))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_version_of_before_the_index_is_refused_with_the_ways_out(tmp_path: Path, version: int) -> None:
-    save_checkpoint(tmp_path / "c", Everything(seed=1))
-    path = tmp_path / "c" / "maingrad.json"
-    manifest = json.loads(path.read_text())
-    for key in ("files", "tensors", "checksum", "save_id")[: 4 if version == 1 else 2]:
-        del manifest[key]
-    path.write_text(json.dumps({**manifest, "version": version}))
-    with pytest.raises(
-        ValueError, match=rf"maingrad\.json' has version {version} of .* reads version 3: the maingrad"
-    ) as error:
-        load_checkpoint(tmp_path / "c", Everything())
-    assert "torch.distributed.checkpoint.load reads its tensors" in str(error.value)
-    with pytest.raises(ValueError, match=f"has version {version} of the format"):
-        export_safetensors(tmp_path / "c", tmp_path / "weights")
-    # As the error says.
-    plain = torch.nn.Module()
-    plain.scale = torch.nn.Parameter(torch.zeros(()))
-    torchs_load({"model": plain.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert plain.scale == Everything(seed=1).scale
-
-
 def test_a_version_to_come_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A complete checkpoint of a newer maingrad, whose sum is right."""
     with monkeypatch.context() as newer:
-        newer.setattr("maingrad.ddp.checkpoint.files.manifest.VERSION", 4)
+        newer.setattr("maingrad.ddp.checkpoint.files.manifest.VERSION", 5)
         save_checkpoint(tmp_path / "c", Everything(seed=1))
-    with pytest.raises(ValueError, match=r"version 4 of .* reads version 3: a newer maingrad has written it"):
+    with pytest.raises(ValueError, match=r"version 5 of .* reads version 4: a newer maingrad has written it"):
         load_checkpoint(tmp_path / "c", Everything())
+
+
+# ---- A load beside a save. ----
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is the first one's, and the data files are the second one's."""
+    save_checkpoint(tmp_path / "c", Everything(seed=1), extra="first")
+    original, read = Manifest.read, []
+
+    def replaced(folder: Path) -> Manifest:
+        read.append(original(folder))
+        if len(read) == 1:
+            save_checkpoint(tmp_path / "c", Everything(seed=2), extra="second")
+        return read[-1]
+
+    monkeypatch.setattr(Manifest, "read", replaced)
+    model = Everything()
+    assert load_checkpoint(tmp_path / "c", model) == "second"
+    assert_same(weights(model), weights(Everything(seed=2)))
+
+
+def test_a_checkpoint_that_is_replaced_each_time_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "c", Everything(seed=1), extra="first")
+    original = Manifest.read
+
+    def replaced(folder: Path) -> Manifest:
+        manifest = original(folder)
+        save_checkpoint(tmp_path / "c", Everything(seed=2), extra="another")
+        return manifest
+
+    monkeypatch.setattr(Manifest, "read", replaced)
+    model = Everything()
+    with pytest.raises(ValueError, match="was replaced by another save while it was opened, and once more when"):
+        load_checkpoint(tmp_path / "c", model)
+    assert_same(weights(model), weights(Everything()))
+
+
+def test_what_is_open_is_read_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save replaces the checkpoint between the checks and the reading, and deletes its files."""
+    save_checkpoint(tmp_path / "c", Everything(seed=1), extra="first")
+    original = OpenedCheckpoint.read
+
+    def late(opened: OpenedCheckpoint) -> None:
+        save_checkpoint(tmp_path / "c", Everything(seed=2), extra="second")
+        original(opened)
+
+    monkeypatch.setattr(OpenedCheckpoint, "read", late)
+    model = Everything()
+    assert load_checkpoint(tmp_path / "c", model) == "first"
+    assert_same(weights(model), weights(Everything(seed=1)))
+
+
+def test_ranks_that_opened_different_checkpoints_open_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(two_steps, 2, tmp_path)
+    original, times = Manifest.read, []
+
+    def read(folder: Path) -> Manifest:
+        times.append(dist.get_rank())
+        # The first rank that comes opens one step, and the other one the step that replaces it.
+        return original(folder if len(times) == 1 else tmp_path / "step-1")
+
+    def load() -> Any:
+        ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+        return load_checkpoint(tmp_path / "step-0", ddp, optimizer)
+
+    monkeypatch.setattr(Manifest, "read", read)
+    monkeypatch.setattr("maingrad.ddp.checkpoint.files.opened.find", lambda path: tmp_path / f"step-{len(times) > 0:d}")
+    assert simulate(load, 2) == [1, 1]
+    assert len(times) == 4, "each rank opened it twice"
 
 
 # ---- Two jobs. ----
@@ -123,7 +159,7 @@ def save_and_wait(path: Path, reached: Any, goes_on: Any) -> None:
 
     def waits(descriptor: int) -> None:
         original(descriptor)
-        if not reached.is_set() and (path.parent / f"{path.name}.incomplete" / "__0_0.distcp").exists():
+        if not reached.is_set() and (path.parent / f"{path.name}.incomplete" / "rank-00000.safetensors").exists():
             reached.set()
             assert goes_on.wait(60.0)
 
@@ -182,19 +218,31 @@ def test_what_a_save_has_left_is_taken_up(tmp_path: Path, suffix: str) -> None:
     assert load_checkpoint(tmp_path / "best", Everything()) == "left"
     save_checkpoint(tmp_path / "best", Everything(seed=2), extra="new")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
-    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == [".metadata", "__0_0.distcp", "maingrad.json"]
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["maingrad.json", "rank-00000.safetensors"]
 
 
-def test_two_jobs_that_write_to_one_path_in_the_background_are_told(tmp_path: Path) -> None:
-    """The first rank of each job waits for notes of its own save, and finds the other job's."""
-    mine, others = (DeferredWrite(tmp_path, new_id()) for _ in range(2))
-    for write in (mine, others):
-        write.propose([TensorSlice(("model", "weight"), (3,), 0, 3, torch.ones(3))], None)
-        write.agree(None, None)
-        write.copy_to_host()
-    others.write()
-    with pytest.raises(ValueError, match="__0_0' is of another save: two jobs write to one path"):
-        mine.collect(lambda: True)
-    mine.write()
-    collected = mine.collect(lambda: True)
-    assert collected is not None and set(collected[1].tensors) == {"model.weight"}
+def save_in_the_background_beside(path: Path, other: Path) -> None:
+    """Another job's files lie where rank 1 has just written, on a file system without locks."""
+    ddp, optimizer = build(torch.bfloat16, **ZERO1)
+    with pytest.raises(ValueError, match="files of two checkpoints are mixed"):
+        save_checkpoint(path, ddp, optimizer, background=True).wait()
+
+
+def test_two_jobs_that_write_to_one_path_in_the_background_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save() -> None:
+        save_checkpoint(tmp_path / "other", *build(torch.bfloat16, **ZERO1))
+
+    simulate(save, 2)
+    original = Writing.write
+
+    def write(writing: Writing) -> None:
+        original(writing)
+        name = "rank-00001.safetensors"
+        if (writing.staging.folder / name).exists():
+            shutil.copy(tmp_path / "other" / name, writing.staging.folder / name)
+
+    monkeypatch.setattr(Writing, "write", write)
+    simulate(save_in_the_background_beside, 2, tmp_path / "c", tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]

@@ -171,7 +171,7 @@ def test_whatever_the_moment_there_is_one_to_load(before: str, tmp_path: Path) -
     assert ended.exit_code == 0, ended.output
     moments = [there for there, _, _ in ended.returned]
     first = BEFORE[before][1]
-    assert len(moments) > 10, "nothing was killed"
+    assert len(moments) > 4, "nothing was killed"
     assert moments[-1] == 7, "the last one was not killed"
     assert set(moments) == {first, 7}
     assert moments == sorted(moments, key=lambda there: there == 7), "and stays the one"
@@ -261,9 +261,9 @@ KILLS = [
     # (kind, ranks, victim, at which event, what can be loaded)
     ("ZeRO-1", 2, 0, (1, "all_gather_object"), 1),
     ("ZeRO-1", 3, 1, (2, "all_gather_object"), 1),
-    ("ZeRO-1", 3, 1, (1, "gather_object"), 1),
-    ("ZeRO-1", 2, 1, (1, ".distcp"), 1),
-    ("ZeRO-1", 2, 0, (1, ".metadata"), 1),
+    ("ZeRO-1", 3, 1, (3, "all_gather_object"), 1),
+    ("ZeRO-1", 2, 1, (1, "open rank-00001.safetensors.tmp"), 1),
+    ("ZeRO-1", 2, 0, (1, "os.rename rank-00000.safetensors.tmp"), 1),
     ("ZeRO-1", 3, 0, (1, "open maingrad.json.tmp"), 1),
     ("ZeRO-1", 2, 0, (1, "os.rename maingrad.json.tmp"), 1),
     ("ZeRO-1", 2, 0, (1, "os.rename c"), 1),
@@ -271,10 +271,10 @@ KILLS = [
     ("ZeRO-1", 2, 0, (1, "os.remove maingrad.json"), 2),
     ("ZeRO-1", 2, 1, (4, "all_gather_object"), 2),
     ("all-reduced", 2, 1, (2, "all_gather_object"), 1),
-    ("hybrid", 4, 3, (1, ".distcp"), None),
+    ("hybrid", 4, 3, (1, ".safetensors"), None),
     ("hybrid", 4, 2, (3, "all_gather_object"), 1),
-    ("hybrid", 4, 0, (1, ".distcp"), 1),
-    ("fully sharded", 3, 2, (1, "scatter_object_list"), 1),
+    ("hybrid", 4, 0, (1, ".safetensors"), 1),
+    ("fully sharded", 3, 2, (3, "all_gather_object"), 1),
     ("fully sharded", 3, 0, (1, "os.rename c.incomplete"), 2),
 ]
 
@@ -308,7 +308,7 @@ def test_a_rank_that_is_killed_in_a_save_is_named(
 def test_whatever_the_moment_it_is_named(kind: str, ranks: int, victim: int, tmp_path: Path) -> None:
     whole = run_to_the_end(one_is_killed, ranks, tmp_path / "whole", kind, "save", -1, 0, "")
     events = whole[victim].returned
-    assert len(events) > 10
+    assert len(events) > 4
     for at in range(1, len(events) + 1):
         place = tmp_path / str(at)
         all_ended = run_to_the_end(one_is_killed, ranks, place, kind, "save", victim, at, "", collective_timeout=60.0)
@@ -316,7 +316,14 @@ def test_whatever_the_moment_it_is_named(kind: str, ranks: int, victim: int, tmp
         for rank, ended in enumerate(all_ended):
             if rank != victim:
                 assert_silent(the_report(rank, ended), victim, all_ended)
-        moved = events.index("os.rename c.incomplete") + 1 if victim == 0 else len(events)
+        # The first rank completes the checkpoint when all files are there, whoever has died since.
+        written = f"os.rename rank-{victim:05d}.safetensors.tmp"
+        if victim == 0:
+            moved = events.index("os.rename c.incomplete") + 1
+        elif written in events:
+            moved = events.index(written) + 2
+        else:
+            moved = 4  # it writes nothing: after the calls, what ranks hold, and the plan were compared
         assert weights_alone(place / "c", kind) == (2 if at >= moved else 1), events[at - 1]
 
 

@@ -15,9 +15,6 @@ from gloo import run_ranks
 from loops import assert_same, weights, wrap
 from seeding import seed_as_in_a_new_process
 from torch import Tensor, nn
-from torch.distributed.checkpoint import load as torchs_load
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
@@ -28,8 +25,8 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
-from maingrad.ddp.checkpoint.files import storage as checkpoint_storage
 from maingrad.ddp.checkpoint.files.manifest import Manifest
+from maingrad.ddp.checkpoint.files.opened import OpenedCheckpoint
 from maingrad.launch import simulate
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -152,7 +149,7 @@ def test_real_ranks_resume_bitwise(tmp_path: Path, ranks: int, config: dict[str,
     resumed = run_ranks(load_and_train, ranks, tmp_path / "half", torch.bfloat16, config, range(2, 4))
     for rank in range(ranks):
         assert_same_weights(resumed[rank], straight[rank])
-    assert len(list((tmp_path / "half").glob("*.distcp"))) == (2 if config is HYBRID else ranks)
+    assert len(list((tmp_path / "half").glob("*.safetensors"))) == (2 if config is HYBRID else ranks)
 
 
 # ---- Optimizers. ----
@@ -340,8 +337,7 @@ def test_before_the_first_step_there_are_no_moments_to_keep(tmp_path: Path) -> N
 # ---- What is in the files. ----
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_tools_read_the_files(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
     simulate(train_and_save, 3, tmp_path / "c", torch.bfloat16, ZERO1)
     tensors, manifest = files_content(tmp_path / "c")
     reference = Everything(torch.bfloat16)
@@ -357,31 +353,23 @@ def test_torchs_tools_read_the_files(tmp_path: Path) -> None:
     for name, moments in tensors["optimizer"]["state"].items():
         assert set(moments) == {"exp_avg", "exp_avg_sq"}
         assert all(moment.shape == reference.get_parameter(name).shape for moment in moments.values())
-        assert manifest["parameters"][name]["scalars"]["step"]["tensor"] == 3.0
+        assert manifest["tensors"][name]["scalars"]["step"]["tensor"] == 3.0
     assert manifest["tied"] == {"head.weight": "embed.weight"}
-    stored = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata.values()
-    assert all(isinstance(each, TensorStorageMetadata) for each in stored), "there are no pickled objects"
-
-    # And torch's own loader, into a module that knows nothing of this library.
-    plain = Everything(torch.bfloat16, seed=4)
-    state = {name: tensor for name, tensor in plain.state_dict().items() if name != "head.weight"}
-    torchs_load({"model": state}, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert_same(weights(plain), {name: tensors["model"][name] for name in names})
 
 
 @pytest.mark.parametrize("ranks, config", [(4, ZERO1), (3, ALL_REDUCE), (4, HYBRID)], ids=["zero1", "ddp", "hybrid"])
 @pytest.mark.sampled(1)
 def test_every_element_is_written_once_and_work_is_shared(tmp_path: Path, ranks: int, config: dict[str, Any]) -> None:
     simulate(train_and_save, ranks, tmp_path / "c", torch.bfloat16, config)
-    tensors = Manifest.read(tmp_path / "c").index.tensors.values()  # this checks that chunks tile each tensor
-    written: dict[str, int] = {}
-    for stored in tensors:
-        for chunk in stored.chunks:
-            nbytes = (chunk.end - chunk.start) * stored.dtype.itemsize
-            written[chunk.file] = written.get(chunk.file, 0) + nbytes
+    manifest = Manifest.read(tmp_path / "c")  # this checks that boxes tile each tensor
+    written = manifest.nbytes
     writers = 2 if config is HYBRID else ranks
-    assert set(written) == {f"__{rank}_0.distcp" for rank in range(writers)}
-    total = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in tensors)
+    assert set(written) == set(range(writers))
+    total = sum(
+        math.prod(entry.shape) * stored.dtype.itemsize
+        for entry in manifest.tensors.values()
+        for stored in entry.stored.values()
+    )
     assert sum(written.values()) == total
     assert max(written.values()) < 1.6 * total / writers
 
@@ -397,21 +385,24 @@ def test_a_rank_reads_its_own_slices_only(tmp_path: Path, monkeypatch: pytest.Mo
     """On the number of ranks that saved, exactly its slices; each stored chunk at most once."""
     simulate(train_and_save, 4, tmp_path / "c", torch.bfloat16, ZERO1)
     nbytes: dict[int, int] = {}
-    seen = set()
-    original = checkpoint_storage._read_chunk
+    original = OpenedCheckpoint.read
 
-    def counting(file: Any, chunk: Any, itemsize: int, parts: Any, scratch: Any) -> None:
-        original(file, chunk, itemsize, parts, scratch)
-        wanted = sum(part.landing.nbytes for part in parts)
-        nbytes[dist.get_rank()] = nbytes.get(dist.get_rank(), 0) + wanted
-        assert (dist.get_rank(), chunk) not in seen
-        seen.add((dist.get_rank(), chunk))
+    def counting(opened: OpenedCheckpoint) -> None:
+        original(opened)
+        wanted = sum(
+            both.numel * part.data.itemsize
+            for copy in opened.copies
+            for part in copy.parts
+            if (both := copy.box.intersect(part.box)) is not None
+        )
+        nbytes[dist.get_rank()] = wanted
+        stored = [(copy.parts[0].name, copy.parts[0].section, copy.box) for copy in opened.copies]
+        assert len(set(stored)) == len(stored)
 
-    monkeypatch.setattr(checkpoint_storage, "_read_chunk", counting)
+    monkeypatch.setattr(OpenedCheckpoint, "read", counting)
     assert dict(simulate(load_counting, 4, tmp_path / "c", ZERO1)) == nbytes
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_views_of_every_kind_are_saved_as_their_values(tmp_path: Path) -> None:
     """Transposed, strided, expanded, conjugated and negated views: saved, and loaded into views and copies."""
     numbers = torch.arange(24.0).view(4, 6)
@@ -433,9 +424,6 @@ def test_views_of_every_kind_are_saved_as_their_values(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", model)
     load_checkpoint(tmp_path / "c", plain)
     assert_same(dict(plain.named_buffers()), views)
-    state = {name: torch.zeros_like(buffer) for name, buffer in plain.state_dict().items()}
-    torchs_load({"model": state}, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert_same(state, views)
     for name in ("transposed", "permuted", "steps", "steps_of_one"):
         target = torch.zeros_like(views[name]) if "steps" not in name else torch.zeros(4, 12)[:, ::4]
         setattr(plain, name, target if name != "steps_of_one" else torch.zeros(8)[::2])
@@ -617,7 +605,9 @@ def test_a_buffer_counts_where_any_of_its_names_is_persistent(tmp_path: Path, wr
     load_checkpoint(tmp_path / "c", model)
     assert_same(model.state_dict(), make(7.0).state_dict())
     tensors, manifest = files_content(tmp_path / "c")
-    assert set(manifest["buffers"]) == {"running", "other.table"}, "and is stored once"
+    assert {name for name, entry in manifest["tensors"].items() if entry["is_buffer"]} == {"running", "other.table"}, (
+        "and is stored once"
+    )
     assert set(tensors["model"]) == {"weight", "running", "other.table"}
 
 

@@ -66,8 +66,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.model",
                 "make_manifest",
-                "(known.description, known.group)",
-                "(both.description, both.group)",
+                "if group != known_group or",
+                "if",
             ),
         ],
     ),
@@ -80,7 +80,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.model",
-                "ModelLoad.plan",
+                "parts_to_fill",
                 "if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):",
                 "if False:",
             ),

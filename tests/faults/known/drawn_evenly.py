@@ -33,28 +33,15 @@ FAULTS = [
         ],
     ),
     Fault(
-        "34zf-the-first-rank-of-a-group-is-taken-for-the-worlds",
-        sentence="Ranks that are not all cannot save in the background among themselves.",
-        tests=["tests/ddp/checkpoint/test_background.py::test_ranks_that_are_not_all_save_among_themselves"],
+        "34zg-elements-may-be-held-by-nobody",
+        sentence="Elements that no rank holds are noticed by the load.",
+        tests=["tests/ddp/checkpoint/test_faults.py::test_elements_that_no_rank_holds_are_missed_on_all_ranks"],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.files.deferred",
-                "DeferredWrite.agree",
-                "dist.get_global_rank(group, 0)",
-                "0",
-            ),
-        ],
-    ),
-    Fault(
-        "34zg-one-rank-alone-raises",
-        sentence="Elements that no rank holds are told to the first rank alone, and the others wait for it.",
-        tests=["tests/ddp/checkpoint/test_background.py::test_elements_that_no_rank_holds_are_missed_on_all_ranks"],
-        changes=[
-            Change(
-                "maingrad.ddp.checkpoint.files.deferred",
-                "DeferredWrite._decide",
-                "return [error] * len(plans)",
-                "raise",
+                "maingrad.ddp.checkpoint.files.boxes",
+                "check_tiling",
+                "if missing:",
+                "if missing < 0:",
             ),
         ],
     ),

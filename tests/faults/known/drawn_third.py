@@ -194,19 +194,6 @@ FAULTS = [
         ],
     ),
     Fault(
-        "34zh-the-beginning-of-a-files-name-is-enough",
-        sentence="A data file may have any path that begins with a right name.",
-        tests=["tests/ddp/checkpoint/test_index.py::test_a_name_that_begins_as_one_of_a_data_file_is_refused"],
-        changes=[
-            Change(
-                "maingrad.ddp.checkpoint.files.index",
-                "_parse_file",
-                "_FILE.fullmatch(",
-                "_FILE.match(",
-            ),
-        ],
-    ),
-    Fault(
         "57n-the-only-gradient-is-taken-for-a-discarded-one",
         sentence="Where no other parameter has a gradient, the hook's clearing of .grad discards the iteration.",
         tests=[

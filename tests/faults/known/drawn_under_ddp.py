@@ -132,15 +132,15 @@ FAULTS = [
         ],
     ),
     Fault(
-        "34z-a-note-of-another-save-is-taken",
-        sentence="A background save takes another job's note of what lies where for its own.",
+        "34z-a-file-of-another-job-is-taken",
+        sentence="A save takes the data file that another job has written in its folder for its own.",
         tests=["tests/ddp/checkpoint/test_ids.py::test_two_jobs_that_write_to_one_path_in_the_background_are_told"],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.files.deferred",
-                "DeferredWrite._read",
-                'if said["save"] != self._id:',
-                "if False:",
+                "maingrad.ddp.checkpoint.writing",
+                "Writing.complete",
+                "RankFile(path, self._id)",
+                "pass",
             ),
         ],
     ),

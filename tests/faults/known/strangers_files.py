@@ -37,15 +37,15 @@ FAULTS = [
         ],
     ),
     Fault(
-        "52c-any-distcp-file-is-deleted",
+        "52c-any-file-of-that-ending-is-deleted",
         sentence="A file beside a checkpoint's is deleted by the next save, because its name ends like theirs.",
         tests=[f"{_FOREIGN}::test_a_file_of_somebody_elses_is_kept"],
         changes=[
             Change(
                 _FOLDER,
                 "belongs_to_checkpoint",
-                "_OF_A_RANK.fullmatch(name) is not None",
-                'name.endswith((".distcp", PLACED_SUFFIX, f"{PLACED_SUFFIX}.tmp"))',
+                "data is not None",
+                'name.endswith((".safetensors", ".placed", ".tmp"))',
             )
         ],
     ),

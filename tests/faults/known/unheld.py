@@ -220,7 +220,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.manifest",
-                "Manifest._parse",
+                "Manifest.read",
                 'content["byteorder"] != sys.byteorder',
                 "False",
             ),

@@ -1,0 +1,86 @@
+"""What one rank does of a save once it knows what it writes, in a thread: it calls no collective.
+
+The first rank completes the checkpoint when the data files of all ranks are in the folder. A data file gets its name
+when it is whole, so that the first rank need not be told: collectives of a thread would be mixed up with those of
+training.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .files.boxes import Part
+from .files.folder import Staging
+from .files.manifest import Manifest
+from .files.rank_file import RankFile, file_name, write_rank_file
+
+__all__ = ["Writing", "page_locked"]
+
+_PATIENCE = 0.02
+"""Seconds between two looks into the folder."""
+
+
+class Writing:
+    """The rest of a save on one rank.
+
+    rank      of the group that writes
+    parts     what this rank writes
+    manifest  on the first rank
+    """
+
+    def __init__(
+        self, staging: Staging, save_id: str, rank: int, parts: Sequence[Part], manifest: Manifest | None
+    ) -> None:
+        self.staging = staging
+        _wait_for_devices(parts)  # the thread has streams of its own
+        self.rank = rank
+        self._id, self._parts, self._manifest = save_id, parts, manifest
+
+    def copy_to_host(self) -> None:
+        """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
+        once, after all copies have been queued."""
+        parts = self._parts
+        self._parts = [part._replace(data=_host_copy(part.data.detach())) for part in parts]
+        _wait_for_devices(parts)
+
+    def write(self) -> None:
+        """Write this rank's data file, if it has one."""
+        if self._parts:
+            write_rank_file(self.staging.folder / file_name(self.rank), self._id, self._parts)
+            self._parts = ()
+
+    def complete(self, waits: Callable[[], bool]) -> None:
+        """On the first rank: write the manifest, and give the checkpoint its place.
+
+        waits  asked while a rank has not written: whether to go on waiting
+
+        Raises ``ValueError`` for a data file that is missing, or of another job that writes here.
+        """
+        if self._manifest is None:
+            return
+        folder = self.staging.folder
+        for rank in self._manifest.nbytes:
+            path = folder / file_name(rank)
+            while not path.exists() and waits():
+                time.sleep(_PATIENCE)
+            RankFile(path, self._id)
+        self._manifest.write(folder)
+        self.staging.complete()
+
+
+def _wait_for_devices(parts: Sequence[Part]) -> None:
+    for device in {part.data.device for part in parts if not part.data.is_cpu}:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Host memory that a device copies to by itself. Torch keeps it for the next tensor of its size."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.is_cpu:
+        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return page_locked(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)

@@ -1,0 +1,180 @@
+"""The format outlives the code: earlier versions are rewritten, and boxes that no wrapper cuts today are read."""
+
+import json
+import re
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import Everything, build, files_content, model_state
+from loops import assert_same, weights
+from python_processes import run_python
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint import load as torchs_load
+
+from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.launch.safetensors_io import export_safetensors
+
+ROOT = Path(__file__).parents[3]
+VERSION_3 = Path(__file__).parent / "version_3"
+"""Saved by two ranks of ZeRO-1 after one step, with the code of version 3: ``build(torch.bfloat16)``."""
+
+# ---- Earlier versions. ----
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_version_3_is_refused_with_the_program_that_rewrites_it(tmp_path: Path) -> None:
+    shutil.copytree(VERSION_3, tmp_path / "old")
+    with pytest.raises(ValueError, match=r"has version 3 of .* reads version 4: docs/upgrade_checkpoint\.py rewrites"):
+        load_checkpoint(tmp_path / "old", Everything(torch.bfloat16))
+    done = run_python(ROOT / "docs" / "upgrade_checkpoint.py", tmp_path / "old", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    tensors, _ = files_content(tmp_path / "new")
+    torchs: dict[str, Any] = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in tensors["model"].items()},
+        "master": {name: torch.zeros_like(tensor) for name, tensor in tensors["master"].items()},
+        "optimizer": {
+            "state": {
+                name: {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+                for name, state in tensors["optimizer"]["state"].items()
+            }
+        },
+    }
+    torchs_load(torchs, checkpoint_id=tmp_path / "old", no_dist=True)
+    for section in ("model", "master"):
+        assert_same(tensors[section], torchs[section])
+    for name, state in tensors["optimizer"]["state"].items():
+        assert_same(state, torchs["optimizer"]["state"][name])
+
+    def load() -> Any:
+        ddp, optimizer = build(torch.bfloat16, seed=1, use_distributed_optimizer=True)
+        extra = load_checkpoint(tmp_path / "new", ddp, optimizer)
+        assert_same({name: model_state(ddp)[name] for name in tensors["model"]}, tensors["model"])
+        steps = [part.scalars()["step"].item() for part in optimizer.slices if part.state()]
+        assert optimizer.param_groups[0]["lr"] == 0.02 and set(steps) == {1.0}
+        return extra
+
+    assert simulate(load, 3) == [{"step": 1}] * 3
+
+
+def test_a_damaged_version_3_is_not_rewritten(tmp_path: Path) -> None:
+    shutil.copytree(VERSION_3, tmp_path / "old")
+    place = json.loads((tmp_path / "old" / "maingrad.json").read_text())["tensors"]["model.up.weight"]["chunks"][0]
+    name = f"__{place[1]}_0.distcp"
+    with (tmp_path / "old" / name).open("r+b") as file:
+        file.seek(place[2])
+        file.write(b"\1\2\3")
+    done = run_python(ROOT / "docs" / "upgrade_checkpoint.py", tmp_path / "old", tmp_path / "new")
+    assert re.search(rf"{name}' is damaged where 'model\.up\.weight' lies", done.stderr), done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_save_replaces_a_checkpoint_of_version_3(tmp_path: Path) -> None:
+    shutil.copytree(VERSION_3, tmp_path / "c")
+    save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["maingrad.json", "rank-00000.safetensors"]
+
+
+# ---- Cuts that ranks of tensor parallelism would make. ----
+
+
+def cut_by_columns(folder: Path) -> dict[str, torch.Tensor]:
+    """Write a checkpoint of a Linear(6, 4) by hand: the weight in two slices of columns, uneven, of two ranks."""
+    model = nn.Linear(6, 4)
+    save_checkpoint(folder, model, extra="cut")
+    whole = load_file(folder / "rank-00000.safetensors")
+    weight, manifest = whole["model.weight"], json.loads((folder / "maingrad.json").read_text())
+    slices = {"model.weight[0,0]": weight[:, :4].contiguous(), "model.weight[0,4]": weight[:, 4:].contiguous()}
+    for rank, (name, data) in enumerate(slices.items()):
+        tensors = {name: data, **({"model.bias": whole["model.bias"]} if rank else {})}
+        checksums = " ".join(f"{checksum_of(tensors[each]):08x}" for each in sorted(tensors))
+        file = f"rank-{rank:05d}.safetensors"
+        of = f"{manifest['save_id']} {file}"
+        save_file(tensors, folder / file, {"maingrad.of": of, "maingrad.crc32": checksums})
+    manifest["tensors"]["weight"]["stored"]["model"]["boxes"] = [[0, [0, 0], [4, 4]], [1, [0, 4], [4, 2]]]
+    manifest["tensors"]["bias"]["stored"]["model"]["boxes"] = [[1, [0], [4]]]
+    manifest["checksum"] = None
+    (folder / "maingrad.json").write_text(json.dumps(manifest))
+    return weights(model)
+
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.numpy().tobytes())
+
+
+def test_slices_of_columns_are_read_by_ranks_of_every_kind_and_written_back(tmp_path: Path) -> None:
+    expected = cut_by_columns(tmp_path / "c")
+    plain = nn.Linear(6, 4)
+    assert load_checkpoint(tmp_path / "c", plain) == "cut"
+    assert_same(weights(plain), expected)
+    export_safetensors(tmp_path / "c", tmp_path / "weights.safetensors")
+    assert_same(load_file(tmp_path / "weights.safetensors"), expected)
+
+    def load_sharded() -> dict[str, torch.Tensor]:
+        model = fully_shard(nn.Linear(6, 4))
+        load_checkpoint(tmp_path / "c", model)
+        save_checkpoint(tmp_path / f"again{dist.get_world_size()}", model)
+        with model.unsharded():
+            return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    for ranks in (2, 3):
+        for found in simulate(load_sharded, ranks):
+            assert_same(found, expected)
+        plain = nn.Linear(6, 4)
+        load_checkpoint(tmp_path / f"again{ranks}", plain)
+        assert_same(weights(plain), expected)
+
+
+@pytest.mark.parametrize(
+    "boxes, said",
+    [
+        ([[0, [0, 0], [4, 4]]], "8 elements are missing"),
+        ([[0, [0, 0], [4, 4]], [1, [0, 3], [4, 3]]], "4 elements from .0, 3. on are there twice"),
+    ],
+)
+def test_slices_that_do_not_fit_together_are_refused_by_name(tmp_path: Path, boxes: Any, said: str) -> None:
+    cut_by_columns(tmp_path / "c")
+    manifest = json.loads((tmp_path / "c" / "maingrad.json").read_text())
+    manifest["tensors"]["weight"]["stored"]["model"]["boxes"] = boxes
+    (tmp_path / "c" / "maingrad.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=rf"manifest\.tensors\['weight'\]: {said}"):
+        load_checkpoint(tmp_path / "c", nn.Linear(6, 4))
+
+
+# ---- Kinds of elements. ----
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.complex128,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e8m0fnu,
+        torch.bool,
+        torch.uint16,
+        torch.int64,
+    ],
+)
+def test_buffers_of_every_dtype_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also of those for which the safetensors format has no name, beside narrower ones."""
+    bits = torch.arange(96, dtype=torch.uint8) % 2 if dtype is torch.bool else torch.arange(96, dtype=torch.uint8)
+    model, other = nn.Module(), nn.Module()
+    model.register_buffer("odd", torch.ones(3, dtype=torch.uint8))
+    model.register_buffer("table", bits.view(dtype).clone().view(2, -1))
+    model.register_buffer("one", bits.view(dtype)[1].clone())
+    for name, buffer in model.named_buffers():
+        other.register_buffer(name, torch.zeros_like(buffer))
+    save_checkpoint(tmp_path / "c", model)
+    load_checkpoint(tmp_path / "c", other)
+    for name, buffer in model.named_buffers():
+        found = other.get_buffer(name)
+        assert found.dtype is dtype or name == "odd"
+        assert torch.equal(found.reshape(-1).view(torch.uint8), buffer.reshape(-1).view(torch.uint8)), name
