@@ -105,7 +105,7 @@ def _alternatives(config: Config, model: LanguageModel, ranks: int) -> dict[Para
 
 def _wrappers(config: Config, ranks: int) -> dict[Parallel, DistributedDataParallelConfig]:
     """The run's configuration under each kind that has a wrapper, with what has no meaning there left out."""
-    own = config.ddp.wrapper_config("zero1") if config.fully_sharded else config.wrapper_config
+    own = config.wrapper_config
     sharded = dataclasses.replace(own, use_distributed_optimizer=True, num_distributed_optimizer_instances=1)
     whole = dataclasses.replace(
         sharded,
