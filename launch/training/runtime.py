@@ -77,6 +77,8 @@ def process_group_from_env(device: Literal["auto", "cpu", "cuda"]) -> Iterator[N
     try:
         yield
     finally:
+        # NCCL waits here for ever while a CUDA graph is alive that has captured its collectives.
+        gc.collect()
         dist.destroy_process_group()
         # gloo's threads end with the last reference to the group. One that still frees a collective's tensor while
         # Python exits ends the process with SIGABRT (seen in 1 of 25 short runs).
