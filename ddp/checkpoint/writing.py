@@ -1,4 +1,4 @@
-"""What one rank does of a save once it knows what it writes, in a thread: it calls no collective.
+"""What one rank does of a save once it knows what it writes, perhaps in a thread: it calls no collective.
 
 The first rank completes the checkpoint when the data files of all ranks are in the folder. A data file gets its name
 when it is whole, so that the first rank need not be told: collectives of a thread would be mixed up with those of
@@ -47,9 +47,9 @@ class Writing:
 
     def write(self) -> None:
         """Write this rank's data file, if it has one."""
-        if self._parts:
-            write_rank_file(self.staging.folder / file_name(self.rank), self._id, self._parts)
-            self._parts = ()
+        parts, self._parts = self._parts, ()  # also after an error no memory is held
+        if parts:
+            write_rank_file(self.staging.folder / file_name(self.rank), self._id, parts)
 
     def complete(self, waits: Callable[[], bool]) -> None:
         """On the first rank: write the manifest, and give the checkpoint its place.

@@ -125,10 +125,11 @@ class RankFile:
         self._path = path
         size_of(path)
         try:
-            self._file = file = cast(Any, safe_open(path, framework="pt", device="cpu"))
+            with path.open("rb") as opened:  # safe_open opens its file twice, and both must be the same one
+                self._file = file = cast(Any, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt", device="cpu"))
             metadata, names = file.metadata() or {}, sorted(file.keys())
             self._checksums = dict(zip(names, metadata.get(_CHECKSUMS, "").split(), strict=True))
-        except (SafetensorError, ValueError, MemoryError) as error:
+        except (SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             raise ValueError(f"the data file '{path}' is truncated or damaged ({error})") from None
         found, expected = metadata.get(_OF), _of(save_id, path)
         if found != expected:

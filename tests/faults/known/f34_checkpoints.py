@@ -363,7 +363,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.opened",
                 "open_checkpoint",
-                "if _identity(find(path)) == found:",
+                "if found is not None and _identity(folder) == found:",
                 "if True:",
             ),
         ],

@@ -1,0 +1,51 @@
+from fault import Change, Fault
+
+FAULTS = [
+    Fault(
+        "34zr-a-save-in-the-foreground-goes-on-after-ctrl-c",
+        sentence="A thread writes the model while the program, after Ctrl-C in the save, changes the model.",
+        tests=[
+            "tests/ddp/checkpoint/test_background.py::test_ctrl_c_ends_a_save_and_leaves_the_checkpoint_of_before",
+            "tests/ddp/checkpoint/test_background.py::test_after_ctrl_c_in_a_save_the_program_saves_to_the_same_path",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.checkpoint",
+                "save_checkpoint",
+                "pending.write_now()",
+                "pending.start(model, stack.pop_all()) or finish_pending(model)",
+            ),
+        ],
+    ),
+    Fault(
+        "34zs-a-save-under-way-is-forgotten-at-ctrl-c",
+        sentence="After Ctrl-C in the wait for a save in the background, the next save to its path is refused.",
+        tests=[
+            "tests/ddp/checkpoint/test_background.py::"
+            "test_after_ctrl_c_the_next_save_waits_for_the_one_in_the_background",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.background",
+                "finish_pending",
+                "_pending.get(model)",
+                "_pending.pop(model, None)",
+            ),
+        ],
+    ),
+    Fault(
+        "34zt-a-header-and-elements-of-two-saves",
+        sentence="A save replaces a data file after its header was read, and the elements are those of the new file.",
+        tests=[
+            "tests/ddp/checkpoint/test_ids.py::test_a_file_that_is_replaced_while_its_header_is_read_is_one_file",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.rank_file",
+                "RankFile.__init__",
+                'f"/dev/fd/{opened.fileno()}"',
+                "path",
+            ),
+        ],
+    ),
+]
