@@ -553,3 +553,39 @@ def misfits(folder: Path) -> None:
 
 def test_what_does_not_fit_is_named(saved: Callable[[str, torch.dtype | None], Path]) -> None:
     simulate(misfits, 2, saved("zero3", BF16))
+
+
+class OfTwoDtypes(nn.Module):
+    """Parameters of two dtypes, of which one kind has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16))
+
+    def forward(self) -> Tensor:
+        return self.weight.square().sum() + self.nothing.float().sum()
+
+
+def test_a_parameter_without_elements_of_another_dtype_steps_after_a_load(tmp_path: Path) -> None:
+    def run() -> Tensor:
+        model = fully_shard(OfTwoDtypes())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                save_checkpoint(tmp_path / "c", model, optimizer)
+                load_checkpoint(tmp_path / "c", model, optimizer)
+        with model.unsharded():
+            return model.weight.detach().clone()
+
+    plain = OfTwoDtypes()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for _ in range(2):
+        plain().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for loaded in simulate(run, 2):
+        assert torch.equal(loaded, plain.weight)

@@ -6,7 +6,6 @@ FAULTS = [
         sentence="A thread writes the model while the program, after Ctrl-C in the save, changes the model.",
         tests=[
             "tests/ddp/checkpoint/test_background.py::test_ctrl_c_ends_a_save_and_leaves_the_checkpoint_of_before",
-            "tests/ddp/checkpoint/test_background.py::test_after_ctrl_c_in_a_save_the_program_saves_to_the_same_path",
         ],
         changes=[
             Change(
@@ -45,6 +44,22 @@ FAULTS = [
                 "RankFile.__init__",
                 'f"/dev/fd/{opened.fileno()}"',
                 "path",
+            ),
+        ],
+    ),
+    Fault(
+        "34zu-state-of-the-dtype-of-another-parameter",
+        sentence="After a load, a parameter without elements has moments in the dtype of another parameter.",
+        tests=[
+            "tests/fsdp/state/test_checkpoint.py::"
+            "test_a_parameter_without_elements_of_another_dtype_steps_after_a_load",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.optimizer",
+                "OptimizerLoad.plan",
+                "likes.get(updated.dtype)",
+                "next(iter(likes.values()), None)",
             ),
         ],
     ),
