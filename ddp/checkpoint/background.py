@@ -153,7 +153,7 @@ def finish_pending(model: nn.Module) -> None:
 
 def reserve_memory(model: nn.Module, parts: Sequence[Part]) -> None:
     """Start a thread that takes the host memory for copies of ``parts``, and leaves it to torch's cache."""
-    on_devices = [(part.data.shape, part.data.dtype) for part in parts if not part.data.is_cpu]
+    on_devices = [(part.data.shape, part.dtype) for part in parts if not part.data.is_cpu]
     if on_devices:
         wait_for_memory(model)
         _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(on_devices,), name="memory of saves")

@@ -42,7 +42,7 @@ class Writing:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
         once, after all copies have been queued."""
         parts = self._parts
-        self._parts = [part._replace(data=_host_copy(part.data.detach())) for part in parts]
+        self._parts = [part._replace(data=_host_copy(part.data.detach(), part.dtype)) for part in parts]
         _wait_for_devices(parts)
 
     def write(self) -> None:
@@ -80,7 +80,8 @@ def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_cpu:
-        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return page_locked(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+        plain = tensor.resolve_conj().resolve_neg()
+        return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return page_locked(tensor.shape, dtype).copy_(tensor, non_blocking=True)

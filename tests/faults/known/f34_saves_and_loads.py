@@ -63,4 +63,17 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "34zv-all-parameters-are-rounded-before-the-first-is-written",
+        sentence="A save of a fully sharded model takes memory for rounded copies of all of this rank's parameters.",
+        tests=["tests/fsdp/state/test_checkpoint.py::test_a_save_rounds_one_tensor_at_a_time"],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.model",
+                "parts_of_model",
+                "part._replace(dtype=param.dtype)",
+                "part._replace(data=part.data.to(param.dtype), dtype=param.dtype)",
+            ),
+        ],
+    ),
 ]
