@@ -84,4 +84,4 @@ def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_cpu:
         plain = tensor.resolve_conj().resolve_neg()
         return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return page_locked(tensor.shape, dtype).copy_(tensor, non_blocking=True)
+    return page_locked(tensor.shape, dtype).copy_(tensor.to(dtype), non_blocking=True)

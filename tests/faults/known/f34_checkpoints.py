@@ -297,7 +297,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.writing",
                 "_host_copy",
-                "return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)",
+                "return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)",
                 "return tensor",
             ),
         ],
