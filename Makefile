@@ -5,8 +5,8 @@
 #   make test-all   slow tests too, and property tests at full counts
 #   make test-newest  the quick start and a sample of the tests, with the newest versions that pip gives
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
-#   make faults     bring each known fault back; its tests must notice
-#   make check      ruff, mypy --strict on the library, import direction, the site without warnings
+#   make faults     bring each known fault back; its tests must notice (ARGS="--only 34" or "--share 0/4": some of them)
+#   make check      ruff, mypy (--strict on the library), import direction, the site without warnings
 #   make docs       the site alone, in .build/site
 #   make test-gpu   the tests marked gpu
 #   make bench      one benchmark, of gradient accumulation; docs/benchmarks/README.md lists all
@@ -96,6 +96,7 @@ check: $(call installed,dev) $(LINK)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	MYPYPATH=$(BUILD) $(PY) -m mypy $(foreach room,kernels ddp te_integration fsdp launch,-p maingrad.$(room))
+	MYPYPATH=$(BUILD):docs/benchmarks $(PY) -m mypy $(patsubst docs/benchmarks/%.py,-m %,$(wildcard docs/benchmarks/*.py))
 	PYTHONPATH=$(BUILD) $(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 	$(SITE)
 

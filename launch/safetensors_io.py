@@ -187,7 +187,12 @@ def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str])
     staging = target.with_name(f"{target.name}.incomplete")
     stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     checksums = {name: _checksum(tensor) for name, tensor in stored.items()}
-    metadata = {"format": "pt", _TIED: json.dumps(dict(tied)), _CHECKED: "crc32", _CHECKSUMS: json.dumps(checksums)}
+    metadata = {
+        "format": "pt",
+        _TIED: json.dumps(dict(tied)),
+        _CHECKED: "crc32",
+        _CHECKSUMS: json.dumps(checksums, sort_keys=True),
+    }
     try:
         save_file(stored, staging, metadata)
         staging.replace(target)

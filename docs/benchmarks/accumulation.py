@@ -19,14 +19,13 @@ from harness import (
     in_rounds,
     log,
     next_token_loss,
-    peak_gib,
     random_tokens,
-    reset_peak,
     run_script,
+    stepping,
     the_device,
-    time_steps,
+    time_variant,
 )
-from tables import Measurement, machine, table, write_table
+from tables import machine, table, write_table
 
 from maingrad import DistributedDataParallel, DistributedOptimizer
 from maingrad.launch.config.run import ModelConfig
@@ -78,21 +77,9 @@ def bench_accumulation(bench, device):
 
     def measure(variant):
         step, num_params = _training_step(bench, variant, device)
-        first = step().item()
-        for _ in range(bench.num_warmup_steps - 1):
-            step()
-        reset_peak(device)
-        milliseconds, last = time_steps(step, bench.num_steps, device)
-        return {
-            "step_ms": milliseconds,
-            "peak_gib": peak_gib(device),
-            "first_loss": first,
-            "last_loss": last,
-            "num_params": num_params,
-        }
+        return {**time_variant(bench, step, device), "num_params": num_params}
 
-    rows = in_rounds(bench.num_rounds, _VARIANTS, measure, device)
-    return [Measurement(**row, over_fused=row.step_ms / rows[0].step_ms) for row in rows]
+    return in_rounds(bench.num_rounds, _VARIANTS, measure, device, "over_fused")
 
 
 def write_report(rows, bench):
@@ -120,33 +107,19 @@ def _training_step(bench, variant, device):
 
 def _wrapped_step(model, tokens):
     ddp = DistributedDataParallel(model)
-    optimizer = DistributedOptimizer(ddp, lr=1e-4)
-
-    def step():
-        ddp.zero_grad_buffer()
-        loss = accumulate(next_token_loss(ddp), tokens, not_last=ddp.no_sync)
-        ddp.finish_grad_sync()
-        optimizer.step()
-        return loss
-
-    return step
+    accumulated = partial(accumulate, next_token_loss(ddp), tokens, not_last=ddp.no_sync)
+    return stepping(accumulated, DistributedOptimizer(ddp, lr=1e-4))
 
 
 def _plain_step(model, tokens, variant):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     loss_of = next_token_loss(model)
 
     def autocast_loss(row):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=variant == "autograd fp32"):
             return loss_of(row)
 
-    def step():
-        optimizer.zero_grad()
-        loss = accumulate(autocast_loss, tokens)
-        optimizer.step()
-        return loss
-
-    return step
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return stepping(partial(accumulate, autocast_loss, tokens), optimizer)
 
 
 # The published sizes are for a GPU. A CPU gets sizes that take a minute.

@@ -1,13 +1,15 @@
 """The models of ``models.py``, built from their configs with random weights, and the arithmetic of one token.
 
-Nothing is downloaded. Configs are those of the published checkpoints; some have fewer layers, so that one GPU holds the
-model with its optimizer.
+Nothing is downloaded. The configs in ``architectures.toml`` are those of the published checkpoints; some have fewer
+layers, so that one GPU holds the model with its optimizer.
 """
 
 import importlib
 import os
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ class Architecture:
     """Name of a class in ``transformers``."""
     sizes: Mapping[str, Any]
     """Arguments of the class."""
-    shapes: tuple[str, ...] = ("4x4096", "2x1024")
+    shapes: Sequence[str] = ("4x4096", "2x1024")
     """Shapes that are measured if none are asked for."""
 
     def with_layers(self, count):
@@ -147,101 +149,5 @@ def _transformers():
         raise ConfigError(f"models.py builds models of transformers ({error}): pip install transformers") from None
 
 
-_LLAMA_3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
-_QWEN_3 = {"vocab_size": 151936, "max_position_embeddings": 32768, "head_dim": 128}
-
-ARCHITECTURES = {
-    each.name: each
-    for each in (
-        Architecture(
-            name="llama-1b",
-            about="Llama-3.2-1B",
-            config_class="LlamaConfig",
-            sizes=_LLAMA_3
-            | {
-                "hidden_size": 2048,
-                "intermediate_size": 8192,
-                "num_hidden_layers": 16,
-                "tie_word_embeddings": True,
-            },
-        ),
-        Architecture(
-            name="llama-8b",
-            about="Llama-3-8B with 8 of its 32 layers",
-            config_class="LlamaConfig",
-            sizes=_LLAMA_3
-            | {
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_hidden_layers": 8,
-                "tie_word_embeddings": False,
-            },
-            shapes=("2x4096", "1x4096"),
-        ),
-        Architecture(
-            name="qwen3-1.7b",
-            about="Qwen3-1.7B with 16 of its 28 layers",
-            config_class="Qwen3Config",
-            sizes=_QWEN_3
-            | {
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "num_hidden_layers": 16,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "tie_word_embeddings": True,
-            },
-        ),
-        Architecture(
-            name="qwen3-30b-a3b",
-            about="Qwen3-30B-A3B with 4 of its 48 layers: 128 experts, 8 for each token",
-            config_class="Qwen3MoeConfig",
-            sizes=_QWEN_3
-            | {
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "moe_intermediate_size": 768,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "norm_topk_prob": True,
-                "tie_word_embeddings": False,
-            },
-            shapes=("4x4096",),
-        ),
-        Architecture(
-            name="gpt2-large",
-            about="GPT-2 large with 4,096 positions and without dropout: biases, LayerNorm, Conv1D",
-            config_class="GPT2Config",
-            sizes={
-                "vocab_size": 50257,
-                "n_positions": 4096,
-                "n_embd": 1280,
-                "n_layer": 36,
-                "n_head": 20,
-                "resid_pdrop": 0.0,
-                "embd_pdrop": 0.0,
-                "attn_pdrop": 0.0,
-            },
-            shapes=("4x2048", "2x1024"),
-        ),
-        # Not for measurements: small enough to run everything on a CPU.
-        Architecture(
-            name="tiny",
-            about="Llama's form, very small",
-            config_class="LlamaConfig",
-            sizes={
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "vocab_size": 96,
-                "tie_word_embeddings": True,
-            },
-            shapes=("2x16",),
-        ),
-    )
-}
+with Path(__file__).with_suffix(".toml").open("rb") as _file:
+    ARCHITECTURES = {each["name"]: Architecture(**each) for each in tomllib.load(_file)["architecture"]}

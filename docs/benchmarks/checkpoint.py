@@ -118,7 +118,7 @@ def _measure(name, ours, tensors, bench, place):
         "save": (lambda: save_checkpoint(place / "ours", *ours), lambda: save(tensors, checkpoint_id=place / "dcp")),
         "load": (lambda: load_checkpoint(place / "ours", *ours), lambda: load(tensors, checkpoint_id=place / "dcp")),
     }
-    times = {verb: [] for verb in calls}
+    times: dict[str, list] = {verb: [] for verb in calls}
     for index in range(bench.num_rounds + 1):
         dist.barrier()
         if dist.get_rank() == 0:

@@ -187,7 +187,8 @@ def _set_knobs(root, units, symm_mem):
 
 def _copy_engine_mesh(case):
     """All ranks, in an NCCL group whose gathers from symmetric memory run on copy engines."""
-    return DeviceMesh.from_group(dist.new_group(pg_options=zero_cta_options()), case.device.type)
+    group: Any = dist.new_group(pg_options=zero_cta_options())
+    return DeviceMesh.from_group(group, case.device.type)
 
 
 def refuse_symm_mem(case):

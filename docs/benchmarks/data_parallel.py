@@ -25,9 +25,10 @@ from floors import build_floor, build_peer_floor
 from gpt import SETTINGS, Setting, make_model
 from harness import (
     ConfigError,
-    StepOptions,
+    RowOptions,
     check_names,
     log,
+    measure_and_write,
     measure_rows,
     next_token_loss,
     random_tokens,
@@ -35,12 +36,12 @@ from harness import (
     versions,
 )
 from peers import PEERS
-from ranks import Ranks, make_mesh
-from tables import grouped, number, odd_losses, read_csv, table, with_kept, write_table
+from ranks import make_mesh
+from tables import grouped, number, odd_losses, read_csv, shown, table, write_sections
+from trace_digest import digest_trace, record_trace
 
 import maingrad
 from maingrad.fsdp import MixedPrecisionPolicy
-from maingrad.launch.report.trace_digest import digest_trace, record_trace
 
 FLOOR, PEER_FLOOR = "floor", "peer_floor"
 
@@ -178,15 +179,13 @@ ROWS: dict[str, Row] = OURS | PEERS
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelBench(StepOptions):
+class DataParallelBench(RowOptions):
     """Ours and others on the same work."""
 
     settings: tuple[str, ...] = ("large", "one_microbatch", "small")
     """Tables: large, one_microbatch, small, tiny."""
     rows: tuple[str, ...] = ()
     """Rows by name; none: all. The floors are always measured, for the ratios."""
-    without: tuple[str, ...] = ()
-    """Rows to leave out."""
     trace: tuple[str, ...] = ()
     """Rows that run two further steps under the profiler; a digest of rank 0's trace is written beside the table."""
     keep_traces: bool = False
@@ -198,7 +197,6 @@ class DataParallelBench(StepOptions):
     pad_buckets: bool = False
     """Pad the buckets of our rows to multiples of 2^16 elements."""
     timeout: float = 120.0
-    """Seconds after which a rank gives up on a collective or on another rank."""
     stem: str = "data_parallel"
     """Files are STEM.csv, STEM.md and STEM.png; sections of other settings and numbers of ranks in STEM.csv stay."""
     redraw: bool = False
@@ -208,11 +206,9 @@ class DataParallelBench(StepOptions):
 def choose_rows(bench, rows=ROWS):
     """Row names in measuring order: floors first and again last. Raises ``ConfigError`` for an unknown name."""
     check_names("setting", bench.settings, SETTINGS)
-    for names in (bench.rows, bench.without, bench.trace):
-        check_names("row", names, rows)
-    wanted = set(bench.rows or rows) - set(bench.without)
+    check_names("row", bench.trace, rows)
     floors = [name for name in (FLOOR, PEER_FLOOR) if name in rows and name not in bench.without]
-    between = [name for name in rows if name in wanted and name not in floors]
+    between = [name for name in bench.chosen(rows) if name not in floors]
     return [*floors, *between, *floors] if between else floors
 
 
@@ -269,15 +265,16 @@ def floor_ms(section, name, column="step_ms"):
 
 def write_report(rows, folder, stem="data_parallel"):
     """Write ``stem.csv`` and ``stem.md``, with the sections that the CSV already has; returns the Markdown."""
-    rows = with_kept(folder / f"{stem}.csv", rows, _section)
-    return write_table(
+    return write_sections(
+        rows,
         folder,
         stem,
-        rows,
-        "Data parallelism: ours and others on the same work",
-        "Made by `torchrun --nproc-per-node N docs/benchmarks/data_parallel.py`; what the columns mean is said "
-        "[here](README.md#data-parallelism-what-is-measured).",
-        *(part for section in sections_of(rows) for part in _parts(section)),
+        title="Data parallelism: ours and others on the same work",
+        script="data_parallel",
+        anchor="data-parallelism",
+        key=_section,
+        sections_of=sections_of,
+        parts_of=_parts,
     )
 
 
@@ -289,13 +286,13 @@ def _parts(section):
 
     columns = [
         ("", "{row.label}"),
-        ("ms", lambda row: number(row.step_ms, ".1f", "-")),
+        ("ms", shown("step_ms", ".1f", "-")),
         ("over our floor", over(FLOOR)),
         # Ranks that communicate all take as long as the slowest rank: the ratio of both slowest ranks' times.
         ("over the slowest GPU's", over(FLOOR, "slowest_rank_ms")),
         ("over the peers' floor", over(PEER_FLOOR)),
-        ("peak GiB", lambda row: number(row.peak_gib, ".1f", "-")),
-        ("thousand tokens/s", lambda row: number(row.tokens_per_second / 1e3, ".1f", "-")),
+        ("peak GiB", shown("peak_gib", ".1f", "-")),
+        ("thousand tokens/s", shown("tokens_per_second", ".1f", "-", 1e-3)),
         ("loss", lambda row: row.problem or f"{row.first_loss:.3f} to {row.last_loss:.3f}"),
     ]
     drifts = [
@@ -318,33 +315,41 @@ def _parts(section):
 
 def draw(rows, path):
     """Draw ``rows`` into ``path``: a panel for each section, a bar for each row, each floor once."""
-    from maingrad.launch.report.drawing import BACKWARD, HIDDEN, INK, QUIET, TRAIN, dress, plt, save
+    from maingrad.launch.report.drawing import save, styled
+
+    return save(styled(_figure)(rows), path)
+
+
+def _figure(rows):
+    from matplotlib.figure import Figure
 
     panels = [(section, bars) for section in sections_of(rows) if (bars := _bars(section))]
     heights = [0.6 + 0.28 * len(bars) for _, bars in panels] or [1.0]
-    figure, axes_of = plt.subplots(
-        len(heights), 1, figsize=(9.5, sum(heights) + 0.6), dpi=120, layout="constrained", squeeze=False,
-        height_ratios=heights,
-    )  # fmt: skip
-    for axes, (section, bars) in zip(axes_of.flat, panels, strict=False):
+    figure = Figure(figsize=(9.5, sum(heights) + 0.6))
+    panels_of = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
+    for axes, (section, bars) in zip(panels_of.flat, panels, strict=False):
         floor = floor_ms(section, FLOOR)
-        for place, (length, row) in enumerate(bars):
-            colour = BACKWARD if row.row in (FLOOR, PEER_FLOOR) else HIDDEN if row.row in OURS else TRAIN
-            axes.barh(place, length, 0.78, color=colour)
-            ratio = number(length / floor, ".2f")
-            text = f"{length:.1f} ms" + (f"  {ratio}" if ratio else "")
-            text += f"  {row.peak_gib:.1f} GiB" if row.peak_gib else ""
-            axes.annotate(text, (length, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7,
-                          color=INK)  # fmt: skip
-        some = section[0]
-        dress(axes, f"{some.setting}, {some.num_ranks} ranks: milliseconds a step, over our floor, peak memory")
+        axes.set_title(f"{section[0].setting}, {section[0].num_ranks} ranks: ms a step, over our floor, peak memory")
+        drawn = axes.barh(
+            range(len(bars)), [length for length, _ in bars], 0.78, color=[_colour(row) for _, row in bars]
+        )
+        texts = [
+            f"{length:.1f} ms  {number(length / floor, '.2f')}  {f'{row.peak_gib:.1f} GiB' if row.peak_gib else ''}"
+            for length, row in bars
+        ]
+        axes.bar_label(drawn, texts, padding=4, fontsize=7)
         if not math.isnan(floor):
-            axes.axvline(floor, color=INK, linewidth=1.0, linestyle=(0, (5, 4)))
+            axes.axvline(floor, color="black", linewidth=1.0, linestyle=(0, (5, 4)))
         axes.set_yticks(range(len(bars)), [row.label for _, row in bars], fontsize=7.5)
-        axes.set_xlim(0, max(row.step_ms for _, row in bars) * 1.28)
+        axes.margins(x=0.28)
     if panels:
-        figure.supxlabel(panels[-1][0][0].machine, fontsize=8, color=QUIET)
-    return save(figure, path)
+        figure.supxlabel(panels[-1][0][0].machine, fontsize=8)
+    return figure
+
+
+def _colour(row):
+    """Floors are pale, ours dark, peers between."""
+    return "#dfe6ec" if row.row in (FLOOR, PEER_FLOOR) else "#1f77a4" if row.row in OURS else "#9bb8cc"
 
 
 def _bars(section):
@@ -364,10 +369,8 @@ def run(bench):
         if not rows:
             raise ConfigError(f"'{csv}' holds no measurements that could be drawn again")
     else:
-        ranks = Ranks.from_env(bench.timeout)
-        save = partial(write_report, folder=bench.out_dir, stem=bench.stem) if ranks.rank == 0 else lambda rows: None
-        rows = bench_data_parallel(bench, ranks, about=versions(), save=save)
-        if ranks.rank:
+        rows, text = measure_and_write(bench, bench_data_parallel, write_report, versions())
+        if not text:  # another rank writes
             return 0
     log(write_report(rows, bench.out_dir, bench.stem))
     try:

@@ -12,15 +12,24 @@ as matrix products.
 
 import dataclasses
 import sys
-from contextlib import nullcontext
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from accumulation import DEFAULT, AccumulationBench
-from harness import ConfigError, in_rounds, log, peak_gib, random_tokens, reset_peak, run_script, the_device, time_steps
-from tables import Measurement, machine, table, write_table
-from torch.profiler import ProfilerActivity, profile
+from harness import (
+    ConfigError,
+    accumulate,
+    in_rounds,
+    log,
+    next_token_loss,
+    random_tokens,
+    run_script,
+    stepping,
+    the_device,
+    time_variant,
+)
+from tables import machine, table, write_table
+from trace_digest import activities_of
 
 import maingrad
 from maingrad.launch.model.gpt import build_model
@@ -51,24 +60,13 @@ def bench_delayed(bench, device):
 
     def measure(variant):
         step = _training_step(bench, variants[variant], device)
-        for _ in range(bench.num_warmup_steps):
-            step()
-        reset_peak(device)
-        dist.barrier()
-        milliseconds, _ = time_steps(step, bench.num_steps, device)
-        peak = peak_gib(device)
+        timed = time_variant(bench, step, device)
         if variant not in shares:
-            shares[variant] = _profile_shares(step, device)
+            shares[variant] = _profile_shares(step)
         under_products, under_kernels = shares[variant]
-        return {
-            "step_ms": milliseconds,
-            "share_under_products": under_products,
-            "share_under_kernels": under_kernels,
-            "peak_gib": peak,
-        }
+        return {**timed, "share_under_products": under_products, "share_under_kernels": under_kernels}
 
-    rows = in_rounds(bench.num_rounds, variants, measure, device)
-    return [Measurement(**row, over_overlapped=row.step_ms / rows[0].step_ms) for row in rows]
+    return in_rounds(bench.num_rounds, variants, measure, device, "over_overlapped")
 
 
 def covered(spans, cover):
@@ -98,43 +96,19 @@ def _training_step(bench, delay_wgrad_layers, device):
     ddp = maingrad.parallelize(model, "zero1", fuse=False, overlap_param_gather=False, average_in_collective=True)
     optimizer = maingrad.make_optimizer(ddp, lr=1e-4)
     tokens = random_tokens(bench, dist.get_rank(), device)
-
-    def step():
-        ddp.zero_grad_buffer()
-        for index, microbatch in enumerate(tokens):
-            with nullcontext() if index == len(tokens) - 1 else ddp.no_sync():
-                loss = ddp(microbatch[:, :-1], microbatch[:, 1:])
-                (loss / len(tokens)).backward()
-                if delay_wgrad_layers:
-                    drain_modules(ddp)
-        ddp.finish_grad_sync()
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    drain = partial(drain_modules, ddp) if delay_wgrad_layers else lambda: None
+    accumulated = partial(accumulate, next_token_loss(ddp), tokens, not_last=ddp.no_sync, after=drain)
+    return stepping(accumulated, optimizer)
 
 
-def _profile_shares(step, device):
+def _profile_shares(step):
     """``share_under_products`` and ``share_under_kernels`` from a trace of one step."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize(device)
-    reductions = []
-    products = []
-    computing = []
-    for event in trace.events() or ():
-        name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
-        if event.device_type.name != "CUDA" or "memcpy" in name or "memset" in name:
-            continue
-        if "nccl" in name:
-            if "reducescatter" in name:
-                reductions.append(span)
-            continue
-        computing.append(span)
-        if any(part in name for part in _PRODUCTS):
-            products.append(span)
-    but_last = sorted(reductions)[:-1]
-    return covered(but_last, products), covered(but_last, computing)
+    # Copies and memsets are no kernels, and count as neither.
+    kernels = [each for each in activities_of(step) if not each.name.startswith(("Memcpy", "Memset"))]
+    computing = [each for each in kernels if not each.is_nccl]
+    products = [each for each in computing if any(part in each.name.lower() for part in _PRODUCTS)]
+    reductions = sorted((each.start, each.end) for each in kernels if "reducescatter" in each.name.lower())[:-1]
+    return tuple(covered(reductions, [(each.start, each.end) for each in cover]) for cover in (products, computing))
 
 
 def run(bench):

@@ -1,5 +1,7 @@
 """Floors of ``data_parallel.py``: the same work as its rows without a collective."""
 
+from typing import Any
+
 import torch
 from contenders import LEARNING_RATE
 from gpt import AddmmLinear
@@ -20,7 +22,7 @@ def build_floor(case, *, compiled=False, graphed=False):
     model = case.make(torch.bfloat16)
     if compiled:
         model.compile_loss()
-    options = {"mesh": maingrad.WORLD_OF_ONE, "overlap_grad_reduce": False}
+    options: dict[str, Any] = {"mesh": maingrad.WORLD_OF_ONE, "overlap_grad_reduce": False}
     ddp = maingrad.parallelize(model, "ddp", units=case.units(model), compile=compiled, **options)
     shards = [bucket.grad_data[: bucket.grad_data.numel() // case.num_ranks] for bucket in ddp.buckets]
     masters = [nn.Parameter(torch.zeros_like(shard)) for shard in shards]
@@ -46,7 +48,7 @@ def _replayed(step, device):
     """The step as one graph: captured in its third call, and nothing but kernels afterwards."""
     pool = GraphPool(device)
     graph = CapturedGraph(pool)
-    losses = []  # of the eager calls, then of the capture
+    losses: list[torch.Tensor] = []  # of the eager calls, then of the capture
 
     def run():
         with pool.on_stream():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tyro
-from ranks import AnyRankFailed
+from ranks import AnyRankFailed, Ranks
 from tables import Measurement
 
 from maingrad.kernels.compat import private_name
@@ -50,6 +50,26 @@ class StepOptions(Options):
     """Steps before a measurement, the first step of all among them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowOptions(StepOptions):
+    """Which rows are measured, and where their table goes."""
+
+    rows: tuple[str, ...] = ()
+    """Rows by name; none: all."""
+    without: tuple[str, ...] = ()
+    """Rows to leave out."""
+    timeout: float = 300.0
+    """Seconds after which a rank gives up on a collective or on another rank."""
+    stem: str = ""
+    """Files are STEM.csv and STEM.md; sections of other settings and numbers of ranks in STEM.csv stay."""
+
+    def chosen(self, rows):
+        """The names of ``rows`` that are measured, in their order. Raises ``ConfigError`` for an unknown name."""
+        check_names("row", (*self.rows, *self.without), rows)
+        wanted = set(self.rows or rows) - set(self.without)
+        return [name for name in rows if name in wanted]
+
+
 def run_script(kind, run, arguments=None, default=None):
     """``run(options)``, with options of the dataclass ``kind`` from the command line; returns the exit status.
 
@@ -57,7 +77,7 @@ def run_script(kind, run, arguments=None, default=None):
 
     A mistake of the user's (``ConfigError``) is one line on stderr, and status 2.
     """
-    prog = f"docs/benchmarks/{Path(sys.modules[run.__module__].__file__).name}"
+    prog = f"docs/benchmarks/{Path(str(sys.modules[run.__module__].__file__)).name}"
     try:
         return int(run(tyro.cli(kind, args=arguments, default=default or kind(), prog=prog)) or 0)
     except ConfigError as error:
@@ -109,11 +129,12 @@ def next_token_loss(model):
     return lambda tokens: model(tokens[:, :-1], tokens[:, 1:])
 
 
-def accumulate(loss_of, microbatches, *, not_last=nullcontext, before=None):
+def accumulate(loss_of, microbatches, *, not_last=nullcontext, before=None, after=lambda: None):
     """Forward and backward of all microbatches; returns the last one's loss, detached.
 
     not_last  the context of every microbatch but the last (``no_sync``)
     before    called before each microbatch; its argument says whether this microbatch is the last
+    after     called after each backward
     """
     num_microbatches = len(microbatches)
     for index, microbatch in enumerate(microbatches):
@@ -123,6 +144,7 @@ def accumulate(loss_of, microbatches, *, not_last=nullcontext, before=None):
         with nullcontext() if is_last else not_last():
             loss = loss_of(microbatch)
             (loss / num_microbatches).backward()
+            after()
     return loss.detach()
 
 
@@ -204,11 +226,23 @@ def free_memory(device):
         torch.cuda.empty_cache()
 
 
-def in_rounds(num_rounds, names, measure, device):
+def time_variant(bench, step, device):
+    """Warm up and time a step: a round of ``in_rounds``."""
+    first_loss = step().item()
+    for _ in range(bench.num_warmup_steps - 1):
+        step()
+    reset_peak(device)
+    _barrier()
+    step_ms, last_loss = time_steps(step, bench.num_steps, device)
+    return {"step_ms": step_ms, "peak_gib": peak_gib(device), "first_loss": first_loss, "last_loss": last_loss}
+
+
+def in_rounds(num_rounds, names, measure, device, over):
     """Measurements by ``measure(name)``, in several rounds, each of which measures all in turn: drift hits all alike.
 
     Numbers whose name ends with "_ms" are medians over the rounds; others are the last round's. "spread_ms" is the
-    largest minus the smallest "step_ms". Only the measured name's model exists, so that the peak memory is its own.
+    largest minus the smallest "step_ms", and ``over`` names a column for "step_ms" over the first variant's. Only the
+    measured name's model exists, so that the peak memory is its own.
     """
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for index in range(num_rounds):
@@ -222,7 +256,7 @@ def in_rounds(num_rounds, names, measure, device):
         found = {key: statistics.median(of) if key.endswith("_ms") else of[-1] for key, of in by_key.items()}
         spread_ms = max(by_key["step_ms"]) - min(by_key["step_ms"])
         rows.append(Measurement(variant=name, **found, spread_ms=spread_ms))
-    return rows
+    return [Measurement(**row, **{over: row.step_ms / rows[0].step_ms}) for row in rows]
 
 
 _counters = private_name(
@@ -231,6 +265,17 @@ _counters = private_name(
 
 
 # ---- Rows: contenders that are measured one after the other, on ranks that fail together. ----
+
+
+def measure_and_write(bench, measure, write_report, about):
+    """Measure on all ranks of torchrun's; rank 0 writes the report after each row. Returns the rows and the report.
+
+    measure  like ``measure_rows``, with ``bench`` and ranks
+    """
+    ranks = Ranks.from_env(bench.timeout)
+    save = partial(write_report, folder=bench.out_dir, stem=bench.stem) if ranks.rank == 0 else lambda rows: ""
+    rows = measure(bench, ranks, about=about, save=save)
+    return rows, save(rows)
 
 
 def measure_rows(options, ranks, cases, rows, names, *, about="", save=lambda done: None, after=lambda *_: None):

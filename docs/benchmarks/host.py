@@ -7,13 +7,13 @@ Three more tables give the host time of a wrapper's hooks per parameter (``host_
 gathers per module (``host_gathers.py``), and of sharded units per unit (``host_units.py``).
 """
 
-import statistics
 import sys
-import time
 from functools import partial
+from typing import Any
 
 import torch
-from harness import Options, log, run_script, synchronize, the_device
+from harness import Options, host_seconds, log, run_script, the_device
+from host_clock import medians
 from host_gathers import GATHER_COLUMNS, bench_gathers
 from host_hooks import HOOK_COLUMNS, bench_hooks
 from host_units import UNIT_COLUMNS, bench_units
@@ -34,28 +34,23 @@ def bench_host(device, *, features=64, rows=16, calls=500, rounds=7):
     x = torch.randn(rows, features, device=device, requires_grad=True)
     dy = torch.randn(rows, features, device=device)
     cases = {name: make(features, device) for name, make in _CASES.items()}
-    measured = [
-        {name: _time(call, x, dy, calls) / calls * 1e6 for name, call in cases.items()} for _ in range(rounds + 1)
-    ][1:]  # the first round is a warm-up
-    return [
-        Measurement(
-            name=name,
-            microseconds=statistics.median(each[name] for each in measured),
-            over_plain=statistics.median(each[name] / each["nn.Linear"] for each in measured),
-        )
-        for name in cases
-    ]
+
+    def one_round():
+        times = {name: _time(call, x, dy, calls) / calls * 1e6 for name, call in cases.items()}
+        return times | {(name, "over"): us / times["nn.Linear"] for name, us in times.items()}
+
+    found = medians(one_round, rounds)
+    return [Measurement(name=name, microseconds=found[name], over_plain=found[name, "over"]) for name in cases]
 
 
 def _time(call, x, dy, calls):
-    synchronize(x.device)
-    began = time.perf_counter()
-    for _ in range(calls):
-        call(x, dy)
-        x.grad = None
-    ended = time.perf_counter()  # host time: the clock does not wait for the device
-    synchronize(x.device)
-    return ended - began
+    def run():
+        for _ in range(calls):
+            call(x, dy)
+            x.grad = None
+
+    seconds, _ = host_seconds(run, x.device)
+    return seconds
 
 
 def _plain(features, device):
@@ -85,7 +80,7 @@ def _fused(features, device, delayed=False):
     return _wrapped(layer, *([layer.backward_dw] if delayed else []))
 
 
-_CASES = {
+_CASES: dict[str, Any] = {
     "nn.Linear": _plain,
     "nn.Linear, hook": lambda features, device: _wrapped(nn.Linear(features, features, bias=False, device=device)),
     "Linear, fused": _fused,

@@ -9,11 +9,10 @@ nn.Linear          torch's own class: guards on the parameters and on the dict t
 a user's module    a subclass: the same guards, and a hook that waits before the forward
 """
 
-import statistics
-
 import torch
 import torch.distributed as dist
 from harness import host_seconds
+from host_clock import medians
 from tables import Measurement
 from torch import nn
 
@@ -94,5 +93,4 @@ def _measure(kind, device, num_modules, modules_per_bucket, rounds):
         }
 
     with torch.no_grad():
-        measured = [one_round() for _ in range(rounds + 1)][1:]  # the first round is a warm-up
-    return {field: statistics.median(each[field] for each in measured) / num_modules * 1e6 for field in measured[0]}
+        return {part: seconds / num_modules * 1e6 for part, seconds in medians(one_round, rounds).items()}

@@ -16,15 +16,14 @@ contenders.
 """
 
 import importlib
-import statistics
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from functools import partial
 
 import torch
-from harness import host_seconds, synchronize
+from host_clock import Wrapped, beyond_bare, unwrapped
 from peers import megatron_core_problem, wrap_by_megatron
 from ranks import AnyRankFailed, Ranks
-from tables import Measurement
+from tables import Column, Measurement
 from torch import nn
 
 from maingrad import DistributedDataParallel, DistributedDataParallelConfig
@@ -34,7 +33,7 @@ from maingrad.ddp.contract.return_table import placeholder
 OURS, MEGATRON = "maingrad", "Megatron-core"
 
 
-HOOK_COLUMNS = [
+HOOK_COLUMNS: list[Column] = [
     ("hooks of", "{row.name}"),
     ("parameters", "{row.parameters}"),
     ("intermediate, us", lambda row: row.problem or f"{row.intermediate_us:.2f}"),
@@ -56,11 +55,11 @@ def bench_hooks(device, *, num_params=400, calls=5, rounds=5):
             try:
                 with Ranks.alone(device).attempt(with_groups=True), _megatron_groups():
                     wrappers = {OURS: _wrap_ours, MEGATRON: _wrap_megatron}
-                    rows += _measure(wrappers, parameters, device, num_params, calls, rounds)
+                    rows += _measure(wrappers, parameters, device, num_params, calls=calls, rounds=rounds)
                 continue
             except AnyRankFailed as failure:
                 problem = str(failure)
-        rows += _measure({OURS: _wrap_ours}, parameters, device, num_params, calls, rounds)
+        rows += _measure({OURS: _wrap_ours}, parameters, device, num_params, calls=calls, rounds=rounds)
         rows.append(Measurement(name=MEGATRON, parameters=parameters, problem=f"not measured: {problem}"))
     return rows
 
@@ -102,35 +101,13 @@ class _Report(torch.autograd.Function):
         return grads[0], placeholder(weight) if ctx.is_foreign else None, None
 
 
-class _Wrapped(NamedTuple):
-    """A model under a wrapper, with the wrapper's functions that a microbatch calls."""
-
-    forward: Any
-    no_sync: Any
-    start: Any
-    finish: Any
-
-
 def _wrap_ours(model):
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
-    return _wrapped(DistributedDataParallel(model, config))
+    return DistributedDataParallel(model, config)
 
 
 def _wrap_megatron(model):
-    sizes = {"num_layers": 1, "hidden_size": 128, "num_heads": 1}
-    return _wrapped(wrap_by_megatron(model, **sizes, use_distributed_optimizer=True))
-
-
-def _wrapped(ddp):
-    return _Wrapped(ddp, ddp.no_sync, ddp.zero_grad_buffer, ddp.finish_grad_sync)
-
-
-def _wrap_nothing(model):
-    def clear():
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    return _Wrapped(model, nullcontext, clear, clear)
+    return wrap_by_megatron(model, num_layers=1, hidden_size=128, num_heads=1, use_distributed_optimizer=True)
 
 
 @contextmanager
@@ -143,52 +120,26 @@ def _megatron_groups():
         parallel_state.destroy_model_parallel()
 
 
-def _measure(wrappers, parameters, device, num_params, calls, rounds):
+def _measure(wrappers, parameters, device, num_params, **how):
     kind = _Plain if parameters == "plain" else _Fused
-    contenders = {}
+    pairs = {}
     for name, wrap in wrappers.items():
-        bare, wrapped = (kind(num_params, device, is_foreign=name != OURS) for _ in range(2))
-        contenders[name] = (_wrap_nothing(bare), wrap(wrapped))
+        bare, model = (kind(num_params, device, is_foreign=name != OURS) for _ in range(2))
+        ddp = wrap(model)
+        begin = partial(_call, ddp.zero_grad_buffer)
+        pairs[name] = (unwrapped(bare), Wrapped(ddp, begin, ddp.no_sync, ddp.finish_grad_sync))
     x = torch.ones(num_params, device=device, dtype=torch.bfloat16, requires_grad=True)
-
-    def one_round():
-        """Microseconds without and with the wrapper, by contender and whether it is the last microbatch."""
-        return {
-            (name, last): (mean_us(pair[0], last), mean_us(pair[1], last))
-            for name, pair in contenders.items()
-            for last in (False, True)
-        }
-
-    def mean_us(wrapped, last):
-        return statistics.mean(_time_backward(wrapped, x, last=last) for _ in range(calls)) / num_params * 1e6
-
-    measured = [one_round() for _ in range(rounds + 1)][1:]  # the first round is a warm-up
-
-    def beyond_bare(name, last):
-        return statistics.median(
-            wrapped_us - bare_us for bare_us, wrapped_us in (each[name, last] for each in measured)
-        )
-
     return [
         Measurement(
             name=name,
             parameters=parameters,
-            intermediate_us=beyond_bare(name, False),
-            final_us=beyond_bare(name, True),
-            backward_us=statistics.median(each[name, last][0] for last in (False, True) for each in measured),
+            intermediate_us=us["intermediate_backward_us"],
+            final_us=us["final_backward_us"],
+            backward_us=us["bare_backward_us"],
         )
-        for name in wrappers
+        for name, us in beyond_bare(pairs, x, parts=num_params, **how).items()
     ]
 
 
-def _time_backward(wrapped, x, *, last):
-    """Host seconds of one backward: of the final microbatch if ``last``, otherwise of an intermediate one."""
-    wrapped.start()
-    x.grad = None
-    with nullcontext() if last else wrapped.no_sync():
-        loss = wrapped.forward(x)
-        seconds, _ = host_seconds(loss.backward, x.device)
-    synchronize(x.device)
-    if last:
-        wrapped.finish()
-    return seconds
+def _call(function, is_last):
+    function()

@@ -10,15 +10,14 @@ The intermediate microbatch does not reduce whole gradients (``no_sync``); the f
 Each round measures all contenders.
 """
 
-import statistics
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from contenders import shard_by_fsdp2
-from harness import host_seconds, synchronize
+from host_clock import Wrapped, beyond_bare, unwrapped
 from ranks import AnyRankFailed, Ranks
-from tables import Measurement
+from tables import Column, Measurement
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,7 +30,7 @@ def _cell(name):
     return lambda row: "" if row.problem else f"{getattr(row, name):.1f}"
 
 
-UNIT_COLUMNS = [
+UNIT_COLUMNS: list[Column] = [
     ("units of", "{row.name}"),
     ("intermediate forward, us", lambda row: row.problem or f"{row.intermediate_forward_us:.1f}"),
     ("and backward", _cell("intermediate_backward_us")),
@@ -42,15 +41,6 @@ UNIT_COLUMNS = [
 ]
 
 
-class _Sharded(NamedTuple):
-    """A chain of units, with the functions that an iteration calls."""
-
-    model: nn.Module
-    begin: Any
-    """Called before each microbatch; the argument says whether this microbatch is the last."""
-    step: Any
-
-
 def bench_units(device, *, num_units=24, calls=3, rounds=5):
     """Measure our units and FSDP2's, with parameters resharded after forward and with parameters kept whole.
 
@@ -59,7 +49,7 @@ def bench_units(device, *, num_units=24, calls=3, rounds=5):
     """
     try:
         with Ranks.alone(device).attempt(with_groups=True):
-            return _measure(_CONTENDERS, device, num_units, calls, rounds)
+            return _measure(device, num_units, calls=calls, rounds=rounds)
     except AnyRankFailed as failure:
         return [Measurement(name=name, problem=f"not measured: {failure}") for name in _CONTENDERS]
 
@@ -79,85 +69,40 @@ def _chain(num_units, device, dtype):
     return nn.Sequential(*[_Scale(device, dtype) for _ in range(num_units)])
 
 
-def _wrap_ours(model, device, placements):
+def _ours(model, device, placements):
     mesh = init_device_mesh(device.type, (1,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for unit in (*model, model):
-        fully_shard(unit, mesh, placements, policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    quiet = []
-
-    def begin(is_last):
-        while quiet:
-            quiet.pop().__exit__(None, None, None)
-        if not is_last:
-            quiet.append(model.no_sync())
-            quiet[-1].__enter__()
-
-    def step():
-        model.finish_grad_sync()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return _Sharded(model, begin, step)
+        fully_shard(unit, mesh, placements, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return _stepping(model, lambda is_last: None, model.no_sync, model.finish_grad_sync)
 
 
-def _wrap_fsdp2(model, device, reshard):
-    mesh = init_device_mesh(device.type, (1,))
-    _, begin = shard_by_fsdp2(model, model, mesh, reshard=reshard)
+def _fsdp2(model, device, reshard):
+    _, begin = shard_by_fsdp2(model, model, init_device_mesh(device.type, (1,)), reshard=reshard)
+    return _stepping(model, begin, nullcontext, lambda: None)
+
+
+def _stepping(model, begin, no_sync, finish):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step():
+        finish()
         optimizer.step()
         optimizer.zero_grad()
 
-    return _Sharded(model, begin, step)
-
-
-def _wrap_nothing(model):
-    return _Sharded(model, lambda is_last: None, lambda: model.zero_grad())
+    return Wrapped(model, begin, no_sync, step)
 
 
 _CONTENDERS = {
-    "maingrad ZeRO-3": partial(_wrap_ours, placements="zero3"),
-    "FSDP2, resharded (ZeRO-3)": partial(_wrap_fsdp2, reshard=True),
-    "maingrad ZeRO-2": partial(_wrap_ours, placements="zero2"),
-    "FSDP2, parameters kept (ZeRO-2)": partial(_wrap_fsdp2, reshard=False),
+    "maingrad ZeRO-3": partial(_ours, placements="zero3"),
+    "FSDP2, resharded (ZeRO-3)": partial(_fsdp2, reshard=True),
+    "maingrad ZeRO-2": partial(_ours, placements="zero2"),
+    "FSDP2, parameters kept (ZeRO-2)": partial(_fsdp2, reshard=False),
 }
 
-_WAYS = ("forward", "backward")
-_PARTS = tuple(f"{microbatch}_{way}" for microbatch in ("intermediate", "final") for way in _WAYS)
 
-
-def _measure(contenders, device, num_units, calls, rounds):
-    chains = {name: wrap(_chain(num_units, device, torch.float32), device) for name, wrap in contenders.items()}
-    chains = {"": _wrap_nothing(_chain(num_units, device, torch.bfloat16)), **chains}
+def _measure(device, num_units, **how):
+    bare = unwrapped(_chain(num_units, device, torch.bfloat16))
+    pairs = {name: (bare, wrap(_chain(num_units, device, torch.float32), device)) for name, wrap in _CONTENDERS.items()}
     x = torch.ones(_SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)
-    measured = [{name: _time(chain, x, num_units, calls) for name, chain in chains.items()} for _ in range(rounds + 1)][
-        1:
-    ]  # the first round is a warm-up
-
-    def beyond_bare(name, part):
-        return statistics.median(each[name][part] - each[""][part] for each in measured)
-
-    bare = {f"bare_{part}_us": statistics.median(each[""][2 + i] for each in measured) for i, part in enumerate(_WAYS)}
-    return [
-        Measurement(name=name, **{f"{part}_us": beyond_bare(name, i) for i, part in enumerate(_PARTS)}, **bare)
-        for name in contenders
-    ]
-
-
-def _time(sharded, x, num_units, calls):
-    """Host microseconds of one unit in each of ``_PARTS``: means over iterations of two microbatches."""
-    totals = [0.0] * len(_PARTS)
-    for _ in range(calls):
-        x.grad = None
-        for is_last in (False, True):
-            sharded.begin(is_last)
-            forward, loss = host_seconds(lambda: sharded.model(x).sum(), x.device)
-            backward, _ = host_seconds(loss.backward)
-            totals[2 * is_last] += forward
-            totals[2 * is_last + 1] += backward
-        synchronize(x.device)
-        sharded.step()
-    return [total / calls / num_units * 1e6 for total in totals]
+    found = beyond_bare(pairs, x, parts=num_units, **how)
+    return [Measurement(name=name, **times) for name, times in found.items()]

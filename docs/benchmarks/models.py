@@ -14,14 +14,13 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from architectures import ARCHITECTURES, Architecture, Shape, architecture_named, decoder_layers, transformers_version
 from contenders import KNOBS, PREFETCH, Row, fsdp2, ours, refuse_copy_engines, refuse_graphs, refuse_symm_mem, row_of
-from harness import StepOptions, check_names, log, measure_rows, run_script, versions
-from ranks import Ranks
-from tables import grouped, number, odd_losses, table, with_kept, write_table
+from harness import RowOptions, check_names, log, measure_and_write, measure_rows, run_script, versions
+from tables import Column, grouped, odd_losses, shown, table, write_sections
 from torch.distributed.fsdp import FSDPModule
 
 from maingrad.te_integration.recipes import recipe_named
@@ -31,7 +30,7 @@ _PEAKS = {"H200": 989.5, "H100": 989.5, "A100": 312.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelsBench(StepOptions):
+class ModelsBench(RowOptions):
     """Models of Hugging Face: ours and FSDP2."""
 
     model: str = "llama-1b"
@@ -42,23 +41,18 @@ class ModelsBench(StepOptions):
     """Decoder layers; None: the model's own number."""
     num_microbatches: int = 1
     """Microbatches of one step."""
-    rows: tuple[str, ...] = ()
-    """Rows by name; none: all."""
-    without: tuple[str, ...] = ()
-    """Rows to leave out."""
     backend: str = "inductor"
     """Backend of torch.compile: inductor, aot_eager, eager."""
     compile_loss: bool = False
     """Compile the loss function of compiled rows too."""
     peak_tflops: float | None = None
     """Dense bf16 TFLOP/s of one GPU, which MFU is a share of; None: by the GPU's name."""
-    timeout: float = 300.0
-    """Seconds after which a rank gives up on a collective or on another rank."""
     stem: str = "models"
     """Files are STEM.csv and STEM.md; sections of other models, shapes and numbers of ranks in STEM.csv stay."""
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """The model, the shape, the ranks and the device that a row is built for; see ``contenders.py``."""
 
     bench: ModelsBench
@@ -67,7 +61,8 @@ class Case(NamedTuple):
     rank: int
     num_ranks: int
     device: torch.device
-    ours = {}  # noqa: RUF012  no option of the command line is for our rows alone
+    ours: ClassVar[dict[str, Any]] = {}
+    """No option of the command line is for our rows alone."""
 
     @property
     def name(self):
@@ -215,21 +210,19 @@ ROWS: dict[str, Row] = {
 def choose(bench, rows=ROWS):
     """The model, the shapes, and row names in measuring order. Raises ``ConfigError`` for an unknown name or shape."""
     check_names("model", [bench.model], ARCHITECTURES)
-    check_names("row", (*bench.rows, *bench.without), rows)
     architecture = ARCHITECTURES[bench.model]
     if bench.num_layers is not None:
         architecture = architecture.with_layers(bench.num_layers)
-    wanted = set(bench.rows or rows) - set(bench.without)
     shapes = [Shape.parse(text) for text in bench.shapes or architecture.shapes]
-    return architecture, shapes, [name for name in rows if name in wanted]
+    return architecture, shapes, bench.chosen(rows)
 
 
 def bench_models(bench, ranks, rows=ROWS, **how):
     """Measure every chosen row at every shape; ``how``: see ``measure_rows``."""
     architecture, shapes, names = choose(bench, rows)
-    here = ranks.rank, ranks.size, ranks.device
+    cases = [Case(bench, architecture, shape, ranks.rank, ranks.size, ranks.device) for shape in shapes]
     _warm_up(bench, ranks, "_compiled" if any(rows[name].compiled for name in names) else "")
-    return measure_rows(bench, ranks, [Case(bench, architecture, shape, *here) for shape in shapes], rows, names, **how)
+    return measure_rows(bench, ranks, cases, rows, names, **how)
 
 
 def _warm_up(bench, ranks, suffix):
@@ -249,15 +242,16 @@ def _warm_up(bench, ranks, suffix):
 
 def write_report(rows, folder, stem="models"):
     """Write ``stem.csv`` and ``stem.md``, with the sections that the CSV already has; returns the Markdown."""
-    rows = with_kept(folder / f"{stem}.csv", rows, _section)
-    return write_table(
+    return write_sections(
+        rows,
         folder,
         stem,
-        rows,
-        "Models of Hugging Face: ours and FSDP2",
-        "Made by `torchrun --nproc-per-node N docs/benchmarks/models.py`; what the columns mean is said "
-        "[here](README.md#models-of-hugging-face-what-is-measured).",
-        *(part for section in sections_of(rows) for part in _parts(section)),
+        title="Models of Hugging Face: ours and FSDP2",
+        script="models",
+        anchor="models-of-hugging-face",
+        key=_section,
+        sections_of=sections_of,
+        parts_of=_parts,
     )
 
 
@@ -279,14 +273,14 @@ def _parts(section):
     mfu = "" if math.isnan(peak) else f" MFU is over {peak:g} TFLOP/s a GPU."
     backends = sorted({row.backend for row in section if row.backend})
     compiled = f" Compiled rows: every decoder layer whole, by {' and '.join(backends)}." if backends else ""
-    columns = [
+    columns: list[Column] = [
         ("", "{row.label}"),
-        ("ms", lambda row: number(row.step_ms, ".1f")),
-        ("spread", lambda row: number(row.spread_ms, ".1f")),
-        ("thousand tokens/s a GPU", lambda row: number(row.tokens_per_second / 1e3, ".1f")),
-        ("MFU", lambda row: number(row.mfu, ".1%")),
-        ("peak GiB", lambda row: number(row.peak_gib, ".1f")),
-        ("first step, s", lambda row: number(row.first_step_s, ".1f")),
+        ("ms", shown("step_ms", ".1f")),
+        ("spread", shown("spread_ms", ".1f")),
+        ("thousand tokens/s a GPU", shown("tokens_per_second", ".1f", scale=1e-3)),
+        ("MFU", shown("mfu", ".1%")),
+        ("peak GiB", shown("peak_gib", ".1f")),
+        ("first step, s", shown("first_step_s", ".1f")),
         ("graphs", lambda row: str(row.num_graphs) if row.backend and not row.problem else ""),
         ("loss", lambda row: row.problem or f"{row.first_loss:.3f} to {row.last_loss:.3f}"),
     ]
@@ -307,11 +301,8 @@ def _parts(section):
 def run(bench):
     """Returns status 1 if the loss of a row differs from the other rows'; the table names the row."""
     choose(bench)
-    about = versions(transformers_version())
-    ranks = Ranks.from_env(bench.timeout)
-    report = partial(write_report, folder=bench.out_dir, stem=bench.stem) if ranks.rank == 0 else lambda rows: ""
-    rows = bench_models(bench, ranks, about=about, save=report)
-    log(report(rows))
+    rows, text = measure_and_write(bench, bench_models, write_report, versions(transformers_version()))
+    log(text)
     return any(odd_losses(section) for section in sections_of(rows))
 
 

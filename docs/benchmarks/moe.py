@@ -35,7 +35,7 @@ from harness import (
     synchronize,
     the_device,
 )
-from tables import Measurement, machine, table, write_table
+from tables import machine, table, write_table
 from torch import nn
 
 from maingrad import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -169,8 +169,7 @@ def bench_moe(bench, device):
         times = _time_steps(step, bench.num_steps, device)
         return times | {"peak_gib": peak_gib(device), "first_loss": first_loss, "num_params": num_params}
 
-    rows = in_rounds(bench.num_rounds, VARIANTS, measure, device)
-    return [Measurement(**row, over_fused=row.step_ms / rows[0].step_ms) for row in rows]
+    return in_rounds(bench.num_rounds, VARIANTS, measure, device, "over_fused")
 
 
 def write_report(rows, bench):

@@ -142,7 +142,7 @@ def _megatron_fsdp_alone():
         core = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
         for name in core:
             del sys.modules[name]
-        sys.modules["megatron"] = None  # makes ``import megatron`` raise ImportError
+        sys.modules["megatron"] = None  # type: ignore[assignment]  # makes ``import megatron`` raise ImportError
         try:
             importlib.import_module("megatron_fsdp")
         finally:

@@ -64,7 +64,7 @@ class Ranks:
     @classmethod
     def alone(cls, device):
         """A world of one rank, which is this process."""
-        return cls(dist.HashStore(), 0, 1, device)
+        return cls(dist.HashStore(), 0, 1, device)  # type: ignore[attr-defined]
 
     def exchange(self, value):
         """Every rank's ``value``, by rank. All ranks must call this in the same order; a call waits for all ranks."""

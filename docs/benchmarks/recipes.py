@@ -21,8 +21,8 @@ from functools import partial
 
 import torch
 from harness import ConfigError, Options, free_memory, log, run_script, the_device
-from tables import Measurement, machine, table, write_csv, write_table
-from torch.profiler import ProfilerActivity, profile
+from tables import Column, Measurement, machine, table, write_csv, write_table
+from trace_digest import activities_of
 
 from maingrad import DistributedDataParallel, GroupedLinear, Linear
 from maingrad.ddp.contract.main_grad import accumulator_of
@@ -36,6 +36,7 @@ from maingrad.kernels.quantized import (
     scaled_wgrad_accumulate,
 )
 from maingrad.kernels.wgrad import wgrad_accumulate
+from maingrad.launch.report.intervals import length
 from maingrad.launch.tuning.problems import GroupedOperands, parse_shape
 from maingrad.te_integration import Float8BlockScaling, Float8CurrentScaling, autocast
 
@@ -54,7 +55,7 @@ COLUMNS = [
     ("times as fast as bf16's", "{row.device_over_bf16:.2f}"),
     ("error of dW against bf16", "{row.error:.3f}"),
 ]
-PART_COLUMNS = [
+PART_COLUMNS: list[Column] = [
     ("layer", "{row.layer}"),
     ("", "{row.part}"),
     ("us", "{row.microseconds:.0f}"),
@@ -85,11 +86,7 @@ class RecipesBench(Options):
 
 def device_microseconds(step):
     """The sum of the times of all kernels of a call, from a profiler's trace."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize()
-    kernels = [event for event in trace.events() or () if event.device_type.name == "CUDA"]
-    return float(sum(event.time_range.elapsed_us() for event in kernels))
+    return length((each.start, each.end) for each in activities_of(step))
 
 
 def time_calls(step, count):
@@ -160,7 +157,7 @@ def step_rows(bench, layer, forms, log):
             found = step()
         errors[form] = float(torch.linalg.vector_norm(found - exact) / torch.linalg.vector_norm(exact))
         busy[form] = device_microseconds(step) / bench.num_microbatches
-    times = {form: [] for form in forms}
+    times: dict[str, list[float]] = {form: [] for form in forms}
     for _ in range(bench.num_rounds):
         for form, step in forms.items():
             step()
@@ -263,8 +260,8 @@ def linear_parts(bench, features, device):
         name = type(recipe).__name__
         of_input, of_grad = recipe.spec("input", columns=False), recipe.spec("grad", columns=True)
         parts.quantiser(f"{name}, quantiser, both copies", x, of_input, partial(quantize_both, x, of_input, of_input))
-        _, right = quantize_both(x, None, of_input)
-        _, left = quantize_both(x, None, of_grad)
+        right, left = quantize_both(x, None, of_input)[1], quantize_both(x, None, of_grad)[1]
+        assert left is not None and right is not None, "both were asked for"
         for moment, overwrite in (("first", True), ("later", False)):
             run = partial(scaled_wgrad_accumulate, left, right, main_grad, overwrite=overwrite)
             parts.product(f"{name}, weight gradient, {moment}", run)
@@ -274,7 +271,7 @@ def linear_parts(bench, features, device):
 # ---- Grouped layers. ----
 
 
-def expert_steps(bench, shape, device):
+def expert_steps(bench, shape: tuple[int, int, int, int], device):
     """One step of a grouped layer with a packed weight, by its form."""
     torch.manual_seed(0)
     num_experts, _, n, k = shape
@@ -297,7 +294,7 @@ def expert_steps(bench, shape, device):
     return {form: layer_step(model, weight, inputs, grads, around, splits) for form, around in FORMS.items()}
 
 
-def expert_parts(shape, device):
+def expert_parts(shape: tuple[int, int, int, int], device):
     """The quantisers and the three products of a grouped layer."""
     layer = "x".join(map(str, shape))
     at = GroupedOperands(*shape, torch.bfloat16, device)
@@ -317,6 +314,7 @@ def expert_parts(shape, device):
         parts.quantiser(f"{name}, quantiser of weights, both copies", at.weights, of_input, quantise_weights)
         (dy, dy_columns), (weights, transposes) = quantise_dy(), quantise_weights()
         x, x_columns = quantize_grouped_both(at.x, of_input, of_input, at.offsets)
+        assert dy and dy_columns and x and x_columns and weights and transposes, "both copies were asked for"
         product(f"{name}, forward", partial(scaled_grouped_product, x, weights, torch.bfloat16, out=at.y))
         product(f"{name}, dgrad", partial(scaled_grouped_product, dy, transposes, torch.bfloat16, out=at.dx))
         for moment, overwrite in (("first", True), ("later", False)):
@@ -367,7 +365,8 @@ def write_report(steps, parts, bench):
 
 
 def run(bench):
-    log(write_report(*bench_recipes(bench, the_device()), bench))
+    steps, parts = bench_recipes(bench, the_device())
+    log(write_report(steps, parts, bench))
 
 
 main = partial(run_script, RecipesBench, run)

@@ -99,7 +99,8 @@ def make_case(op, operands):
         found = operands.check(known, into_result)
         return found if bool(torch.isfinite(result).all()) else float("nan")
 
-    return Case(*product_work(op, operands.shape, operands.x.element_size()), contenders, error)
+    flops, nbytes = product_work(op, operands.shape, operands.x.element_size())
+    return Case(flops, nbytes, contenders, error)
 
 
 # ---- Products. ----
@@ -247,7 +248,8 @@ def _streaming(
 
 
 def _scaled_glu(o):
-    h, probs, rows, width = *_activation(o), *o.dy.shape
+    h, probs = _activation(o)
+    rows, width = h.shape
 
     def eager():
         gate, linear = h.chunk(2, dim=-1)
@@ -259,7 +261,8 @@ def _scaled_glu(o):
 
 
 def _scaled_glu_backward(o):
-    h, probs, rows, width = *_activation(o), *o.dy.shape
+    h, probs = _activation(o)
+    rows, width = h.shape
     da = torch.randn_like(h[:, : width // 2])
 
     def eager():

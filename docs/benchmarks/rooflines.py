@@ -19,10 +19,11 @@ from functools import partial
 
 import torch
 from harness import ConfigError, Options, log, run_script, the_device
+from matplotlib.figure import Figure
 from rivals import DOES_LESS, OURS, POINTERS, STREAMING_OPS, make_case
 from tables import Measurement, grouped, machine, table, write_table
 
-from maingrad.launch.report.drawing import BACKWARD, DRAIN, EXPOSED, HIDDEN, INK, QUIET, READY, TRAIN, dress, plt, save
+from maingrad.launch.report.drawing import INK, save, styled
 from maingrad.launch.tuning.problems import (
     DENSE_OPS,
     GROUPED_OPS,
@@ -79,7 +80,7 @@ class KernelBench(Options):
             raise ConfigError(f"--num-rounds and --measure-ms must be positive: {self.num_rounds}, {self.measure_ms}")
         self.parsed_shapes(on_cuda=False)
 
-    def parsed_shapes(self, *, on_cuda):
+    def parsed_shapes(self, *, on_cuda: bool) -> tuple[tuple[int, int, int, int], ...]:
         """The shapes as numbers. Raises ``ConfigError`` for a text that is no shape."""
         return tuple(map(parse_shape, self.shapes or (_PUBLISHED if on_cuda else _SMALL)))
 
@@ -120,7 +121,7 @@ class KernelTable:
     """Whether one of maingrad's kernels gave a wrong result."""
 
 
-def bench_kernels(bench, device):
+def bench_kernels(bench: KernelBench, device):
     """Check every contender, then time it. A contender with wrong results gets no row."""
     ceilings = measure_ceilings(device)
     log(f"ceilings: {ceilings.tflops:.3g} TFLOP/s, {ceilings.gb_per_s:.4g} GB/s")
@@ -154,7 +155,7 @@ def measure_ceilings(device):
 
 def _measure_case(bench, op, shape, case, device, kernels):
     errors = dict(_checked(op, shape, case, kernels))
-    times = {name: [] for name in errors}
+    times: dict[str, list[float]] = {name: [] for name in errors}
     for _ in range(bench.num_rounds):
         for name in errors:
             times[name].append(_milliseconds(case.contenders[name].run, bench.measure_ms, device))
@@ -313,50 +314,46 @@ def _number(value):
 
 _CLIPPED = 5.0
 """Longer bars end here, with their value on top: a rival at 15 would leave the other bars too short to compare."""
+_COLOURS = {OURS: "#1f77a4", POINTERS: "#9bb8cc"}
+_OF_RIVALS = ("#e07b39", "#8a97a3", "#2a9d5c", "#efe3c8")
 
 
+@styled
 def draw(rows, path, machine):
     """Draw times over the roofline into ``path``, with ``machine`` below the panels."""
     ops = grouped(rows, lambda row: row.op)
     columns = 1 if len(ops) == 1 else 2
     height = math.ceil(len(ops) / columns)
-    figure, panels = plt.subplots(
-        height, columns, figsize=(8.5 * columns, 3.6 * height + 0.4), dpi=120, layout="constrained", squeeze=False
-    )
-    for panel in panels.flat[len(ops) :]:
-        panel.set_visible(False)
-    for panel, (op, its_rows) in zip(panels.flat, ops.items(), strict=False):
+    figure = Figure(figsize=(8.5 * columns, 3.6 * height + 0.4))
+    panels = figure.subplots(height, columns, squeeze=False).flat
+    for panel, (op, its_rows) in zip(panels, ops.items(), strict=False):
         _draw_op(panel, op, its_rows)
-    figure.supxlabel(f"{machine}; experts x rows x N x K", fontsize=8, color=QUIET)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for panel in panels:
+        panel.set_visible(False)
+    figure.supxlabel(f"{machine}; experts x rows x N x K", fontsize=8)
     return save(figure, path)
 
 
 def _draw_op(axes, op, rows):
-    shapes = list(dict.fromkeys(shape_of(row) for row in rows))
+    shapes = list(grouped(rows, shape_of))
     contenders = grouped(rows, lambda row: row.contender)
-    rivals = [name for name in contenders if name not in (OURS, POINTERS)]
-    others = (EXPOSED, QUIET, READY, DRAIN)
-    colours = {OURS: HIDDEN, POINTERS: TRAIN} | {name: others[i % len(others)] for i, name in enumerate(rivals)}
     width = 0.8 / len(contenders)
+    rivals = iter(_OF_RIVALS * len(contenders))
     for place, (name, mine) in enumerate(contenders.items()):
-        at = [shapes.index(shape_of(row)) + (place - (len(contenders) - 1) / 2) * width for row in mine]
+        at = [shapes.index(shape_of(row)) + (place + 0.5) * width - 0.4 for row in mine]
         ratios = [row.over_roofline for row in mine]
-        axes.bar(at, [min(ratio, _CLIPPED) for ratio in ratios], width * 0.92, color=colours[name], label=name)
-        for x, ratio in zip(at, ratios, strict=True):
-            axes.annotate(
-                f"{ratio:.2f}", (x, min(ratio, _CLIPPED)), xytext=(0, 2), textcoords="offset points", ha="center",
-                fontsize=6.5, color=INK, rotation=90 if len(shapes) * len(contenders) > 16 else 0,
-            )  # fmt: skip
-    dress(axes, f"{op}: time over roofline")
+        colour = _COLOURS.get(name) or next(rivals)
+        bars = axes.bar(at, [min(ratio, _CLIPPED) for ratio in ratios], width * 0.92, color=colour, label=name)
+        turned = 90 if len(shapes) * len(contenders) > 16 else 0
+        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2, fontsize=6.5, rotation=turned)
+    axes.set_title(f"{op}: time over roofline")
     axes.axhline(1.0, color=INK, linewidth=1.2, linestyle=(0, (5, 4)))
     axes.set_ylim(0, min(_CLIPPED, max(row.over_roofline for row in rows)) * 1.25)
-    axes.set_xticks(range(len(shapes)), ["x".join(map(str, shape)) for shape in shapes], fontsize=7)
-    if len(shapes) > 4:
-        plt.setp(axes.get_xticklabels(), rotation=20, ha="right", rotation_mode="anchor")
-    axes.grid(axis="y", color=BACKWARD, linewidth=0.8)
+    names = ["x".join(map(str, shape)) for shape in shapes]
+    axes.set_xticks(range(len(shapes)), names, fontsize=7, rotation=20 if len(shapes) > 4 else 0)
+    axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=8, ncols=len(contenders), loc="upper left", bbox_to_anchor=(0, 1.02))
+    axes.legend(ncols=len(contenders), loc="upper left", bbox_to_anchor=(0, 1.02))
 
 
 def run(bench):

@@ -4,19 +4,21 @@ import csv
 import math
 import statistics
 
-from maingrad.launch.report.table import grouped, machine, markdown_table
-from maingrad.launch.training.watching.replacing import replacing
+from maingrad.launch.report.table import Column, machine, write_csv, write_table
+from maingrad.launch.report.table import markdown_table as table
 
 __all__ = [
+    "Column",
     "Measurement",
     "grouped",
     "machine",
     "number",
     "odd_losses",
     "read_csv",
+    "shown",
     "table",
-    "with_kept",
     "write_csv",
+    "write_sections",
     "write_table",
 ]
 
@@ -37,33 +39,39 @@ class Measurement(dict):
         raise AttributeError(f"{name} is none of {', '.join(self)}")
 
 
-def write_table(folder, stem, rows, title, *parts):
-    """Write ``stem.csv``, all columns of ``rows``, and ``stem.md``, the title and ``parts``. Returns the Markdown."""
-    text = "\n\n".join([f"# {title}", *parts]) + "\n"
-    write_csv(folder / f"{stem}.csv", rows)
-    with replacing(folder / f"{stem}.md") as file:
-        file.write(text)
-    return text
-
-
-def table(rows, columns):
-    """Markdown of a table. A column is its heading and a text with fields like {row.step_ms:.1f}, or a function."""
-    return "\n".join(markdown_table(rows, columns))
-
-
 def number(value, form, unknown=""):
     """``value`` in ``form``; ``unknown`` for NaN."""
     return unknown if math.isnan(value) else format(value, form)
 
 
-def write_csv(path, rows):
-    """Write all columns of ``rows``; NaN where a row has a problem instead."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, newline="") as file:
-        columns = dict.fromkeys(name for row in rows for name in row)
-        writer = csv.DictWriter(file, list(columns))
-        writer.writeheader()
-        writer.writerows({name: row.get(name, row.problem and math.nan) for name in columns} for row in rows)
+def shown(name, form, unknown="", scale=1.0):
+    """The cell of a number: the row's field ``name`` times ``scale``."""
+    return lambda row: number(row[name] * scale if not row.problem else math.nan, form, unknown)
+
+
+def write_sections(rows, folder, stem, *, title, script, anchor, key, sections_of, parts_of):
+    """Write ``stem.csv`` and ``stem.md``, with the sections that the CSV already has; returns the Markdown.
+
+    anchor       where README.md says what is measured
+    key          tells the section of a row; sections_of the rows' sections in order; parts_of a section's paragraphs
+    """
+    mine = set(map(key, rows))
+    rows = [*(row for row in read_csv(folder / f"{stem}.csv") if key(row) not in mine), *rows]
+    about = (
+        f"Made by `torchrun --nproc-per-node N docs/benchmarks/{script}.py`; what the columns mean is said "
+        f"[here](README.md#{anchor}-what-is-measured)."
+    )
+    return write_table(
+        folder, stem, rows, title, about, *(part for each in sections_of(rows) for part in parts_of(each))
+    )
+
+
+def grouped(rows, key):
+    """The rows by what ``key`` makes of them, in the order in which each key comes first."""
+    found: dict = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def read_csv(path):
@@ -81,12 +89,6 @@ def _value(text):
         except (ValueError, KeyError):
             continue
     return text
-
-
-def with_kept(path, rows, section_of):
-    """``rows`` behind those of other sections that the CSV at ``path`` has."""
-    mine = set(map(section_of, rows))
-    return [*(row for row in read_csv(path) if section_of(row) not in mine), *rows]
 
 
 # ---- Do all rows the same work? ----

@@ -20,6 +20,7 @@ import functools
 from typing import Any
 
 import torch
+from einops import rearrange, reduce
 from torch import Tensor
 
 from .spec import Element, Quantized, QuantSpec, ScaleForm
@@ -82,7 +83,7 @@ class Parts:
         rows, columns = values.shape
         height, width = block
         padded = torch.nn.functional.pad(values.abs(), (0, -columns % width, 0, -rows % height))
-        return padded.view(padded.shape[0] // height, height, -1, width).amax((1, 3))
+        return reduce(padded, "(r height) (c width) -> r c", "max", height=height, width=width)
 
     def to_elements(self, per_part: Tensor) -> Tensor:
         """``per_part`` for elements: broadcasts to [R, C]."""
@@ -135,10 +136,11 @@ def decode(q: Quantized, dtype: torch.dtype, parts: Parts) -> Tensor:
 
 def rotate(x: Tensor) -> Tensor:
     """``x H`` [R, C rounded up to 16]: fp32. Orthogonal; zeros fill the last columns."""
-    rows, columns = x.shape
+    columns = x.shape[1]
     padded = torch.nn.functional.pad(x, (0, -columns % _ROTATED))
     with torch.autocast(x.device.type, enabled=False):
-        return (padded.view(rows, -1, _ROTATED) @ _table("hadamard", x)).view(rows, -1)
+        blocks = rearrange(padded, "r (c width) -> r c width", width=_ROTATED)
+        return rearrange(blocks @ _table("hadamard", x), "r c width -> r (c width)")
 
 
 def _table(name: str, beside: Tensor) -> Tensor:
@@ -235,6 +237,6 @@ def _elements(q: Quantized) -> Tensor:
     """[R, C] fp32: the elements' values."""
     if q.spec.element is not Element.E2M1:
         return q.data[:, : q.columns].float()
-    codes = torch.stack([q.data & 15, q.data >> 4], -1).flatten(1)
+    codes = rearrange([q.data & 15, q.data >> 4], "half r c -> r (c half)")
     values = _table("magnitudes", q.data)[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     return values[:, : q.columns]

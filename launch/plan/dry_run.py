@@ -14,13 +14,13 @@ from rich.table import Table
 from ..config.error import require
 from ..config.run import Config, ModelConfig
 from ..data.batches import load_corpus
-from ..data.bigram import check_tokens
+from ..data.tokens import check_tokens
 from ..model.hugging_face import LanguageModel, build_language_model
 from ..training.loading import check_model, make_sampler, validation_batch
 from ..training.run_state import check_resume, where_to_resume
 from ..training.watching.trackers import check_packages
 from .plan import RunPlan, UnitsPlan, plan_run, plan_units
-from .tables import format_bytes, plan_tables
+from .tables import Column, format_bytes, plan_tables, table_of
 
 __all__ = ["DryRun", "dry_run", "dry_run_tables"]
 
@@ -109,25 +109,25 @@ def dry_run_tables(config: Config, run: DryRun) -> Iterator[Table]:
     """The tables of ``maingrad plan``, and one about the run as a whole."""
     yield from plan_tables(run.plan)
     settings, ranks = config.train, run.plan.ranks
-    table = Table(title=f"the run: {settings.steps:,} steps on {ranks:,} rank(s)", title_justify="left")
-    table.add_column("what")
-    table.add_column("value", justify="right")
     rows = settings.sequences_per_microbatch(ranks)
-    table.add_row("parameters", f"{run.plan.parameters.total:,}")
-    table.add_row("bytes on each rank, at rest", format_bytes(run.plan.rank_bytes.total))
-    table.add_row("microbatches of a step", f"{settings.num_microbatches} of {rows} x {settings.sequence_length:,}")
-    table.add_row("tokens of a step", f"{run.tokens_per_step:,}")
-    table.add_row("tokens of the training data", f"{run.train_tokens:,}")
-    table.add_row("steps of an epoch", f"{run.steps_per_epoch:,.1f}")
-    table.add_row("epochs of the run", f"{settings.steps / run.steps_per_epoch:,.2f}")
-    table.add_row("bytes of a checkpoint", format_bytes(run.checkpoint_bytes))
+    said = {
+        "parameters": f"{run.plan.parameters.total:,}",
+        "bytes on each rank, at rest": format_bytes(run.plan.rank_bytes.total),
+        "microbatches of a step": f"{settings.num_microbatches} of {rows} x {settings.sequence_length:,}",
+        "tokens of a step": f"{run.tokens_per_step:,}",
+        "tokens of the training data": f"{run.train_tokens:,}",
+        "steps of an epoch": f"{run.steps_per_epoch:,.1f}",
+        "epochs of the run": f"{settings.steps / run.steps_per_epoch:,.2f}",
+        "bytes of a checkpoint": format_bytes(run.checkpoint_bytes),
+    }
     if settings.save_every is not None:
         writers = ranks // run.plan.outer_size
-        table.add_row("written by a rank", format_bytes(math.ceil(run.checkpoint_bytes / writers)))
-        table.add_row("checkpoints on disk, at most", _kept(config, run))
+        said["written by a rank"] = format_bytes(math.ceil(run.checkpoint_bytes / writers))
+        said["checkpoints on disk, at most"] = _kept(config, run)
     if run.resumes_from is not None:
-        table.add_row("goes on from", str(run.resumes_from))
-    yield table
+        said["goes on from"] = str(run.resumes_from)
+    columns = Column("what", list(said), is_text=True), Column("value", list(said.values()))
+    yield table_of(f"the run: {settings.steps:,} steps on {ranks:,} rank(s)", *columns)
 
 
 def _kept(config: Config, run: DryRun) -> str:

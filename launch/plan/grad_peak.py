@@ -1,17 +1,17 @@
-"""Peak bytes of whole gradients in a fully sharded run: replays ``fsdp/iteration/grad_pool.py`` with sizes only.
+"""Peak bytes of whole gradients in a fully sharded run: asks ``fsdp/iteration/grad_pool.py`` with sizes only.
 
 The contents of the pool depend only on the order in which backward reaches buckets: a finished reduction keeps its
 memory until another bucket needs it. The result is therefore exact, not only a bound.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 from torch import nn
 
 from ...ddp.contract.module import DelayedWgradModule
-from ...fsdp.iteration.grad_pool import pool_limit
+from ...fsdp.iteration.grad_pool import GradPool, pool_limit
 from .unit_bytes import PlacedBucket
 
 __all__ = ["peak_of_grads"]
@@ -29,113 +29,104 @@ def peak_of_grads(
     units        buckets of each unit by the unit's name, the outermost first
     reduces_once  whole gradients stay from one microbatch to the next
     """
-    buckets = {_Key(unit, index): bucket for unit, found in units.items() for index, bucket in enumerate(found)}
-    keeps = any(bucket.keeps_grads for bucket in buckets.values())
-    if keeps or (reduces_once and num_microbatches > 1):
-        return sum(bucket.grad_nbytes for bucket in buckets.values())
-    pool = _Pool({unit: [bucket.grad_nbytes for bucket in found] for unit, found in units.items()})
+    buckets = [bucket for found in units.values() for bucket in found]
+    if any(bucket.keeps_grads for bucket in buckets) or (reduces_once and num_microbatches > 1):
+        return sum(bucket.grad_nbytes for bucket in buckets)
+    replay = _Replay(units)
     num_replayed = min(num_microbatches, MICROBATCHES)
     for microbatch in range(num_replayed):
-        for written, launched, kept in _backward(model, buckets, final=microbatch == num_replayed - 1):
-            pool.write(written)
-            pool.launch(launched, kept=kept)
-    return pool.peak
+        replay.backward(model, final=microbatch == num_replayed - 1)
+    return replay.peak
 
 
-class _Key(NamedTuple):
-    """One bucket."""
+class _Bucket:
+    """What the pool asks of a ``ShardedBucket``."""
 
-    unit: str
-    place: int
-    """In the unit."""
+    trainable = True
+    whole_grads_at_rest = False
 
-
-class _Step(NamedTuple):
-    """One module's part of a backward."""
-
-    written: Sequence[_Key]
-    launched: Sequence[_Key]
-    """Afterwards."""
-    kept: bool = False
-    """Those have stayed since an earlier microbatch."""
+    def __init__(self, unit: str, placed: PlacedBucket) -> None:
+        self.unit, self.layout = unit, placed.layout
+        self.grads = SimpleNamespace(nbytes=placed.grad_nbytes, resident=False)
 
 
-def _backward(model: nn.Module, buckets: Mapping[_Key, PlacedBucket], *, final: bool) -> Iterator[_Step]:
-    """Modules from the last to the first, then delayed weight gradients, unit by unit: these stay until the last
-    microbatch, which reduces them."""
-    key_of = {
-        f"{key.unit}.{slot.spec.name}".removeprefix("."): key
-        for key, bucket in buckets.items()
-        for slot in bucket.layout.slots
-    }
-    names = {id(param): name for name, param in model.named_parameters()}
-    delayed = [key for key, bucket in buckets.items() if bucket.layout.delayed]
-    for path, module in reversed(list(model.named_modules())):
-        later = module.delayed_wgrad_weights() if isinstance(module, DelayedWgradModule) else ()
-        written = [
-            key_of[names[id(param)]]
-            for name, param in module._parameters.items()
-            if param is not None and name not in later
-        ]
-        passed = [key for key in buckets if key.unit == path and key not in delayed]
-        yield _Step(list(dict.fromkeys(reversed(written))), passed)
-    for unit in reversed(list(dict.fromkeys(key.unit for key in buckets))):
-        later_here = [key for key in delayed if key.unit == unit]
-        yield from (_Step([key], []) for key in later_here)
-        if final:
-            yield _Step([], later_here, kept=True)
-
-
-class _Pool:
+class _Replay:
     """``GradRounds``, as far as it takes and returns memory.
 
-    units  bytes of each unit's buckets, the outermost first
+    units  the outermost first
     """
 
-    def __init__(self, units: Mapping[str, Sequence[int]]) -> None:
-        self._nbytes = {
-            _Key(unit, index): nbytes for unit, found in units.items() for index, nbytes in enumerate(found)
-        }
-        self._outermost, *inside = units
-        self._limit = max((pool_limit(units[unit]) for unit in inside), default=0)
-        self._written: list[_Key] = []
-        self._launched: list[_Key] = []
+    def __init__(self, units: Mapping[str, Sequence[PlacedBucket]]) -> None:
+        self._units = {unit: [_Bucket(unit, placed) for placed in found] for unit, found in units.items()}
+        self._buckets = [bucket for found in self._units.values() for bucket in found]
+        self._outermost, *inside = self._units
+        sizes = [[bucket.grads.nbytes for bucket in self._units[unit]] for unit in inside]
+        self._limit = max(map(pool_limit, sizes), default=0)
+        self._pool = GradPool(cast(Any, [SimpleNamespace(buckets=found) for found in self._units.values()]))
+        self._launched: list[Any] = self._pool.launched
         self.peak = 0
 
-    def write(self, buckets: Sequence[_Key]) -> None:
+    def backward(self, model: nn.Module, *, final: bool) -> None:
+        """Modules from the last to the first, then delayed weight gradients, unit by unit: these stay until the last
+        microbatch, which reduces them."""
+        bucket_of = {
+            f"{bucket.unit}.{slot.spec.name}".removeprefix("."): bucket
+            for bucket in self._buckets
+            for slot in bucket.layout.slots
+        }
+        names = {id(param): name for name, param in model.named_parameters()}
+        for path, module in reversed(list(model.named_modules())):
+            later = module.delayed_wgrad_weights() if isinstance(module, DelayedWgradModule) else ()
+            now = [param for name, param in module._parameters.items() if param is not None and name not in later]
+            self._write_module([bucket_of[names[id(param)]] for param in reversed(now)])
+            for bucket in self._units.get(path, ()):
+                if not bucket.layout.delayed:
+                    self._launch(bucket)
+        for found in reversed(self._units.values()):
+            delayed = [bucket for bucket in found if bucket.layout.delayed]
+            for bucket in delayed:
+                self._write(bucket)
+            for bucket in delayed if final else ():
+                self._launch(bucket, kept=True)
+
+    def _write_module(self, buckets: Sequence[_Bucket]) -> None:
         """One module's gradients are written, into buckets of one unit."""
-        fresh = [bucket for bucket in buckets if bucket not in self._written]
-        if not fresh:
-            return
-        unit = fresh[0].unit
-        limit = math.inf if unit == self._outermost else self._limit
-        own = self._sum(written for written in self._written if written.unit == unit)
-        others = self._sum(self._written) - own
+        fresh = {bucket for bucket in buckets if not bucket.grads.resident or bucket in self._launched}
         if len(fresh) > 1:  # a module writes its weights in an order of its own: this is the most of any
-            taken = own + self._sum({*self._launched, *fresh})
-            self._note(others + (taken if unit == self._outermost else min(self._limit, taken)))
-        for bucket in fresh:
-            if bucket in self._launched:
-                self._launched.remove(bucket)
-            own += self._nbytes[bucket]
-            while self._launched and own + self._sum(self._launched) > limit:
-                self._launched.pop(0)
-            self._written.append(bucket)
-            self._note(others + own + self._sum(self._launched))
-
-    def launch(self, buckets: Sequence[_Key], *, kept: bool = False) -> None:
-        """They are reduced from now on; ``kept``: their memory comes into the pool with that."""
+            most, unit = _held(fresh.union(self._resident)), buckets[0].unit
+            others = _held(each for each in self._resident if each.unit != unit and each not in self._launched)
+            self.peak = max(self.peak, most if unit == self._outermost else min(most, others + self._limit))
         for bucket in buckets:
-            self.write([bucket])  # where nobody has written, zeros are sent
-            if kept and bucket.unit != self._outermost:
-                own = self._sum(written for written in self._written if written.unit == bucket.unit)
-                while self._launched and own + self._sum(self._launched) > self._limit:
-                    self._launched.pop(0)
-            self._written.remove(bucket)
-            self._launched.append(bucket)
+            self._write(bucket)
 
-    def _sum(self, buckets: Iterable[_Key]) -> int:
-        return sum(self._nbytes[bucket] for bucket in buckets)
+    def _write(self, bucket: _Bucket) -> None:
+        self._settle(bucket)
+        if not bucket.grads.resident:
+            self._make_room(bucket)
+            bucket.grads.resident = True
+            self.peak = max(self.peak, _held(self._resident))
 
-    def _note(self, nbytes: int) -> None:
-        self.peak = max(self.peak, nbytes)
+    def _launch(self, bucket: _Bucket, *, kept: bool = False) -> None:
+        """It is reduced from now on; ``kept``: its memory comes into the pool with that."""
+        self._write(bucket)  # where nobody has written, zeros are sent
+        if kept:
+            self._make_room(bucket)
+        self._launched.append(bucket)
+
+    def _make_room(self, bucket: Any) -> None:
+        for other in self._pool.must_end_before(bucket):
+            self._settle(other)
+
+    def _settle(self, bucket: Any) -> None:
+        """End the bucket's reduction, if one was launched."""
+        if bucket in self._launched:
+            self._launched.remove(bucket)
+            bucket.grads.resident = False
+
+    @property
+    def _resident(self) -> list[_Bucket]:
+        return [bucket for bucket in self._buckets if bucket.grads.resident]
+
+
+def _held(buckets: Iterable[_Bucket]) -> int:
+    return sum(bucket.grads.nbytes for bucket in buckets)

@@ -1,79 +1,37 @@
 """Computes what a run allocates and sends from shapes alone, without process group and storage."""
 
 import dataclasses
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ...ddp import DistributedDataParallelConfig
-from ...ddp.collectives.placements import Placements, placements_of
+from ...ddp.collectives.placements import placements_of
 from ...ddp.plan.layout import BucketLayout, GradPlan
 from ...ddp.plan.model_plan import plan_model
 from ...ddp.plan.owned_params import find_owned_params
-from ..config.run import Config, ModelConfig, Parallel
+from ..config.run import Config, Parallel
 from ..model.hugging_face import LanguageModel, build_language_model
 from .grad_peak import peak_of_grads
-from .parameter_count import ParameterCount, count_of
-from .rank_bytes import BucketTraffic, RankBytes, bucket_traffic, rank_bytes
-from .units import UnitsPlan, fsdp_alternatives, place_units
+from .parameter_count import count_of
+from .rank_bytes import RankBytes, rank_bytes
+from .units import Plan, UnitsPlan, fsdp_alternatives, place_units
 
 __all__ = ["RunPlan", "UnitsPlan", "plan_run", "plan_units"]
 
 
-class RunPlan(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(Plan):
     """The plan of a configuration with ``DistributedDataParallel``."""
 
     gradients: GradPlan
-    ranks: int
-    parameters: ParameterCount
-    parallel: Parallel
     wrapper: DistributedDataParallelConfig
-    model: ModelConfig
-    alternatives: dict[Parallel, RankBytes]
-    """Bytes at rest under each kind of parallelism that so many ranks allow, this run's among them."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, without padding."""
-        return self.parameters.total
-
-    @property
-    def placements(self) -> Placements:
-        """Whether parameters, gradients and optimizer state are whole or sharded."""
-        return placements_of(self.wrapper)
-
-    @property
-    def inner_size(self) -> int:
-        """Number of ranks per instance."""
-        return self.ranks // self.outer_size
-
-    @property
-    def outer_size(self) -> int:
-        """Number of instances."""
-        return self.wrapper.num_distributed_optimizer_instances
-
-    @property
-    def rank_bytes(self) -> RankBytes:
-        """Bytes that each rank holds. They are equal on all ranks, since shards have equal sizes."""
-        return self.alternatives[self.parallel]
 
     @property
     def gather_order(self) -> list[BucketLayout]:
         """Buckets in the order of gathers, which is that of the forward. Empty without gathers."""
         return list(reversed(self.gradients.buckets)) if self.placements.inner.gathers else []
-
-    def traffic(self, bucket: BucketLayout) -> BucketTraffic:
-        """Bytes that a rank sends for one bucket in one step."""
-        spec = bucket.slots[0].spec
-        return bucket_traffic(
-            bucket,
-            inner_size=self.inner_size,
-            outer_size=self.outer_size,
-            scatters=self.placements.inner.scatters,
-            param_dtype=spec.param_dtype,
-            grad_dtype=spec.grad_dtype,
-            wire_dtype=self.wrapper.grad_reduce_wire_dtype,
-        )
 
 
 def plan_run(config: Config, ranks: int) -> RunPlan:
@@ -81,43 +39,51 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
 
     Raises ``ConfigError`` if the global batch or the ranks do not divide evenly.
     """
-    config.check_ranks(ranks)
-    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
+    model, common = _begin(config, ranks)
     wrapper = config.wrapper_config
     return RunPlan(
-        _lay_out(model, wrapper, ranks),
-        ranks,
-        count_of(model),
-        config.parallel,
-        wrapper,
-        config.model,
-        _alternatives(config, model, ranks),
+        **common,
+        placements=placements_of(wrapper),
+        wire_dtype=wrapper.grad_reduce_wire_dtype,
+        gradients=_lay_out(model, wrapper, ranks),
+        wrapper=wrapper,
     )
 
 
 def plan_units(config: Config, ranks: int) -> UnitsPlan:
     """The plan for ``parallel = "fsdp"`` and ``"hsdp"``: lays out the units."""
-    config.check_ranks(ranks)
-    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
+    model, common = _begin(config, ranks)
     units = place_units(config, ranks, config.parallel, config.fsdp)
     num_microbatches = config.train.num_microbatches
-    return UnitsPlan(
-        units,
-        ranks,
-        config.num_instances,
-        count_of(model),
-        config.parallel,
-        config.fsdp,
-        config.model,
-        num_microbatches,
-        peak_of_grads(
-            model,
-            {unit.name: unit.buckets for unit in units},
-            num_microbatches=num_microbatches,
-            reduces_once=config.fsdp.reduces_once,
-        ),
-        _alternatives(config, model, ranks),
+    peak_grads = peak_of_grads(
+        model,
+        {unit.name: unit.buckets for unit in units},
+        num_microbatches=num_microbatches,
+        reduces_once=config.fsdp.reduces_once,
     )
+    return UnitsPlan(
+        **common,
+        placements=config.fsdp.row,
+        wire_dtype=config.fsdp.torch_reduce_dtype,
+        units=units,
+        fsdp=config.fsdp,
+        num_microbatches=num_microbatches,
+        peak_grads=peak_grads,
+    )
+
+
+def _begin(config: Config, ranks: int) -> tuple[LanguageModel, dict[str, Any]]:
+    """The model on the meta device, and what all plans have."""
+    config.check_ranks(ranks)
+    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
+    return model, {
+        "ranks": ranks,
+        "outer_size": config.num_instances,
+        "parameters": count_of(model),
+        "parallel": config.parallel,
+        "model": config.model,
+        "alternatives": _alternatives(config, model, ranks),
+    }
 
 
 def _lay_out(model: LanguageModel, wrapper: DistributedDataParallelConfig, ranks: int) -> GradPlan:
@@ -139,7 +105,7 @@ def _alternatives(config: Config, model: LanguageModel, ranks: int) -> dict[Para
 
 def _wrappers(config: Config, ranks: int) -> dict[Parallel, DistributedDataParallelConfig]:
     """The run's configuration under each kind that has a wrapper, with what has no meaning there left out."""
-    own = config.ddp.wrapper_config("zero1") if config.fully_sharded else config.wrapper_config
+    own = config.wrapper_config
     sharded = dataclasses.replace(own, use_distributed_optimizer=True, num_distributed_optimizer_instances=1)
     whole = dataclasses.replace(
         sharded,

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from ...ddp.collectives.placements import Placements
 from ...ddp.plan.layout import BucketLayout, GradPlan
 
-__all__ = ["BucketTraffic", "RankBytes", "bucket_traffic", "rank_bytes"]
+__all__ = ["RankBytes", "Traffic", "bucket_traffic", "held_numels", "rank_bytes"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -37,22 +38,19 @@ class RankBytes(NamedTuple):
         return sum(self)
 
 
-class BucketTraffic(NamedTuple):
-    """Bytes that each rank sends for one bucket in one step, by algorithms that send as little as possible."""
+class Traffic(NamedTuple):
+    """Bytes that each rank sends in each collective of one bucket, by algorithms that send as little as possible."""
 
     reduce_inside: int
     """Reduction of gradients over the ranks of an instance."""
     reduce_across: int
-    """All-reduce of what is reduced inside, over the instances."""
+    """Reduction of what is reduced inside, over the instances, once a step."""
     gather: int
-    """All-gather of parameters."""
+    """All-gather of parameters over the ranks of an instance."""
+    gather_across: int
+    """All-gather of the instance's shard over the instances, once a step."""
     scratch: int
-    """Bytes that the reduction needs beside the bucket while it is in flight."""
-
-    @property
-    def total(self) -> int:
-        """Bytes sent."""
-        return self.reduce_inside + self.reduce_across + self.gather
+    """Bytes that the reduction inside needs beside the bucket while it is in flight; they are not sent."""
 
 
 def rank_bytes(plan: GradPlan, *, keep_params_whole: bool = False, states: int = 2) -> RankBytes:
@@ -66,50 +64,54 @@ def rank_bytes(plan: GradPlan, *, keep_params_whole: bool = False, states: int =
         parameters += buffer.numel * buffer.param_dtype.itemsize
         gradients += buffer.numel * buffer.grad_dtype.itemsize
         owned = sum(bucket.numel // bucket.shard_degree for bucket in buffer.buckets)
-        masters += 4 * owned if buffer.param_dtype in _HALF else 0
-        master_itemsize = 4 if buffer.param_dtype in _HALF else buffer.param_dtype.itemsize
-        moments += states * master_itemsize * (_most_of_parameters(buffer.buckets) if keep_params_whole else owned)
+        is_half = buffer.param_dtype in _HALF
+        masters += 4 * owned if is_half else 0
+        if keep_params_whole:
+            owned = max(map(sum, zip(*map(held_numels, buffer.buckets), strict=True)))
+        moments += states * (4 if is_half else buffer.param_dtype.itemsize) * owned
     return RankBytes(parameters, gradients, masters, moments)
+
+
+def held_numels(layout: BucketLayout) -> list[int]:
+    """Number of parameter elements (without padding) in each rank's shard."""
+    size = layout.numel // layout.shard_degree
+    held = [0] * layout.shard_degree
+    for slot in layout.slots:
+        start, end = slot.start - layout.start, slot.end - layout.start
+        for rank in range(start // size, -(-end // size)):
+            held[rank] += max(0, min(end, (rank + 1) * size) - max(start, rank * size))
+    return held
 
 
 def bucket_traffic(
     bucket: BucketLayout,
+    placements: Placements,
     *,
     inner_size: int,
     outer_size: int = 1,
-    scatters: bool,
-    param_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
     wire_dtype: torch.dtype | None = None,
-) -> BucketTraffic:
-    """What one step of a bucket costs, over ``outer_size`` instances of ``inner_size`` ranks.
+    trainable: bool = True,
+) -> Traffic:
+    """What one reduction and one gather of a bucket send, over ``outer_size`` instances of ``inner_size`` ranks.
 
-    scatters    True: gradients are reduce-scattered and parameters gathered; False: gradients are all-reduced
     wire_dtype  gradients are sent in this dtype (all-to-all) and summed on arrival; None: in their own dtype
+    trainable   False: there are no gradients
     """
-    nbytes, shard = bucket.numel * grad_dtype.itemsize, bucket.numel // bucket.shard_degree * grad_dtype.itemsize
-    if not scatters:
-        return BucketTraffic(_others(2 * nbytes, inner_size), _others(2 * nbytes, outer_size), 0, 0)
-    on_wire = bucket.numel * (wire_dtype or grad_dtype).itemsize
-    return BucketTraffic(
+    spec, across = bucket.slots[0].spec, placements.outer.scatters
+    params, grads = bucket.numel * spec.param_dtype.itemsize, bucket.numel * spec.grad_dtype.itemsize * trainable
+    if not placements.inner.scatters:
+        return Traffic(_others(2 * grads, inner_size), _others(2 * grads, outer_size), 0, 0, 0)
+    on_wire = bucket.numel * (wire_dtype or spec.grad_dtype).itemsize * trainable
+    shard = grads // inner_size
+    return Traffic(
         reduce_inside=_others(on_wire, inner_size),
-        reduce_across=_others(2 * shard, outer_size),
-        gather=_others(bucket.numel * param_dtype.itemsize, inner_size),
+        reduce_across=_others(shard if across else 2 * shard, outer_size),
+        gather=_others(params, inner_size),
+        gather_across=_others(params // inner_size, outer_size) if across else 0,
         scratch=0 if wire_dtype is None or inner_size == 1 else 2 * on_wire,
     )
 
 
 def _others(nbytes: int, size: int) -> int:
-    """All of ``size`` equal parts but one's own."""
+    """Bytes of all but one of ``size`` equal parts: what a rank sends to the other ranks."""
     return nbytes * (size - 1) // size
-
-
-def _most_of_parameters(buckets: tuple[BucketLayout, ...]) -> int:
-    """Largest number of parameter elements that one rank holds in its shards of all buckets."""
-    degree = buckets[0].shard_degree
-    held = [0] * degree
-    for bucket in buckets:
-        size = bucket.numel // degree
-        for slot in bucket.slots:
-            held[min((slot.start - bucket.start) // size, degree - 1)] += slot.spec.numel
-    return max(held)

@@ -22,9 +22,9 @@ import torch
 
 from ...ddp.collectives.placements import Placement, Placements
 from ...ddp.plan.layout import BucketLayout
-from .rank_bytes import RankBytes
+from .rank_bytes import RankBytes, held_numels
 
-__all__ = ["PlacedBucket", "UnitTraffic", "sharded_rank_bytes", "unit_traffic"]
+__all__ = ["PlacedBucket", "sharded_rank_bytes"]
 
 
 class PlacedBucket(NamedTuple):
@@ -83,37 +83,6 @@ class PlacedBucket(NamedTuple):
         return self.placements.outer.scatters and self.outer_size > 1
 
 
-class UnitTraffic(NamedTuple):
-    """Bytes that each rank sends in each collective of one bucket, by algorithms that send as little as possible."""
-
-    gather: int
-    """All-gather of parameters over the ranks of an instance."""
-    gather_across: int
-    """All-gather of the instance's shard over the instances, once a step."""
-    reduce_inside: int
-    """Reduction of gradients over the ranks of an instance."""
-    reduce_across: int
-    """Reduction of the instances' sums over the instances, once a step."""
-
-
-def unit_traffic(bucket: PlacedBucket, wire_dtype: torch.dtype | None) -> UnitTraffic:
-    """Bytes that the collectives of one bucket send.
-
-    wire_dtype  dtype in which an instance's ranks reduce gradients; None: the dtype of the gradients
-    """
-    inner, outer = bucket.inner_size, bucket.outer_size
-    spec = bucket.layout.slots[0].spec
-    on_wire = bucket.layout.numel * (wire_dtype or spec.grad_dtype).itemsize if bucket.trainable else 0
-    across = bucket.grad_nbytes // inner
-    scatters = bucket.placements.outer.scatters
-    return UnitTraffic(
-        gather=_others(bucket.param_nbytes, inner),
-        gather_across=_others(bucket.param_nbytes // inner, outer) if scatters else 0,
-        reduce_inside=_others(on_wire, inner),
-        reduce_across=_others(across if scatters else 2 * across, outer),
-    )
-
-
 def sharded_rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2) -> RankBytes:
     """What the fullest rank holds between steps. Ranks differ in the bytes of the moments alone.
 
@@ -127,22 +96,6 @@ def sharded_rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2) -> R
         shards += bucket.shard_nbytes
         moments += [0] * (bucket.layout.shard_degree - len(moments))
         if bucket.trainable:
-            for rank, numel in enumerate(_held(bucket.layout)):
+            for rank, numel in enumerate(held_numels(bucket.layout)):
                 moments[rank] += states * bucket.rest_dtype.itemsize * numel
     return RankBytes(parameters, gradients, shards, max(moments, default=0))
-
-
-def _held(layout: BucketLayout) -> list[int]:
-    """Number of parameter elements (without padding) in each rank's shard."""
-    size = layout.numel // layout.shard_degree
-    held = [0] * layout.shard_degree
-    for slot in layout.slots:
-        start, end = slot.start - layout.start, slot.end - layout.start
-        for rank in range(start // size, -(-end // size)):
-            held[rank] += max(0, min(end, (rank + 1) * size) - max(start, rank * size))
-    return held
-
-
-def _others(nbytes: int, size: int) -> int:
-    """Bytes of all but one of ``size`` equal parts: what a rank sends to the other ranks."""
-    return nbytes * (size - 1) // size

@@ -1,20 +1,22 @@
 """The units of a run under ``parallel = "fsdp"`` or ``"hsdp"``, from shapes alone: no process group, no storage."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ...ddp.collectives.placements import PLACEMENTS, Placement, Placements
+from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import find_owned_params
 from ...fsdp.unit.plan import plan_unit, shard_degree
 from ..config.run import Config, FsdpConfig, ModelConfig, Parallel
 from ..model.hugging_face import build_language_model
 from ..training.units import units_of
 from .parameter_count import ParameterCount
-from .rank_bytes import RankBytes
-from .unit_bytes import PlacedBucket, UnitTraffic, sharded_rank_bytes, unit_traffic
+from .rank_bytes import RankBytes, Traffic, bucket_traffic
+from .unit_bytes import PlacedBucket, sharded_rank_bytes
 
-__all__ = ["PlacedUnit", "UnitsPlan", "fsdp_alternatives", "place_units"]
+__all__ = ["PlacedUnit", "Plan", "UnitsPlan", "fsdp_alternatives", "place_units"]
 
 
 class PlacedUnit(NamedTuple):
@@ -30,6 +32,11 @@ class PlacedUnit(NamedTuple):
     """Reductions of each bucket in one step, over the ranks of an instance; 1 for a bucket of delayed gradients."""
 
     @property
+    def title(self) -> str:
+        """The name, for a table."""
+        return self.name or "(the model)"
+
+    @property
     def param_nbytes(self) -> int:
         """Bytes of the unit's whole parameters."""
         return sum(bucket.param_nbytes for bucket in self.buckets)
@@ -40,26 +47,22 @@ class PlacedUnit(NamedTuple):
         return sum(bucket.grad_nbytes for bucket in self.buckets)
 
 
-class UnitsPlan(NamedTuple):
-    """The plan of a fully sharded configuration on a given number of ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the plans of all kinds of parallelism have."""
 
-    units: tuple[PlacedUnit, ...]
     ranks: int
     outer_size: int
+    """Number of instances."""
     parameters: ParameterCount
     parallel: Parallel
-    fsdp: FsdpConfig
     model: ModelConfig
-    num_microbatches: int
-    peak_grads: int
-    """Largest number of bytes that whole gradients take at one time."""
+    placements: Placements
+    """Which of parameters, gradients and optimizer state are whole, and which are sharded."""
+    wire_dtype: torch.dtype | None
+    """Dtype in which the ranks of an instance reduce gradients; None: that of the gradients."""
     alternatives: dict[Parallel, RankBytes]
     """Bytes at rest under each kind of parallelism that this number of ranks allows, this run's included."""
-
-    @property
-    def placements(self) -> Placements:
-        """Which of parameters, gradients and optimizer state are whole, and which are sharded."""
-        return self.fsdp.row
 
     @property
     def inner_size(self) -> int:
@@ -67,14 +70,30 @@ class UnitsPlan(NamedTuple):
         return self.ranks // self.outer_size
 
     @property
-    def buckets(self) -> list[PlacedBucket]:
-        """The buckets of all units."""
-        return [bucket for unit in self.units for bucket in unit.buckets]
-
-    @property
     def rank_bytes(self) -> RankBytes:
         """What the fullest rank holds between steps."""
         return self.alternatives[self.parallel]
+
+    def traffic(self, bucket: BucketLayout, *, trainable: bool = True) -> Traffic:
+        """Bytes that a rank sends in each collective of ``bucket``."""
+        sizes = {"inner_size": self.inner_size, "outer_size": self.outer_size}
+        return bucket_traffic(bucket, self.placements, **sizes, wire_dtype=self.wire_dtype, trainable=trainable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitsPlan(Plan):
+    """The plan of a fully sharded configuration on a given number of ranks."""
+
+    units: tuple[PlacedUnit, ...]
+    fsdp: FsdpConfig
+    num_microbatches: int
+    peak_grads: int
+    """Largest number of bytes that whole gradients take at one time."""
+
+    @property
+    def buckets(self) -> list[PlacedBucket]:
+        """The buckets of all units."""
+        return [bucket for unit in self.units for bucket in unit.buckets]
 
     @property
     def peak_params(self) -> int:
@@ -93,10 +112,6 @@ class UnitsPlan(NamedTuple):
         count = len(inside) if keeps else min(2, len(inside))
         rows = [sum(inside[first : first + count]) for first in range(len(inside) - count + 1)]
         return self.units[0].param_nbytes + max(rows)
-
-    def traffic(self, bucket: PlacedBucket) -> UnitTraffic:
-        """Bytes that a rank sends in each collective of ``bucket``."""
-        return unit_traffic(bucket, self.fsdp.torch_reduce_dtype)
 
 
 def place_units(config: Config, ranks: int, parallel: Parallel, fsdp: FsdpConfig) -> tuple[PlacedUnit, ...]:

@@ -1,4 +1,4 @@
-"""The common style of all pictures: colours, a title to the left, no frame; as files, or as SVG within a page."""
+"""The common style of all pictures; pictures as files, or as SVG within a page."""
 
 import html
 import io
@@ -10,55 +10,37 @@ from typing import IO, Any
 import matplotlib
 
 matplotlib.use("Agg")  # no display is needed, and none is opened
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..training.watching.replacing import replacing
 
-__all__ = [
-    "BACKWARD",
-    "DRAIN",
-    "EXPOSED",
-    "FORWARD",
-    "HIDDEN",
-    "INK",
-    "OPTIMIZER",
-    "QUIET",
-    "READY",
-    "TRAIN",
-    "WAITING",
-    "dress",
-    "plt",
-    "save",
-    "svg",
-]
+__all__ = ["INK", "QUIET", "save", "styled", "svg"]
 
 INK = "#22303c"
 QUIET = "#8a97a3"
-BACKWARD = "#dfe6ec"
-FORWARD = "#dcebdc"
-DRAIN = "#efe3c8"
-OPTIMIZER = "#e2dbee"
-WAITING = "#f6cdb4"
-HIDDEN = "#1f77a4"
-EXPOSED = "#e07b39"
-READY = "#2a9d5c"
-TRAIN = "#9bb8cc"
 
-
-def dress(axes: Axes, title: str) -> None:
-    """Set the title, and remove the frame's lines above and to the right."""
-    axes.set_title(title, loc="left", color=INK, fontweight="bold", pad=10)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+styled = matplotlib.rc_context(
+    {
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.titlecolor"), INK),
+        **dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "figure.titlesize": 10.5,
+        "figure.titleweight": "bold",
+        "figure.constrained_layout.use": True,
+        "figure.dpi": 150,
+        "text.parse_math": False,
+        "path.simplify_threshold": 0.5,  # of a pixel: of a million points few are left, peaks and gaps among them
+    }
+)
+"""A decorator of functions that draw: the common style, and no dollar signs of names as mathematics."""
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write ``figure`` to ``path``, close it, and return ``path``."""
+    """Write ``figure`` to ``path``, and return ``path``."""
     with replacing(path, "wb") as file:
         _render(figure, file, path.suffix.removeprefix("."))
-    plt.close(figure)
     return path
 
 
@@ -74,7 +56,8 @@ def svg(figure: Figure, label: str) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
 
 
+@styled
 def _render(figure: Figure, file: IO[Any], form: str, **options: Any) -> None:
-    with warnings.catch_warnings(), matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False}):
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.fonttype": "none"}):
         warnings.simplefilter("ignore")  # a name in a script that the font lacks is shown by the browser
         figure.savefig(file, format=form, **options)

@@ -1,6 +1,7 @@
 """Stretches of time as [start, end) pairs: joined, cut, measured."""
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 __all__ = ["Interval", "clip", "length", "union", "without"]
 
@@ -21,17 +22,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
     """``intervals`` less ``holes``; both must be disjoint and in ascending order."""
-    left: list[Interval] = []
-    for start, end in intervals:
-        for hole_start, hole_end in holes:
-            if hole_end <= start or end <= hole_start:
-                continue
-            if start < hole_start:
-                left.append((start, hole_start))
-            start = hole_end
-        if start < end:
-            left.append((start, end))
-    return left
+    edges = [-inf, *(edge for hole in holes for edge in hole), inf]
+    return [part for gap in zip(edges[::2], edges[1::2], strict=True) for part in clip(intervals, gap)]
 
 
 def clip(intervals: Iterable[Interval], span: Interval) -> list[Interval]:

@@ -48,7 +48,7 @@ def flops_per_token(config: Config) -> int:
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
     if isinstance(model, HuggingFaceModel):
-        looked_up, attention = _embedding_of(model), _attention_of(model)
+        looked_up, attention = _of_hugging_face(model)
     else:
         settings = config.model
         looked_up = 0 if settings.tie_embeddings else settings.vocab_size * settings.dim
@@ -57,15 +57,8 @@ def flops_per_token(config: Config) -> int:
     return 6 * weights + 12 * attention * config.train.sequence_length
 
 
-def _embedding_of(model: HuggingFaceModel) -> int:
-    """Elements of the input embedding; 0 where the head is tied to it."""
-    embedding = model.model.get_input_embeddings().weight
-    head = model.model.get_output_embeddings()
-    return 0 if head is not None and head.weight is embedding else int(embedding.numel())
-
-
-def _attention_of(model: HuggingFaceModel) -> int:
-    """Blocks times the width of all query heads."""
+def _of_hugging_face(model: HuggingFaceModel) -> tuple[int, int]:
+    """Elements of an embedding that is not the head's weight too, and blocks times the width of all query heads."""
     shape, name = model.model.config.get_text_config(), type(model.model).__name__
     if any(parameter.ndim > 2 for parameter in model.parameters()) or any(hasattr(shape, key) for key in _EXPERTS):
         raise ConfigError(f"which weights of {name} multiply a token does not follow from their shapes")
@@ -73,7 +66,9 @@ def _attention_of(model: HuggingFaceModel) -> int:
     if not heads:
         raise ConfigError(f"the configuration of {name} has no num_attention_heads")
     width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-    return len(model.blocks) * int(heads) * int(width)
+    embedding, head = model.model.get_input_embeddings(), model.model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    return 0 if is_tied else int(embedding.weight.numel()), len(model.blocks) * int(heads) * int(width)
 
 
 def peak_tflops(gpu: str) -> float | None:

@@ -5,40 +5,28 @@ counts for the bucket that it names, so the sum over buckets is the whole time t
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from ..training.recording import OPTIMIZER_PHASE
 from .intervals import Interval, clip, length, union, without
-from .table import grouped
 
-__all__ = ["Bar", "BucketTimes", "bucket_times", "chrome_trace", "computing", "hidden_share", "lanes", "overlap_lines"]
+__all__ = ["BucketTimes", "bucket_times", "chrome_trace", "computing", "hidden_share", "overlap_lines"]
 
 Span = dict[str, Any]
 
 
-class BucketTimes(NamedTuple):
+@dataclass
+class BucketTimes:
     """One bucket's reductions, or its gathers. Times are in milliseconds."""
 
     bucket: str
-    collective: str
-    nbytes: int
-    in_flight_ms: float
-    hidden_ms: float
+    nbytes: int = 0
+    in_flight_ms: float = 0.0
+    hidden_ms: float = 0.0
     """The part of ``in_flight_ms`` that lay under computation."""
-    exposed_ms: float
+    exposed_ms: float = 0.0
     """Time that computation waited."""
-
-
-class Bar(NamedTuple):
-    """What happened from ``start`` to ``end``, in seconds.
-
-    ``kind``: forward, backward, synced, optimizer, drain, waited, ready (not yet launched), buckets or gathers.
-    """
-
-    kind: str
-    start: float
-    end: float
-    text: str
 
 
 def computing(timeline: Span) -> list[Interval]:
@@ -52,25 +40,23 @@ def bucket_times(timeline: Span, kind: str) -> list[BucketTimes]:
 
     timeline  a ``timeline`` record of ``metrics.jsonl``
     kind      ``buckets``: reductions of gradients; ``gathers``: all-gathers of parameters
+
+    Empty where nothing was sent.
     """
     busy = computing(timeline)
-    spans = grouped(timeline[kind], lambda span: span["bucket"])
-    waited = (wait for wait in timeline["waits"] if (wait["collective"] == "all_gather") == (kind == "gathers"))
-    waits = grouped(waited, lambda wait: wait["bucket"])
-    times = []
-    for bucket in {**spans, **waits}:
-        mine, awaited = spans.get(bucket, []), waits.get(bucket, [])
-        times.append(
-            BucketTimes(
-                bucket,
-                (mine or awaited)[0]["collective"],
-                sum(span["nbytes"] for span in mine),
-                1e3 * sum(span["finished"] - span["launched"] for span in mine),
-                1e3 * sum(length(clip(busy, (span["launched"], span["finished"]))) for span in mine),
-                1e3 * sum(wait["end"] - wait["start"] for wait in awaited),
-            )
-        )
-    return times
+    found: dict[str, BucketTimes] = {}
+    for span in timeline[kind]:
+        if span["collective"] != "none":
+            flight = (span["launched"], span["finished"])
+            each = found.setdefault(span["bucket"], BucketTimes(span["bucket"]))
+            each.nbytes += span["nbytes"]
+            each.in_flight_ms += 1e3 * length([flight])
+            each.hidden_ms += 1e3 * length(clip(busy, flight))
+    for wait in timeline["waits"] if found else ():
+        if (wait["collective"] == "all_gather") == (kind == "gathers"):
+            each = found.setdefault(wait["bucket"], BucketTimes(wait["bucket"]))
+            each.exposed_ms += 1e3 * (wait["end"] - wait["start"])
+    return list(found.values())
 
 
 def hidden_share(times: Sequence[BucketTimes]) -> float:
@@ -79,56 +65,55 @@ def hidden_share(times: Sequence[BucketTimes]) -> float:
     return sum(each.hidden_ms for each in times) / total if total > 0 else 0.0
 
 
-def overlap_lines(timeline: Span | None) -> list[str]:
+def overlap_lines(timeline: Span) -> list[str]:
     """A readable line about the reductions and one about the gathers; no line for collectives that did not run."""
     lines = []
     for kind, what in (("buckets", "reductions of gradients"), ("gathers", "gathers of parameters")):
-        if timeline is None or all(span["collective"] == "none" for span in timeline[kind]):
-            continue
         times = bucket_times(timeline, kind)
-        lines.append(
-            f"step {timeline['step']}: {len(timeline[kind])} {what}, {sum(t.nbytes for t in times) / 2**20:.1f} MiB, "
-            f"{sum(t.in_flight_ms for t in times):.1f} ms in flight, {hidden_share(times):.0%} of it under "
-            f"computation, which waited {sum(t.exposed_ms for t in times):.1f} ms for them"
-        )
+        if times:
+            nbytes, in_flight_ms = sum(each.nbytes for each in times), sum(each.in_flight_ms for each in times)
+            lines.append(
+                f"step {timeline['step']}: {len(timeline[kind])} {what}, {nbytes / 2**20:.1f} MiB, {in_flight_ms:.1f} "
+                f"ms in flight, {hidden_share(times):.0%} of it under computation, which waited "
+                f"{sum(each.exposed_ms for each in times):.1f} ms for them"
+            )
     return lines
 
 
-def lanes(timeline: Span) -> dict[str, list[Bar]]:
-    """Bars by the label of their lane: the computation, its waits, and each bucket.
+def chrome_trace(timeline: Span) -> Span:
+    """The step as a Chrome trace, which Perfetto and ``chrome://tracing`` open: times in microseconds.
 
-    Gathers of sharded parameters name the bucket without its number; they are in the lane of its reductions.
+    A thread is the computation, its waits, or a bucket's collectives by the name of its parameters. The categories of
+    events are forward, backward, synced, optimizer, drain, waited, ready (not yet launched), buckets and gathers.
     """
-    computation = [Bar("forward", span["start"], span["end"], "forward") for span in timeline["forwards"]]
-    for number, span in enumerate(timeline["backwards"], 1):
-        kind, what = ("synced", "reduced") if span.get("synced") else ("backward", "no_sync")
-        computation.append(Bar(kind, span["start"], span["end"], f"backward {number}, {what}"))
+    lanes = {"computation": 0, "waits": 1}
+    events: list[Span] = []
+
+    def add(kind: str, span: Span, begin: str = "start", end: str = "end") -> None:
+        # Gathers of sharded parameters name the parameters alone, and other collectives the bucket's number first.
+        bucket, _, parameters = span.get("bucket", "computation").replace(".weight", "").partition(" (")
+        lane = "waits" if kind == "waited" else parameters.rstrip(")") or bucket
+        name = span.get("name") or span.get("collective") or kind
+        times = {"ts": 1e6 * span[begin], "dur": 1e6 * max(0.0, span[end] - span[begin])}
+        place = {"pid": 0, "tid": lanes.setdefault(lane, len(lanes))}
+        events.append({"name": name, "cat": kind, "ph": "X", **place, **times, "args": span})
+
+    for span in timeline["forwards"]:
+        add("forward", span)
+    for span in timeline["backwards"]:
+        add("synced" if span.get("synced") else "backward", span)
     for span in timeline["phases"]:
-        kind = "optimizer" if span["name"] == OPTIMIZER_PHASE else "drain"
-        computation.append(Bar(kind, span["start"], span["end"], span["name"]))
-    waits = [Bar("waited", w["start"], w["end"], f"{w['collective']} of {w['bucket']}") for w in timeline["waits"]]
-    found = {"computation": computation, "waits": waits}
-    labels: dict[str, str] = {}
+        add("optimizer" if span["name"] == OPTIMIZER_PHASE else "drain", span)
+    for span in timeline["waits"]:
+        add("waited", span)
+    for span in timeline["buckets"]:
+        add("ready", span, "ready", "launched")
     for kind in ("buckets", "gathers"):
         for span in timeline[kind]:
-            name, _, parameters = span["bucket"].replace(".weight", "").partition(" (")
-            held = parameters.rstrip(")") or name
-            label = f"{name.removeprefix('bucket ')}: {held}" if parameters else f"gathered: {held}"
-            bars = found.setdefault(labels.setdefault(held, label), [])
-            if kind == "buckets":
-                bars.append(Bar("ready", span["ready"], span["launched"], "ready, not launched"))
-            text = f"{span['collective']}, {span['nbytes'] / 2**20:.2f} MiB"
-            bars.append(Bar(kind, span["launched"], span["finished"], text))
-    return found
-
-
-def chrome_trace(timeline: Span) -> Span:
-    """The step as a Chrome trace, which Perfetto and ``chrome://tracing`` open: a thread for each lane."""
-    events: list[Span] = []
-    for lane, (label, bars) in enumerate(lanes(timeline).items()):
-        place = {"pid": 0, "tid": lane}
-        events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": label}})
-        for bar in bars:
-            times = {"ts": 1e6 * bar.start, "dur": 1e6 * max(0.0, bar.end - bar.start)}
-            events.append({"name": bar.text, "cat": bar.kind, "ph": "X", **place, **times})
+            if span["collective"] != "none":
+                add(kind, span, "launched", "finished")
+    events += [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": name}}
+        for name, lane in lanes.items()
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}

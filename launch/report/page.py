@@ -4,21 +4,21 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jinja2
-import numpy as np
 
 from ... import __version__
 from ..config.run import ConfigError
 from ..plan.tables import format_bytes
+from ..training.watching.progress import format_duration, format_rate
 from ..training.watching.replacing import replacing
 from .curves import RUN_COLOURS, draw_curves, draw_loss
 from .drawing import save, svg
-from .figures import Facts, compared, environment, facts_of, figures, state
+from .figures import Facts, differing, environment, side_by_side
 from .overlap import chrome_trace, hidden_share, overlap_lines
-from .run_folder import read_runs
+from .run_folder import Point, RunFolder, read_runs
 from .step_picture import draw_step
 
 __all__ = ["print_report", "write_page"]
@@ -44,7 +44,7 @@ def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | No
     """
     if peak_tflops is not None and not 0 < peak_tflops < float("inf"):
         raise ConfigError(f"--peak-tflops {peak_tflops}: must be positive")
-    runs = [facts_of(run, peak_tflops) for run in read_runs(folders)]
+    runs = read_runs(folders, partial(Facts, peak=peak_tflops))
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -52,23 +52,23 @@ def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | No
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {"bytes": format_bytes, "hidden_share": hidden_share}
-    drawn = {"loss wide": draw_loss([facts.run for facts in runs])}
-    drawn["loss narrow"] = draw_loss([facts.run for facts in runs], size=(4.6, 3.6))  # on a phone
+    templates.filters |= {"bytes": format_bytes, "rate": format_rate, "duration": format_duration}
+    drawn = {"loss": draw_loss(runs)}
     for key, (_, unit) in _CURVES.items():
-        drawn[key] = draw_curves([facts.points(key) for facts in runs], unit)
+        drawn[key] = draw_curves([run.points(key) for run in runs], unit)
     page = templates.get_template("page.html.j2").render(
         runs=runs,
-        state=state,
-        title=" and ".join(facts.run.label for facts in runs) if len(runs) < 3 else f"{len(runs)} runs",
+        title=" and ".join(run.label for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
         colours=RUN_COLOURS,
-        figures=figures(runs),
+        numbers=[run.numbers for run in runs],
         charts={key: svg(figure, f"{key} over steps") for key, figure in drawn.items() if figure},
         titles={key: title for key, (title, _) in _CURVES.items()},
-        values=[_values(facts) for facts in runs],
-        steps=[facts.run.timeline and svg(draw_step(facts.run.timeline), "One step") for facts in runs],
-        settings=compared([facts.run.settings for facts in runs]),
-        environment=environment(runs),
+        values=[_values(run) for run in runs],
+        steps=[run.timeline and svg(draw_step(run.timeline), "One step") for run in runs],
+        settings=side_by_side([run.settings for run in runs]),
+        environment=side_by_side([environment(run) for run in runs]),
+        differing=differing,
+        hidden_share=hidden_share,
         version=__version__,
         today=time.strftime("%Y-%m-%d"),
     )
@@ -78,19 +78,16 @@ def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | No
     return target
 
 
-def _values(facts: Facts) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The numbers that the curves show: their titles, and rows of a step and its values."""
-    named = {"training loss": facts.points("loss"), "validation loss": facts.points("loss", "validation")}
-    named |= {title: facts.points(key) for key, (title, _) in _CURVES.items()}
+def _values(run: Facts) -> tuple[list[int], dict[str, dict[int, float | None]]]:
+    """The numbers that the curves show: the steps of the table's rows, and by title a column's value at each step."""
+    named: dict[str, list[Point]] = {
+        "training loss": run.points("loss"),
+        "validation loss": run.points("loss", "validation"),
+        **{title: run.points(key) for key, (title, _) in _CURVES.items()},
+    }
     columns = {title: dict(points) for title, points in named.items() if points}
-    steps = sorted({step for column in columns.values() for step in column})
-    kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MOST_ROWS)).astype(int))
-    return list(columns), [(steps[at], [_text(each, steps[at]) for each in columns.values()]) for at in kept]
-
-
-def _text(column: dict[int, float | None], step: int) -> str:
-    value = column.get(step)
-    return f"{value:.5g}" if value is not None else "no number" if step in column else ""
+    steps = sorted({step for column in columns.values() for step in column}, reverse=True)
+    return steps[:: 1 + len(steps) // _MOST_ROWS][::-1], columns  # the last step among them
 
 
 def print_report(out_dir: Path) -> None:
@@ -100,13 +97,17 @@ def print_report(out_dir: Path) -> None:
     ``overlap.png``   one step: computation, and the collectives under which it runs
     ``overlap.json``  the same step as a Chrome trace
     """
-    run = read_runs([out_dir])[0]
+    run = read_runs([out_dir], RunFolder)[0]
     for note in run.notes:
         if note.startswith("'"):  # what is damaged
             print(f"maingrad: left out: {note}", file=sys.stderr)
-    for line in overlap_lines(run.timeline):
+    for line in overlap_lines(run.timeline) if run.timeline else ():
         print(line)
-    loss = draw_loss([run], _verdict(run.end, run.unit))
+    gap, title = run.end.get("nats_below_bigram"), "Loss over steps"
+    if gap is not None:
+        side = "below" if gap >= 0 else "above"
+        title = f"Validation ends {abs(gap):.2f} nats per {run.unit} {side} the bigram model"
+    loss = draw_loss([run], title)
     if loss:
         print(save(loss, out_dir / "loss.png"))
     if run.timeline:
@@ -114,10 +115,3 @@ def print_report(out_dir: Path) -> None:
         with replacing(out_dir / "overlap.json") as file:
             json.dump(chrome_trace(run.timeline), file)
         print(out_dir / "overlap.json", flush=True)
-
-
-def _verdict(end: dict[str, Any], unit: str) -> str:
-    gap = end.get("nats_below_bigram")
-    if gap is None:
-        return "Loss over steps"
-    return f"Validation ends {abs(gap):.2f} nats per {unit} {'below' if gap >= 0 else 'above'} the bigram model"

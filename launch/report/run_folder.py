@@ -6,12 +6,10 @@ and the line. A folder may be a stranger's: no value in it raises anything but `
 
 import json
 import reprlib
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...ddp.checkpoint.files.small_file import open_small_file
 from ..config.file import flat, structure_of_run
@@ -23,16 +21,17 @@ __all__ = ["DAMAGE", "Point", "Record", "RunFolder", "plain", "read_runs"]
 Record = dict[str, Any]
 Point = tuple[int, float | None]
 """Step and value; None: no number was recorded, and a curve has a gap."""
+Run = TypeVar("Run", bound="RunFolder")
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What impossible values of a configuration may raise. ``RecursionError`` and ``ConfigError`` are among them."""
 _MOST_BYTES = 2**24
-_COUNTS = {"step", "world_size", "num_parameters"}
-_NUMBERS = {
-    *("loss", "lr", "grad_norm", "tokens_per_second", "seconds_per_step", "elapsed", "load_balancing_loss"),
-    *("router_z_loss", "max_expert_load", "seconds", "bigram_loss", "nats_below_bigram", "peak_memory_bytes"),
-}
-"""Fields of records, each a number or null: NaN and infinity are recorded as null."""
+_LARGEST = {int: 2**53, float: 3.5e38}
+"""Sums and axes of numbers that are much larger than the largest one of fp32 overflow."""
+_ALL_NUMBERS = ("step", "validation")
+"""Kinds of records whose fields are numbers or null: NaN and infinity are recorded as null."""
+_NUMBERS = {"step", "world_size", "num_parameters", "seconds", "bigram_loss", "nats_below_bigram", "peak_memory_bytes"}
+"""Those of other kinds."""
 _SPANS = {
     "forwards": ("start", "end"),
     "backwards": ("start", "end"),
@@ -44,21 +43,68 @@ _SPANS = {
 """Kinds of spans in a ``timeline`` record, and the fields of each."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """One run."""
+    """One run.
 
-    path: Path
-    label: str
-    """Name of the folder, with as many of its parents as tell it from the other runs."""
-    records: dict[str, list[Record]]
-    """Sound records by kind, in their order."""
-    resolved: Record
-    """``resolved_config.json``; empty where it is missing or damaged."""
-    settings: dict[str, str]
-    """The configuration as flat keys and texts, also where this version cannot read it."""
-    config: Config | None
-    notes: list[str]
+    label     name of the folder, with the parents that tell it from other runs
+    records   sound records by kind, in their order
+    resolved  ``resolved_config.json``; empty where it is missing or damaged
+    settings  the configuration as flat keys and texts, also where this version cannot read it
+    config    None where this version cannot read it
+    notes     what is missing or damaged
+    """
+
+    def __init__(self, path: Path, label: str) -> None:
+        """Raises ``ConfigError`` for a folder without any sound record."""
+        self.path = path
+        self.label = label
+        self.records: dict[str, list[Record]] = defaultdict(list)
+        self.resolved: Record = {}
+        self.settings: dict[str, str] = {}
+        self.config: Config | None = None
+        self.notes: list[str] = []
+        self._read_records(path / "metrics.jsonl")
+        try:
+            self._read_config(path / "resolved_config.json")
+        except DAMAGE as error:
+            what = "damaged, or of another version of maingrad" if self.resolved else "missing or damaged"
+            lacks = "the page shows no MFU and no planned bytes"
+            self.notes.append(f"'{path / 'resolved_config.json'}' is {what} ({error}): {lacks}.")
+        self.notes += [f"No {kind} was recorded." for kind in ("step", "validation") if not self.records[kind]]
+
+    def _read_records(self, path: Path) -> None:
+        try:
+            numbered, no_records = numbered_records(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"'{self.path}' is not the folder of a run: it has no metrics.jsonl") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"'{path}' cannot be read: {error}") from None
+        faults: dict[str, dict[int, str]] = defaultdict(dict)
+        faults["no record"].update(no_records)
+        for number, record in numbered.items():
+            for what, value in _mend(record):
+                faults[what].setdefault(number, "null, for NaN or infinity" if value is None else reprlib.repr(value))
+            if record.get("step") is not None or record["kind"] not in ("step", "validation", "timeline"):
+                self.records[record["kind"]].append(record)
+        for what, lines in faults.items():
+            if lines:
+                where = reprlib.repr(list(lines)).strip("[]")
+                self.notes.append(f"'{path}', line {where}: {what} ({next(iter(lines.values()))})")
+        if not self.records:
+            raise ConfigError([*self.notes, f"'{path}' has no records: the run ended before its first step"][0])
+
+    def _read_config(self, path: Path) -> None:
+        with open_small_file(path, _MOST_BYTES) as file:
+            document = json.load(file)
+        if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
+            raise ValueError("it has no configuration")
+        settings = flat(document["config"])
+        self.settings = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+        self.resolved = document
+        config = structure_of_run(document["config"])
+        if config.model.num_layers > 1000 or config.model.num_experts > 10_000:
+            raise ConfigError("a model of so many modules is not counted")
+        self.config = config
 
     def points(self, name: str, kind: str = "step") -> list[Point]:
         """A field over steps; records without the field give no point."""
@@ -88,7 +134,7 @@ class RunFolder:
     @property
     def world_size(self) -> int | None:
         """Number of ranks of the last start."""
-        size = self.observed.get("world_size", self.resolved.get("world_size"))
+        size = self.observed.get("world_size") or self.resolved.get("world_size")
         return size if _is_sound("world_size", size) else None
 
     @property
@@ -104,20 +150,16 @@ class RunFolder:
     @property
     def last_step(self) -> int:
         """The last recorded step; 0 without any."""
-        return max([0, *(int(record["step"]) for kind in ("step", "validation") for record in self.records[kind])])
+        return max([0, *(step for kind in ("step", "validation") for step, _ in self.points("step", kind))])
 
     def ranks_at(self, step: int) -> int | None:
         """Number of ranks that took ``step``, counted from 1: a resumed run may have another number of ranks."""
-        starts = [record for record in self.records["observed"] if "world_size" in record]
-        if len({record["world_size"] for record in starts}) <= 1:
-            return self.world_size
-        if any("step" not in record for record in starts):  # older versions do not say where a run was resumed
-            return None
-        return int(starts[max(0, bisect_left([record["step"] for record in starts], step) - 1)]["world_size"])
+        starts = {record.get("step") or 0: record.get("world_size") for record in self.records["observed"]}
+        return starts[max(start for start in starts if start < step)] if 0 in starts else self.world_size
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
-    """Read the runs in ``folders``.
+def read_runs(folders: Sequence[Path], kind: Callable[[Path, str], Run]) -> list[Run]:
+    """Read the runs in ``folders``, each by ``kind(folder, label)``.
 
     Raises ``ConfigError`` for a folder that is given twice, and for a folder without any sound record.
     """
@@ -129,72 +171,15 @@ def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
         labels = [plain("/".join(folder.parts[-length:])) for folder in found]  # the shortest that differ
         if len(set(labels)) == len(labels):
             break
-    return [_read_run(folder, label) for folder, label in zip(found, labels, strict=True)]
-
-
-def _read_run(folder: Path, label: str) -> RunFolder:
-    path = folder / "metrics.jsonl"
-    try:
-        numbered, no_records = numbered_records(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"'{folder}' is not the folder of a run: it has no metrics.jsonl") from None
-    except OSError as error:
-        raise ConfigError(str(error)) from None
-    except ValueError as error:
-        raise ConfigError(f"'{path}' cannot be read: {error}") from None
-    faults: dict[str, dict[int, str]] = defaultdict(dict)
-    faults["no record"] = no_records
-    records: dict[str, list[Record]] = defaultdict(list)
-    for number, record in numbered.items():
-        for what, value in _mend(record):
-            faults[what].setdefault(number, "null, for NaN or infinity" if value is None else reprlib.repr(value))
-        if "step" in record or record["kind"] not in ("step", "validation", "timeline"):
-            records[record["kind"]].append(record)
-    notes = [
-        f"'{path}', line{'s' * (len(lines) > 1)} {', '.join(map(str, list(lines)[:5]))}"
-        f"{f' and {len(lines) - 5} more' * (len(lines) > 5)}: {what} ({next(iter(lines.values()))})"
-        for what, lines in faults.items()
-        if lines
-    ]
-    if not records:
-        raise ConfigError(notes[0] if notes else f"'{path}' has no records: the run ended before its first step")
-    resolved, settings, config = _read_resolved(folder / "resolved_config.json", notes)
-    notes += [f"No {kind} was recorded." for kind in ("step", "validation") if not records[kind]]
-    return RunFolder(
-        path=folder, label=label, records=records, resolved=resolved, settings=settings, config=config, notes=notes
-    )
-
-
-def _read_resolved(path: Path, notes: list[str]) -> tuple[Record, dict[str, str], Config | None]:
-    """The document, its settings as texts, and the configuration; adds to ``notes`` what is missing or damaged."""
-    resolved: Record = {}
-    settings: dict[str, str] = {}
-    try:
-        with open_small_file(path, _MOST_BYTES) as file:
-            document = json.load(file)
-        if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
-            raise ValueError("it has no configuration")
-        settings = {key: v if isinstance(v, str) else json.dumps(v) for key, v in flat(document["config"]).items()}
-        resolved = document
-        config = structure_of_run(document["config"])
-        if config.model.num_layers > 1000 or config.model.num_experts > 10_000:
-            raise ConfigError("a model of so many modules is not counted")
-        return resolved, settings, config
-    except DAMAGE as error:
-        what = "damaged, or of another version of maingrad" if resolved else "missing or damaged"
-        lacks = "the page shows no MFU and no planned bytes"
-        notes.append(f"'{path}' is {what} ({error}): {lacks}.")
-        return resolved, settings, None
+    return [kind(folder, label) for folder, label in zip(found, labels, strict=True)]
 
 
 def _mend(record: Record) -> Iterator[tuple[str, Any]]:
-    """Take out of ``record`` what is unsound, and yield what it was, and its value."""
+    """Make null in ``record`` what is unsound, take unsound spans out, and yield what it was, and its value."""
     kind = record["kind"]
-    for name in (_COUNTS | _NUMBERS) & record.keys():
+    for name in record.keys() - {"kind"} if kind in _ALL_NUMBERS else record.keys() & _NUMBERS:
         value = record[name]
-        if name in _COUNTS and not _is_sound(name, value):
-            yield f"{name} of a {kind} record is no whole number", record.pop(name)
-        elif name in _NUMBERS and not _is_sound(name, value):
+        if not _is_sound(name, value):
             record[name] = None
             if value is not None or name == "loss":
                 yield f"{name} of a {kind} record is no number", value
@@ -209,15 +194,10 @@ def _mend(record: Record) -> Iterator[tuple[str, Any]]:
                 record[spans].append(span)
 
 
-def _is_sound(name: str, value: object) -> bool:
+def _is_sound(name: str, value: Any) -> bool:
     if name in ("bucket", "collective", "name"):
         return isinstance(value, str)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    if name in _COUNTS or name == "nbytes":
-        return isinstance(value, int) and 0 <= value < 2**53
-    # The largest number of fp32: sums and axes of much larger ones overflow. Other times are seconds of a recording.
-    return abs(value) <= (3.5e38 if name in _NUMBERS else 1e6)
+    return type(value) in _LARGEST and abs(value) <= _LARGEST[type(value)]
 
 
 def plain(text: str) -> str:

@@ -6,16 +6,14 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ..training.watching.replacing import replacing
 
-__all__ = ["Column", "grouped", "machine", "markdown_table", "write_csv", "write_table"]
+__all__ = ["Column", "machine", "markdown_table", "write_csv", "write_table"]
 
-Row = TypeVar("Row")
-Key = TypeVar("Key")
 Column = tuple[str, str | Callable[[Any], str]]
 """Heading of a column, and the cell of one row: a text with fields like ``{row.step_ms:.1f}``, or a function."""
 
@@ -26,63 +24,28 @@ def machine() -> str:
     return f"{device}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
 
 
-def write_csv(folder: Path, stem: str, rows: Sequence[Any]) -> None:
-    """Write ``stem.csv``: every field of ``rows``, dataclasses of one class."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / f"{stem}.csv", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(rows[0])])
+def write_csv(path: Path, rows: Iterable[Any]) -> None:
+    """Write all fields of ``rows``, which are dataclasses, or dicts by column; NaN for a field that a row lacks."""
+    lines = [row if isinstance(row, dict) else dataclasses.asdict(row) for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for line in lines for name in line)), restval="nan")
         writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in rows)
+        writer.writerows(lines)
 
 
-def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
-    """The rows by what ``key`` makes of them, in the order in which each key comes first."""
-    found: dict[Key, list[Row]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
+def markdown_table(rows: Iterable[Any], columns: Sequence[Column]) -> str:
+    """A Markdown table."""
+    lines = [[heading for heading, _ in columns]]
+    lines += [[cell.format(row=row) if isinstance(cell, str) else cell(row) for _, cell in columns] for row in rows]
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, f"|{'---|' * len(columns)}", *body])
 
 
-def markdown_table(rows: Sequence[Any], columns: Sequence[Column]) -> list[str]:
-    """The lines of a Markdown table."""
-    return [
-        f"| {' | '.join(heading for heading, _ in columns)} |",
-        f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(_text(cell, row) for _, cell in columns)} |" for row in rows),
-    ]
-
-
-def _text(cell: str | Callable[[Any], str], row: Any) -> str:
-    return cell.format(row=row) if isinstance(cell, str) else cell(row)
-
-
-def write_table(
-    folder: Path,
-    stem: str,
-    rows: Sequence[Any],
-    *,
-    title: str,
-    setting: str,
-    columns: Sequence[Column],
-    notes: str = "",
-) -> str:
-    """Write ``stem.csv``, every field of ``rows`` (dataclasses of one class), and ``stem.md``; returns the Markdown.
-
-    setting  what was measured and how, a paragraph
-    columns  of the Markdown table
-    notes    Markdown below it
-    """
-    write_csv(folder, stem, rows)
-    lines = [
-        f"# {title}",
-        "",
-        setting,
-        "",
-        *markdown_table(rows, columns),
-        "",
-        *([notes, ""] if notes else []),
-    ]
-    table = "\n".join(lines)
+def write_table(folder: Path, stem: str, rows: Sequence[Any], title: str, *parts: str) -> str:
+    """Write ``stem.csv``, all fields of ``rows``, and ``stem.md``, the title and ``parts``; returns the Markdown."""
+    write_csv(folder / f"{stem}.csv", rows)
+    text = "\n\n".join([f"# {title}", *parts]) + "\n"
     with replacing(folder / f"{stem}.md") as file:
-        file.write(table)
-    return table
+        file.write(text)
+    return text

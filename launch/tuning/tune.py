@@ -20,7 +20,7 @@ from ...kernels.tuning import COLUMNS, CUBLAS, Problem, TunedRow, gpu_name, near
 from ...kernels.wgrad import cublas_wgrad
 from ...kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from ..config.error import ConfigError
-from ..report.table import Column, machine, write_table
+from ..report.table import Column, machine, markdown_table, write_table
 from .problems import DENSE_OPS, GROUPED_OPS, GroupedOperands, Shape, parse_shape, provenance
 
 __all__ = [
@@ -292,4 +292,4 @@ def write_cold_report(rows: Sequence[ColdRow], folder: Path) -> str:
         ("cold over tuned", "{row.cold_over_tuned:.3f}"),
         ("configuration", "`{row.config}`"),
     ]
-    return write_table(folder, "cold_starts", rows, title="Cold starts", setting=setting, columns=columns)
+    return write_table(folder, "cold_starts", rows, "Cold starts", setting, markdown_table(rows, columns))

@@ -124,6 +124,7 @@ def select(faults: Sequence[Fault], only: Sequence[str], required: Collection[in
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Bring each known fault back; its tests must notice.")
     parser.add_argument("--only", action="append", default=[], metavar="NN", help="only faults whose name begins so")
+    parser.add_argument("--share", default="0/1", metavar="K/N", help="every N-th fault, from the K-th on (K from 0)")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test")
     parser.add_argument("--patched-only", action="store_true", help="where all tests run as well: they pass unchanged")
@@ -139,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began, root = time.perf_counter(), options.root.resolve()
     try:
         required = options.require or listed_numbers(root / "docs/main_grad.md")
-        faults = select(load_faults(options.known.resolve()), options.only, required)
+        first, step = map(int, options.share.split("/"))
+        faults = select(load_faults(options.known.resolve()), options.only, required)[first::step]
     except FaultError as error:
         print(f"faults: {error}")
         return 1

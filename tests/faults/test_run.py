@@ -167,6 +167,16 @@ def test_a_fault_that_its_tests_notice_passes(tmp_path: Path) -> None:
     assert "faults: 3, all noticed" in done.stdout
 
 
+def test_shares_together_are_all(tmp_path: Path) -> None:
+    names = ["01-tripled", "01a-cubed", "01b-squared"]
+    faults = [fault(name, f"return {index + 3} * x", "test_double") for index, name in enumerate(names)]
+    for share, chosen in (("0/2", names[::2]), ("1/2", names[1::2])):
+        (tmp_path / share[0]).mkdir()
+        done = run(tmp_path / share[0], faults, "--share", share, "--patched-only")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [name for name in names if name in done.stdout] == chosen
+
+
 PROCESSES = ("test_processes[spawn]", "test_processes[forkserver]", "test_processes[fork]")
 NOTICED = [
     fault("01-nested", "return x - y", "test_nested", function="adder.add", old="return x + y"),

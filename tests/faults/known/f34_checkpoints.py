@@ -192,8 +192,8 @@ FAULTS = [
             Change(
                 "maingrad.launch.data.tokens",
                 "FileTokens.__getitem__",
-                "if filled < len(memory):",
-                "if filled > len(memory):",
+                "if len(found) < wanted:",
+                "if len(found) > wanted:",
             ),
         ],
     ),

@@ -1,6 +1,5 @@
 """``maingrad plan`` gives the wrapper's own numbers without a process group and without memory."""
 
-import dataclasses
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from rich.console import Console
 from tiny_run import tiny_config
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.collectives.placements import PLACEMENTS, placements_of
 from maingrad.ddp.plan.layout import ParamSpec, plan_gradients
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
@@ -114,7 +114,7 @@ def test_every_kind_of_parallelism_is_planned_beside_the_chosen_one(tmp_path: Pa
     found = plan_run(config, 4).alternatives
     assert {name: found[name] for name in others} == others
     assert others["ddp"].moments > others["hybrid"].moments > others["zero1"].moments
-    odd = dataclasses.replace(config, parallel="zero1")
+    odd = tiny_config(tmp_path, parallel="zero1")
     assert set(plan_run(odd, 3).alternatives) == {"ddp", "zero1", "fsdp"}, "three ranks are no two instances"
 
 
@@ -122,14 +122,21 @@ def test_bytes_on_the_wire():
     """Worked out by hand: 1,024 elements of bf16 under fp32 gradients, two instances of four ranks."""
     spec = ParamSpec(name="w", shape=(1024,), param_dtype=torch.bfloat16, grad_dtype=torch.float32)
     (bucket,) = plan_gradients([spec], shard_degree=4).buckets
-    dtypes = {"param_dtype": torch.bfloat16, "grad_dtype": torch.float32}
-    hybrid = bucket_traffic(bucket, inner_size=4, outer_size=2, scatters=True, **dtypes)
+    sharded, whole = (
+        placements_of(DistributedDataParallelConfig(use_distributed_optimizer=each)) for each in (True, False)
+    )
+    hybrid = bucket_traffic(bucket, sharded, inner_size=4, outer_size=2)
     # Scattered: 3/4 of 4,096 bytes. All-reduced between two: a shard of 1,024. Gathered: 3/4 of 2,048.
-    assert hybrid == (3072, 1024, 1536, 0)
-    wire = bucket_traffic(bucket, inner_size=4, outer_size=2, scatters=True, wire_dtype=torch.bfloat16, **dtypes)
-    assert wire == (1536, 1024, 1536, 2 * 2048)
-    assert bucket_traffic(bucket, inner_size=8, scatters=False, **dtypes) == (2 * 4096 * 7 // 8, 0, 0, 0)
-    assert bucket_traffic(bucket, inner_size=1, scatters=True, **dtypes).total == 0
+    assert hybrid == (3072, 1024, 1536, 0, 0)
+    wire = bucket_traffic(bucket, sharded, inner_size=4, outer_size=2, wire_dtype=torch.bfloat16)
+    assert wire == (1536, 1024, 1536, 0, 2 * 2048)
+    assert bucket_traffic(bucket, whole, inner_size=8) == (2 * 4096 * 7 // 8, 0, 0, 0, 0)
+    assert bucket_traffic(bucket, sharded, inner_size=1) == (0, 0, 0, 0, 0)
+    across = bucket_traffic(bucket, PLACEMENTS["hsdp_zero1"], inner_size=4, outer_size=2)
+    # Scattered between two: half of a shard of 1,024. Gathered between two: half of a shard of 512.
+    assert across == (3072, 512, 1536, 256, 0)
+    frozen = bucket_traffic(bucket, sharded, inner_size=4, outer_size=2, trainable=False)
+    assert frozen == (0, 0, 1536, 0, 0)
 
 
 def test_expert_buffers_have_a_degree_of_their_own():
@@ -176,13 +183,13 @@ def test_every_bucket_has_a_row_and_sums_are_right(tmp_path: Path):
     assert [int(row[1]) for row in buckets] == list(range(len(plan.gradients.buckets)))
     elements = [int(row[3].replace(",", "")) for row in buckets]
     padding = [int(row[4].replace(",", "")) for row in buckets]
-    assert sum(elements) - sum(padding) == plan.num_parameters
-    assert plan.num_parameters == sum(p.numel() for p in build_model(config.model, seed=0).parameters())
+    assert sum(elements) - sum(padding) == plan.parameters.total
+    assert plan.parameters.total == sum(p.numel() for p in build_model(config.model, seed=0).parameters())
 
 
 def test_tied_weights_are_counted_once(tmp_path: Path):
     untied, tied = (plan_run(tiny_config(tmp_path, model={"tie_embeddings": tie}), 2) for tie in (False, True))
-    assert untied.num_parameters - tied.num_parameters == 256 * 32
+    assert untied.parameters.total - tied.parameters.total == 256 * 32
 
 
 def test_experts_have_a_table_of_their_own(tmp_path: Path):
@@ -200,7 +207,7 @@ def test_experts_have_a_table_of_their_own(tmp_path: Path):
     assert rows["experts, 16 wide"] == [f"{8 * expert:,}", f"{2 * expert:,}"]
     assert rows["shared expert, 24 wide"] == [f"{3 * 32 * 24:,}"] * 2
     assert rows["routers, float32"] == [f"{8 * 32:,}"] * 2
-    assert int(rows["total"][0].replace(",", "")) == plan_run(config, 2).num_parameters
+    assert int(rows["total"][0].replace(",", "")) == plan_run(config, 2).parameters.total
     assert "bfloat16, float32" in text, "parameters of both dtypes"
 
 
@@ -212,7 +219,7 @@ def test_large_models_cost_nothing_to_plan(tmp_path: Path):
     size = {"dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
     config = tiny_config(tmp_path, model=size | {"param_dtype": "bfloat16"}, train={"global_batch_size": 2048})
     plan = plan_run(config, 1024)
-    assert 69e9 < plan.num_parameters < 72e9
+    assert 69e9 < plan.parameters.total < 72e9
     assert plan.rank_bytes.moments < 1024**3 < plan.rank_bytes.gradients
     assert not torch.cuda.is_initialized()
 

@@ -1,22 +1,30 @@
 """Curves: peaks and gaps of long runs stay, and long curves have a running mean."""
 
+import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from maingrad.launch.report.curves import draw_curves, draw_loss, thin_out
-from maingrad.launch.report.run_folder import read_runs
+from maingrad.launch.report.curves import draw_curves, draw_loss
+from maingrad.launch.report.drawing import svg
+from maingrad.launch.report.run_folder import RunFolder, read_runs
 from maingrad.launch.training.metrics import MetricsWriter
 
 
 def test_long_runs_keep_their_peaks_and_gaps() -> None:
-    values = np.arange(10_000) % 7.0
-    values[4321], values[777], values[5005] = 100.0, -100.0, np.nan
-    kept = thin_out(values)
-    assert len(kept) <= 900
-    assert {4321, 777, 5005} <= set(kept.tolist())
-    assert thin_out(values[:500]).tolist() == list(range(500))
+    """On a page of bounded size, whatever the number of records."""
+    curve: list[tuple[int, float | None]] = [(step, step % 7.0) for step in range(100_000)]
+    curve[43210], curve[7777], curve[50050] = (43210, 100.0), (7777, -100.0), (50050, None)
+    figure = draw_curves([curve], "unit")
+    assert figure is not None
+    text = svg(figure, "a curve")
+    assert len(text) < 100_000
+    faint = max(re.findall(r'<path d="([^"]*)"', text), key=len)
+    heights = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", faint)]
+    axes, to_points = figure.axes[0], 72 / figure.dpi
+    drawn = [figure.bbox.height * to_points - axes.transData.transform((0, y))[1] * to_points for y in (100, -100)]
+    assert [min(heights), max(heights)] == pytest.approx(drawn, abs=0.5)
+    assert faint.count("M") == 2
 
 
 def test_a_long_curve_lies_behind_its_centred_mean() -> None:
@@ -48,6 +56,6 @@ def test_names_of_runs_are_no_mathematics(tmp_path: Path) -> None:
         writer = MetricsWriter(tmp_path / name / "metrics.jsonl")
         writer.write("step", step=1, loss=5.0)
         writer.close()
-    figure = draw_loss(read_runs([tmp_path / "$x^$", tmp_path / "_a"]))
+    figure = draw_loss(read_runs([tmp_path / "$x^$", tmp_path / "_a"], RunFolder))
     assert figure is not None
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["$x^$, training", "_a, training"]

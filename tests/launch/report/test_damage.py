@@ -101,8 +101,8 @@ def test_values_that_are_no_numbers(run: Path, kind: str, name: str, capsys: pyt
     write(run, records + [{**sound, name: f"<{value}>"} for value in VALUES])
     page, said = report(run, capsys)
     first = len(records) + 1
-    where = f"'{run / 'metrics.jsonl'}', lines {first}, {first + 1}, {first + 2}, {first + 3}, {first + 4} and "
-    where += f"{len(VALUES) - 5} more: {name} of a {kind} record is no"
+    lines = ", ".join(str(first + at) for at in range(6))
+    where = f"'{run / 'metrics.jsonl'}', line {lines}, ...: {name} of a {kind} record is no"
     assert where in page.text
     assert where in said
     assert [step for step, loss in page.column("training loss", "run").items() if loss != "no number"][:3] == [1, 2, 3]
@@ -236,7 +236,7 @@ def test_a_run_that_goes_to_nan(tmp_path: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     page, said = report(tmp_path / "run", capsys)
     first = next(at for at, r in enumerate(records, 1) if r["kind"] == "step" and r["loss"] is None)
-    assert f"line {first}" in said or f"lines {first}," in said
+    assert f"line {first}" in said
     assert "loss of a step record is no number (null, for NaN or infinity)" in said
     assert page.figures["loss", "run"] == "no number", "and not the last finite one"
 

@@ -66,12 +66,12 @@ def test_the_numbers_are_those_of_the_files(two_ranks: Path, tmp_path: Path) -> 
     named = {"loss": "training loss", "tokens_per_second": "Throughput", "grad_norm": "Gradient norm"}
     for field, title in {**named, "lr": "Learning rate"}.items():
         assert page.column(title, "run") == {record["step"]: f"{record[field]:.5g}" for record in steps}, field
-    assert page.charts == ["loss", "loss", "tokens_per_second", "grad_norm", "lr"]
+    assert page.charts == ["loss", "tokens_per_second", "grad_norm", "lr"]
     assert page.value("validation_loss", "run") == validations[-1]["loss"] == final["validation_loss"]
-    assert page.value("nats_below_bigram", "run") == final["nats_below_bigram"]
     assert page.value("tokens_per_second", "run") == median([record["tokens_per_second"] for record in steps])
     assert page.value("tokens", "run") == 6 * 24 * 24
     assert page.states["run"] == "finished after step 6"
+    assert "is no number" not in page.text, "nothing is damaged"
     waited = sum(wait["end"] - wait["start"] for wait in timeline["waits"] if wait["collective"] != "all_gather")
     assert page.value("exposed_ms", "run") == pytest.approx(1e3 * waited)
     names = [span["bucket"] for kind in ("buckets", "gathers") for span in timeline[kind]]

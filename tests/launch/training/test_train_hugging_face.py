@@ -167,7 +167,7 @@ def test_plan_on_meta(tmp_path: Path, name: str):
     config = config_for(tmp_path, source)
     real = build_language_model(config.model, seed=0)
     assert isinstance(real, HuggingFaceModel)
-    assert plan_run(config, 4).num_parameters == sum(parameter.numel() for parameter in real.parameters())
+    assert plan_run(config, 4).parameters.total == sum(parameter.numel() for parameter in real.parameters())
     deep = config_for(tmp_path, folder_of(name, tmp_path / "deep", layers=4), parallel="fsdp")
     plan = plan_units(deep, 4)
     real = build_language_model(deep.model, seed=0)

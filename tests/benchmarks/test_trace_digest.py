@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from maingrad.launch.report.trace_digest import digest, digest_trace, load_trace, record_trace
+from trace_digest import digest, digest_trace, load_trace, record_trace
 
 
 def kernel(name: str, stream: int, start: float, duration: float, correlation: int) -> dict:

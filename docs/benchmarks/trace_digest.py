@@ -7,17 +7,17 @@ either was launched before the gap began and waited (``waited``), or was launche
 
 import gzip
 import json
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tables import grouped
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from .intervals import Interval, clip, length, union
+from maingrad.launch.report.intervals import Interval, clip, length, union, without
 
-__all__ = ["Activity", "digest", "digest_trace", "load_trace", "record_trace"]
+__all__ = ["Activity", "activities_of", "digest", "digest_trace", "load_trace", "record_trace"]
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_HOST = ("cuda_runtime", "cuda_driver")
@@ -53,18 +53,24 @@ def record_trace(step: Callable[[], Any], num_steps: int, path: Path | None) -> 
         if path is not None:
             path.write_bytes(gzip.compress(b'{"traceEvents": []}'))
         return
+    # The first step is the profiler's warm-up: the session is ready when the recorded steps begin.
     plan = schedule(wait=0, warmup=1, active=num_steps, repeat=1)
-
-    def export(trace: profile) -> None:
-        if path is not None:
-            trace.export_chrome_trace(str(path))
-
+    export = None if path is None else lambda trace: trace.export_chrome_trace(str(path))
     with profile(activities=[ProfilerActivity.CUDA], schedule=plan, on_trace_ready=export) as trace:
         for index in range(1 + num_steps):
             step()
             if index in (0, num_steps):
                 torch.cuda.synchronize()
             trace.step()
+
+
+def activities_of(step: Callable[[], Any]) -> list[Activity]:
+    """The device's activities in one step, by a profiler. Their streams and launches are not known."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    on_device = [event for event in trace.events() or () if event.device_type.name == "CUDA"]
+    return [Activity(each.name, -1, each.time_range.start, each.time_range.end, None) for each in on_device]
 
 
 def load_trace(path: Path) -> list[Activity]:
@@ -101,39 +107,42 @@ def digest(activities: Sequence[Activity], num_steps: int, *, num_gaps: int = 15
     """One page of text: totals, streams, the longest gaps, the kernels with the most time. Times in milliseconds."""
     if not activities:
         return "No activity of a GPU in this trace.\n"
-    first, last = activities[0].start, max(each.end for each in activities)
-    computing = union((each.start, each.end) for each in activities if not each.is_nccl)
-    nccl = union((each.start, each.end) for each in activities if each.is_nccl)
-    busy = union([*computing, *nccl])
-    hidden = length(computing) + length(nccl) - length(busy)
+    whole = max(each.end for each in activities) - activities[0].start
+    computing, nccl = (_spans(each for each in activities if each.is_nccl == of_nccl) for of_nccl in (False, True))
+    busy = length(_spans(activities))
+    hidden = length(computing) + length(nccl) - busy
     lines = [
-        f"{num_steps} steps, {(last - first) / 1e3:.2f} ms from the first to the last activity of the GPU",
+        f"{num_steps} steps, {whole / 1e3:.2f} ms from the first to the last activity of the GPU",
         "",
         f"{'':28s}{'ms':>10s}{'ms a step':>12s}{'share':>9s}",
     ]
-    for label, microseconds in (
+    for label, us in (
         ("computing", length(computing)),
         ("NCCL", length(nccl)),
         ("NCCL under computing", hidden),
         ("exposed communication", length(nccl) - hidden),
-        ("idle", last - first - length(busy)),
+        ("idle", whole - busy),
     ):
-        share = microseconds / (last - first) if last > first else 0.0
-        lines.append(f"{label:28s}{microseconds / 1e3:10.2f}{microseconds / 1e3 / num_steps:12.2f}{share:9.1%}")
-    lines += ["", "Streams", *_streams(activities, num_steps)]
+        lines.append(f"{label:28s}{us / 1e3:10.2f}{us / 1e3 / num_steps:12.2f}{us / whole:9.1%}")
+    lines += ["", "Streams", f"{'stream':>8s}{'busy ms a step':>16s}{'of it NCCL':>12s}{'activities':>12s}"]
+    for stream, mine in sorted(grouped(activities, lambda each: each.stream).items()):
+        of_all, of_nccl = (length(_spans(some)) for some in (mine, (each for each in mine if each.is_nccl)))
+        lines.append(f"{stream:8d}{of_all / 1e3 / num_steps:16.2f}{of_nccl / 1e3 / num_steps:12.2f}{len(mine):12d}")
     lines += ["", "Longest gaps in computing", *_gaps(activities, computing, nccl, num_gaps)]
-    lines += ["", "Kernels", *_kernels(activities, num_steps, num_kernels)]
+    lines += ["", "Kernels", f"{'ms a step':>10s}{'count a step':>14s}{'mean us':>10s}  name"]
+    names = grouped(activities, lambda each: each.name)
+    totals = [(sum(each.end - each.start for each in mine), name) for name, mine in names.items()]
+    totals.sort(key=lambda total: -total[0])
+    for us, name in totals[:num_kernels]:
+        count = len(names[name])
+        lines.append(f"{us / 1e3 / num_steps:10.2f}{count / num_steps:14.1f}{us / count:10.1f}  {name[:_NAME_LENGTH]}")
+    if rest := totals[num_kernels:]:
+        lines.append(f"{sum(us for us, _ in rest) / 1e3 / num_steps:10.2f}  in {len(rest)} others")
     return "\n".join(lines) + "\n"
 
 
-def _streams(activities: Sequence[Activity], num_steps: int) -> list[str]:
-    lines = [f"{'stream':>8s}{'busy ms a step':>16s}{'of it NCCL':>12s}{'activities':>12s}"]
-    for stream in sorted({each.stream for each in activities}):
-        mine = [each for each in activities if each.stream == stream]
-        busy = length(union((each.start, each.end) for each in mine)) / 1e3 / num_steps
-        nccl = length(union((each.start, each.end) for each in mine if each.is_nccl)) / 1e3 / num_steps
-        lines.append(f"{stream:8d}{busy:16.2f}{nccl:12.2f}{len(mine):12d}")
-    return lines
+def _spans(activities: Iterable[Activity]) -> list[Interval]:
+    return union((each.start, each.end) for each in activities)
 
 
 def _gaps(
@@ -144,50 +153,20 @@ def _gaps(
     ends = {each.end: each for each in activities if not each.is_nccl}
     origin = activities[0].start
     # Communication alone may run before the first computing and after the last.
-    spans = list(zip([origin, *(end for _, end in computing)], [*(start for start, _ in computing)], strict=False))
-    spans.append((computing[-1][1] if computing else origin, max(each.end for each in activities)))
-    gaps = sorted((span for span in spans if span[1] > span[0]), key=lambda span: span[0] - span[1])
-    total = sum(end - start for start, end in gaps)
+    gaps = without([(origin, max(each.end for each in activities))], computing)
     lines = [
-        f"{len(gaps)} gaps, {total / 1e3:.2f} ms together",
+        f"{len(gaps)} gaps, {length(gaps) / 1e3:.2f} ms together",
         f"{'at ms':>10s}{'ms':>9s}{'NCCL ms':>9s}  ended by",
     ]
-    for start, end in gaps[:count]:
+    for start, end in sorted(gaps, key=lambda span: span[0] - span[1])[:count]:
         under = length(clip(nccl, (start, end)))
         after, before = begins.get(end), ends.get(start)
-        lines.append(
-            f"{(start - origin) / 1e3:10.2f}{(end - start) / 1e3:9.3f}{under / 1e3:9.3f}  "
-            f"{_why(after, start)} {_short(after)}  after {_short(before)}"
-        )
+        if after is None or after.launched is None:
+            why = "(end)" if after is None else "(?)"
+        else:
+            late = after.launched - start
+            why = f"(host late by {late / 1e3:.3f})" if late > 0 else "(waited)"
+        names = "  after ".join("the start" if each is None else each.name[:48] for each in (after, before))
+        times = f"{(start - origin) / 1e3:10.2f}{(end - start) / 1e3:9.3f}{under / 1e3:9.3f}"
+        lines.append(f"{times}  {why} {names}")
     return lines
-
-
-def _why(after: Activity | None, gap_start: float) -> str:
-    if after is None:
-        return "(end)"
-    if after.launched is None:
-        return "(?)"
-    late = after.launched - gap_start
-    return f"(host late by {late / 1e3:.3f})" if late > 0 else "(waited)"
-
-
-def _kernels(activities: Sequence[Activity], num_steps: int, count: int) -> list[str]:
-    totals: dict[str, list[float]] = defaultdict(list)
-    for each in activities:
-        totals[each.name].append(each.end - each.start)
-    ranking = sorted(totals.items(), key=lambda item: -sum(item[1]))
-    lines = [f"{'ms a step':>10s}{'count a step':>14s}{'mean us':>10s}  name"]
-    for name, durations in ranking[:count]:
-        total = sum(durations)
-        lines.append(
-            f"{total / 1e3 / num_steps:10.2f}{len(durations) / num_steps:14.1f}{total / len(durations):10.1f}  "
-            f"{name[:_NAME_LENGTH]}"
-        )
-    if len(ranking) > count:
-        rest = sum(sum(durations) for _, durations in ranking[count:])
-        lines.append(f"{rest / 1e3 / num_steps:10.2f}  in {len(ranking) - count} others")
-    return lines
-
-
-def _short(activity: Activity | None) -> str:
-    return "the start" if activity is None else activity.name[:48]
