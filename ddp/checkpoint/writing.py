@@ -1,4 +1,4 @@
-"""What one rank does of a save once it knows what it writes, in a thread: it calls no collective.
+"""What one rank does of a save once it knows what it writes, perhaps in a thread: it calls no collective.
 
 The first rank completes the checkpoint when the data files of all ranks are in the folder. A data file gets its name
 when it is whole, so that the first rank need not be told: collectives of a thread would be mixed up with those of
@@ -42,14 +42,14 @@ class Writing:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
         once, after all copies have been queued."""
         parts = self._parts
-        self._parts = [part._replace(data=_host_copy(part.data.detach())) for part in parts]
+        self._parts = [part._replace(data=_host_copy(part.data.detach(), part.dtype)) for part in parts]
         _wait_for_devices(parts)
 
     def write(self) -> None:
         """Write this rank's data file, if it has one."""
-        if self._parts:
-            write_rank_file(self.staging.folder / file_name(self.rank), self._id, self._parts)
-            self._parts = ()
+        parts, self._parts = self._parts, ()  # also after an error no memory is held
+        if parts:
+            write_rank_file(self.staging.folder / file_name(self.rank), self._id, parts)
 
     def complete(self, waits: Callable[[], bool]) -> None:
         """On the first rank: write the manifest, and give the checkpoint its place.
@@ -80,7 +80,8 @@ def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_cpu:
-        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return page_locked(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+        plain = tensor.resolve_conj().resolve_neg()
+        return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return page_locked(tensor.shape, dtype).copy_(tensor.to(dtype), non_blocking=True)

@@ -87,7 +87,8 @@ def files_content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         for section, stored in entry["stored"].items():
             whole = torch.empty(entry["shape"], dtype=getattr(torch, stored["dtype"]))
             for rank, offsets, sizes in stored.pop("boxes"):
-                key = f"{section}.{name}" + ("" if sizes == entry["shape"] else f"[{','.join(map(str, offsets))}]")
+                is_plain = sizes == entry["shape"] and not name.endswith("]")
+                key = f"{section}.{name}" + ("" if is_plain else f"[{','.join(map(str, offsets))}]")
                 place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
                 whole[place] = files[f"rank-{rank:05d}.safetensors"][key]
             if section.startswith("state."):

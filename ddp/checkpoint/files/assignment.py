@@ -23,7 +23,7 @@ class Offer(NamedTuple):
     @classmethod
     def of(cls, part: Part) -> "Offer":
         """The offer of ``part``."""
-        return cls(part.name, part.section, part.shape, part.box, part.data.dtype)
+        return cls(part.name, part.section, part.shape, part.box, part.dtype)
 
 
 def assign(offers: Sequence[Sequence[Offer]]) -> list[list[Offer]]:

@@ -16,7 +16,10 @@ from .folder import describe_missing, find
 from .manifest import MANIFEST_FILE, Manifest
 from .rank_file import RankFile, file_name, size_of
 
-__all__ = ["OpenedCheckpoint", "open_checkpoint"]
+__all__ = ["MOST_TRIES", "OpenedCheckpoint", "open_checkpoint"]
+
+MOST_TRIES = 20
+"""How often a checkpoint is opened that saves replace meanwhile."""
 
 
 class _Copy(NamedTuple):
@@ -51,20 +54,17 @@ def open_checkpoint(path: Path, choose: Callable[[Manifest], Sequence[Part]]) ->
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint. Where a save replaces
     the checkpoint meanwhile, the new one is opened.
     """
-    for last in (False, True):
-        folder = find(path)
-        found = _identity(folder)
+    found, caught = None, Exception()
+    for _ in range(MOST_TRIES):
         try:
+            folder = find(path)
+            found = _identity(folder)
             return _open(folder, choose)
         except (ValueError, OSError) as error:
-            if _identity(find(path)) == found:
-                raise
-            if last:
-                raise ValueError(
-                    f"'{path}' was replaced by another save while it was opened, and once more when it was opened "
-                    f"again: load it when nothing saves there ({error})"
-                ) from error
-    raise AssertionError("the last time returns or raises")
+            caught = error
+            if found is not None and _identity(folder) == found:
+                break
+    raise caught
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:

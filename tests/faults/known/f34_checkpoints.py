@@ -297,7 +297,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.writing",
                 "_host_copy",
-                "return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)",
+                "return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)",
                 "return tensor",
             ),
         ],
@@ -363,7 +363,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.opened",
                 "open_checkpoint",
-                "if _identity(find(path)) == found:",
+                "if found is not None and _identity(folder) == found:",
                 "if True:",
             ),
         ],
