@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .files.boxes import Part
 from .files.folder import Staging
-from .files.manifest import Manifest
+from .files.manifest import Manifest, write_manifest
 from .files.rank_file import RankFile, file_name, write_rank_file
 
 __all__ = ["Writing", "page_locked"]
@@ -37,6 +37,7 @@ class Writing:
         _wait_for_devices(parts)  # the thread has streams of its own
         self.rank = rank
         self._id, self._parts, self._manifest = save_id, parts, manifest
+        self._encoded = "" if manifest is None else manifest.encoded()
 
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
@@ -66,7 +67,7 @@ class Writing:
             while not path.exists() and waits():
                 time.sleep(_PATIENCE)
             RankFile(path, self._id)
-        self._manifest.write(folder)
+        write_manifest(folder, self._encoded)
         self.staging.complete()
 
 

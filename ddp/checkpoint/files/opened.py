@@ -91,8 +91,8 @@ def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedC
     files: dict[int, RankFile] = {}
     copies: dict[tuple[str, str, Box], _Copy] = {}
     for part in choose(manifest):
-        stored = manifest.tensors[part.name].stored[part.section]
-        for each in stored.boxes:
+        entry = manifest.tensors[part.name]
+        for each in entry.boxes(part.section):
             if each.box.intersect(part.box) is None:
                 continue
             key = part.name, part.section, each.box
@@ -100,6 +100,6 @@ def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedC
                 if each.rank not in files:
                     files[each.rank] = RankFile(folder / file_name(each.rank), manifest.save_id)
                 file = files[each.rank]
-                copies[key] = _Copy(file, each.box, file.elements(part, each.box, stored.dtype), [])
+                copies[key] = _Copy(file, each.box, file.elements(part, each.box, entry.stored[part.section].dtype), [])
             copies[key].parts.append(part)
     return OpenedCheckpoint(manifest, list(copies.values()))
