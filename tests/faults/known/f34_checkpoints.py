@@ -303,21 +303,6 @@ FAULTS = [
         ],
     ),
     Fault(
-        "34v-extra-of-a-later-step",
-        sentence="A save in the background writes the step that training has reached by then: a resumed run skips batches.",
-        tests=[
-            "tests/ddp/checkpoint/test_background.py::test_what_is_written_late_is_of_the_moment_of_the_call",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.checkpoint.checkpoint",
-                "save_checkpoint.prepare",
-                "copied = _as_json(extra)",
-                "copied = _as_json(extra) and extra",
-            ),
-        ],
-    ),
-    Fault(
         "34w-a-load-does-not-wait-for-the-save",
         sentence="A load during a save in the background reads the checkpoint before it.",
         tests=[
