@@ -15,7 +15,7 @@ import torch
 from maingrad.ddp.checkpoint.files.assignment import Offer, stored_tensors
 from maingrad.ddp.checkpoint.files.boxes import Part, parts_of_range
 from maingrad.ddp.checkpoint.files.folder import Staging
-from maingrad.ddp.checkpoint.files.manifest import Manifest, SavedOptimizer, SavedTensor, new_id
+from maingrad.ddp.checkpoint.files.manifest import Manifest, SavedOptimizer, SavedTensor, new_id, write_manifest
 from maingrad.ddp.checkpoint.files.rank_file import file_name, write_rank_file
 
 # (name, section, shape, dtype, first element, file, position, number of elements, checksum) of a chunk.
@@ -48,7 +48,8 @@ def upgrade(old: Path, new: Path) -> None:
         saved = content["optimizer"]
         optimizer = None if saved is None else SavedOptimizer(saved["optimizer_class"], tuple(saved["groups"]))
         num_sets = content["num_expert_sets"]
-        Manifest(save_id, tensors, content["tied"], num_sets, optimizer, content["extra"]).write(staging.folder)
+        manifest = Manifest(save_id, tensors, content["tied"], num_sets, optimizer, content["extra"])
+        write_manifest(staging.folder, manifest.encoded())
         staging.complete()
 
 

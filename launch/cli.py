@@ -1,7 +1,12 @@
 """The command line. Heavy imports wait until the command is known, so that help and mistakes answer at once."""
 
 import dataclasses
+import difflib
+import json
+import os
 import sys
+import time
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +21,12 @@ from .training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from .config.run import Config
+
 __all__ = ["main"]
 
 _USAGE_ERROR = 2
-_HELP = {"-h", "--help"}
+_SECONDS_FOR_THE_FIRST = 3.0
 
 _ConfigFile = Annotated[Positional[Path], arg(metavar="CONFIG.toml", help="configuration file")]
 
@@ -31,21 +38,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ended by Ctrl-C or SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    command, rest = _parse(arguments)
+    meant = difflib.get_close_matches(arguments[0], _COMMANDS, n=1) if arguments else []
+    if meant and meant[0] != arguments[0]:
+        return _say(f"there is no command '{arguments[0]}': did you mean '{meant[0]}'?", _USAGE_ERROR)
+    try:
+        command, flags = _parse(arguments)
+    except ConfigError as error:
+        return _say(error, _USAGE_ERROR)
+    if flags and arguments[0] not in _WITH_FILE:
+        return _say(
+            f"{arguments[0]} has no '{flags[0]}': maingrad {arguments[0]} --help lists what it has", _USAGE_ERROR
+        )
     with stop_on_signals() as stop:
-        return _run(command, rest, stop)
+        return _run(command, flags, stop)
 
 
 class _Command(Protocol):
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        """``rest`` holds the arguments that the command's own options do not cover."""
+    def run(self, flags: list[str], stop: StopRequest) -> int:
+        """``flags`` take the place of values in the configuration file, of a command that has one."""
 
 
 @dataclass(frozen=True)
 class Train:
     """train a language model as a TOML file says; also under torchrun
 
-    Overrides of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
+    Flags in place of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
     """
 
     config: _ConfigFile
@@ -59,25 +76,22 @@ class Train:
             raise ValueError("--ranks goes with --dry-run; a run has as many ranks as torchrun starts")
         _check_ranks(1 if self.ranks is None else self.ranks)
 
-    def run(self, rest: list[str], stop: StopRequest) -> int:
+    def run(self, flags: list[str], stop: StopRequest) -> int:
         if self.dry_run:
-            return self._dry_run(rest)
-        from .config.file import load_config
+            return self._dry_run(flags)
         from .training.runtime import let_kernels_start_beside_host_memory, process_group_from_env
         from .training.train import train
 
         let_kernels_start_beside_host_memory()
-        config = load_config(self.config, rest)
+        config = _load(self.config, flags)
         with process_group_from_env(config.train.device):
             result = train(config, stop=stop)
         return _finish(Path(config.train.out_dir), is_main=result.is_main, interrupted=result.interrupted)
 
-    def _dry_run(self, rest: list[str]) -> int:
-        from .config.file import load_config
+    def _dry_run(self, flags: list[str]) -> int:
         from .plan.dry_run import dry_run, dry_run_tables
 
-        config = load_config(self.config, rest)
-        _print_tables(dry_run_tables(dry_run(config, self.ranks or 1)))
+        _print_tables(dry_run_tables(dry_run(_load(self.config, flags), self.ranks or 1)))
         return 0
 
 
@@ -85,7 +99,7 @@ class Train:
 class Plan:
     """buckets, padding and bytes per rank, without training
 
-    Overrides of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
+    Flags in place of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
     """
 
     config: _ConfigFile
@@ -95,13 +109,11 @@ class Plan:
     def __post_init__(self) -> None:
         _check_ranks(self.ranks)
 
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        from .config.file import load_config
+    def run(self, flags: list[str], stop: StopRequest) -> int:
         from .plan.plan import plan_run
         from .plan.tables import plan_tables
 
-        config = load_config(self.config, rest)
-        _print_tables(plan_tables(plan_run(config, self.ranks)))
+        _print_tables(plan_tables(plan_run(_load(self.config, flags), self.ranks)))
         return 0
 
 
@@ -109,7 +121,7 @@ class Plan:
 class Simulate:
     """train on ranks simulated in this process
 
-    Overrides of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
+    Flags in place of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
     """
 
     config: _ConfigFile
@@ -121,12 +133,11 @@ class Simulate:
     def __post_init__(self) -> None:
         _check_ranks(self.ranks)
 
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        from .config.file import load_config
+    def run(self, flags: list[str], stop: StopRequest) -> int:
         from .simulation.simulate import simulate
         from .training.train import train
 
-        config = load_config(self.config, rest)
+        config = _load(self.config, flags)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
         results = simulate(train, self.ranks, config, seed=self.schedule_seed, stop=stop)
         return _finish(Path(config.train.out_dir), is_main=True, interrupted=results[0].interrupted)
@@ -155,9 +166,7 @@ class Verify:
     def __post_init__(self) -> None:
         _check_ranks(self.ranks)
 
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        if rest:
-            raise ConfigError(f"verify takes FILE.py:FUNCTION and its own options; got {' '.join(rest)}")
+    def run(self, flags: list[str], stop: StopRequest) -> int:
         from .verification.program import load_arguments
         from .verification.verify import check_arguments, check_options, verify
 
@@ -169,7 +178,13 @@ class Verify:
             raise ConfigError(str(error)) from None
         options = [field for field in dataclasses.fields(self) if field.name != "target"]
         given = {each.name: getattr(self, each.name) for each in options if getattr(self, each.name) != each.default}
-        found = verify(**{**arguments, **given})
+        try:
+            found = verify(**{**arguments, **given})
+        except (TypeError, ValueError) as error:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__", "").startswith(f"{__package__}.verification."):
+                raise ConfigError(str(error)) from None
+            raise
         print(found)
         return 0 if found.ok else 1
 
@@ -191,9 +206,9 @@ class Report:
     stem: str = "comparison"
     """the comparison's files are STEM.csv, STEM.md and STEM.png"""
 
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        if rest or not (self.runs or self.compare):
-            raise ConfigError(f"report takes folders of runs, or --compare BASE RUN; got {' '.join(rest) or 'neither'}")
+    def run(self, flags: list[str], stop: StopRequest) -> int:
+        if not (self.runs or self.compare):
+            raise ConfigError("report takes folders of runs, or --compare BASE RUN; got neither")
         from .report.compare import compare_runs
         from .report.page import print_report, write_page
 
@@ -220,9 +235,7 @@ class Export:
     trust_remote_code: bool = False
     """run the code that the config.json of the run's model.hugging_face asks for"""
 
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        if rest:
-            raise ConfigError(f"export takes a checkpoint, a file and --dtype; got {' '.join(rest)}")
+    def run(self, flags: list[str], stop: StopRequest) -> int:
         import torch
 
         from .model.exporting import export
@@ -254,9 +267,9 @@ class Tokenize:
     key: str = "text"
     """of the text in a line of a .jsonl file"""
 
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        if rest or not self.files:
-            raise ConfigError(f"tokenize takes a prefix and files; got {' '.join(rest) or 'no files'}")
+    def run(self, flags: list[str], stop: StopRequest) -> int:
+        if not self.files:
+            raise ConfigError("tokenize takes a prefix and files; got no files")
         if self.prefix.suffix in (".bin", ".idx"):
             raise ConfigError(f"'{self.prefix}' is to be a prefix: {self.prefix.with_suffix('')}, of .bin and .idx")
         if self.end_of_document is not None and self.end_of_document < 0:
@@ -280,65 +293,76 @@ class Tune:
     out_dir: Path = Path("runs/tune")
     """where tuned.csv goes, which load_tuning_table reads, beside all timings and what cold starts cost"""
 
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        if rest:
-            raise ConfigError(f"tune takes --ops, --shapes and --out-dir; got {' '.join(rest)}")
+    def run(self, flags: list[str], stop: StopRequest) -> int:
         from .tuning.command import run_tune
 
         run_tune(self.ops, self.shapes, self.out_dir)
         return 0
 
 
-@dataclass(frozen=True)
-class _ConfigHelp:
-    """Lists every key of a configuration file, with the file's values as defaults."""
-
-    config: Path
-
-    def run(self, rest: list[str], stop: StopRequest) -> int:
-        from .config.file import load_config
-
-        load_config(self.config, ["--help"])
-        return 0
+_COMMANDS = ("train", "plan", "simulate", "verify", "report", "export", "tokenize", "tune")
+_WITH_FILE = ("train", "plan", "simulate")
+"""Commands with a configuration file."""
 
 
 def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
-    """The command, and the arguments that are not the command's own: overrides."""
-    asks_help = not _HELP.isdisjoint(arguments[2:])
-    if asks_help and arguments[1].endswith(".toml"):
-        return _ConfigHelp(Path(arguments[1])), []
-    parsed, unknown = tyro.cli(
+    """The command, and the flags that take the place of values in its configuration file."""
+    if not {"-h", "--help"}.isdisjoint(arguments[2:]) and arguments[1].endswith(".toml"):
+        from .config.file import load_config, print_keys
+
+        print_keys(load_config(arguments[1]))
+    parsed, flags = tyro.cli(
         Train | Plan | Simulate | Verify | Report | Export | Tokenize | Tune,
         args=arguments,
         prog="maingrad",
         description="Train, plan, simulate and verify main_grad runs.",
         return_unknown_args=True,
     )
-    return parsed, list(unknown)
+    return parsed, flags
 
 
-def _run(command: _Command, rest: list[str], stop: StopRequest) -> int:
-    """Run the command. Mistakes that the user can mend are one line on stderr, without a traceback."""
+def _run(command: _Command, flags: list[str], stop: StopRequest) -> int:
+    """Run the command. Mistakes that the user can mend are one line, without a traceback."""
     from ..ddp import CollectiveError
     from .data.batches import DataError
     from .simulation.simulate import SimulatedRankError
 
     try:
         try:
-            return command.run(rest, stop)
+            return command.run(flags, stop)
         except SimulatedRankError as error:  # a mistake on a simulated rank is answered like a mistake on a real rank
             if isinstance(error.__cause__, ConfigError | DataError | CollectiveError):
                 raise error.__cause__ from None
             raise
     except (ConfigError, DataError) as error:
-        return _say(error, _USAGE_ERROR)
+        return _end(error, _USAGE_ERROR, stop)
     except CollectiveError as error:  # another rank is gone; this rank has nothing else to report
-        return _say(error, 1)
+        return _end(error, 1, stop)
 
 
-def _say(error: Exception, status: int) -> int:
+def _end(error: Exception, status: int, stop: StopRequest) -> int:
+    """Report the error: on stderr, and under torchrun in the file whose text torchrun prints last."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return _say(error, status)
+    # All ranks of a node make the same mistake, and torchrun ends the others when one has ended: the first, if it can.
+    if stop.wait(0.0 if os.environ.get("LOCAL_RANK", "0") == "0" else _SECONDS_FOR_THE_FIRST):
+        return status
+    text = f"maingrad: error: {error}"
+    found = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    Path(path).write_text(json.dumps({"message": found}), encoding="utf-8")
+    return status
+
+
+def _say(error: object, status: int) -> int:
     print(f"maingrad: error: {error}", file=sys.stderr)
     return status
+
+
+def _load(path: Path, flags: list[str]) -> "Config":
+    from .config.file import load_config
+
+    return load_config(path, flags)
 
 
 def _check_ranks(ranks: int) -> None:

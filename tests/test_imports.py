@@ -28,7 +28,6 @@ MAY_IMPORT = {
 LIBRARY_MAY_IMPORT = {"torch", "triton", "einops", "safetensors", *sys.stdlib_module_names}
 LAUNCH_ONLY = (
     "tyro",
-    "cattrs",
     "rich",
     "matplotlib",
     "tensorboard",

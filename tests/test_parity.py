@@ -8,16 +8,23 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 
+from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.launch import simulate
-from maingrad.launch.config.ddp import DdpConfig
 from maingrad.launch.config.run import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from maingrad.launch.training.train import train
 
 STEPS = 20
+SHARDED: dict[str, Any] = {"use_distributed_optimizer": True, "bucket_size": 4000}
 FORMS: dict[str, dict[str, Any]] = {
-    "reduce-scatter, overlap": {"parallel": "zero1", "ddp": DdpConfig(bucket_size=4000, overlap_grad_reduce=True)},
-    "all-reduce, overlap": {"parallel": "ddp", "ddp": DdpConfig(bucket_size=4000, overlap_grad_reduce=True)},
-    "reduce-scatter": {"parallel": "zero1", "ddp": DdpConfig(bucket_size=4000)},
+    "reduce-scatter, overlap": {
+        "parallel": "zero1",
+        "ddp": DistributedDataParallelConfig(overlap_grad_reduce=True, overlap_param_gather=True, **SHARDED),
+    },
+    "all-reduce, overlap": {
+        "parallel": "ddp",
+        "ddp": DistributedDataParallelConfig(bucket_size=4000, overlap_grad_reduce=True),
+    },
+    "reduce-scatter": {"parallel": "zero1", "ddp": DistributedDataParallelConfig(**SHARDED)},
 }
 
 

@@ -1,13 +1,15 @@
-"""The thread that writes a checkpoint: after ``save_checkpoint(..., background=True)`` training goes on beside it.
+"""The end of a save: all ranks write, then the first rank completes the checkpoint (``writing.py``).
 
-The call itself decides which rank writes what, and copies it to host memory. Then a thread on each rank writes, and
-the first rank's thread completes the checkpoint (``writing.py``).
+A save in the foreground does so in the program's own thread: an exception there, such as Ctrl-C, ends the save, and
+nothing reads the model afterwards. For ``save_checkpoint(..., background=True)``, the call copies what this rank writes
+to host memory, and a thread on each rank does the rest while training goes on.
 """
 
+import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -28,38 +30,45 @@ _DELAY = 5.0
 """Seconds that a file system may take to show the first rank a file that another rank has written."""
 
 _pending: "weakref.WeakKeyDictionary[nn.Module, PendingSave]" = weakref.WeakKeyDictionary()
-"""The save of each model that no rank has waited for yet. Alike on all ranks: saves and waits are collective."""
+"""The last save of each model in the background. Alike on all ranks: saves and waits are collective."""
+os.register_at_fork(after_in_child=_pending.clear)  # the threads are the parent's
 
 _reserving: "weakref.WeakKeyDictionary[nn.Module, threading.Thread]" = weakref.WeakKeyDictionary()
 """The thread that takes host memory for the saves of each model."""
 
 
 class PendingSave:
-    """A checkpoint that is being written.
+    """A checkpoint that is written, or is being written by a thread.
 
     The checkpoint is at its path when all ranks have written; whenever a process dies before, the previous one is. The
     copies in host memory are freed when this rank has written.
     """
 
-    def __init__(
-        self, model: nn.Module, path: Path, ranks: CheckpointRanks, writing: Writing, staging: ExitStack
-    ) -> None:
+    def __init__(self, path: Path, ranks: CheckpointRanks, writing: Writing) -> None:
         self.path = path
-        self._ranks, self._writing, self._staging = ranks, writing, staging
+        self._ranks, self._writing = ranks, writing
         self._written = threading.Event()
         self._write_error: BaseException | None = None
         self._complete_error: BaseException | None = None
         self._result: BaseException | None = None
-        self.is_over = False
-        """Whether this rank has waited for the save and knows its end."""
+        self.is_over = True
+        """Whether this rank knows the end of the save."""
         self._none_writes = False
         """Whether no rank is writing any more: then files of a failed save can be deleted."""
         self._until = self._appears_by = float("inf")
         self._program = threading.current_thread()
         # No daemon: a program that ends without waiting still completes its checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"save of {path.name}", daemon=False)
-        self._thread.start()
+
+    def write_now(self) -> None:
+        """Write and complete in this thread. Collective; raises on all ranks alike."""
+        self._finish(self._writing.write, lambda: self._writing.complete(self._waits))
+
+    def start(self, model: nn.Module, staging: ExitStack) -> None:
+        """Write and complete in a thread, which leaves ``staging`` at its end. Other saves of the model wait for it."""
+        self._staging, self.is_over = staging, False
         _pending[model] = self
+        self._thread.start()
 
     def done(self) -> bool:
         """Whether this rank has nothing left to do. On the first rank: whether the checkpoint is complete, or has
@@ -78,9 +87,7 @@ class PendingSave:
         """
         if not self.is_over:
             try:
-                self._ranks.alike(self._wait_for_own, f"the writing of checkpoint '{self.path}'")
-                self._appears_by = time.monotonic() + _DELAY
-                self._ranks.alike(self._wait_for_all, f"the completion of checkpoint '{self.path}'")
+                self._finish(self._wait_for_own, self._wait_for_all)
             except Exception as error:
                 self._result = error
                 self._none_writes = not isinstance(error, CollectiveError)
@@ -96,6 +103,11 @@ class PendingSave:
         For programs that end by an error and cannot call ``wait`` together with the other ranks.
         """
         self._until = min(self._until, time.monotonic() + after)
+
+    def _finish(self, write: Callable[[], None], complete: Callable[[], None]) -> None:
+        self._ranks.alike(write, f"the writing of checkpoint '{self.path}'")
+        self._appears_by = time.monotonic() + _DELAY
+        self._ranks.alike(complete, f"the completion of checkpoint '{self.path}'")
 
     def _wait_for_own(self) -> None:
         self._written.wait()
@@ -134,14 +146,14 @@ class PendingSave:
 
 def finish_pending(model: nn.Module) -> None:
     """Wait for the model's save under way, if there is one that the program has not waited for. Raises its error."""
-    pending = _pending.pop(model, None)
+    pending = _pending.get(model)  # not removed before its end: Ctrl-C may end the waiting, but not the save
     if pending is not None and not pending.is_over:
         pending.wait()
 
 
 def reserve_memory(model: nn.Module, parts: Sequence[Part]) -> None:
     """Start a thread that takes the host memory for copies of ``parts``, and leaves it to torch's cache."""
-    on_devices = [(part.data.shape, part.data.dtype) for part in parts if not part.data.is_cpu]
+    on_devices = [(part.data.shape, part.dtype) for part in parts if not part.data.is_cpu]
     if on_devices:
         wait_for_memory(model)
         _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(on_devices,), name="memory of saves")

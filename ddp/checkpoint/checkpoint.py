@@ -6,10 +6,9 @@
 Each rank writes a safetensors file of its own slices. Follow a save: the wrapper says what this rank holds
 (``source.py``, ``wrapper_source.py``); every rank makes ``Part``s of it (``model.py``, ``optimizer.py``); where several
 ranks hold the same elements, the first rank says which rank writes them (``files/assignment.py``); the ranks write
-(``writing.py``, ``files/rank_file.py``), in a thread (``background.py``); the first rank's thread adds the manifest
-(``files/manifest.py``) and renames the folder (``files/folder.py``). A load goes
-the other way: it opens the files and checks all it can before it changes the model, and then each rank reads its parts
-(``files/opened.py``).
+(``writing.py``, ``files/rank_file.py``), perhaps in a thread (``background.py``); the first rank adds the manifest
+(``files/manifest.py``) and renames the folder (``files/folder.py``). A load goes the other way: it opens the files and
+checks all it can before it changes the model, and then each rank reads its parts (``files/opened.py``).
 """
 
 import json
@@ -31,7 +30,7 @@ from .files.assignment import Offer, assign
 from .files.boxes import Part
 from .files.folder import Staging
 from .files.manifest import Manifest, SavedOptimizer
-from .files.opened import OpenedCheckpoint, open_checkpoint
+from .files.opened import MOST_TRIES, OpenedCheckpoint, open_checkpoint
 from .model import Notes, StoredNames, check_model, make_manifest, parts_of_model, parts_to_fill
 from .on_demand import OnDemand
 from .optimizer import OptimizerLoad, describe_optimizer, scalars_of
@@ -107,12 +106,13 @@ def save_checkpoint(
             return Writing(staging, save_id, ranks.place, _chosen(parts, assigned[ranks.place]), manifest)
 
         writing = ranks.alike(plan, f"the plan of checkpoint '{target}'")
+        pending = PendingSave(target, ranks, writing)
         if background:
             wait_for_memory(model)
             ranks.alike(writing.copy_to_host, f"the copying of checkpoint '{target}'")
-        pending = PendingSave(model, target, ranks, writing, stack.pop_all())
-    if not background:
-        finish_pending(model)
+            pending.start(model, stack.pop_all())
+        else:
+            pending.write_now()
     return pending
 
 
@@ -163,17 +163,16 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
         return _Load(open_checkpoint(target, choose), state, on_demand)
 
-    for last in (False, True):
+    for _ in range(MOST_TRIES):
         load, ids = ranks.alike_telling(
             prepare, lambda load: load.opened.manifest.save_id, f"the opening of checkpoint '{target}'"
         )
         if len(set(ids)) == 1:
             break
-        if last:
-            raise ValueError(
-                f"'{target}' was replaced while it was opened, twice, and ranks have different ones: load it when "
-                f"nothing saves there"
-            )
+    else:
+        raise ValueError(
+            f"ranks opened different checkpoints at '{target}', {MOST_TRIES} times: load it when nothing saves there"
+        )
     try:
         ranks.alike(load.opened.read, f"the reading of checkpoint '{target}'")
     except Exception as error:

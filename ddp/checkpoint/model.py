@@ -84,8 +84,7 @@ def model_tensors(module: nn.Module) -> ModelTensors:
 
 
 def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers: int) -> list[Part]:
-    """This rank's parameters, masters, moments and buffers to save: views of memory, or rounded copies where the rank
-    keeps only masters.
+    """This rank's parameters, masters, moments and buffers to save: views of memory.
 
     index, num_writers  whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may
                         differ between ranks: the first one's are saved, as ``broadcast_params`` copies them
@@ -106,7 +105,8 @@ def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers
         if held.master.dtype is not param.dtype:
             sections["master"] = held.master
         for section, flat in sections.items():
-            parts += parts_of_range(names.of(held.name, param), section, param.shape, held.start, flat)
+            made = parts_of_range(names.of(held.name, param), section, param.shape, held.start, flat)
+            parts += [part._replace(dtype=param.dtype) for part in made] if section == "model" else made
     return parts
 
 

@@ -103,9 +103,10 @@ class OptimizerLoad(NamedTuple):
                 flat = state[updated][key].view(-1)[held.offset : held.offset + numel]
                 parts += parts_of_range(stored, f"state.{key}", entry.shape, held.start, flat)
         for group in optimizer.groups:  # tensors without elements are not saved, but step with the others
-            like = next((updated for updated in group["params"] if updated in first), None)
+            likes = {updated.dtype: updated for updated in group["params"] if updated in first}
             for updated in group["params"]:
                 if updated.numel() == 0 and updated.requires_grad and updated not in state:
+                    like = likes.get(updated.dtype)
                     state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
         _check_frozen(manifest, holding, names)
         found = {here: saved.groups[there] for here, there in groups.items()}

@@ -47,7 +47,8 @@ class HeldSlice(Protocol):
 
     @property
     def param(self) -> Tensor:
-        """[end - start] in the dtype that the model computes with: rounded from the master where there is one."""
+        """[end - start], which a save rounds to the dtype that the model computes with. The master, where the rank
+        keeps nothing else."""
 
     @property
     def master(self) -> Tensor:

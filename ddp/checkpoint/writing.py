@@ -1,4 +1,4 @@
-"""What one rank does of a save once it knows what it writes, in a thread: it calls no collective.
+"""What one rank does of a save once it knows what it writes, perhaps in a thread: it calls no collective.
 
 The first rank completes the checkpoint when the data files of all ranks are in the folder. A data file gets its name
 when it is whole, so that the first rank need not be told: collectives of a thread would be mixed up with those of
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .files.boxes import Part
 from .files.folder import Staging
-from .files.manifest import Manifest
+from .files.manifest import Manifest, write_manifest
 from .files.rank_file import RankFile, file_name, write_rank_file
 
 __all__ = ["Writing", "page_locked"]
@@ -37,19 +37,20 @@ class Writing:
         _wait_for_devices(parts)  # the thread has streams of its own
         self.rank = rank
         self._id, self._parts, self._manifest = save_id, parts, manifest
+        self._encoded = "" if manifest is None else manifest.encoded()
 
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
         once, after all copies have been queued."""
         parts = self._parts
-        self._parts = [part._replace(data=_host_copy(part.data.detach())) for part in parts]
+        self._parts = [part._replace(data=_host_copy(part.data.detach(), part.dtype)) for part in parts]
         _wait_for_devices(parts)
 
     def write(self) -> None:
         """Write this rank's data file, if it has one."""
-        if self._parts:
-            write_rank_file(self.staging.folder / file_name(self.rank), self._id, self._parts)
-            self._parts = ()
+        parts, self._parts = self._parts, ()  # also after an error no memory is held
+        if parts:
+            write_rank_file(self.staging.folder / file_name(self.rank), self._id, parts)
 
     def complete(self, waits: Callable[[], bool]) -> None:
         """On the first rank: write the manifest, and give the checkpoint its place.
@@ -66,7 +67,7 @@ class Writing:
             while not path.exists() and waits():
                 time.sleep(_PATIENCE)
             RankFile(path, self._id)
-        self._manifest.write(folder)
+        write_manifest(folder, self._encoded)
         self.staging.complete()
 
 
@@ -80,7 +81,8 @@ def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_cpu:
-        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return page_locked(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+        plain = tensor.resolve_conj().resolve_neg()
+        return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return page_locked(tensor.shape, dtype).copy_(tensor.to(dtype), non_blocking=True)

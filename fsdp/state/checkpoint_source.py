@@ -42,8 +42,6 @@ class ShardSlice(NamedTuple):
     end: int
     master: Tensor
     """[end - start], a view of the rank's shard."""
-    dtype: torch.dtype
-    """The dtype that the model computes in."""
     group: int | None
     """Index of the optimizer's parameter group; None: in no group."""
     updated: Tensor | None
@@ -55,8 +53,8 @@ class ShardSlice(NamedTuple):
 
     @property
     def param(self) -> Tensor:
-        """[end - start] in the dtype that the model computes in."""
-        return self.master.to(self.dtype)
+        """[end - start]: the master, because whole parameters are freed."""
+        return self.master
 
     def state(self) -> dict[str, Tensor]:
         """Elementwise state by key, [end - start] each, views. Empty before the first step."""
@@ -143,7 +141,6 @@ class ShardedSource:
             name,
             *elements,
             master=param.detach().view(-1),
-            dtype=described.dtype,
             group=group,
             updated=param if group is not None and numel else None,
             optimizer_state=state,

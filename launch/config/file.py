@@ -1,60 +1,55 @@
-"""Reads a configuration: a TOML file, with values overridden from the command line.
+"""Reads a configuration: a TOML file, and flags that take the place of its values.
 
-An unknown key is refused with its full path and the most similar valid key. A value of the wrong type is refused with
-the expected type. There are no silent conversions: ``"3"`` is not a number, and ``"false"`` is not a boolean.
+File and flags become one document before it is checked, so a flag mends a wrong value in the file. An unknown key is
+refused with its full path and the most similar valid key. A value of the wrong type is refused with the expected type.
+There are no silent conversions: ``"3"`` is not a number, and ``"false"`` is not a boolean.
 """
 
 import dataclasses
 import difflib
-import functools
 import math
 import tomllib
+import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union
 
-import cattrs
+import torch
 import tyro
-from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
 from ...ddp.checkpoint.files.small_file import open_small_file
-from .error import require
-from .optimizer import OptionValue
-from .run import Config, ConfigError
+from .ddp import what_parallel_decides
+from .error import ConfigError, require
+from .run import Config
 
-__all__ = ["config_to_dict", "flat", "load_config", "override", "structure", "structure_of_run"]
+__all__ = ["config_to_dict", "flat", "load_config", "print_keys", "structure", "structure_of_run"]
 
 _MOST_BYTES = 2**20
 
-_PARALLEL = (
-    'parallel = "ddp", "zero1", "hybrid", "fsdp" or "hsdp" stands at the top of the file, before the first table'
-)
-_ELSEWHERE = {
-    "ddp.use_distributed_optimizer": _PARALLEL,
-    "ddp.parallel": _PARALLEL,
-    "fsdp.parallel": _PARALLEL,
-    "train.parallel": _PARALLEL,
-    "optimizer.parallel": _PARALLEL,
-    "train.keep_last": "it is checkpoint.keep_last, in the table [checkpoint]",
-    "train.keep_every": "it is checkpoint.keep_every, in the table [checkpoint]",
-    "checkpoint.save_every": "it is train.save_every, in the table [train]",
-    "checkpoint.resume": "it is train.resume, in the table [train]",
-    "ddp.calculate_per_token_loss": "maingrad train averages over sequences of one length; set it in your own loop",
-}
-"""Keys that a user may try, and the remedy."""
 
+def load_config(path: str | Path, flags: Sequence[str] = ()) -> Config:
+    """Read a TOML file, with ``flags`` such as ``["--train.steps", "10"]`` in place of its values.
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file; then apply ``overrides``, command-line arguments such as ``["--train.steps", "10"]``.
-
-    Raises ``ConfigError`` for a missing file, invalid TOML, unknown keys and impossible values. Wrong command-line
-    arguments end the process with status 2.
+    Raises ``ConfigError`` for a missing file, invalid TOML, unknown keys and impossible values.
     """
     path = Path(path)
+    document = _read(path)
+    try:
+        for key, texts in _split(flags):
+            _put(document, key, texts)
+        return structure(document)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        found = ", ".join(f"'{each}'" for each in sorted(path.glob("*.toml"))) or "it has none"
+        raise ConfigError(f"'{path}' is a folder, and cannot be read: name a configuration file in it: {found}")
     try:
         with open_small_file(path, _MOST_BYTES) as file:
-            document = tomllib.load(file)
+            return tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError(f"configuration file '{path}' does not exist (working directory: {Path.cwd()})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -63,19 +58,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"configuration file '{path}' is not valid TOML: it nests too deep to be read") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"configuration file '{path}' cannot be read: {error}") from None
-    try:
-        return override(structure(document), overrides)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+
+
+# ---- A document becomes a configuration. ----
 
 
 def structure(document: Mapping[str, Any]) -> Config:
     """A nested mapping -> ``Config``. Raises ``ConfigError``."""
-    _check(Config, document, "")
-    try:
-        return _structure_converter().structure(document, Config)
-    except cattrs.BaseValidationError as group:
-        raise _first_cause(group) from None
+    table = document.get("ddp", {})
+    if isinstance(table, Mapping):
+        given = {key: value for key, value in table.items() if value is not None}
+        document = {**document, "ddp": what_parallel_decides(document.get("parallel", "zero1"), given) | given}
+    return typing.cast(Config, _table(Config, document, ""))
 
 
 def structure_of_run(document: Mapping[str, Any]) -> Config:
@@ -84,21 +78,76 @@ def structure_of_run(document: Mapping[str, Any]) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, trust_remote_code=False))
 
 
-def override(config: Config, arguments: Sequence[str]) -> Config:
-    """Apply command-line arguments (``--parallel ddp``, ``--section.key value``) on top of ``config``."""
-    if not arguments:
-        return config
-    given = tyro.cli(Config, default=config, args=list(arguments), prog="maingrad COMMAND CONFIG.toml")
-    return structure(config_to_dict(given))  # which refuses what tyro takes for a value: inf as a number
+def _table(cls: type, document: Mapping[str, Any], prefix: str) -> Any:
+    """A dataclass from its table. ``prefix`` ends with a dot, if there is one."""
+    hints = typing.get_type_hints(cls)
+    for key in document:
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
+            remedy = f"did you mean '{prefix}{near[0]}'?" if near else f"valid keys: {', '.join(sorted(hints))}"
+            elsewhere = [path for path in flat(config_to_dict(Config())) if path.rpartition(".")[2] == key]
+            raise ConfigError(f"unknown key '{prefix}{key}': {f'it is {elsewhere[0]!r}' if elsewhere else remedy}")
+    values = {key: _value(hints[key], value, f"{prefix}{key}") for key, value in document.items()}
+    try:
+        return cls(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a class of the library, whose errors begin with the field's name
+        decided = " (parallel decides on that)" if "use_distributed_optimizer" in str(error) else ""
+        raise ConfigError(f"{prefix}{error}{decided}") from None
+
+
+def _value(hint: Any, value: Any, key: str) -> Any:
+    """``value`` as ``hint`` has it; raises ``ConfigError`` for another type and for a value that no key can have."""
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in members:
+            return None
+        members = tuple(member for member in members if member is not type(None))
+        fitting = [member for member in members if type(value) is member]
+        return _value((fitting or members)[0], value, key)
+    if origin is Literal:
+        require(value in members, key, value, f"must be one of {', '.join(map(repr, members))}")
+        return value
+    if origin is tuple:
+        require(isinstance(value, list | tuple), key, value, f"must be a list, [{value!r}]")
+        each = [members[0]] * len(value) if members[-1] is Ellipsis else members
+        require(len(value) == len(each), key, value, f"must have {len(each)} values")
+        return tuple(_value(part, found, f"{key}.{n}") for n, (part, found) in enumerate(zip(each, value, strict=True)))
+    if origin is dict:
+        require(isinstance(value, Mapping), key, value, "must be a table, { key = value }")
+        return {name: _value(members[1], found, f"{key}.{name}") for name, found in value.items()}
+    if dataclasses.is_dataclass(hint):
+        require(isinstance(value, Mapping), key, value, f"must be a table, [{key}]")
+        return _table(typing.cast(type, hint), value, f"{key}.")
+    if hint is torch.dtype:
+        found = getattr(torch, str(value), None)
+        require(isinstance(found, torch.dtype), key, value, 'must be a dtype of torch, such as "bfloat16"')
+        return found
+    return _scalar(hint, value, key)
+
+
+def _scalar(wanted: type, value: Any, key: str) -> Any:
+    is_number = wanted is float and type(value) is int
+    if type(value) is not wanted and not is_number:
+        raise ConfigError(f"{key}: must be {wanted.__name__}, not {type(value).__name__}")
+    if wanted is float:
+        require(math.isfinite(value), key, value, "must be finite")
+    elif wanted is int:
+        require(abs(value) < 2**63, key, value, "must have at most 63 bits")
+    elif wanted is str:
+        require("\0" not in value, key, value, "must not hold the character NUL")
+    return wanted(value)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """Nested plain values, ready for JSON; ``structure`` reads it back."""
-    return typing.cast(dict[str, Any], _UNSTRUCTURE.unstructure(config))
+    return dataclasses.asdict(config, dict_factory=_plain)
 
 
-_UNSTRUCTURE = cattrs.Converter()
-"""Made once: it writes code for each table of a configuration when it first meets one, and each save asks."""
+def _plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table, with dtypes as words."""
+    return {key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value for key, value in pairs}
 
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -109,104 +158,60 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
-    """Refuse unknown keys, values that cattrs would accept for a table, a list or a choice, and impossible values."""
-    hints = typing.get_type_hints(cls)
-    valid = {f.name for f in dataclasses.fields(cls)}
-    for key, value in document.items():
-        if key not in valid:
-            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-            remedy = f"did you mean '{prefix}{near[0]}'?" if near else f"valid keys: {', '.join(sorted(valid))}"
-            raise ConfigError(f"unknown key '{prefix}{key}': {_ELSEWHERE.get(prefix + key, remedy)}")
-        if dataclasses.is_dataclass(hints[key]):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{prefix}{key} = {value!r}: must be a table, [{prefix}{key}]")
-            _check(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
-        elif typing.get_origin(hints[key]) is dict and not isinstance(value, Mapping):
-            raise ConfigError(f"{prefix}{key} = {value!r}: must be a table, {{ key = value }}")
-        elif typing.get_origin(hints[key]) is tuple and not isinstance(value, list | tuple):
-            raise ConfigError(f"{prefix}{key} = {value!r}: must be a list, [{value!r}]")
-        elif (choices := _choices(hints[key])) and value not in choices:
-            named = ", ".join(repr(choice) for choice in choices if choice is not None)
-            raise ConfigError(f"{prefix}{key} = {value!r}: must be one of {named}")
+# ---- Flags become a part of the document. ----
+
+
+def print_keys(config: Config) -> None:
+    """Print every flag with its meaning, and its value in ``config`` as the default. Ends the process."""
+    tyro.cli(Config, default=config, args=["--help"], prog="maingrad COMMAND CONFIG.toml")
+
+
+def _split(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Keys and their texts: ``--optimizer.betas 0.8 0.9`` -> ("optimizer.betas", ["0.8", "0.9"])."""
+    found: list[tuple[str, list[str]]] = []
+    for word in flags:
+        if word.startswith("--"):
+            name, equals, text = word.removeprefix("--").partition("=")
+            found.append((name.replace("-", "_"), [text] if equals else []))
+        elif found:
+            found[-1][1].append(word)
         else:
-            _check_possible(value, f"{prefix}{key}")
+            raise ConfigError(f"'{word}' is no flag; flags are --TABLE.KEY VALUE")
+    return found
 
 
-def _check_possible(value: Any, key: str) -> None:
-    """Refuse numbers and names that no key can have."""
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            _check_possible(each, f"{key}.{name}")
-    elif isinstance(value, list | tuple):
-        for each in value:
-            _check_possible(each, key)
-    elif isinstance(value, float):
-        require(math.isfinite(value), key, value, "must be finite")
-    elif isinstance(value, int):
-        require(abs(value) < 2**63, key, value, "must have at most 63 bits")
-    elif isinstance(value, str):
-        require("\0" not in value, key, value, "must not hold the character NUL")
+def _put(document: dict[str, Any], key: str, texts: Sequence[str]) -> None:
+    """Put the value of a flag into the document, as the type of its key reads it."""
+    *tables, name = key.split(".")
+    hint: Any = Config
+    for table in tables:
+        hint = _hint_in(hint, table)
+        document = document.setdefault(table, {})
+        require(isinstance(document, dict), table, document, f"must be a table, [{table}]")
+    if not texts:  # --train.compile, --train.no-compile
+        document[name.removeprefix("no_")] = not name.startswith("no_")
+        return
+    hint = _hint_in(hint, name)
+    if typing.get_origin(hint) is tuple:
+        document[name] = [_from_text(typing.get_args(hint)[0], text) for text in texts]
+    else:
+        require(len(texts) == 1, key, texts, "must be one value")
+        document[name] = _from_text(hint, texts[0])
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
-    """The values of a ``Literal``, or of an optional ``Literal``; () for other types."""
-    if typing.get_origin(hint) is typing.Literal:
-        return typing.get_args(hint)
-    members = typing.get_args(hint)
-    if len(members) == 2 and members[1] is type(None) and typing.get_origin(members[0]) is typing.Literal:
-        return (*typing.get_args(members[0]), None)
-    return ()
+def _hint_in(hint: Any, key: str) -> Any:
+    """The type of a key in a table; ``Any`` where none is known."""
+    return typing.get_type_hints(hint).get(key, Any) if dataclasses.is_dataclass(hint) else Any
 
 
-@functools.cache
-def _structure_converter() -> cattrs.Converter:
-    """A converter that refuses what cattrs would convert: ``int("3")``, ``bool("false")``.
-
-    Made once: it writes code for each table of a configuration when it first meets one.
-    """
-    converter = cattrs.Converter(detailed_validation=True)
-    for cls, accepted in ((bool, (bool,)), (int, (int,)), (float, (int, float)), (str, (str,))):
-        converter.register_structure_hook(cls, _strict(cls, accepted))
-    # Optional scalars: TOML has no null, but the resolved configuration has.
-    converter.register_structure_hook(typing.cast(type, bool | None), _optional(_strict(bool, (bool,))))
-    converter.register_structure_hook(typing.cast(type, str | None), _optional(_strict(str, (str,))))
-    converter.register_structure_hook(typing.cast(type, int | None), _optional(_strict(int, (int,))))
-    converter.register_structure_hook(typing.cast(type, float | None), _optional(_strict(float, (int, float))))
-    converter.register_structure_hook(typing.cast(type, OptionValue), _option)
-    return converter
-
-
-def _option(value: object, _: type) -> Any:
-    if not isinstance(value, bool | int | float | str):
-        raise TypeError(f"must be a boolean, a number or a string, not {type(value).__name__}")
-    return value
-
-
-def _strict(cls: type, accepted: tuple[type, ...]) -> Callable[[object, type], Any]:
-    def structure_strictly(value: object, _: type) -> Any:
-        if not isinstance(value, accepted) or (isinstance(value, bool) and cls is not bool):
-            raise TypeError(f"must be {cls.__name__}, not {type(value).__name__}")
-        return cls(value)
-
-    return structure_strictly
-
-
-def _optional(structure_value: Callable[[object, type], Any]) -> Callable[[object, type], Any]:
-    return lambda value, cls: None if value is None else structure_value(value, cls)
-
-
-def _first_cause(group: cattrs.BaseValidationError) -> ConfigError:
-    """The first error in cattrs' tree, with the full path of its key."""
-    path: list[str] = []
-    error: BaseException = group
-    while isinstance(error, cattrs.BaseValidationError):
-        error = error.exceptions[0]
-        for note in getattr(error, "__notes__", ()):
-            if isinstance(note, AttributeValidationNote):
-                path.append(note.name)
-            elif isinstance(note, IterableValidationNote):
-                path.append(str(note.index))
-    if isinstance(error, ConfigError):
-        return error  # it names its key itself
-    return ConfigError(f"{'.'.join(path)}: {error}")
+def _from_text(hint: Any, text: str) -> Any:
+    """``"10"`` -> 10; the text itself, where words are wanted or nothing else can be read."""
+    members = typing.get_args(hint) or (hint,)
+    if text == "None" and type(None) in members:
+        return None
+    if str in members:
+        return text
+    try:
+        return tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
+    except ValueError:  # no value of TOML, or a number of thousands of digits
+        return text

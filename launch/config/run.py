@@ -2,7 +2,7 @@
 
     parallel    -> "ddp", "zero1", "hybrid", "fsdp" or "hsdp"
     [model]     -> ModelConfig       [optimizer] -> OptimizerConfig
-    [data]      -> DataConfig        [ddp]       -> DdpConfig
+    [data]      -> DataConfig        [ddp]       -> DistributedDataParallelConfig
     [train]     -> TrainConfig       [fsdp]      -> FsdpConfig
     [logging]   -> LoggingConfig     [profile]   -> ProfileConfig
     [checkpoint] -> CheckpointConfig
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ...ddp import DistributedDataParallelConfig
 from .data import DataConfig
-from .ddp import DdpConfig, Parallel
+from .ddp import Parallel, check_ddp
 from .error import ConfigError, require
 from .fsdp import FsdpConfig, is_fully_sharded
 from .model import ModelConfig
@@ -27,7 +27,6 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
-    "DdpConfig",
     "FsdpConfig",
     "LoggingConfig",
     "ModelConfig",
@@ -60,88 +59,53 @@ class Config:
     """TensorBoard, and Weights & Biases."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Steps that are profiled."""
-    ddp: DdpConfig = field(default_factory=DdpConfig)
+    ddp: DistributedDataParallelConfig = field(
+        default_factory=lambda: DistributedDataParallelConfig(use_distributed_optimizer=True)
+    )
     """Gradient buckets, their reduction and gathers."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Units of ``parallel = "fsdp"`` and ``"hsdp"``: what is sharded, in which dtypes, and when."""
 
     def __post_init__(self) -> None:
-        require(
-            self.model.hugging_face is not None or self.train.sequence_length <= self.model.context_length,
-            "train.sequence_length",
-            self.train.sequence_length,
-            f"must be at most model.context_length = {self.model.context_length}",
-        )
-        require(
-            self.optimizer.warmup_steps < self.train.steps,
-            "optimizer.warmup_steps",
-            self.optimizer.warmup_steps,
-            f"must be less than train.steps = {self.train.steps}",
-        )
-        require(
-            self.data.source not in ("stdlib", "text")
-            or self.data.tokenizer is not None
-            or self.model.vocab_size >= 256,
-            "model.vocab_size",
-            self.model.vocab_size,
-            f'must be at least 256 for bytes (data.source = "{self.data.source}")',
-        )
-        require(
-            self.train.recipe == "none" or self.model.param_dtype == "bfloat16",
-            "train.recipe",
-            self.train.recipe,
-            'quantises a model in bfloat16: set model.param_dtype to "bfloat16"',
-        )
-        require(
-            self.train.recipe == "none" or not self.train.compile,
-            "train.recipe",
-            self.train.recipe,
-            "does not go with train.compile",
-        )
-        require(
-            not (self.train.cuda_graph and (self.fsdp.offload_to_cpu or self.fsdp.copy_engine_gather)),
-            "train.cuda_graph",
-            True,
-            "does not go with fsdp.offload_to_cpu, whose update runs on the host, and fsdp.copy_engine_gather, whose "
-            "memory is not the graph's",
-        )
-        require(
-            not (self.train.cuda_graph and (self.ddp.check_for_nan_in_grad or self.ddp.check_replicas_every)),
-            "train.cuda_graph",
-            True,
-            "does not go with ddp.check_for_nan_in_grad and ddp.check_replicas_every, which read results on the host",
-        )
-        require(
-            not (self.train.cuda_graph and self.data.documents != "join"),
-            "train.cuda_graph",
-            True,
-            'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step',
-        )
-        self._check_recompute()
+        model, data, settings = self.model, self.data, self.train
+        most = model.context_length
+        fits = model.hugging_face is not None or settings.sequence_length <= most
+        settings.require(fits, "sequence_length", f"must be at most model.context_length = {most}")
+        remedy = f"must be less than train.steps = {settings.steps}"
+        self.optimizer.require(self.optimizer.warmup_steps < settings.steps, "warmup_steps", remedy)
+        remedy = f'must be at least 256 for bytes (data.source = "{data.source}")'
+        model.require(not data.is_bytes or model.vocab_size >= 256, "vocab_size", remedy)
+        remedy = 'quantises a model in bfloat16: set model.param_dtype to "bfloat16"'
+        settings.require(settings.recipe == "none" or model.param_dtype == "bfloat16", "recipe", remedy)
+        remedy = "does not go with model.num_experts: ranks have different experts; use another recipe"
+        settings.require(settings.recipe != "float8_delayed" or not model.num_experts, "recipe", remedy)
+        if settings.cuda_graph:
+            self._check_graph()
         # Raise for values that contradict ``parallel``.
-        self.fsdp.check(self.parallel)
-        if self.fully_sharded:
-            self.ddp.check_unused(self.parallel)
-        else:
-            self.ddp.wrapper_config(self.parallel)
+        check_ddp(self.ddp, self.parallel)
+        self.fsdp.check_parallel(self.parallel)
 
-    def _check_recompute(self) -> None:
+    def _check_graph(self) -> None:
         settings = self.train
-        require(
-            settings.recompute != "attention" or not settings.compile,
-            "train.recompute",
-            settings.recompute,
-            'does not go with train.compile, which would compile each block anew; use "blocks" or "operators"',
+        on_host = self.fsdp.offload_to_cpu or self.fsdp.copy_engine_gather
+        remedy = (
+            "does not go with fsdp.offload_to_cpu, whose update runs on the host, and fsdp.copy_engine_gather, whose "
+            "memory is not the graph's"
         )
-        require(
-            settings.recompute == "none"
-            or not settings.cuda_graph
-            or (self.model.dropout == 0.0 and self.model.hugging_face is None),
-            "train.recompute",
-            settings.recompute,
+        settings.require(not on_host, "cuda_graph", remedy)
+        reads = self.ddp.check_for_nan_in_grad or self.ddp.check_replicas_every
+        remedy = (
+            "does not go with ddp.check_for_nan_in_grad and ddp.check_replicas_every, which read results on the host"
+        )
+        settings.require(not reads, "cuda_graph", remedy)
+        remedy = 'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step'
+        settings.require(self.data.documents == "join", "cuda_graph", remedy)
+        draws = self.model.dropout > 0.0 or self.model.hugging_face is not None
+        remedy = (
             "does not go with train.cuda_graph where the model may have dropout (model.dropout, model.hugging_face): "
-            "a captured graph cannot draw a mask again",
+            "a captured graph cannot draw a mask again"
         )
+        settings.require(settings.recompute == "none" or not draws, "recompute", remedy)
 
     @property
     def fully_sharded(self) -> bool:
@@ -150,8 +114,8 @@ class Config:
 
     @property
     def wrapper_config(self) -> DistributedDataParallelConfig:
-        """The configuration of ``DistributedDataParallel``, if ``parallel`` uses it."""
-        return self.ddp.wrapper_config(self.parallel)
+        """The configuration of ``DistributedDataParallel``; under ``fsdp`` and ``hsdp`` what ``zero1`` would have."""
+        return self.ddp
 
     @property
     def num_instances(self) -> int:

@@ -3,33 +3,33 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .error import require
+from .table import Count, Natural, Positive, Table
 
 __all__ = ["TrainConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(Table):
     """Length, batch and bookkeeping of a run."""
 
-    steps: int = 100
+    steps: Count = 100
     """Optimizer steps."""
-    max_seconds: float | None = None
+    max_seconds: Positive | None = None
     """End training after this many seconds. The schedule then ends at this time: a slower machine takes fewer steps of
     the same schedule. None: only ``steps`` ends the run."""
-    global_batch_size: int = 16
+    global_batch_size: Count = 16
     """Sequences per optimizer step, over all microbatches and ranks."""
-    num_microbatches: int = 1
+    num_microbatches: Count = 1
     """Forward and backward passes per optimizer step; all but the last run under ``no_sync``."""
-    sequence_length: int = 256
+    sequence_length: Count = 256
     """Tokens per sequence; at most ``model.context_length``."""
-    eval_every: int = 100
+    eval_every: Count = 100
     """Steps between validations. There is one more after the last step."""
-    eval_sequences: int = 64
+    eval_sequences: Count = 64
     """Sequences in the fixed validation set, evenly spread over the validation data."""
-    log_every: int = 1
+    log_every: Count = 1
     """Steps between records in ``metrics.jsonl``. Ranks react to Ctrl-C only at these steps."""
-    save_every: int | None = None
+    save_every: Count | None = None
     """Steps between checkpoints in ``out_dir``, a multiple of ``log_every``. There is one more after the last step, or
     after Ctrl-C. None: no checkpoints."""
     resume: str | None = None
@@ -37,7 +37,7 @@ class TrainConfig:
     checkpoint in ``out_dir``, if any. None: start a new run."""
     resume_with_other_data: bool = False
     """Allow ``resume`` although ``data`` or the contents of its files have changed since the checkpoint."""
-    seed: int = 0
+    seed: Natural = 0
     """Seed of weights, data order and dropout."""
     compile: bool = False
     """Compile each block of the model with ``torch.compile``. A dense block compiles whole; a block with experts may
@@ -54,7 +54,7 @@ class TrainConfig:
     """Which activations backward computes again instead of keeping them (``docs/training.md``). ``blocks``: all of a
     block. ``attention``: the attention of a block. ``operators``: of a block all but the results of matrix products and
     of attention."""
-    recompute_every: int = 1
+    recompute_every: Count = 1
     """Recompute every so many-th block, beginning with the first; 1: each."""
     cuda_graph: bool = False
     """Capture each step as one CUDA graph (``GraphedTrainingStep``), after two eager steps. Not with
@@ -66,52 +66,24 @@ class TrainConfig:
     """Folder for metrics, resolved configuration, pictures and checkpoints. A new run replaces the files of an earlier
     run in it, except checkpoints."""
 
-    def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "global_batch_size",
-            "num_microbatches",
-            "sequence_length",
-            "eval_every",
-            "eval_sequences",
-            "log_every",
-            "recompute_every",
-        ):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
-        require(
-            self.max_seconds is None or self.max_seconds > 0.0,
-            "train.max_seconds",
-            self.max_seconds,
-            "must be positive",
-        )
-        require(
-            self.save_every is None or (self.save_every >= 1 and self.save_every % self.log_every == 0),
-            "train.save_every",
-            self.save_every,
-            f"must be a multiple of train.log_every = {self.log_every}, so that a resumed run logs the same steps",
-        )
-        require(
-            self.recompute != "none" or self.recompute_every == 1,
-            "train.recompute_every",
-            self.recompute_every,
-            "has no effect without train.recompute",
-        )
-        require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
-        require(
-            self.global_batch_size % self.num_microbatches == 0,
-            "train.global_batch_size",
-            self.global_batch_size,
-            f"must be a multiple of train.num_microbatches = {self.num_microbatches}",
-        )
+    def check(self) -> None:
+        remedy = f"must be a multiple of train.log_every = {self.log_every}, so that a resumed run logs the same steps"
+        self.require(self.save_every is None or self.save_every % self.log_every == 0, "save_every", remedy)
+        remedy = "has no effect without train.recompute"
+        self.require(self.recompute != "none" or self.recompute_every == 1, "recompute_every", remedy)
+        remedy = f"must be a multiple of train.num_microbatches = {self.num_microbatches}"
+        self.require(self.global_batch_size % self.num_microbatches == 0, "global_batch_size", remedy)
+        remedy = "does not go with train.compile"
+        self.require(self.recipe == "none" or not self.compile, "recipe", remedy)
+        remedy = 'does not go with train.compile, which would compile each block anew; use "blocks" or "operators"'
+        self.require(self.recompute != "attention" or not self.compile, "recompute", remedy)
 
     def sequences_per_microbatch(self, world_size: int) -> int:
         """Sequences per microbatch and rank. Raises ``ConfigError`` if the batch does not divide evenly."""
         parts = self.num_microbatches * world_size
-        require(
-            self.global_batch_size % parts == 0,
-            "train.global_batch_size",
-            self.global_batch_size,
+        remedy = (
             f"must be a multiple of train.num_microbatches * ranks = {self.num_microbatches} * {world_size} = {parts}, "
-            f"such as {-(-self.global_batch_size // parts) * parts}",
+            f"such as {-(-self.global_batch_size // parts) * parts}"
         )
+        self.require(self.global_batch_size % parts == 0, "global_batch_size", remedy)
         return self.global_batch_size // parts

@@ -19,15 +19,14 @@ import struct
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .tokens import DataError, FileTokens
 
-__all__ = ["IndexedTokens", "IndexedWriter", "read_indexed", "write_indexed"]
+__all__ = ["IndexedTokens", "Written", "read_indexed", "write_indexed"]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -97,72 +96,54 @@ def read_indexed(prefix: str | os.PathLike[str]) -> IndexedTokens:
     return IndexedTokens(tokens, np.unique(starts[starts < len(tokens)]))
 
 
-class IndexedWriter:
-    """Writes a pair of files, one document at a time; the files appear under their names when the writer is closed.
-
-    prefix  the files are ``PREFIX.bin`` and ``PREFIX.idx``
-    dtype   ``"uint8"``, ``"uint16"`` or ``"int32"``
-
-    A context manager. An exception inside it leaves no files.
-    """
-
-    def __init__(self, prefix: str | os.PathLike[str], dtype: str) -> None:
-        if dtype not in _CODES:
-            raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(_CODES)}")
-        self._stem, self._name = os.fspath(prefix), dtype
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._lengths: list[int] = []
-        """Tokens of each sequence."""
-        self._documents = [0]
-        """The sequence with which each document begins, and at last the number of sequences."""
-        Path(self._stem).parent.mkdir(parents=True, exist_ok=True)
-        self._staging = f"{self._stem}.{uuid.uuid4().hex}"
-        self._file: BinaryIO = open(f"{self._staging}.bin", "wb")  # noqa: SIM115  closed by __exit__
-
-    def add(self, tokens: ArrayLike) -> None:
-        """One document, of as few sequences as can be. Raises ``DataError`` for an id that the dtype cannot hold."""
-        ids = np.asarray(tokens, dtype=np.int64)
-        if not len(ids):
-            return
-        limit = np.iinfo(self._dtype).max
-        if ids.min() < 0 or ids.max() > limit:
-            raise DataError(f"token ids {ids.min()} to {ids.max()} do not fit {self._name}; choose a wider dtype")
-        for start in range(0, len(ids), _BLOCK):
-            self._file.write(ids[start : start + _BLOCK].astype(self._dtype).tobytes())
-        self._lengths += _sequences_of(len(ids))
-        self._documents.append(len(self._lengths))
-
-    def __enter__(self) -> "IndexedWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-        binary, index = Path(f"{self._staging}.bin"), Path(f"{self._staging}.idx")
-        if kind is not None:
-            binary.unlink(missing_ok=True)
-            return
-        lengths = np.asarray(self._lengths, dtype=np.int64)
-        count = len(lengths)
-        pointers = (np.cumsum(lengths) - lengths) * self._dtype.itemsize
-        with index.open("wb") as file:
-            file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._name], count, len(self._documents)))
-            file.write(lengths.astype("<i4").tobytes())
-            file.write(pointers.astype("<i8").tobytes())
-            file.write(np.asarray(self._documents, dtype="<i8").tobytes())
-        binary.replace(f"{self._stem}.bin")
-        index.replace(f"{self._stem}.idx")
-
-
 def _sequences_of(length: int) -> list[int]:
     """Lengths of the sequences of a document of ``length`` tokens."""
     full, rest = divmod(length, _LONGEST)
     return [_LONGEST] * full + [rest] * bool(rest)
 
 
-def write_indexed(prefix: str | os.PathLike[str], documents: Iterable[ArrayLike], *, dtype: str) -> None:
-    """Write a pair of files from token ids of documents; see ``IndexedWriter``."""
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add(document)
+class Written(NamedTuple):
+    """What has been written."""
+
+    documents: int
+    tokens: int
+
+
+def write_indexed(prefix: str | os.PathLike[str], documents: Iterable[ArrayLike], *, dtype: str) -> Written:
+    """Write ``PREFIX.bin`` and ``PREFIX.idx`` from token ids of documents; those without a token are left out.
+
+    dtype  ``"uint8"``, ``"uint16"`` or ``"int32"``
+
+    The files appear under their names when they are whole: an error leaves none. Raises ``DataError`` for an id that
+    the dtype cannot hold.
+    """
+    stored, limit = np.dtype(dtype).newbyteorder("<"), np.iinfo(dtype).max
+    lengths: list[int] = []  # tokens of each sequence
+    firsts = [0]  # the sequence with which each document begins, and at last the number of sequences
+    stem = os.fspath(prefix)
+    Path(stem).parent.mkdir(parents=True, exist_ok=True)
+    binary, index = (Path(f"{stem}.{uuid.uuid4().hex}.{kind}") for kind in ("bin", "idx"))
+    try:
+        with binary.open("wb") as file:
+            for document in documents:
+                ids = np.asarray(document, dtype=np.int64)
+                if not len(ids):
+                    continue
+                if ids.min() < 0 or ids.max() > limit:
+                    raise DataError(f"token ids {ids.min()} to {ids.max()} do not fit {dtype}; choose a wider dtype")
+                for start in range(0, len(ids), _BLOCK):
+                    file.write(ids[start : start + _BLOCK].astype(stored).tobytes())
+                lengths += _sequences_of(len(ids))
+                firsts.append(len(lengths))
+        counts = np.asarray(lengths, dtype=np.int64)
+        with index.open("wb") as file:
+            file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(counts), len(firsts)))
+            file.write(counts.astype("<i4").tobytes())
+            file.write(((np.cumsum(counts) - counts) * stored.itemsize).astype("<i8").tobytes())
+            file.write(np.asarray(firsts, dtype="<i8").tobytes())
+        binary.replace(f"{stem}.bin")
+        index.replace(f"{stem}.idx")
+    finally:
+        binary.unlink(missing_ok=True)
+        index.unlink(missing_ok=True)
+    return Written(len(firsts) - 1, int(counts.sum()))

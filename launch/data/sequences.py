@@ -4,7 +4,7 @@ Row r of the global batch of a step depends on (seed, step, r) alone. Row ``(mic
 row i of that microbatch on that rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .order import Blend, permuted
-from .tokens import DataError, Tokens, part_of
+from .tokens import DataError, Tokens
 
 __all__ = ["IGNORED", "Batch", "Body", "Documents", "Sampler", "SequenceSet", "concatenated", "stack_rows"]
 
@@ -50,11 +50,15 @@ class Batch(NamedTuple):
 
     def rows(self, rows: slice) -> "Batch":
         """Some rows."""
-        return Batch(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
+        return self._with(lambda part: part[rows])
 
     def to(self, device: torch.device) -> "Batch":
         """The same on ``device``."""
-        return Batch(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
+        return self._with(lambda part: part.to(device))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        positions = None if self.positions is None else change(self.positions)
+        return Batch(change(self.inputs), change(self.targets), positions)
 
 
 class Body(NamedTuple):
@@ -72,7 +76,7 @@ class Body(NamedTuple):
         if starts is not None:
             inside = starts[(starts > start) & (starts < stop)] - start
             starts = np.concatenate([[0], inside]).astype(np.int64)
-        return Body(part_of(self.tokens, start, stop), starts, self.end)
+        return Body(self.tokens.part(start, stop), starts, self.end)
 
     def begins(self, start: int, window: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which tokens of ``window``, which begins at ``start``, begin a document."""
@@ -177,13 +181,6 @@ class Sampler:
     def counted(self, step: int) -> int:
         """Targets in the global batch of ``step`` that are not ``IGNORED``: the same on every rank. Reads the batch."""
         return sum(int((row.targets != IGNORED).sum()) for row in self._rows(step, slice(0, self._size)))
-
-    def epoch(self, step: int) -> float:
-        """Epochs of the first set before ``step``; 0.0 for random places."""
-        if self._order == "random":
-            return 0.0
-        share = self._blend.counts[0] / self._blend.counts.sum()
-        return float(step * self._size * share / len(self._sets[0]))
 
     def _rows(self, step: int, rows: slice) -> list[Row]:
         if self._order == "random":

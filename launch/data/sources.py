@@ -3,18 +3,17 @@
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..config.data import DataConfig
 from ..config.error import ConfigError
-from .indexed import IndexedWriter, read_indexed
-from .joined import ArrowTokens, JoinedTokens
+from .indexed import read_indexed
 from .sequences import Body
-from .tokens import DataError, FileTokens
+from .tokenizing import tokenize_files
+from .tokens import DataError, FileTokens, Tokens
 
-__all__ = ["joined", "load_tokenizer", "open_body", "token_dtype_for"]
+__all__ = ["joined", "open_body"]
 
 
 def open_body(config: DataConfig, path: str, cache_dir: Path | None) -> Body:
@@ -22,18 +21,18 @@ def open_body(config: DataConfig, path: str, cache_dir: Path | None) -> Body:
     end = config.end_of_document
     if config.source == "megatron":
         tokens, starts = read_indexed(path)
-        return Body(tokens, starts, end)
+        return Body(Tokens([tokens]), starts, end)
     if config.source == "hugging_face":
-        found = _open_dataset(path, config.column)
-        return Body(found, np.unique(found.starts[:-1]), end)
+        return _open_dataset(path, config.column, end)
     if config.tokenizer is not None:
-        tokens, starts = read_indexed(_tokenized(config.tokenizer, path, cache_dir, end))
-        return Body(tokens, starts, end)
+        tokens, starts = read_indexed(_tokenized(Path(config.tokenizer), Path(path), cache_dir, end))
+        return Body(Tokens([tokens]), starts, end)
     if config.source == "text":
-        return Body(FileTokens(Path(path), np.dtype(np.uint8)), np.zeros(1, np.int64), end)  # a file is a document
-    in_file = FileTokens(Path(path), np.dtype(config.token_dtype).newbyteorder("<"))
-    _check_width(in_file, path)
-    return Body(in_file, None, end)
+        tokens = FileTokens(Path(path), np.dtype(np.uint8))
+        return Body(Tokens([tokens]), np.zeros(1, np.int64), end)  # a file is a document
+    tokens = FileTokens(Path(path), np.dtype(config.token_dtype).newbyteorder("<"))
+    _check_width(tokens, path)
+    return Body(Tokens([tokens]), None, end)
 
 
 def _check_width(tokens: FileTokens, path: str) -> None:
@@ -55,53 +54,26 @@ def joined(bodies: Sequence[Body]) -> Body:
     starts = [
         first + (zero if body.starts is None else body.starts) for first, body in zip(firsts, bodies, strict=True)
     ]
-    return Body(JoinedTokens([body.tokens for body in bodies]), np.concatenate(starts), bodies[0].end)
+    return Body(Tokens([body.tokens for body in bodies]), np.concatenate(starts), bodies[0].end)
 
 
-def load_tokenizer(path: str) -> Any:
-    """A ``tokenizers.Tokenizer``. Raises ``ConfigError``, with the remedy, if the package or the file is missing."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ConfigError(f"data.tokenizer = {path!r}: the package is missing; pip install tokenizers") from None
-    try:
-        return Tokenizer.from_file(path)
-    except Exception as error:  # the package raises plain Exception
-        raise ConfigError(f"data.tokenizer = {path!r}: is no readable tokenizer.json ({error})") from None
-
-
-def token_dtype_for(vocab_size: int) -> str:
-    """The narrowest dtype of ``IndexedWriter`` for ids below ``vocab_size``."""
-    return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "int32"
-
-
-def _tokenized(tokenizer_path: str, path: str, cache_dir: Path | None, end: int | None) -> Path:
+def _tokenized(tokenizer: Path, path: Path, cache_dir: Path | None, end: int | None) -> Path:
     """Prefix of the tokens of a text file; encodes the file unless an earlier run has. Ranks write equal files."""
-    tokenizer = load_tokenizer(tokenizer_path)
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"data file '{path}' cannot be read ({error.strerror}); correct data.paths") from None
-    if not text:
-        raise DataError(f"data file '{path}' is empty; correct data.paths")
-    contents = hashlib.sha256(Path(tokenizer_path).read_bytes())
-    contents.update(hashlib.sha256(text).digest() + repr(end).encode())
     assert cache_dir is not None, "the caller names a folder"
+    contents = hashlib.sha256(repr(end).encode())
+    for file in (tokenizer, path):
+        try:
+            contents.update(hashlib.sha256(file.read_bytes()).digest())
+        except OSError as error:
+            raise DataError(f"data file '{file}' cannot be read ({error.strerror}); correct data.paths") from None
     prefix = cache_dir / contents.hexdigest()[:32]
-    if prefix.with_suffix(".idx").exists() and prefix.with_suffix(".bin").exists():
-        return prefix
-    try:
-        decoded = text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"data file '{path}' is not UTF-8 ({error}); convert it") from None
-    size = tokenizer.get_vocab_size(with_added_tokens=True)
-    with IndexedWriter(prefix, token_dtype_for(max(size, (end or 0) + 1))) as writer:
-        ids = tokenizer.encode(decoded, add_special_tokens=False).ids
-        writer.add(ids if end is None else [*ids, end])
+    if not (prefix.with_suffix(".idx").exists() and prefix.with_suffix(".bin").exists()):
+        tokenize_files(prefix, [path], tokenizer, end, key=None)
     return prefix
 
 
-def _open_dataset(path: str, column: str) -> ArrowTokens:
+def _open_dataset(path: str, column: str, end: int | None) -> Body:
+    """Rows stay in their memory-mapped file until they are read."""
     try:
         from datasets import Dataset, load_from_disk
     except ImportError:
@@ -118,4 +90,8 @@ def _open_dataset(path: str, column: str) -> ArrowTokens:
         )
     if not len(found):
         raise DataError(f"data folder '{path}' is empty; correct data.paths")
-    return ArrowTokens(found, column)
+    chunks = [chunk for chunk in found.data.column(column).chunks if len(chunk)]
+    lengths = np.concatenate([chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks], dtype=np.int64)
+    values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
+    starts = np.cumsum(lengths) - lengths
+    return Body(Tokens(values), np.unique(starts[lengths > 0]), end)

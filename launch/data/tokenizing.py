@@ -1,77 +1,82 @@
-"""``maingrad tokenize``: text files into token files of Megatron's format."""
+"""Text into token files of Megatron's format: ``maingrad tokenize``, and text that a run reads with a tokenizer."""
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from .indexed import IndexedWriter
-from .sources import load_tokenizer, token_dtype_for
+from ..config.error import ConfigError
+from .indexed import Written, write_indexed
 from .tokens import DataError
 
-__all__ = ["Tokenized", "tokenize_files"]
+__all__ = ["tokenize_files"]
 
 
-class Tokenized(NamedTuple):
-    """What has been written."""
-
-    documents: int
-    tokens: int
-
-
-def tokenize_files(prefix: Path, files: Sequence[Path], tokenizer: Path | None, end: int | None, key: str) -> Tokenized:
+def tokenize_files(
+    prefix: Path, files: Sequence[Path], tokenizer: Path | None, end: int | None, key: str | None
+) -> Written:
     """Write ``PREFIX.bin`` and ``PREFIX.idx``; documents without a token are left out.
 
     tokenizer  a ``tokenizer.json``; None: UTF-8 bytes
     end        id after each document; None: none
-    key        of the text in a line of a ``.jsonl`` file
+    key        of the text in a line of a ``.jsonl`` file; None: each file is one document
 
     Raises ``ConfigError`` and ``DataError``; then there are no files.
     """
-    encoder = None if tokenizer is None else load_tokenizer(str(tokenizer))
+    encoder = None if tokenizer is None else _load_tokenizer(str(tokenizer))
     size = 256 if encoder is None else encoder.get_vocab_size(with_added_tokens=True)
-    documents = tokens = 0
-    with IndexedWriter(prefix, token_dtype_for(max(size, 0 if end is None else end + 1))) as writer:
+    size = max(size, 0 if end is None else end + 1)
+    dtype = "uint8" if size <= 2**8 else "uint16" if size <= 2**16 else "int32"
+
+    def encoded() -> Iterator[Sequence[int]]:
+        found = False
         for text in _documents(files, key):
-            found: Sequence[int] = (
-                list(text.encode()) if encoder is None else encoder.encode(text, add_special_tokens=False).ids
-            )
-            if not found:
-                continue
-            ids = [*found, *([] if end is None else [end])]
-            writer.add(ids)
-            documents, tokens = documents + 1, tokens + len(ids)
-        if not documents:
+            ids = [*text.encode()] if encoder is None else encoder.encode(text, add_special_tokens=False).ids
+            found = found or bool(ids)
+            yield [*ids, *([] if end is None or not ids else [end])]
+        if not found:
             raise DataError(f"no text in {', '.join(map(str, files))}")
-    return Tokenized(documents, tokens)
+
+    return write_indexed(prefix, encoded(), dtype=dtype)
 
 
-def _documents(files: Sequence[Path], key: str) -> Iterator[str]:
+def _load_tokenizer(path: str) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError(f"data.tokenizer = {path!r}: the package is missing; pip install tokenizers") from None
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # the package raises plain Exception
+        raise ConfigError(f"data.tokenizer = {path!r}: is no readable tokenizer.json ({error})") from None
+
+
+def _documents(files: Sequence[Path], key: str | None) -> Iterator[str]:
     for path in files:
         try:
-            if path.suffix != ".jsonl":
+            if key is None or path.suffix != ".jsonl":
                 yield path.read_bytes().decode("utf-8")  # read_text would change the ends of lines
                 continue
             with path.open(encoding="utf-8") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield _text_of(line, key, path, number)
+                        yield _text_of(line, key, f"data file '{path}' line {number}")
         except OSError as error:
             raise DataError(f"data file '{path}' cannot be read ({error.strerror})") from None
         except UnicodeDecodeError as error:
             raise DataError(f"data file '{path}' is not UTF-8 ({error}); convert it") from None
 
 
-def _text_of(line: str, key: str, path: Path, number: int) -> str:
+def _text_of(line: str, key: str, where: str) -> str:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise DataError(f"data file '{path}' line {number} is not JSON ({error})") from None
+        raise DataError(f"{where} is not JSON ({error})") from None
     text = found.get(key) if isinstance(found, dict) else None
     if not isinstance(text, str):
-        raise DataError(f"data file '{path}' line {number} has no string under '{key}'; name its key with --key")
+        raise DataError(f"{where} has no string under '{key}'; name its key with --key")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"data file '{path}' line {number} has text that is no Unicode ({error}); mend it") from None
+        raise DataError(f"{where} has text that is no Unicode ({error}); mend it") from None
     return text

@@ -1,21 +1,18 @@
-"""Tokens that stay in a file until they are asked for, and digests by which tokens are told apart.
+"""Tokens that stay in files until they are asked for, and digests by which tokens are told apart.
 
 Files are read and not memory-mapped: a mapped file that shrinks kills the process with a signal that names no file.
 """
 
 import hashlib
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .joined import ArrowTokens, JoinedTokens, TokenRange
-
-__all__ = ["DataError", "Digest", "FileTokens", "Tokens", "digest_of", "digest_of_borders", "part_of"]
+__all__ = ["DataError", "Digest", "FileTokens", "Tokens", "check_tokens", "digest_of", "digest_of_borders"]
 
 _DIGEST_BLOCK = 2**18
 _DIGEST_BLOCKS = 1024
@@ -26,8 +23,8 @@ class DataError(ValueError):
     """Data that cannot be trained on; the message names the file and the remedy."""
 
 
-class FileTokens(TokenRange):
-    """Tokens [start, stop) of a file, one dim; ``tokens[a:b]`` reads some of them.
+class FileTokens:
+    """The tokens of a file, one dim; ``tokens[a:b]`` reads some of them.
 
     path   is opened once and stays open: a file that replaces it later is not read
     dtype  an unsigned integer dtype
@@ -53,53 +50,79 @@ class FileTokens(TokenRange):
                 f"correct data.token_dtype"
             )
         self.dtype = dtype
-        self._path = path
-        self._start, self._stop = 0, size // dtype.itemsize
-        self._lock = threading.Lock()
+        self._path, self._length = path, size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
 
     def __getitem__(self, place: slice) -> "NDArray[np.unsignedinteger]":
-        start, stop, step = place.indices(len(self))
-        if step != 1:
-            raise ValueError("tokens are read in a row")
-        found = np.empty(max(0, stop - start), dtype=self.dtype)
-        buffer: Any = found.view(np.uint8)  # a buffer, but the stubs for Python 3.11 do not say so
-        begin, memory, filled = (self._start + start) * self.dtype.itemsize, memoryview(buffer), 0
+        start, stop, _ = place.indices(self._length)
+        begin, wanted = start * self.dtype.itemsize, max(0, stop - start) * self.dtype.itemsize
+        found = bytearray()
         try:
-            with self._lock:
-                self._file.seek(begin)
-                while filled < len(memory):  # a read may return fewer bytes than asked for
-                    count = self._file.readinto(memory[filled:])
-                    if not count:
-                        break
-                    filled += count
+            while len(found) < wanted:  # a read may return fewer bytes than asked for
+                more = os.pread(self._file.fileno(), wanted - len(found), begin + len(found))
+                if not more:
+                    break
+                found += more
         except OSError as error:
             raise _unreadable(self._path, error) from None
-        if filled < len(memory):
+        if len(found) < wanted:
+            there = os.fstat(self._file.fileno()).st_size
             raise DataError(
-                f"data file '{self._path}' has become shorter since the run began: {self._bytes_left()} bytes are "
-                f"there, and tokens up to byte {begin + len(memory)} are to be read; put it back as it was, and go on "
-                f"from the last checkpoint with train.resume"
+                f"data file '{self._path}' has become shorter since the run began: {there} bytes are there, and tokens "
+                f"up to byte {begin + wanted} are to be read; put it back as it was, and go on from the last "
+                f"checkpoint with train.resume"
             )
-        return found
-
-    def _bytes_left(self) -> int:
-        return os.fstat(self._file.fileno()).st_size
-
-    def close(self) -> None:
-        """Close the file. Parts of these tokens share the file and cannot be read any more."""
-        self._file.close()
-
-
-Tokens = NDArray[np.unsignedinteger] | FileTokens | JoinedTokens | ArrowTokens
+        return np.frombuffer(found, self.dtype)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"data file '{path}' cannot be read ({error.strerror}); correct its permissions, or data.paths")
 
 
-def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
-    """Tokens [start, stop) of ``tokens``. Reads nothing from files."""
-    return tokens[start:stop] if isinstance(tokens, np.ndarray) else tokens.part(start, stop)
+class Tokens:
+    """Tokens of several arrays or files, one after the other, one dim; ``tokens[a:b]`` reads some of them.
+
+    parts  what ``part[a:b]`` gives tokens of
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in parts))
+        self._parts = tuple(parts)
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        self._start, self._stop = 0, int(self._ends[-1])
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def part(self, start: int, stop: int) -> Self:
+        """Tokens [start, stop) of these tokens. Reads nothing."""
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__)
+        found._start, found._stop = (min(self._start + place, self._stop) for place in (start, stop))
+        return found
+
+    def __getitem__(self, place: slice) -> "NDArray[np.unsignedinteger]":
+        start, stop, _ = place.indices(len(self))
+        start, stop = start + self._start, max(start, stop) + self._start
+        pieces = [np.empty(0, self.dtype)]
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            begin = int(self._ends[index]) - len(self._parts[index])
+            end = min(stop, int(self._ends[index]))
+            pieces.append(self._parts[index][start - begin : end - begin])
+            start, index = end, index + 1
+        return np.concatenate(pieces, dtype=self.dtype)
+
+
+def check_tokens(largest: int, vocab_size: int) -> None:
+    """Raise ``DataError`` for a token id outside the vocabulary."""
+    if largest >= vocab_size:
+        raise DataError(
+            f"token {largest} is outside the vocabulary: model.vocab_size = {vocab_size}; raise it to at least "
+            f"{largest + 1}, or correct data.token_dtype"
+        )
 
 
 class Digest(NamedTuple):

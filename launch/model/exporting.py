@@ -1,5 +1,6 @@
 """A folder that transformers loads, out of a checkpoint of ``maingrad train``."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -9,25 +10,18 @@ import torch
 from ..safetensors_io import export_safetensors, read_weights
 from .hugging_face import save_hugging_face
 
-__all__ = ["export", "export_hugging_face"]
+__all__ = ["export"]
 
 
-def export(checkpoint: Path, target: Path, *, dtype: torch.dtype | None, trust_remote_code: bool) -> None:
-    """``export_safetensors`` to a file that ends with .safetensors, ``export_hugging_face`` otherwise."""
-    if target.suffix == ".safetensors":
-        export_safetensors(checkpoint, target, dtype=dtype)
-    else:
-        export_hugging_face(checkpoint, target, dtype=dtype, trust_remote_code=trust_remote_code)
-
-
-def export_hugging_face(
+def export(
     checkpoint: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write what a run of ``model.hugging_face`` writes after its last step, for any checkpoint of it.
+    """Write the weights of a checkpoint: into one file, if ``target`` ends with .safetensors (``export_safetensors``);
+    else what a run of ``model.hugging_face`` writes after its last step, into a folder.
 
     trust_remote_code  whether code of the folder ``model.hugging_face``, which the checkpoint names, may run
     dtype              of all floating-point parameters, rounded from the masters where there are any; None: each
@@ -36,6 +30,9 @@ def export_hugging_face(
     Needs no process group, and memory for the weights. Raises ``ValueError`` for a checkpoint of another model and for
     a folder that holds other files, and ``FileNotFoundError`` and ``ValueError`` like ``load_checkpoint``.
     """
+    if Path(target).suffix == ".safetensors":
+        export_safetensors(checkpoint, target, dtype=dtype)
+        return
     weights = read_weights(checkpoint, dtype=dtype)
     settings = weights.extra.get("config", {}).get("model", {}) if isinstance(weights.extra, dict) else {}
     source = settings.get("hugging_face")
@@ -48,8 +45,5 @@ def export_hugging_face(
         raise ValueError(f"'{source}', the model.hugging_face of '{checkpoint}', has no config.json (any more)")
     if Path(target).exists() and (not Path(target).is_dir() or any(Path(target).iterdir())):
         raise ValueError(f"'{target}' is there already; name a folder that is empty or new")
-    save_hugging_face(weights.tensors, source, target, _say, trust_remote_code)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    say = functools.partial(print, file=sys.stderr)
+    save_hugging_face(weights.tensors, source, target, say, trust_remote_code)

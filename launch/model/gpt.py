@@ -32,30 +32,12 @@ __all__ = [
     "Block",
     "FeedForward",
     "LossParts",
-    "RMSNorm",
     "build_model",
     "rotary_tables",
     "rotate",
 ]
 
 _WRITES_TO_RESIDUAL = re.compile(r"attention\.out\.weight$|ffn\.(shared\.)?down\.weight$|ffn\.experts\.fc2_weight")
-
-
-class RMSNorm(nn.Module):
-    """``y = weight * x / sqrt(mean(x^2) + eps)`` over the last dim, computed in fp32. Zhang and Sennrich, 2019."""
-
-    def __init__(self, dim: int, *, eps: float = 1e-6, device: torch.device | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., D] of any floating dtype -> same shape and dtype."""
-        if x.is_cuda:  # one kernel each way; on the CPU torch composes it from several, in another order
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        x_f = x.float()
-        scale = torch.rsqrt(x_f.square().mean(-1, keepdim=True) + self.eps)
-        return (x_f * scale).to(x.dtype) * self.weight
 
 
 def rotary_tables(length: int, head_dim: int, base: float, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -111,9 +93,9 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         dtype = config.torch_dtype
-        self.attention_norm = RMSNorm(config.dim, device=device, dtype=dtype)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6, device=device, dtype=dtype)
         self.attention = Attention(config, device, delay_wgrad=delay_wgrad)
-        self.ffn_norm = RMSNorm(config.dim, device=device, dtype=dtype)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6, device=device, dtype=dtype)
         self.ffn: nn.Module
         if has_experts:
             self.ffn = MixtureOfExperts(config, device, delay_wgrad=delay_wgrad)
@@ -182,7 +164,7 @@ class GPT(nn.Module):
             Block(config, device, has_experts=config.has_experts(index), delay_wgrad=index >= first_delayed)
             for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.dim, device=device, dtype=dtype)
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6, device=device, dtype=dtype)
         self.head = make_linear(config, config.dim, config.vocab_size, device, config.delay_wgrad_layers > 0)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight

@@ -1,49 +1,54 @@
 """A causal language model of Hugging Face for ``maingrad train``, from a folder with ``config.json``.
 
-No architecture is named here. The decoder layers are the longest ``nn.ModuleList`` that lies in no other one.
+No architecture is named here: ``parallelize`` finds decoder layers the same way.
 """
 
+import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...te_integration import convert_linears
 from ...te_integration.dense.linear_module import LinearModule
 from ..config.error import ConfigError
 from ..config.model import ModelConfig
-from .deferred import DeferredValues, stored_tensors
+from ..parallelizing.blocks import default_units
 from .gpt import GPT, build_model
-from .hugging_face_folder import copy_tokenizer, load_settings, stays_inside, transformers_package
-from .hugging_face_routers import RouterLoss
-from .loss import mean_loss
+from .hugging_face_folder import check_weight_files, copy_tokenizer, load_settings, stays_inside, transformers_package
+from .loss import find_padding, mean_loss
 
 __all__ = ["HuggingFaceModel", "LanguageModel", "build_language_model", "check_documents", "save_hugging_face"]
 
 _KEY = "model.hugging_face"
+_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Names of the auxiliary loss's weight in ``config.json``."""
+_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+"""Of the function that computes the loss, in most architectures."""
 
 
 class HuggingFaceModel(nn.Module):
     """Gives a model of ``transformers`` the interface of ``GPT``.
 
     model  any ``AutoModelForCausalLM``; its parameters keep their names, after ``model.``
+    pads   whether rows end with padding. The model then gets an ``attention_mask``, by which its own auxiliary loss of
+           routers leaves padding out; attention may take a slower kernel
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, pads: bool = False) -> None:
         super().__init__()
         self.model = model
         self.loss_parts = None
-        self.blocks = decoder_layers(model)
+        self.blocks = list(default_units(model))
         """The decoder layers, a list that registers nothing."""
-        self.router_loss = RouterLoss(model)
-        """The model's own auxiliary loss."""
-        self.values: DeferredValues | None = None
-        """Gives values to a model whose tensors are still on meta; None: they have them."""
-        self.whole_because: str | None = None
-        """Why ``from_pretrained`` has loaded the whole model into host memory, where ``values`` were asked for."""
+        if not self.blocks:
+            raise ConfigError(f"{_KEY}: {type(model).__name__} has no nn.ModuleList of decoder layers to make units of")
+        self.pads = pads
 
     @property
     def vocab_size(self) -> int:
@@ -66,92 +71,93 @@ class HuggingFaceModel(nn.Module):
 
         positions  [B, T] int64, beginning at 0 with each document: attention stays within documents
 
-        In training, the loss includes the model's own auxiliary loss, if ``config.json`` asks for router logits. It
-        leaves out padding, the places of a row behind its last target that counts.
+        In training, the loss includes the model's own auxiliary loss, if ``config.json`` asks for router logits.
         """
-        outputs = self.model(input_ids=tokens, position_ids=positions, use_cache=False)
+        mask = find_padding(targets).logical_not().long() if self.pads and targets is not None else None
+        outputs = self.model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
         if targets is None:
             logits: Tensor = outputs.logits
             return logits
         loss = mean_loss(outputs.logits, targets)
-        if self.training:
-            auxiliary = self.router_loss.of(outputs, targets)
-            loss = loss if auxiliary is None else loss + auxiliary
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if self.training and isinstance(auxiliary, Tensor):
+            loss = loss + self._auxiliary_weight() * auxiliary
         return loss
+
+    def _auxiliary_weight(self) -> float:
+        config = self.model.config
+        found = [getattr(each, name, None) for each in (config, config.get_text_config()) for name in _WEIGHTS]
+        return next((float(value) for value in found if value is not None), 0.0)
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether the model's class has an auxiliary loss of its own, which knows no ``attention_mask``."""
+        function = getattr(sys.modules[type(self.model).__module__], "load_balancing_loss_func", None)
+        knows = function is not None and list(inspect.signature(function).parameters) == _ARGUMENTS
+        return bool(getattr(self.model.config.get_text_config(), "output_router_logits", False)) and not knows
 
 
 LanguageModel = GPT | HuggingFaceModel
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The longest ``nn.ModuleList`` that lies in no other one. Raises ``ConfigError`` if there is none."""
-    found: list[list[nn.Module]] = []
-
-    def collect(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                found.append(list(child))
-            else:
-                collect(child)
-
-    collect(model)
-    if not found:
-        raise ConfigError(f"{_KEY}: {type(model).__name__} has no nn.ModuleList of decoder layers to make units of")
-    return max(found, key=len)
-
-
 def build_language_model(
-    config: ModelConfig, *, seed: int, device: torch.device | None = None, deferred: bool = False
+    config: ModelConfig,
+    *,
+    seed: int,
+    device: torch.device | None = None,
+    placeholder: bool = False,
+    pads: bool = False,
 ) -> LanguageModel:
     """The model of ``config`` on ``device``: the same on every rank. On meta nothing is allocated.
 
-    deferred  a model of Hugging Face stays on meta, and ``values`` fills it, part by part. If its weights cannot be
-              read one by one, the whole model is on the CPU, and ``whole_because`` says why
+    placeholder  a model of Hugging Face is on meta, with the dtypes that stored weights have when they are loaded:
+                 another rank gives the values
+    pads         whether rows end with padding (``HuggingFaceModel``)
 
     Raises ``ConfigError`` for a folder that cannot be read, and if ``transformers`` is missing.
     """
     if config.hugging_face is None:
         return build_model(config, seed=seed, device=device)
-    transformers = transformers_package()
-    device = torch.device("cpu") if device is None else device
+    device = torch.device("meta" if placeholder else "cpu" if device is None else device)
     folder = config.hugging_face
     if not Path(folder).is_dir():
         raise ConfigError(f"{_KEY} = {folder!r}: there is no such folder (working directory: {Path.cwd()})")
-    values: DeferredValues | None = None
-    whole_because: str | None = None
     try:
-        settings = load_settings(folder, trust_remote_code=config.trust_remote_code)
-        arguments: dict[str, Any] = {"dtype": config.torch_dtype, "trust_remote_code": config.trust_remote_code}
-        if config.attention is not None:
-            arguments["attn_implementation"] = config.attention
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(settings, **arguments)
-        if device.type != "meta":
-            files = stored_tensors(model, folder, config.torch_dtype) if config.pretrained else None
-            if isinstance(files, str):
-                whole_because = files
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    folder, config=settings, local_files_only=True, use_safetensors=True, **arguments
-                )
-                if not deferred:
-                    model = model.to(device)
-            else:
-                values = DeferredValues(model, files, seed=seed, device=device)
+        model = _build(config, folder, seed, device, placeholder=placeholder)
     except ConfigError:
         raise
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
         remedy = "; model.pretrained = false draws new weights from config.json" if config.pretrained else ""
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
     if config.fuse_wgrad_accumulation:
         convert_linears(model)
         _leave_head_unquantised(model)
-    found = HuggingFaceModel(model.train())
-    found.whole_because = whole_because
-    if deferred:
-        found.values = values
-    elif values is not None:
-        values.fill(model.modules())
-    return found
+    return HuggingFaceModel(model.train(), pads=pads)
+
+
+def _build(config: ModelConfig, folder: str, seed: int, device: torch.device, *, placeholder: bool) -> Any:
+    """The model of ``transformers``. Values are read or drawn on the CPU, so that a seed means the same everywhere."""
+    classes = transformers_package().AutoModelForCausalLM
+    settings = load_settings(folder, trust_remote_code=config.trust_remote_code)
+    options: dict[str, Any] = {"dtype": config.torch_dtype, "trust_remote_code": config.trust_remote_code}
+    if config.attention is not None:
+        options["attn_implementation"] = config.attention
+    stored = {"config": settings, "local_files_only": True, "use_safetensors": True, **options}
+    if config.pretrained and (placeholder or device.type != "meta"):
+        check_weight_files(Path(folder))
+    if device.type == "meta":
+        with torch.device("meta"):
+            model = classes.from_config(settings, **options)
+        keeps = [getattr(model, f"_keep_in_fp32_modules{kind}", None) for kind in ("", "_strict")]
+        # Which modules stay in fp32 is known to ``from_pretrained`` alone.
+        if not (placeholder and config.pretrained and any(keeps)):
+            return model
+        return classes.from_pretrained(folder, device_map="meta", **stored)
+    if config.pretrained:
+        return classes.from_pretrained(folder, **stored).to(device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return classes.from_config(settings, **options).to(device)
 
 
 def _leave_head_unquantised(model: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config.error import ConfigError
 
-__all__ = ["copy_tokenizer", "load_settings", "shard_files", "stays_inside", "transformers_package"]
+__all__ = ["check_weight_files", "copy_tokenizer", "load_settings", "stays_inside", "transformers_package"]
 
 _KEY = "model.hugging_face"
 _TOKENIZER_FILES = (
@@ -76,16 +76,20 @@ def _refusal(folder: str, what: str) -> str:
     )
 
 
-def shard_files(index: Path) -> dict[str, Path]:
-    """The file of each tensor that ``model.safetensors.index.json`` lists.
+def check_weight_files(folder: Path) -> None:
+    """Raise ``ConfigError`` if there are no safetensors, or if their index lists a file in another folder.
 
-    Raises ``ConfigError`` for a file in another folder.
+    On every rank, also on those that get the first rank's values: a mistake ends all of them.
     """
-    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{_KEY} = '{folder}': has no safetensors; model.pretrained = false draws new weights from config.json"
+        )
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else {}
     for file in set(listed.values()):
         if Path(file).name != file:
             raise ConfigError(f"'{index}' names '{file}', which is no file of its folder; correct it")
-    return {name: index.parent / file for name, file in listed.items()}
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:

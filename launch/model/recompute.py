@@ -5,15 +5,15 @@ Regions are non-reentrant ``torch.utils.checkpoint``s inside a block's or its at
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..config.error import require
 from ..config.run import Config
+from ..parallelizing.blocks import recompute
 
 __all__ = ["recompute_blocks"]
 
@@ -51,30 +51,14 @@ def recompute_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
         region: nn.Module = block
         if settings.recompute == "attention":
             found = [getattr(block, name) for name in _ATTENTION if isinstance(getattr(block, name, None), nn.Module)]
-            require(
-                len(found) == 1,
-                "train.recompute",
-                settings.recompute,
-                f'{type(block).__name__} has no module {" or ".join(_ATTENTION)}; use "blocks" or "operators"',
-            )
+            remedy = f'{type(block).__name__} has no module {" or ".join(_ATTENTION)}; use "blocks" or "operators"'
+            settings.require(len(found) == 1, "recompute", remedy)
             region = found[0]
-        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not settings.cuda_graph}
+        how: dict[str, Any] = {"preserve_rng_state": not settings.cuda_graph}
         if settings.recompute == "operators":
             how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        region.forward = _Recomputed(region.forward, how)
+        recompute(region, **how)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in _KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _Recomputed:
-    """A forward in a checkpointed region, in training; as it is otherwise."""
-
-    def __init__(self, forward: Callable[..., Any], how: dict[str, Any]) -> None:
-        self._forward, self._how = forward, how
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        return checkpoint(self._forward, *args, **self._how, **kwargs)

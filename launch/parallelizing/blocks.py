@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Units", "add_recompute", "default_units", "find_units", "self_contained"]
+__all__ = ["Units", "add_recompute", "default_units", "find_units", "recompute", "self_contained"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,14 +130,21 @@ def add_recompute(model: Any, units: Iterable[nn.Module]) -> None:
         return
 
     for unit in units:
-        if _FORWARD in unit.__dict__:
-            continue
-        unit.__dict__[_FORWARD] = unit.forward
+        recompute(unit)
+
+
+_FORWARD, _HOW = "_maingrad_forward", "_maingrad_recompute"
+
+
+def recompute(unit: nn.Module, **how: Any) -> None:
+    """Compute the activations of a module's forward again in backward, instead of keeping them.
+
+    how  arguments of ``torch.utils.checkpoint.checkpoint``
+    """
+    if _FORWARD not in unit.__dict__:
+        unit.__dict__.update({_FORWARD: unit.forward, _HOW: how})
         # A bound method: a copy of the model (EMA) gets one that is bound to the copy.
         unit.forward = types.MethodType(_recomputed, unit)
-
-
-_FORWARD = "_maingrad_forward"
 
 
 def _recomputed(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -145,4 +152,4 @@ def _recomputed(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = unit.__dict__[_FORWARD]
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **unit.__dict__[_HOW], **kwargs)

@@ -151,19 +151,22 @@ def shard_units(
     mesh: Ranks,
     policy: MixedPrecisionPolicy,
     options: Mapping[str, Any],
+    policies: Mapping[nn.Module, MixedPrecisionPolicy] | None = None,
 ) -> FSDPModule:
     """Make units of the blocks, the inner ones first, and of the whole model.
 
-    options  arguments of ``fully_shard``. Without a ``mixed_precision`` in it, trained parameters are stored in fp32
+    options   arguments of ``fully_shard``. Without a ``mixed_precision`` in it, trained parameters are stored in fp32
+    policies  of units with another policy than the rest
     """
-    given = {**options, "mixed_precision": policy}
     only_of_units, only_of_model = {"reshard_after_forward"}, {"copy_engine_gather"}
     ignored = {id(param) for param in options.get("ignored_params", ())}
     for module in (*sorted(units, key=lambda unit: sum(1 for _ in unit.modules())), model):
         left_out = only_of_units if module is model else only_of_model
         if options.get("mixed_precision") is None:
             store_in_fp32(module, ignored)  # one unit at a time: the others' memory is that of their shards already
-        fully_shard(module, mesh, placements, **{key: value for key, value in given.items() if key not in left_out})
+        given = {key: value for key, value in options.items() if key not in left_out}
+        given["mixed_precision"] = (policies or {}).get(module, policy)
+        fully_shard(module, mesh, placements, **given)
     assert isinstance(model, FSDPModule), "fully_shard has made it one"
     return model
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..config.error import require
 from ..config.run import Config, ModelConfig
 from ..data.batches import load_corpus
-from ..data.bigram import check_tokens
+from ..data.tokens import check_tokens
 from ..model.hugging_face import LanguageModel, build_language_model
 from ..training.loading import check_model, make_sampler, validation_batch
 from ..training.run_state import check_resume, where_to_resume

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...ddp import DistributedDataParallelConfig
 from ...ddp.collectives.placements import Placement, Placements
-from ..config.run import Config, DdpConfig, FsdpConfig, Parallel
+from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
 from .grad_peak import peak_of_grads
 from .parameter_count import ParameterCount, count_of
@@ -102,10 +103,11 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
 
 def _alternatives(config: Config) -> dict[Parallel, Config]:
     """The run's configuration under each kind of parallelism, with what has no meaning there left out."""
-    sharded = dataclasses.replace(config.ddp, num_distributed_optimizer_instances=None)
+    sharded = dataclasses.replace(config.ddp, use_distributed_optimizer=True, num_distributed_optimizer_instances=1)
     whole = dataclasses.replace(
         sharded,
-        overlap_param_gather=None,
+        use_distributed_optimizer=False,
+        overlap_param_gather=False,
         copy_engine_param_gather=False,
         grad_reduce_wire_dtype=None,
         keep_params_whole=False,
@@ -115,12 +117,13 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
     else:
         units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
-    sections: dict[Parallel, tuple[DdpConfig, FsdpConfig]] = {
+    unused = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    sections: dict[Parallel, tuple[DistributedDataParallelConfig, FsdpConfig]] = {
         "ddp": (whole, FsdpConfig()),
         "zero1": (sharded, FsdpConfig()),
-        "hybrid": (sharded, FsdpConfig()),
-        "fsdp": (DdpConfig(), units),
-        "hsdp": (DdpConfig(), units),
+        "hybrid": (dataclasses.replace(sharded, num_distributed_optimizer_instances=2), FsdpConfig()),
+        "fsdp": (unused, units),
+        "hsdp": (unused, units),
     }
     others = {
         parallel: dataclasses.replace(config, parallel=parallel, ddp=ddp, fsdp=fsdp)

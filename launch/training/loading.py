@@ -1,18 +1,21 @@
 """What a run trains, and on what: the model, the sampler of sequences, the validation set."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..config.error import require
+from ...te_integration.dense.quantized_linear import takes_recipe
+from ...te_integration.recipes import Recipe, recipe_named
+from ..config.error import ConfigError
 from ..config.run import Config
 from ..data.batches import Batch, Corpus, validation_windows
 from ..data.sequences import Sampler, concatenated
-from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model, check_documents
+from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model
 from ..model.recompute import recompute_blocks
+from .runtime import Runtime
 
-__all__ = ["check_model", "load_model", "make_sampler", "validation_batch"]
+__all__ = ["check_model", "load_model", "load_recipe", "make_sampler", "validation_batch"]
 
 
 def check_model(config: Config, model: LanguageModel) -> None:
@@ -21,52 +24,55 @@ def check_model(config: Config, model: LanguageModel) -> None:
 
     model  may be on meta
     """
-    source = config.model.hugging_face
+    source, settings = config.model.hugging_face, config.train
     if source is None or not isinstance(model, HuggingFaceModel):
         return
-    target = Path(config.train.out_dir) / "hugging_face"
-    require(
-        not config.model.save_hugging_face or Path(source).resolve() != target.resolve(),
-        "model.hugging_face",
-        source,
-        "would be overwritten by the trained model; set another train.out_dir, or model.save_hugging_face = false",
-    )
-    require(
-        config.data.documents != "pad" or not model.router_loss.counts_padding,
-        "data.documents",
-        "pad",
+    overwrites = Path(source).resolve() == (Path(settings.out_dir) / "hugging_face").resolve()
+    remedy = "would be overwritten by the trained model; set another train.out_dir, or model.save_hugging_face = false"
+    config.model.require(not (config.model.save_hugging_face and overwrites), "hugging_face", remedy)
+    remedy = (
         "would have padding in the auxiliary loss of this model's routers, which its class computes in a way of its "
-        'own; set "mask", or output_router_logits to false in config.json',
+        'own; set "mask", or output_router_logits to false in config.json'
     )
+    config.data.require(config.data.documents != "pad" or not model.counts_padding, "documents", remedy)
     longest = model.context_length
-    require(
-        longest is None or config.train.sequence_length <= longest,
-        "train.sequence_length",
-        config.train.sequence_length,
-        f"must be at most max_position_embeddings = {longest} of '{source}'",
-    )
+    remedy = f"must be at most max_position_embeddings = {longest} of '{source}'"
+    settings.require(longest is None or settings.sequence_length <= longest, "sequence_length", remedy)
 
 
-def load_model(config: Config, device: torch.device, say: Callable[[str], None]) -> LanguageModel:
-    """The model on ``device``, recomputing and compiled as ``[train]`` says, not yet wrapped.
+def load_model(config: Config, runtime: Runtime) -> LanguageModel:
+    """The model, recomputing and compiled as ``[train]`` says, not yet wrapped.
 
-    A model of Hugging Face that is to be sharded has no values yet (``HuggingFaceModel.values``).
-
-    say  called with a line for the screen
+    A model of Hugging Face that is to be sharded has values on the first rank, in host memory. Elsewhere it is on
+    meta.
 
     Raises ``ConfigError`` if it does not fit the run.
     """
-    model = build_language_model(config.model, seed=config.train.seed, device=device, deferred=config.fully_sharded)
+    is_shared = config.fully_sharded and config.model.hugging_face is not None
+    model = build_language_model(
+        config.model,
+        seed=config.train.seed,
+        device=torch.device("cpu") if is_shared else runtime.device,
+        placeholder=is_shared and runtime.rank > 0,
+        pads=config.data.documents == "pad",
+    )
     check_model(config, model)
-    if isinstance(model, HuggingFaceModel):
-        if model.whole_because is not None:
-            say(f"each rank loads the whole model into host memory: {model.whole_because}")
-        if config.data.documents == "mask" and not config.fully_sharded:
-            check_documents(model, device)
     recompute_blocks(model.blocks, config)
     if config.train.compile:
         model.compile_blocks(config.train.compile_backend)
     return model
+
+
+def load_recipe(config: Config, device: torch.device) -> Recipe | None:
+    """``train.recipe``; None for "none". Raises ``ConfigError`` where the device has no kernels for the recipe."""
+    settings = config.train
+    recipe = recipe_named(settings.recipe, emulate=settings.emulate_recipe)
+    try:
+        if recipe is not None:
+            takes_recipe(recipe, torch.empty(1, dtype=config.model.torch_dtype, device=device), "train.recipe")
+    except RuntimeError as error:
+        raise ConfigError(f"{error}; set train.emulate_recipe = true") from None
+    return recipe
 
 
 def make_sampler(config: Config, corpus: Corpus) -> Sampler:
@@ -85,12 +91,10 @@ def make_sampler(config: Config, corpus: Corpus) -> Sampler:
 def validation_batch(config: Config, corpus: Corpus) -> Batch:
     """The validation set: with weights, each path has its share of the sequences, and one at least."""
     weights = config.data.weights if len(corpus.validation_bodies) > 1 else (1.0,)
+    options: dict[str, Any] = {
+        "sequence_length": config.train.sequence_length,
+        "documents": config.data.documents,
+    }
     counts = [max(1, round(config.train.eval_sequences * weight / sum(weights))) for weight in weights]
-    return concatenated(
-        [
-            validation_windows(
-                body, count=count, sequence_length=config.train.sequence_length, documents=config.data.documents
-            )
-            for body, count in zip(corpus.validation_bodies, counts, strict=True)
-        ]
-    )
+    parts = zip(corpus.validation_bodies, counts, strict=True)
+    return concatenated([validation_windows(body, count=count, **options) for body, count in parts])

@@ -11,20 +11,20 @@ kind            when                    what
                                         in loss) and max_expert_load, the fullest expert's over an even share
 ``validation``  every eval_every steps  loss on the fixed validation set
 ``checkpoint``  every save_every steps  step, and seconds for which training stood still
-``final``       at the end              validation loss beside the bigram's, steps, seconds
+``final``       at the end              validation loss, steps, seconds; of the demonstration also the bigram's loss
 ``interrupted`` instead of ``final``    after Ctrl-C or SIGTERM
 """
 
 import json
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from ...ddp.checkpoint.files.small_file import open_small_file
 from ...ddp.collectives.timeline import BucketSpan, GatherSpan, Timeline
 from .runtime import Runtime, versions
+from .watching.replacing import replacing
 from .watching.trackers import Tracker
 from .wrapping import Wrapped
 
@@ -55,15 +55,12 @@ class MetricsWriter:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept = self._records_to_keep(self._path)
-            # Write a temporary file, then rename it: a killed process leaves either the old records or the new ones.
-            staging = self._path.with_name(f"{self._path.name}.incomplete")
-            staging.unlink(missing_ok=True)  # of a run that was killed, or a link
-            self._file = staging.open("w", encoding="utf-8")
-            self._file.writelines(json.dumps(record) + "\n" for record in kept)
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            staging.replace(self._path)
-        self._file.write(json.dumps({"kind": kind, **_finite(fields)}) + "\n")
+            # In the place of the old file at once: a killed process leaves either the old records or the new ones.
+            with replacing(self._path) as file:
+                file.writelines(json.dumps(record) + "\n" for record in kept)
+            self._file = self._path.open("a", encoding="utf-8")
+        finite = json.loads(json.dumps({"kind": kind, **fields}), parse_constant=lambda name: None)
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         for tracker in self.trackers:
             tracker.add(kind, fields)
@@ -117,7 +114,7 @@ def numbered_records(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, s
 
 def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:
     """What the first step did, as read from tensors, counters and the spans of ``timeline``."""
-    parameters, records = wrapped.parameters(), wrapped.records
+    parameters, records = wrapped.parameters, wrapped.records
     fused = [record for record in records if record.num_fused_writes]
     synced = Counter(span.synced for span in timeline.backwards)
     return {
@@ -125,8 +122,8 @@ def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> di
         "backend": runtime.backend,
         "device": str(runtime.device),
         "num_parameters": sum(parameter.numel for parameter in parameters),
-        "parameter_dtypes": _counts(_dtype_name(parameter) for parameter in parameters),
-        "main_grad_dtypes": _counts(_dtype_name(record.view) for record in records),
+        "parameter_dtypes": _counts(parameter.dtype for parameter in parameters),
+        "main_grad_dtypes": _counts(record.view.dtype for record in records),
         "fused_weights": len(fused),
         "fused_writes": sum(record.num_fused_writes for record in fused),
         "delayed_weights": sum(parameter.delayed for parameter in parameters),
@@ -143,34 +140,14 @@ def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> di
 
 def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
     """Spans of one step and of the forward after it, in seconds, as ``report/overlap.py`` reads them."""
-    return {
-        "step": step,
-        "forwards": [span._asdict() for span in timeline.forwards],
-        "backwards": [span._asdict() for span in timeline.backwards],
-        "buckets": [span._asdict() for span in timeline.buckets],
-        "gathers": [span._asdict() for span in timeline.gathers],
-        "waits": [span._asdict() for span in timeline.waits],
-        "phases": [span._asdict() for span in timeline.phases],
-    }
+    kinds = ("forwards", "backwards", "buckets", "gathers", "waits", "phases")
+    return {"step": step, **{kind: [span._asdict() for span in getattr(timeline, kind)] for kind in kinds}}
 
 
 def _sent(span: BucketSpan | GatherSpan) -> dict[str, Any]:
     return {"bucket": span.bucket, "collective": span.collective, "nbytes": span.nbytes}
 
 
-def _dtype_name(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _counts(names: Iterable[str] | Iterator[str]) -> dict[str, int]:
-    return dict(sorted(Counter(names).items()))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return value
+def _counts(names: Iterable[Any]) -> dict[str, int]:
+    """How often each name occurs; dtypes are named without their module."""
+    return dict(sorted(Counter(str(name).removeprefix("torch.") for name in names).items()))

@@ -30,6 +30,8 @@ from .wrapping import Wrapped
 __all__ = ["RunSaver", "check_resume", "resume_run", "where_to_resume", "write_resolved"]
 
 _FOLDER = "checkpoints"
+_FIXED = ("model.", "data.", "optimizer.", "train.global_batch_size", "train.sequence_length", "train.seed")
+"""Tables and keys that a resumed run must have as before: they are the model and the data."""
 _MAY_DIFFER = frozenset(
     {
         "model.fuse_wgrad_accumulation",
@@ -37,29 +39,8 @@ _MAY_DIFFER = frozenset(
         "model.save_hugging_face",
         "model.trust_remote_code",
         "data.cache_dir",
-        "train.steps",
-        "train.max_seconds",
-        "train.num_microbatches",
-        "train.eval_every",
-        "train.eval_sequences",
-        "train.log_every",
-        "train.save_every",
-        "train.resume",
-        "train.resume_with_other_data",
-        "train.compile",
-        "train.compile_backend",
-        "train.recipe",
-        "train.emulate_recipe",
-        "train.recompute",
-        "train.recompute_every",
-        "train.cuda_graph",
-        "train.device",
-        "train.out_dir",
     }
 )
-"""Keys that a resumed run may change: they change neither the model nor the data."""
-_SECTIONS_MAY_DIFFER = ("ddp.", "fsdp.", "checkpoint.", "logging.", "profile.")
-"""Tables that may differ as a whole; and ``parallel`` may."""
 
 
 def write_resolved(config: Config, world_size: int) -> None:
@@ -86,15 +67,13 @@ def _git_commit() -> str | None:
         return None
 
 
-def _checkpoint_path(out_dir: Path, step: int) -> Path:
-    """Folder of the checkpoint after ``step`` steps."""
-    return out_dir / _FOLDER / f"step-{step:08d}"
+def _checkpoints(folder: Path) -> dict[Path, int]:
+    """Step of each folder that is named like a checkpoint of a run, in their order; not of ``step-best``.
 
-
-def _step_of(path: Path) -> int | None:
-    """The step of a checkpoint's folder; None: a folder with a name of the user's, such as ``step-best``."""
-    number = path.name.removeprefix("step-")
-    return int(number) if number.isdecimal() else None
+    A checkpoint that a killed save has not yet moved to its place counts, under the name that it would have.
+    """
+    places = {path.with_suffix(""): path.name.partition(".")[0].removeprefix("step-") for path in folder.glob("step-*")}
+    return {path: int(number) for path, number in sorted(places.items()) if number.isdecimal()}
 
 
 def where_to_resume(config: Config) -> Path | None:
@@ -103,21 +82,18 @@ def where_to_resume(config: Config) -> Path | None:
     Raises ``ConfigError`` for a missing folder, and for a new run in a folder with checkpoints of an earlier run.
     """
     wanted = config.train.resume
-    # A checkpoint that a killed save has not yet moved to its place counts too.
-    places = {path.with_suffix("") for path in (Path(config.train.out_dir) / _FOLDER).glob("step-*")}
-    steps = {path: step for path in places if (step := _step_of(path)) is not None}
-    found = sorted(
-        (path for path in steps if find(path).is_dir() and not is_being_deleted(find(path))), key=steps.__getitem__
-    )
+    steps = _checkpoints(Path(config.train.out_dir) / _FOLDER)
+    found = [path for path in steps if find(path).is_dir() and not is_being_deleted(find(path))]
+    newest = max(found, key=steps.__getitem__, default=None)
     if wanted is None:
-        if found and config.train.save_every is not None:
+        if newest is not None and config.train.save_every is not None:
             raise ConfigError(
-                f"train.out_dir = {config.train.out_dir!r}: '{found[-1]}' of an earlier run is there, and would be "
-                f"mixed up with this one's; go on from it with train.resume = 'auto', or remove it, or write elsewhere"
+                f"train.out_dir = {config.train.out_dir!r}: '{newest}' of an earlier run is there, and would be mixed "
+                f"up with this one's; go on from it with train.resume = 'auto', or remove it, or write elsewhere"
             )
         return None
     if wanted == "auto":
-        return found[-1] if found else None
+        return newest
     if not find(Path(wanted)).is_dir():
         raise ConfigError(f"train.resume = {wanted!r}: there is no such folder; name a checkpoint, or set 'auto'")
     return Path(wanted)
@@ -160,10 +136,13 @@ class RunSaver:
             "config": config_to_dict(self._config),
             "data": {part: digest._asdict() for part, digest in data.items()},
         }
-        path = _checkpoint_path(self._folder.parent, pace.step)
-        model, optimizer = self._wrapped.model, self._wrapped.optimizer
-        background = self._config.checkpoint.background
-        self._pending = save_checkpoint(path, model, optimizer, extra=extra, background=background)
+        self._pending = save_checkpoint(
+            self._folder / f"step-{pace.step:08d}",
+            self._wrapped.model,
+            self._wrapped.optimizer,
+            extra=extra,
+            background=self._config.checkpoint.background,
+        )
         self.look()
 
     def failed(self) -> bool:
@@ -194,7 +173,7 @@ class RunSaver:
     def _is_complete(self) -> None:
         if not self._is_main:
             return
-        self._say(f"step {self._step:>5}  checkpoint in '{_checkpoint_path(self._folder.parent, self._step)}'")
+        self._say(f"step {self._step:>5}  checkpoint in '{self._folder / f'step-{self._step:08d}'}'")
         # In a thread: deleting large files takes a file system longer than a step.
         self._deletion = threading.Thread(target=self._delete, args=(self._step,), name="deletion of checkpoints")
         self._deletion.start()
@@ -202,9 +181,8 @@ class RunSaver:
     def _delete(self, newest: int) -> None:
         """Delete older checkpoints. Links, empty folders and all else that no save has written stay."""
         keep = self._config.checkpoint
-        for path in sorted(self._folder.glob("step-*")):
-            number = _step_of(path)
-            if number is None or number > newest:  # those after it are of a run that was resumed earlier
+        for path, number in _checkpoints(self._folder).items():
+            if number > newest:  # those after it are of a run that was resumed earlier
                 continue
             if path.is_symlink() or not (is_complete(path) or is_left_to_delete(path)):
                 continue
@@ -220,8 +198,7 @@ class RunSaver:
 
     def _steps(self) -> list[int]:
         """Steps of all checkpoints, those behind links included."""
-        folders = [path for path in self._folder.glob("step-*") if is_complete(path)]
-        return [step for path in folders if (step := _step_of(path)) is not None]
+        return [step for path, step in _checkpoints(self._folder).items() if is_complete(path)]
 
 
 def resume_run(
@@ -250,8 +227,8 @@ def resume_run(
 
 def _check_no_link(config: Config, step: int) -> None:
     """Raise ``ConfigError`` if the run may save through a link, over a checkpoint that lies elsewhere."""
-    for path in (Path(config.train.out_dir) / _FOLDER).glob("step-*"):
-        if path.is_symlink() and (_step_of(path) or 0) > step and config.train.save_every is not None:
+    for path, number in _checkpoints(Path(config.train.out_dir) / _FOLDER).items():
+        if path.is_symlink() and number > step and config.train.save_every is not None:
             raise ConfigError(
                 f"'{path}' is a link, and this run goes on after step {step} and might write over "
                 f"'{path.resolve()}': remove the link, or set another train.out_dir"
@@ -278,16 +255,20 @@ def _check_same(path: Path, extra: Any, config: Config, data: Mapping[str, Diges
 
 
 def _check_same_run(path: Path, saved: dict[str, Any], config: Config) -> None:
-    before, now = flat(saved), flat(config_to_dict(config))
-    defaults = flat(config_to_dict(Config()))  # of keys that are newer than the checkpoint
-    sections = (*_SECTIONS_MAY_DIFFER, *(("data.",) if config.train.resume_with_other_data else ()))
+    before, now = _plain(saved), _plain(config_to_dict(config))
+    defaults = _plain(config_to_dict(Config()))  # of keys that are newer than the checkpoint
     for key, value in now.items():
-        if key in _MAY_DIFFER or key == "parallel" or key.startswith(sections):
+        may_differ = key in _MAY_DIFFER or (key.startswith("data.") and config.train.resume_with_other_data)
+        if may_differ or not key.startswith(_FIXED):
             continue
-        # A tuple comes back from JSON as a list.
         was = before.get(key, defaults.get(key))
-        if (tuple(was) if isinstance(was, list) else was) != (tuple(value) if isinstance(value, list) else value):
+        if was != value:
             raise ConfigError(f"{key} = {value!r}: the run in '{path}' had {was!r}, and cannot go on with another")
+
+
+def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat keys and values as JSON has them: a tuple comes back as a list."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in flat(document).items()}
 
 
 def _check_same_data(path: Path, saved: Mapping[str, Any], data: Mapping[str, Digest]) -> None:

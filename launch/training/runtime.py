@@ -1,6 +1,5 @@
 """The process of a run: rank and device from torchrun's environment, and versions of the software."""
 
-import ctypes
 import gc
 import importlib.metadata
 import os
@@ -21,7 +20,6 @@ __all__ = [
     "current_runtime",
     "let_kernels_start_beside_host_memory",
     "process_group_from_env",
-    "return_freed_memory",
     "versions",
 ]
 
@@ -32,6 +30,11 @@ class Runtime(NamedTuple):
     rank: int
     world_size: int
     device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
 
     @property
     def backend(self) -> str:
@@ -74,6 +77,8 @@ def process_group_from_env(device: Literal["auto", "cpu", "cuda"]) -> Iterator[N
     try:
         yield
     finally:
+        # NCCL waits here for ever while a CUDA graph is alive that has captured its collectives.
+        gc.collect()
         dist.destroy_process_group()
         # gloo's threads end with the last reference to the group. One that still frees a collective's tensor while
         # Python exits ends the process with SIGABRT (seen in 1 of 25 short runs).
@@ -103,17 +108,6 @@ def versions() -> dict[str, str]:
         found["cuda"] = str(torch.version.cuda)
         found["gpu"] = torch.cuda.get_device_name()
     return found
-
-
-def return_freed_memory() -> None:
-    """Give freed host memory back to the system, where the C library can (glibc).
-
-    Shards that are allocated between a unit's tensors and after them keep the freed tensors' heap from shrinking: of a
-    model with 320 million parameters half a copy stayed with each process.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _initialized() -> bool:

@@ -4,7 +4,6 @@ Every rank runs :func:`train`, in its own process or as a simulated rank. Rank 0
 """
 
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ...te_integration.recipes import autocast, recipe_named
+from ...te_integration.recipes import autocast
 from ...te_integration.wgrad_queue import drain_modules
 from ..config.run import Config
 from ..data.batches import Batch, load_corpus
-from ..data.bigram import MAX_VOCAB_SIZE, check_tokens, fit_bigram
-from ..model.hugging_face import save_hugging_face
-from .loading import load_model, make_sampler, validation_batch
+from ..data.bigram import bigram_loss
+from ..data.tokens import check_tokens
+from ..model.hugging_face import HuggingFaceModel, check_documents, save_hugging_face
+from .loading import load_model, load_recipe, make_sampler, validation_batch
 from .metrics import MetricsWriter
 from .pace import Pace, lr_factor
 from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
@@ -45,7 +45,8 @@ class TrainResult(NamedTuple):
     validation_loss: float | None
     """Last validation loss in nats per token; None if the run was interrupted before any."""
     bigram_loss: float | None
-    """Loss of the bigram model on the same validation set; None on ranks other than 0 and for large vocabularies."""
+    """Loss of the bigram model on the same validation set; None on ranks other than 0 and for other data than
+    the standard library's source."""
     steps: int
     """Optimizer steps taken."""
     seconds: float
@@ -66,11 +67,11 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     """
     check_packages(config)
     runtime = current_runtime(config.train.device)
-    is_main = runtime.rank == 0
     out_dir = Path(config.train.out_dir)
-    metrics = MetricsWriter(out_dir / "metrics.jsonl" if is_main else None)
-    trainer = _Trainer(config, runtime, metrics, stop or StopRequest(), display or make_display(is_main=is_main))
-    if is_main:
+    metrics = MetricsWriter(out_dir / "metrics.jsonl" if runtime.is_main else None)
+    display = display or make_display(is_main=runtime.is_main)
+    trainer = _Trainer(config, runtime, metrics, stop or StopRequest(), display)
+    if runtime.is_main:
         write_resolved(config, runtime.world_size)
     try:
         with trainer.profiler:
@@ -78,7 +79,6 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     finally:
         trainer.saver.give_up()
         trainer.recorder.close()
-        trainer.display.close()
         metrics.close()
 
 
@@ -93,31 +93,29 @@ class _Trainer:
         config.check_ranks(runtime.world_size)
         self.rows = settings.sequences_per_microbatch(runtime.world_size)
 
+        self.recipe = load_recipe(config, runtime.device)
         # Data: the same validation set on every rank.
-        self.corpus = load_corpus(
-            config.data, sequence_length=settings.sequence_length, cache_dir=Path(settings.out_dir) / "tokens"
-        )
+        cache = Path(settings.out_dir) / "tokens"
+        self.corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
         self.sampler = make_sampler(config, self.corpus)
         self.windows = validation_batch(config, self.corpus)
-        keeps = settings.save_every is not None or settings.resume is not None
-        self.digests = self.corpus.digests(config.data.documents) if keeps else {}
+        self.saves = settings.save_every is not None
+        needs_digests = self.saves or settings.resume is not None
+        self.digests = self.corpus.digests(config.data.documents) if needs_digests else {}
         """Digests of the data at the start of the run."""
         self.unit = "byte" if config.data.is_bytes else "token"
 
         # Model: weights from the seed alone.
         resume_from = where_to_resume(config)
-        self.module = load_model(config, runtime.device, display.message)
+        self.module = load_model(config, runtime)
         check_tokens(self.windows.largest, self.module.vocab_size)
         self.wrapped = wrap(self.module, config, runtime.device)
         self.model = self.wrapped.model
-        self.router_sums: Tensor | None = None
-        """Sums of ``_ROUTER_FIELDS`` over the microbatches since the last record; None without experts."""
-        if config.model.num_experts:
-            self.router_sums = torch.zeros(len(_ROUTER_FIELDS), dtype=torch.float64, device=runtime.device)
-        self.recipe = recipe_named(settings.recipe, emulate=settings.emulate_recipe)
+        if isinstance(self.module, HuggingFaceModel) and config.data.documents == "mask":
+            check_documents(self.module, runtime.device)
         self.pace = pace = Pace(settings.steps, settings.max_seconds)
         self.scheduler = LambdaLR(self.wrapped.optimizer, lambda step: lr_factor(config.optimizer, step, pace.fraction))
-        self.saver = RunSaver(config, self.wrapped, is_main=runtime.rank == 0, say=display.message)
+        self.saver = RunSaver(config, self.wrapped, is_main=runtime.is_main, say=display.message)
         self.profiler = StepProfiler(config, runtime)
         self.graphed = self.wrapped.graphed(self._iteration) if settings.cuda_graph else None
         self.validated = True
@@ -131,75 +129,62 @@ class _Trainer:
                     f"no step is left: train.steps = {settings.steps}, train.max_seconds = {settings.max_seconds}; "
                     f"raise them to train on"
                 )
-        if runtime.rank == 0:
+        if runtime.is_main:
             metrics.trackers = trackers_of(config, None if resume_from is None else pace.step)
         self.recorder = StepRecorder(
             self.wrapped, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
         )
 
+        # Since the last record.
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
+        self.router_sums = torch.zeros(len(_ROUTER_FIELDS), dtype=torch.float64, device=runtime.device)
+        """Sums of ``_ROUTER_FIELDS`` over the microbatches; 0 without experts."""
+        self.logged_step = pace.step
+        self.log_start = self.start = time.monotonic()
+
     def run(self) -> TrainResult:
         """Run all steps and validations, and write all records."""
         settings, pace = self.config.train, self.pace
         self._introduce()
-        bigram_loss = self._bigram_loss()
+        bigram = self._bigram_loss()
         losses: list[float] = []
         validation_loss: float | None = None
         interrupted = False
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        since_log, start, first_step = 0, time.monotonic() - pace.seconds, pace.step
+        first_step, self.start = pace.step, time.monotonic() - pace.seconds
         if not self.validated and self._is_validated_here():
             validation_loss = self._validate()
-        log_start = time.monotonic()
+        self.log_start = time.monotonic()
         while pace.fraction < 1.0 and not interrupted:
             lr = float(self.scheduler.get_last_lr()[0])
             with self.profiler.step(pace.step):
-                loss_sum += self._step(pace.step)
+                self.loss_sum += self._step(pace.step)
             pace.step += 1
-            if pace.step == first_step + 1 and settings.save_every is not None:
+            if pace.step == first_step + 1 and self.saves:
                 self.saver.prepare()
             self.validated = False
-            since_log += 1
-            if since_log == settings.log_every or pace.step == settings.steps:
-                # Only here the host waits for the device, and ranks wait for each other.
-                elapsed, stopping = time.monotonic() - start, float(self.stop.requested)
-                unsaved = float(self.saver.failed())
-                with self.wrapped.failures.watch("the sum of losses"):
-                    sums = self.runtime.all_reduce_sum(
-                        [float(loss_sum) / since_log, stopping, elapsed, unsaved, *self._router_means(since_log)]
-                    )
-                means = [value / self.runtime.world_size for value in sums]
-                mean_loss, stops, pace.seconds, any_unsaved = means[:4]
-                if any_unsaved > 0.0:
-                    self.saver.finish()  # raises the error
-                self.saver.look()
-                interrupted = stops > 0.0
-                losses.append(mean_loss)
-                routers = dict(zip(_ROUTER_FIELDS, means[4:], strict=False))
-                self._log(mean_loss, lr, since_log, time.monotonic() - log_start, routers)
-                since_log, log_start = 0, time.monotonic()
-                loss_sum.zero_()
+            if pace.step % settings.log_every == 0 or pace.step == settings.steps:
+                loss, interrupted = self._log(lr)
+                losses.append(loss)
             self.scheduler.step()
             if not interrupted and self._is_validated_here():
                 validation_loss = self._validate()
-                log_start = time.monotonic()
-            over = pace.fraction >= 1.0
-            if settings.save_every is not None and (over or interrupted or pace.step % settings.save_every == 0):
-                self._save()
-                log_start = time.monotonic()
-        seconds = time.monotonic() - start
+            self._save(is_over=pace.fraction >= 1.0 or interrupted)
+        seconds = time.monotonic() - self.start
         self.saver.finish()
         self.recorder.close()
-        self._conclude(validation_loss, bigram_loss, seconds, interrupted=interrupted)
+        self._conclude(validation_loss, bigram, seconds, interrupted=interrupted)
         return TrainResult(
             tuple(losses),
             validation_loss,
-            bigram_loss,
+            bigram,
             pace.step,
             seconds,
             interrupted,
-            self.runtime.rank == 0,
+            self.runtime.is_main,
             self.module,
         )
+
+    # ---- One step. ----
 
     def _step(self, step: int) -> Tensor:
         """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
@@ -217,6 +202,12 @@ class _Trainer:
         loss = iteration(inputs, targets, *self._document_arguments(step, batches))
         recorder.step_ended()
         return loss
+
+    def _batch(self, step: int, microbatch: int) -> Batch:
+        first = (microbatch * self.runtime.world_size + self.runtime.rank) * self.rows
+        batch = self.sampler.batch(step, slice(first, first + self.rows))
+        check_tokens(batch.largest, self.module.vocab_size)
+        return batch.to(self.runtime.device)
 
     def _document_arguments(self, step: int, batches: list[Batch]) -> list[Tensor]:
         """Of ``_iteration``: nothing where all targets count, else weights, and under ``documents = "mask"`` positions.
@@ -250,7 +241,7 @@ class _Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         for microbatch in range(num_microbatches):
             is_last = microbatch == num_microbatches - 1
-            with nullcontext() if is_last else wrapped.no_sync():
+            with nullcontext() if is_last else self.model.no_sync():
                 loss = self._loss(
                     inputs[microbatch], targets[microbatch], None if positions is None else positions[microbatch]
                 )
@@ -261,42 +252,66 @@ class _Trainer:
                         drain_modules(self.module)
             own = self._own_loss(loss.detach())
             total += own if weights is None else own * weights[microbatch]
-        wrapped.model.finish_grad_sync()  # here, because reports count the next phase as computation
+        self.model.finish_grad_sync()  # here, because reports count the next phase as computation
         with recorder.phase(OPTIMIZER_PHASE):
             wrapped.step()
         wrapped.optimizer.zero_grad()
         return total / num_microbatches if weights is None else total
 
-    def _is_validated_here(self) -> bool:
-        """Whether a validation is due after the current step."""
-        return self.pace.fraction >= 1.0 or self.pace.step % self.config.train.eval_every == 0
-
-    def _save(self) -> None:
-        began = time.monotonic()
-        self.saver.save(self.pace, self.scheduler, self.digests, validated=self.validated)
-        self.metrics.write("checkpoint", step=self.pace.step, seconds=time.monotonic() - began)
-
     def _own_loss(self, loss: Tensor) -> Tensor:
         """The cross-entropy without router losses, so that records of dense and expert models are comparable."""
         parts = self.module.loss_parts
-        if self.router_sums is None or parts is None:
+        if parts is None:
             return loss
         self.router_sums += torch.stack([parts.load_balancing, parts.router_z, parts.max_load])
         return parts.cross_entropy
 
-    def _router_means(self, num_steps: int) -> list[float]:
-        """Means over the microbatches of so many steps on this rank; starts anew."""
-        if self.router_sums is None:
-            return []
-        means = self.router_sums / (num_steps * self.config.train.num_microbatches)
-        self.router_sums.zero_()
-        return [float(value) for value in means.tolist()]
+    # ---- Between steps. ----
 
-    def _batch(self, step: int, microbatch: int) -> Batch:
-        first = (microbatch * self.runtime.world_size + self.runtime.rank) * self.rows
-        batch = self.sampler.batch(step, slice(first, first + self.rows))
-        check_tokens(batch.largest, self.module.vocab_size)
-        return batch.to(self.runtime.device)
+    def _log(self, lr: float) -> tuple[float, bool]:
+        """Record the steps since the last record; returns their mean loss, and whether a rank was asked to stop.
+
+        Only here the host waits for the device, and ranks wait for each other.
+        """
+        settings, pace = self.config.train, self.pace
+        num_steps = pace.step - self.logged_step
+        router_means = (self.router_sums / (num_steps * settings.num_microbatches)).tolist()
+        own = [
+            float(self.loss_sum) / num_steps,
+            float(self.stop.requested),
+            time.monotonic() - self.start,
+            float(self.saver.failed()),
+            *router_means,
+        ]
+        with self.wrapped.failures.watch("the sum of losses"):
+            sums = self.runtime.all_reduce_sum(own)
+        loss, stops, pace.seconds, unsaved, *routers = (value / self.runtime.world_size for value in sums)
+        if unsaved > 0.0:
+            self.saver.finish()  # raises the error
+        self.saver.look()
+        seconds = time.monotonic() - self.log_start
+        rate = settings.global_batch_size * settings.sequence_length * num_steps / seconds
+        norm = self.wrapped.optimizer.grad_norm
+        self.metrics.write(
+            "step",
+            step=pace.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=None if norm is None else float(norm),
+            tokens_per_second=rate,
+            seconds_per_step=seconds / num_steps,
+            elapsed=pace.seconds,
+            **(dict(zip(_ROUTER_FIELDS, routers, strict=True)) if self.config.model.num_experts else {}),
+        )
+        self.display.update(Status(pace.step, pace.steps, pace.fraction, pace.seconds, loss, lr, rate))
+        self.loss_sum.zero_()
+        self.router_sums.zero_()
+        self.logged_step, self.log_start = pace.step, time.monotonic()
+        return loss, stops > 0.0
+
+    def _is_validated_here(self) -> bool:
+        """Whether a validation is due after the current step."""
+        return self.pace.fraction >= 1.0 or self.pace.step % self.config.train.eval_every == 0
 
     @torch.no_grad()
     def _validate(self) -> float:
@@ -323,34 +338,23 @@ class _Trainer:
         self.validated = True
         self.metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
         self.display.message(f"step {self.pace.step:>5}  validation loss {loss:.4f} nats per {self.unit}")
+        self.log_start = time.monotonic()
         return loss
 
-    def _log(
-        self,
-        loss: float,
-        lr: float,
-        num_steps: int,
-        seconds: float,
-        routers: Mapping[str, float],
-    ) -> None:
-        settings, pace = self.config.train, self.pace
-        rate = settings.global_batch_size * settings.sequence_length * num_steps / seconds
-        norm = self.wrapped.grad_norm
-        self.metrics.write(
-            "step",
-            step=self.pace.step,
-            loss=loss,
-            lr=lr,
-            grad_norm=None if norm is None else float(norm),
-            tokens_per_second=rate,
-            seconds_per_step=seconds / num_steps,
-            elapsed=self.pace.seconds,
-            **routers,
-        )
-        self.display.update(Status(pace.step, pace.steps, pace.fraction, pace.seconds, loss, lr, rate))
+    def _save(self, *, is_over: bool) -> None:
+        """Write a checkpoint, if one is due."""
+        every = self.config.train.save_every
+        if every is None or not (is_over or self.pace.step % every == 0):
+            return
+        began = time.monotonic()
+        self.saver.save(self.pace, self.scheduler, self.digests, validated=self.validated)
+        self.metrics.write("checkpoint", step=self.pace.step, seconds=time.monotonic() - began)
+        self.log_start = time.monotonic()
+
+    # ---- Before the first step, and after the last. ----
 
     def _introduce(self) -> None:
-        numel = sum(parameter.numel for parameter in self.wrapped.parameters())
+        numel = sum(parameter.numel for parameter in self.wrapped.parameters)
         runtime, settings = self.runtime, self.config.train
         self.display.message(
             f"{numel / 1e6:.2f}M parameters in {self.config.model.param_dtype}, {self.wrapped.num_buckets} buckets; "
@@ -363,38 +367,34 @@ class _Trainer:
         )
 
     def _bigram_loss(self) -> float | None:
-        vocab_size, joined = self.module.vocab_size, self.config.data.documents == "join"
-        if self.runtime.rank != 0 or vocab_size > MAX_VOCAB_SIZE or not joined:
+        data = self.config.data
+        if not self.runtime.is_main or data.source != "stdlib" or data.documents != "join":
             return None
-        loss = fit_bigram(self.corpus.train, vocab_size).loss(self.windows)
-        self.display.message(f"{self.unit}-bigram model on the same data: {loss:.4f} nats per {self.unit}")
+        loss = bigram_loss(self.corpus.train, self.windows)
+        self.display.message(f"byte-bigram model on the same data: {loss:.4f} nats per byte")
         return loss
 
     def _conclude(self, loss: float | None, bigram: float | None, seconds: float, *, interrupted: bool) -> None:
-        common = {"step": self.pace.step, "seconds": seconds, "validation_loss": loss, "bigram_loss": bigram}
+        settings, is_main, say = self.config, self.runtime.is_main, self.display.message
+        found = {"step": self.pace.step, "seconds": seconds, "validation_loss": loss}
+        found["peak_memory_bytes"] = peak_nbytes(self.runtime.device)
+        if bigram is not None:
+            found["bigram_loss"] = bigram
         if interrupted:
-            peak, signal = peak_nbytes(self.runtime.device), self.stop.signal_name or "another rank's"
-            self.metrics.write("interrupted", **common, peak_memory_bytes=peak, signal=signal)
-            self.display.message(f"interrupted after step {self.pace.step}; records are in {self.config.train.out_dir}")
+            self.metrics.write("interrupted", **found, signal=self.stop.signal_name or "another rank's")
+            say(f"interrupted after step {self.pace.step}; records are in {settings.train.out_dir}")
             return
-        source = self.config.model.hugging_face
-        if source is not None and self.config.model.save_hugging_face:
-            weights, target = self.wrapped.whole_weights(wanted=self.runtime.rank == 0), self.config.train.out_dir
-            if self.runtime.rank == 0:
-                target, trusts = f"{target}/hugging_face", self.config.model.trust_remote_code
-                save_hugging_face(weights, source, target, self.display.message, trusts)
-                self.display.message(f"the model is in '{target}'")
-        below = None if loss is None or bigram is None else bigram - loss
-        digest = self.wrapped.digest(wanted=self.runtime.rank == 0)
-        self.metrics.write(
-            "final",
-            **common,
-            nats_below_bigram=below,
-            peak_memory_bytes=peak_nbytes(self.runtime.device),
-            weights_sha256=digest,
-        )
-        if below is not None:
-            self.display.message(
-                f"validation loss {loss:.4f} nats per {self.unit} after {self.pace.step} steps in {seconds:.0f} s: "
-                f"{abs(below):.4f} {'below' if below >= 0 else 'above'} the {self.unit}-bigram model's {bigram:.4f}"
+        source, target = settings.model.hugging_face, f"{settings.train.out_dir}/hugging_face"
+        if source is not None and settings.model.save_hugging_face:
+            weights = self.wrapped.whole_weights(wanted=is_main)
+            if is_main:
+                save_hugging_face(weights, source, target, say, settings.model.trust_remote_code)
+                say(f"the model is in '{target}'")
+        digest = self.wrapped.digest(wanted=is_main)
+        if bigram is not None and loss is not None:
+            found["nats_below_bigram"] = gap = bigram - loss
+            say(
+                f"validation loss {loss:.4f} nats per byte after {self.pace.step} steps in {seconds:.0f} s: "
+                f"{abs(gap):.4f} {'below' if gap >= 0 else 'above'} the byte-bigram model's {bigram:.4f}"
             )
+        self.metrics.write("final", **found, weights_sha256=digest)

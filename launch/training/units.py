@@ -1,5 +1,6 @@
 """The units of a language model under ``parallel = "fsdp"``: one per block, and one for the rest of the model."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -33,12 +34,7 @@ def units_of(model: LanguageModel, settings: ModelConfig, fsdp: FsdpConfig) -> I
         reduce_dtype=fsdp.torch_reduce_dtype,
         cast_forward_inputs=False,
     )
-    of_router = MixedPrecisionPolicy(
-        param_dtype=settings.torch_router_dtype,
-        grad_dtype=fsdp.torch_grad_dtype,
-        reduce_dtype=fsdp.torch_reduce_dtype,
-        cast_forward_inputs=False,
-    )
+    of_router = dataclasses.replace(policy, param_dtype=settings.torch_router_dtype)
     for block in model.blocks:
         if keeps_router and isinstance(block.ffn, MixtureOfExperts):
             yield PlannedUnit(block.ffn.router, of_router)

@@ -1,4 +1,4 @@
-"""One interface to model and optimizer for the training loop, under every kind of ``parallel``.
+"""A run's model under its wrapper, or sharded, with its optimizer.
 
 =====================  ==============================================  ================================================
 ``parallel``           model                                           optimizer
@@ -8,10 +8,8 @@ fsdp, hsdp             the module itself, after ``fully_shard``        the optim
 =====================  ==============================================  ================================================
 """
 
-import abc
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,261 +18,112 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import fsdp
-from ...ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
+from ...ddp import DistributedDataParallel, GraphedTrainingStep
 from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.timeline import Timeline
 from ...ddp.contract.record import GradRecord
-from ...fsdp import FSDPModule, fully_shard
+from ...ddp.plan.owned_params import find_owned_params
+from ...fsdp import FSDPModule
 from ...fsdp.module import root_of, unit_of
-from ...fsdp.unit_checks import own_modules
-from ..config.error import require
 from ..config.run import Config, OptimizerConfig
-from ..model.hugging_face import HuggingFaceModel, LanguageModel, check_documents
+from ..model.hugging_face import HuggingFaceModel, LanguageModel
 from ..parallelizing.make_optimizer import make_optimizer
-from .runtime import return_freed_memory
+from ..parallelizing.parallelize import shard_units
 from .units import units_of
 
 __all__ = ["HeldParameter", "Wrapped", "wrap"]
 
 
 class HeldParameter(NamedTuple):
-    """One parameter in the dtype of computation."""
+    """One trainable parameter."""
 
-    name: str
     numel: int
-    """Of the whole."""
+    """Of the whole parameter."""
     dtype: torch.dtype
+    """Of computation."""
     delayed: bool
+    """Whether its gradient is computed behind the backward."""
 
 
-class Wrapped(abc.ABC):
+class Wrapped:
     """What the training loop needs of a model and its optimizer.
 
-    model      called with tokens and targets
-    optimizer  for learning rate schedules and checkpoints
+    module  on ``device``, in ``config.model.param_dtype``. A model of Hugging Face that is to be sharded has values on
+            the first rank, and may be on meta elsewhere
     """
-
-    model: DistributedDataParallel | FSDPModule
-    optimizer: torch.optim.Optimizer
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Context of every microbatch but the last."""
-        return self.model.no_sync()
-
-    def record_timeline(self) -> AbstractContextManager[Timeline]:
-        """Record a timeline of computation and communication."""
-        return self.model.record_timeline()
-
-    @abc.abstractmethod
-    def step(self) -> None:
-        """Clip gradients and update parameters."""
-
-    @abc.abstractmethod
-    def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """``iteration``, which runs one whole iteration of two tensors, as one CUDA graph."""
-
-    @property
-    @abc.abstractmethod
-    def grad_norm(self) -> Tensor | None:
-        """Global norm of the last step's gradients before clipping; None without clipping."""
-
-    @property
-    @abc.abstractmethod
-    def failures(self) -> FailureReporter:
-        """Describes failed collectives."""
-
-    @property
-    @abc.abstractmethod
-    def num_buckets(self) -> int:
-        """Number of buckets that are reduced."""
-
-    @property
-    @abc.abstractmethod
-    def records(self) -> Sequence[GradRecord]:
-        """The gradient record of every trainable parameter."""
-
-    @abc.abstractmethod
-    def parameters(self) -> list[HeldParameter]:
-        """Every trainable parameter."""
-
-    @abc.abstractmethod
-    def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
-        """Copies of all parameters and buffers on the CPU, by the names of the state dict; empty unless ``wanted``.
-
-        Collective.
-        """
-
-    @abc.abstractmethod
-    def digest(self, *, wanted: bool) -> str | None:
-        """SHA-256 of all weights, to compare runs bit for bit; None unless ``wanted``.
-
-        Collective.
-        """
-
-
-def wrap(module: LanguageModel, config: Config, device: torch.device) -> Wrapped:
-    """Wrap or shard the model and create its optimizer, as ``config.parallel`` says. Collective over all ranks.
-
-    module  on ``device``, in ``config.model.param_dtype``; one with deferred ``values`` gets them unit by unit
-    """
-    if config.fully_sharded:
-        return _FullySharded(module, config, device)
-    return _InWrapper(module, config)
-
-
-class _InWrapper(Wrapped):
-    model: DistributedDataParallel
-    optimizer: DistributedOptimizer
-
-    def __init__(self, module: LanguageModel, config: Config) -> None:
-        self._module = module
-        self.model = DistributedDataParallel(module, config.wrapper_config)
-        self.optimizer = _optimizer_of(self.model, config.optimizer, max_grad_norm=config.optimizer.max_grad_norm)
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        return GraphedTrainingStep(iteration, self.model, self.optimizer)
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        return self.optimizer.grad_norm
-
-    @property
-    def failures(self) -> FailureReporter:
-        return self.model.failures
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.model.buckets)
-
-    @property
-    def records(self) -> Sequence[GradRecord]:
-        return self.model.records
-
-    def parameters(self) -> list[HeldParameter]:
-        return [
-            HeldParameter(w.record.name, w.owned.param.numel(), w.owned.param.dtype, w.owned.delayed)
-            for w in self.model.wired
-        ]
-
-    def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
-        if not wanted:
-            return {}
-        return {name: value.detach().to("cpu", copy=True) for name, value in self._module.state_dict().items()}
-
-    def digest(self, *, wanted: bool) -> str | None:
-        if not wanted:
-            return None
-        return _joined({name: _digest(name, parameter) for name, parameter in self._module.named_parameters()})
-
-
-class _FullySharded(Wrapped):
-    model: FSDPModule
 
     def __init__(self, module: LanguageModel, config: Config, device: torch.device) -> None:
+        self.parameters = [
+            HeldParameter(owned.param.numel(), owned.param.dtype, owned.delayed)
+            for owned in find_owned_params(module)
+            if owned.param.requires_grad
+        ]
         self._names = [name for name, _ in module.named_parameters()]
-        require(
-            not config.fsdp.offload_to_cpu or device.type == "cuda",
-            "fsdp.offload_to_cpu",
-            True,
-            f"has no effect on {device}, where shards are in the host's memory anyway",
-        )
-        require(
-            not config.fsdp.copy_engine_gather or (device.type == "cuda" and dist.is_initialized()),
-            "fsdp.copy_engine_gather",
-            True,
-            f"has no effect on {device} without other ranks on GPUs",
-        )
-        mesh = _mesh(config, device)
-        values = module.values if isinstance(module, HuggingFaceModel) else None
-        for unit, policy in units_of(module, config.model, config.fsdp):
-            if values is not None:
-                values.fill(own_modules(unit))
-            # Masters start from what the model computes with, as those of DistributedOptimizer do. One unit at a time:
-            # the others' memory is that of their shards already.
-            unit.float()
-            fully_shard(
-                unit,
-                mesh=mesh,
-                placements=config.fsdp.row,
-                mixed_precision=policy,
-                reshard_after_forward=None if unit is module else config.fsdp.reshard_after_forward,
-                reduce_every_microbatch=config.fsdp.reduce_every_microbatch,
-                bucket_size=config.fsdp.bucket_size,
-                shard_atoms=config.fsdp.shard_atoms,
-                offload_to_cpu=config.fsdp.offload_to_cpu,
-                copy_engine_gather=unit is module and config.fsdp.copy_engine_gather,
-                device=device,
-                init_sync=False,  # all ranks have drawn the same
-            )
-            if values is not None and device.type == "cpu":
-                return_freed_memory()
-        assert isinstance(module, FSDPModule), "fully_shard has made it one"
-        if isinstance(module, HuggingFaceModel):
-            module.values = None
-            if config.data.documents == "mask":
-                check_documents(module, device)
-        self.model = module
-        self._root = root_of(module)
-        # Clipping is no hook of the optimizer: a captured step has none.
-        self.optimizer = _optimizer_of(module, config.optimizer)
-        self._max_grad_norm = config.optimizer.max_grad_norm
-        self._grad_norm: Tensor | None = None
+        self.model: DistributedDataParallel | FSDPModule
+        """Called with tokens and targets."""
+        self.optimizer: Any
+        """Its ``grad_norm`` is that of the last step before clipping, or None."""
+        limit = config.optimizer.max_grad_norm
+        self._max_norm: float | None = None
+        if config.fully_sharded:
+            self.model = _sharded(module, config, device)
+            self.optimizer = _optimizer_of(self.model, config.optimizer)
+            # Clipping is no hook of the optimizer: a captured step has none.
+            self._max_norm = limit
+            holder: Any = root_of(self.model)
+        else:
+            self.model = holder = DistributedDataParallel(module, config.wrapper_config)
+            self.optimizer = _optimizer_of(self.model, config.optimizer, max_grad_norm=limit)
+        self.failures: FailureReporter = holder.failures
+        """Describes failed collectives."""
+        self._buckets = [bucket for bucket in holder.buckets if bucket.records]
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets that are reduced."""
+        return len(self._buckets)
+
+    @property
+    def records(self) -> list[GradRecord]:
+        """The gradient record of every trainable parameter."""
+        return [record for bucket in self._buckets for record in bucket.records]
 
     def step(self) -> None:
-        if self._max_grad_norm is not None:
-            self._grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        """Clip gradients and update parameters."""
+        if self._max_norm is not None:
+            self.optimizer.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
         self.optimizer.step()
 
     def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """``iteration``, which runs one whole iteration of two tensors, as one CUDA graph."""
+        if isinstance(self.model, DistributedDataParallel):
+            return GraphedTrainingStep(iteration, self.model, self.optimizer)
+
         def train_step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            loss = iteration(inputs, targets)
-            return loss, self._grad_norm
+            return iteration(inputs, targets), self.optimizer.grad_norm
 
         step = fsdp.GraphedTrainingStep(train_step, self.model, self.optimizer)
 
         def run(inputs: Tensor, targets: Tensor) -> Tensor:
-            loss, self._grad_norm = step(inputs, targets)
+            loss, self.optimizer.grad_norm = step(inputs, targets)
             return loss
 
         return run
 
-    @property
-    def grad_norm(self) -> Tensor | None:
-        return self._grad_norm
-
-    @property
-    def failures(self) -> FailureReporter:
-        return self._root.failures
-
-    @property
-    def num_buckets(self) -> int:
-        return sum(bucket.trainable for bucket in self._root.buckets)
-
-    @property
-    def records(self) -> Sequence[GradRecord]:
-        return [record for bucket in self._root.buckets for record in bucket.records]
-
-    def parameters(self) -> list[HeldParameter]:
-        return [
-            HeldParameter(pair.sharded.shard.name, pair.whole.numel(), pair.whole.dtype, pair.owned.delayed)
-            for unit in self._root.units
-            for pair in unit.pairs
-            if pair.whole.requires_grad
-        ]
-
     def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
-        whole = {name: param.detach().to("cpu", copy=True) for name, param in self._whole_params() if wanted}
-        return whole | {name: value.cpu() for name, value in self.model.named_buffers() if wanted}
+        """Copies of all parameters and buffers on the CPU, by name; empty unless ``wanted``. Collective."""
+        found = {name: param.detach().to("cpu", copy=True) for name, param in self._whole_params() if wanted}
+        return found | {name: value.cpu() for name, value in _inside(self.model).named_buffers() if wanted}
 
     def digest(self, *, wanted: bool) -> str | None:
+        """SHA-256 of all parameters, to compare runs bit for bit; None unless ``wanted``. Collective."""
         found = {name: _digest(name, param) for name, param in self._whole_params() if wanted}
-        return _joined({name: found[name] for name in self._names}) if wanted else None
+        return hashlib.sha256("".join(found[name] for name in self._names).encode()).hexdigest() if wanted else None
 
     def _whole_params(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name; one unit after the other is whole. Collective: take all of them on every rank."""
+        if isinstance(self.model, DistributedDataParallel):
+            yield from self.model.module.named_parameters()
+            return
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 with torch.no_grad():
@@ -285,12 +134,49 @@ class _FullySharded(Wrapped):
                     module.reshard()
 
 
-def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
-    """Of two dims where there are several instances; None: all ranks there are."""
-    if config.num_instances == 1:
-        return None
-    shape = (config.num_instances, dist.get_world_size() // config.num_instances)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner"))
+def wrap(module: LanguageModel, config: Config, device: torch.device) -> Wrapped:
+    """Wrap or shard the model and create its optimizer, as ``config.parallel`` says. Collective over all ranks."""
+    return Wrapped(module, config, device)
+
+
+def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSDPModule:
+    settings = config.fsdp
+    remedy = f"has no effect on {device}, where shards are in the host's memory anyway"
+    settings.require(not settings.offload_to_cpu or device.type == "cuda", "offload_to_cpu", remedy)
+    has_peers = device.type == "cuda" and dist.is_initialized()
+    remedy = f"has no effect on {device} without other ranks on GPUs"
+    settings.require(not settings.copy_engine_gather or has_peers, "copy_engine_gather", remedy)
+    mesh: DeviceMesh | None = None  # all ranks there are
+    if config.num_instances > 1:
+        shape = (config.num_instances, dist.get_world_size() // config.num_instances)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner"))
+    policies = dict(units_of(module, config.model, settings))
+    options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
+    if isinstance(module, HuggingFaceModel):
+        options["init_fn"] = _leave_to_first_rank
+    else:
+        options["init_sync"] = False  # all ranks have drawn the same
+    units = [unit for unit in policies if unit is not module]
+    return shard_units(module, units, settings.row, mesh, policies[module], options, policies)
+
+
+_OPTIONS = (
+    "reshard_after_forward",
+    "reduce_every_microbatch",
+    "bucket_size",
+    "shard_atoms",
+    "offload_to_cpu",
+    "copy_engine_gather",
+)
+"""Keys of ``[fsdp]`` that are arguments of ``fully_shard``."""
+
+
+def _leave_to_first_rank(module: nn.Module) -> None:
+    """The first rank has values, which ``fully_shard`` copies to the others."""
+
+
+def _inside(model: DistributedDataParallel | FSDPModule) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -> Any:
@@ -312,7 +198,3 @@ def _digest(name: str, parameter: Tensor) -> str:
     values = parameter.detach().to("cpu", copy=True).contiguous()
     digest.update(values.view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _joined(digests: dict[str, str]) -> str:
-    return hashlib.sha256("".join(digests.values()).encode()).hexdigest()

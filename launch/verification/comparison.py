@@ -97,8 +97,10 @@ def pieces_of(grads: Grads) -> list[Piece]:
     return [Piece(name, 0, grad.reshape(-1)) for name, grad in grads.items()]
 
 
-def allowed_between(grads: Grads, exact: Grads | None) -> Allowed:
+def allowed_between(grads: Grads, exact: Grads | None, eps: float = 0.0) -> Allowed:
     """From the plain gradients and, where there are any, those in fp64.
+
+    eps  of the half precision that the program computes in; 0 without
 
     A sum that cancels (the gradient of a key's bias) is nothing but rounding error. So the error may be twenty times
     the error of the plain run beside fp64, and 1e-5 of the mean of all gradients' elements.
@@ -107,7 +109,7 @@ def allowed_between(grads: Grads, exact: Grads | None) -> Allowed:
     total = total_norm(grads.values())
     allowed, unit = {}, {}
     for name, grad in grads.items():
-        rounding = max(_ROUNDING, 4 * torch.finfo(grad.dtype).eps)
+        rounding = max(_ROUNDING, 4 * max(eps, torch.finfo(grad.dtype).eps))
         norm, mean = norm_of(grad), total * math.sqrt(grad.numel() / count)
         measured = 0.0 if exact is None else distance(grad, exact[name])
         if measured > rounding * (_MOST_MEASURED * norm + mean):
@@ -152,4 +154,5 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def _real(tensor: Tensor) -> Tensor:
     """Both parts of a complex tensor, in another dim."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    values = tensor.detach()
+    return torch.view_as_real(values) if values.is_complex() else values

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from textwrap import indent, shorten, wrap
+from textwrap import fill, shorten
 
 __all__ = ["NOTES", "Cause", "Finding", "Verification", "VerificationError", "WayResult"]
 
@@ -120,8 +120,7 @@ class Finding:
         if self.ranks:
             lines.append(f"  ranks      {', '.join(map(str, self.ranks))}")
         for heading, text in (("evidence", self.evidence), ("remedy", self.remedy)):
-            wrapped = indent("\n".join(wrap(text, 100)), " " * 13)
-            lines.append(f"  {heading:<10} {wrapped.lstrip()}")
+            lines.append(fill(text, 113, initial_indent=f"  {heading:<10} ", subsequent_indent=" " * 13))
         return "\n".join(lines)
 
 

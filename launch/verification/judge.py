@@ -35,11 +35,15 @@ def judge(name: str, way: Way, parts: Comparison) -> tuple[WayResult, Finding | 
     if off:
         finding = comparison.find_cause(off) or _blame_library(comparison, off, results)
     elif norm_error > allowed_norm_error and comparison.setting.experts is None:
-        evidence = f"All gradients are right, and the global norm is {results[0].norm:.6g}."
-        finding = Finding(cause=Cause.LIBRARY, evidence=evidence)
+        finding = Finding(
+            cause=Cause.LIBRARY, evidence=f"All gradients are right, and the global norm is {results[0].norm:.6g}."
+        )
     elif off_in(weights):
-        evidence = "All gradients are right, and the weights after AdamW's step are not those of plain PyTorch's AdamW."
-        finding = about(off_in(weights), Cause.LIBRARY, evidence)
+        finding = about(
+            off_in(weights),
+            Cause.LIBRARY,
+            "All gradients are right, and the weights after AdamW's step are not those of plain PyTorch's AdamW.",
+        )
     result = WayResult(
         way=name,
         ok=finding is None,
@@ -86,8 +90,10 @@ def _blame_library(comparison: Comparison, off: Sequence[Difference], results: S
     return about(off, Cause.LIBRARY, f"{evidence} {contents}")
 
 
-_REFUSALS = (ValueError, RuntimeError, TypeError, NotImplementedError, FloatingPointError)
+_REFUSALS = (ValueError, RuntimeError, TypeError, FloatingPointError)
 """What the library raises on purpose. Anything else that it raises is its own fault."""
+_COLLECTIVES = ("maingrad.ddp.collectives.", "maingrad.launch.simulation.")
+"""Modules that raise where ranks call different collectives."""
 
 
 def _explain_error(comparison: Comparison, error: Exception) -> Finding:
@@ -95,10 +101,17 @@ def _explain_error(comparison: Comparison, error: Exception) -> Finding:
     text = f"{type(error).__name__}: {str(error).strip()}"
     named = [Difference(name, 0.0, True, ()) for name in comparison.allowed.by_name if f"'{name}'" in text]
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    in_library = frame.f_globals.get("__name__", "").startswith("maingrad.")
-    finding = comparison.find_cause(named) or about(
-        named,
-        Cause.LIBRARY if in_library and not isinstance(error, _REFUSALS) else Cause.REFUSED,
-        "Plain PyTorch runs, and this way raises.",
-    )
+    raised_in = frame.f_globals.get("__name__", "")
+    if isinstance(error, RuntimeError) and raised_in.startswith(_COLLECTIVES):  # one unit would hide it
+        evidence = (
+            "Ranks call different collectives: under fully_shard all ranks must run the same units in the same order. "
+            "Let each rank run all of them, or make one unit of the modules between which a rank chooses."
+        )
+        finding = about((), Cause.REFUSED, evidence)
+    else:
+        finding = comparison.find_cause(named) or about(
+            named,
+            Cause.LIBRARY if raised_in.startswith("maingrad.") and not isinstance(error, _REFUSALS) else Cause.REFUSED,
+            "Plain PyTorch runs, and this way raises.",
+        )
     return replace(finding, evidence=f"{finding.evidence} {text[:600]}")

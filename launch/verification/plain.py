@@ -49,6 +49,8 @@ class Plain(NamedTuple):
     """After forward."""
     is_random: bool = False
     """Forward has moved a default generator."""
+    eps: float = 0.0
+    """Of the half precision in which autograd has saved a tensor, as under autocast; 0 without."""
 
 
 class Part(NamedTuple):
@@ -98,10 +100,10 @@ def run_one(program: Program, model: nn.Module, batch: Any, draw: int = 0, *, sh
     with DrawnMeans() if program.means else nullcontext():  # type: ignore[no-untyped-call]
         loss = program.loss_of(model, batch)
         is_random = random_state() != state
+        if any(param.grad is not None for param in model.parameters()):
+            raise ValueError("the program has called backward itself: let it return the loss before")
         if loss.requires_grad:
             (loss / shares).backward()
-        elif any(param.grad is not None for param in model.parameters()):
-            raise ValueError("the program has called backward itself: let it return the loss before")
     after = dict(model.named_parameters())
     found = {name: after[name].grad for name in trained if name in after}
     grads = {
@@ -121,11 +123,18 @@ def run_one(program: Program, model: nn.Module, batch: Any, draw: int = 0, *, sh
 
 def run_whole(program: Program, batch: Any, prepare: Prepare = as_it_is) -> Plain:
     """The whole batch in one process, which is a simulated rank: a program may ask for its rank."""
+    eps = [0.0]
+
+    def see(saved: Tensor) -> Tensor:
+        if saved.dtype in (torch.bfloat16, torch.float16):
+            eps.append(torch.finfo(saved.dtype).eps)
+        return saved
 
     def run() -> Plain:
         model = program.make()
         prepare(model)
-        return run_one(program, model, own_copy(batch))
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda saved: saved):
+            return run_one(program, model, own_copy(batch))._replace(eps=max(eps))
 
     return on_ranks(run, 1)[0]
 

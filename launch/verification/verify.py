@@ -147,12 +147,14 @@ def _verify(
     whole, compared = run_whole(program, batch), program
     findings = []
     if whole.is_random:
-        evidence = (
-            "A forward has moved a random generator. Ranks and microbatches draw apart, so the ways are compared with "
-            "plain PyTorch on the same parts with the same seeds; the whole batch is compared with its parts in plain "
-            "PyTorch with each draw replaced by its mean."
+        findings.append(
+            Finding(
+                cause=Cause.RANDOM,
+                evidence="A forward has moved a random generator. Ranks and microbatches draw apart, so the ways are "
+                "compared with plain PyTorch on the same parts with the same seeds; the whole batch is compared with "
+                "its parts in plain PyTorch with each draw replaced by its mean.",
+            )
         )
-        findings.append(Finding(cause=Cause.RANDOM, evidence=evidence))
         compared = program.with_means()
         whole = run_whole(compared, batch)
     if not whole.grads:
@@ -172,7 +174,7 @@ def _verify(
             batch=batch,
             parts=parts,
             setting=setting._replace(adamw=adamw),
-            allowed=allowed_between(whole.grads, run_exact(compared, batch)),
+            allowed=allowed_between(whole.grads, run_exact(compared, batch), whole.eps),
             plains=plains,
         )
         results, found = _compare(comparison, whole, program, ways)
@@ -251,14 +253,19 @@ def _compare(
     off = off_in(differences)
     findings = [comparison.find_cause(off) or _from_contents(comparison, whole, off)] if off else []
     buffers = unequal(plains[comparison.parts[-1].microbatch].buffers, plains[-1].buffers)  # of two ranks' last parts
-    if buffers and Cause.BATCH_STATISTICS not in [each.cause for each in findings]:
-        evidence = "After a forward of its own rows each rank has other values in these buffers."
-        findings.append(Finding(cause=Cause.BUFFERS, module=", ".join(buffers), evidence=evidence))
     known = [each.cause for each in findings]  # plain PyTorch shows these
+    if buffers and Cause.BATCH_STATISTICS not in known:
+        findings.append(
+            Finding(
+                cause=Cause.BUFFERS,
+                module=", ".join(buffers),
+                evidence="After a forward of its own rows each rank has other values in these buffers.",
+            )
+        )
 
     if program is not comparison.program:  # gradients may be larger than those with each draw at its mean
         plains = run_parts(program, comparison.parts)
-        allowed = allowed_between(mean_of(plains), None)
+        allowed = allowed_between(mean_of(plains), None, whole.eps)
         comparison = replace(comparison, program=program, plains=plains, allowed=allowed)
     norm = total_norm(whole.grads.values())
     norm_error = abs(total_norm(mean.values()) - norm) / max(norm, 1e-30)
@@ -284,8 +291,8 @@ def _from_contents(comparison: Comparison, whole: Plain, off: Sequence[Differenc
     No experiment has shown a cause: the gradient of a part is a function of its rows alone. If the whole batch's
     gradient is a sum of them, the factors are wrong; if it is none, rows act on each other.
     """
-    name = max((each.name for each in off), key=lambda each: whole.grads[each].numel())
-    wanted, mean = whole.grads[name].reshape(-1), comparison.mean[name].reshape(-1)
+    name = max((each.name for each in off), key=lambda each: whole.grads[each].count_nonzero())
+    wanted = whole.grads[name].reshape(-1)
     shares, rest, words = comparison.contents(Piece(name, 0, wanted))
     cause = Cause.WEIGHTED_MEAN
     evidence = (
@@ -295,7 +302,7 @@ def _from_contents(comparison: Comparison, whole: Plain, off: Sequence[Differenc
     if max(shares) - min(shares) < 0.02 * abs(sum(shares) / len(shares)):
         cause, evidence = Cause.SUM, "So the loss is not a mean over rows: it grows with their number."
     evidence = f"The whole batch's gradient is a sum of the parts' gradients in plain PyTorch: {words}. {evidence}"
-    if rest * norm_of(wanted) > _EXPLAINED * distance(wanted, mean):
+    if rest * norm_of(wanted) > _EXPLAINED * distance(wanted, comparison.mean[name].reshape(-1)):
         cause = Cause.MIXED_ROWS
         evidence = (
             "The whole batch's gradient is no sum of the parts' gradients in plain PyTorch, and no experiment finds "

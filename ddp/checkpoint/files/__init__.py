@@ -1,4 +1,4 @@
-"""A checkpoint's files: the folder, the manifest with its index of chunks, and the writing and reading of chunks.
+"""A checkpoint's files: the folder, the manifest with its index of boxes, and the writing and reading of boxes.
 
-These files deal with tensors and bytes, and know no model. Imports ``collectives`` and ``plan/ranges.py``.
+These files deal with tensors and bytes, and know no model. Imports ``collectives``.
 """

@@ -23,7 +23,7 @@ class Offer(NamedTuple):
     @classmethod
     def of(cls, part: Part) -> "Offer":
         """The offer of ``part``."""
-        return cls(part.name, part.section, part.shape, part.box, part.data.dtype)
+        return cls(part.name, part.section, part.shape, part.box, part.dtype)
 
 
 def assign(offers: Sequence[Sequence[Offer]]) -> list[list[Offer]]:
@@ -56,5 +56,7 @@ def stored_tensors(assigned: Sequence[Sequence[Offer]]) -> dict[str, tuple[tuple
             boxes.setdefault((name, section), []).append(StoredBox(rank, *box))
     tensors: dict[str, tuple[tuple[int, ...], dict[str, Stored]]] = {}
     for (name, section), (dtype, shape) in kinds.items():
-        tensors.setdefault(name, (shape, {}))[1][section] = Stored(dtype, tuple(boxes[name, section]))
+        own = boxes[name, section]
+        as_model = section != "model" and own == boxes.get((name, "model"))
+        tensors.setdefault(name, (shape, {}))[1][section] = Stored(dtype, () if as_model else tuple(own))
     return tensors

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 __all__ = ["Box", "Part", "boxes_of_range", "check_tiling", "parts_of_range"]
@@ -75,6 +76,8 @@ class Part(NamedTuple):
     """Of the box."""
     data: Tensor
     """The elements, in the box's sizes."""
+    dtype: torch.dtype
+    """A save rounds the elements to this dtype when it writes them."""
 
     @property
     def box(self) -> Box:
@@ -84,14 +87,14 @@ class Part(NamedTuple):
     @classmethod
     def whole(cls, name: str, section: str, tensor: Tensor) -> "Part":
         """All elements of a tensor."""
-        return cls(name, section, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+        return cls(name, section, tuple(tensor.shape), (0,) * tensor.ndim, tensor, tensor.dtype)
 
 
 def parts_of_range(name: str, section: str, shape: tuple[int, ...], start: int, flat: Tensor) -> list[Part]:
     """Elements [start, start + flat.numel()) of a flattened tensor, which are in ``flat``."""
     parts, at = [], 0
     for box in boxes_of_range(shape, start, start + flat.numel()):
-        parts.append(Part(name, section, shape, box.offsets, flat[at : at + box.numel].view(box.sizes)))
+        parts.append(Part(name, section, shape, box.offsets, flat[at : at + box.numel].view(box.sizes), flat.dtype))
         at += box.numel
     return parts
 

@@ -222,9 +222,12 @@ def _is_marked(folder: Path) -> bool:
 
 def _is_free(path: Path) -> bool:
     """Whether there is nothing, or an empty folder, which a save may replace. A link is something."""
-    if path.is_symlink():
+    try:
+        return not path.is_symlink() and not any(path.iterdir())
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
         return False
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def _is_ours(folder: Path) -> bool:

@@ -39,6 +39,7 @@ __all__ = [
     "Stored",
     "StoredBox",
     "new_id",
+    "write_manifest",
 ]
 
 MANIFEST_FILE = "maingrad.json"
@@ -77,6 +78,7 @@ class Stored:
 
     dtype: torch.dtype
     boxes: tuple[StoredBox, ...]
+    """Empty: masters and moments lie as the parameter itself, whose boxes are listed once."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,16 @@ class SavedTensor:
             raise ValueError(f"a tensor of shape {reprlib.repr(self.shape)}")
         if "model" not in self.stored:
             raise ValueError("a tensor is not stored")
-        for stored in self.stored.values():
-            check_tiling(self.shape, [each.box for each in stored.boxes])
-            if not all(0 <= each.rank < _MOST_RANKS for each in stored.boxes):
+        for section in self.stored:
+            check_tiling(self.shape, [each.box for each in self.boxes(section)])
+            if not all(0 <= each.rank < _MOST_RANKS for each in self.boxes(section)):
                 raise ValueError("a box is in the file of a rank that cannot be")
         for value in self.scalars.values():
             from_json(value)  # raises for a value that a load could not read
+
+    def boxes(self, section: str) -> tuple[StoredBox, ...]:
+        """Where the elements of a tensor lie."""
+        return self.stored[section].boxes or self.stored["model"].boxes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,13 +170,13 @@ class Manifest:
         """Bytes of tensors in the data file of each rank that has one."""
         nbytes: dict[int, int] = {}
         for entry in self.tensors.values():
-            for stored in entry.stored.values():
-                for each in stored.boxes:
+            for section, stored in entry.stored.items():
+                for each in entry.boxes(section):
                     nbytes[each.rank] = nbytes.get(each.rank, 0) + each.box.numel * stored.dtype.itemsize
         return nbytes
 
-    def write(self, folder: Path) -> None:
-        """Write the file. Its bytes are on the disk before the file gets its name."""
+    def encoded(self) -> str:
+        """The file's content. Raises ``ValueError`` where it would be too long to be read again."""
         about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
         content = json.loads(json.dumps({**about, **vars(self)}, default=_as_json))  # as a load will read it
         written = _laid_out({"checksum": _checksum(content), **content})
@@ -179,15 +185,7 @@ class Manifest:
                 f"the manifest has {len(written)} bytes, and {MOST_BYTES} at most are read again: keep less in extra, "
                 f"or save from fewer ranks"
             )
-        staging = folder / MANIFEST_STAGING
-        try:
-            with staging.open("w") as file:
-                file.write(written)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:  # the error of a write does not name the file
-            raise OSError(error.errno, error.strerror, str(staging)) from error
-        staging.replace(folder / MANIFEST_FILE)
+        return written
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -213,6 +211,19 @@ class Manifest:
         except Exception as error:  # wrong values raise nearly anything
             raise ValueError(f"'{path}' is damaged ({type(error).__name__}: {error})") from error
         return manifest
+
+
+def write_manifest(folder: Path, encoded: str) -> None:
+    """Write the file. Its bytes are on the disk before the file gets its name."""
+    staging = folder / MANIFEST_STAGING
+    try:
+        with staging.open("w") as file:
+            file.write(encoded)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # the error of a write does not name the file
+        raise OSError(error.errno, error.strerror, str(staging)) from error
+    staging.replace(folder / MANIFEST_FILE)
 
 
 def _check_version(path: Path, version: Any) -> None:

@@ -16,7 +16,10 @@ from .folder import describe_missing, find
 from .manifest import MANIFEST_FILE, Manifest
 from .rank_file import RankFile, file_name, size_of
 
-__all__ = ["OpenedCheckpoint", "open_checkpoint"]
+__all__ = ["MOST_TRIES", "OpenedCheckpoint", "open_checkpoint"]
+
+MOST_TRIES = 20
+"""How often a checkpoint is opened that saves replace meanwhile."""
 
 
 class _Copy(NamedTuple):
@@ -51,20 +54,17 @@ def open_checkpoint(path: Path, choose: Callable[[Manifest], Sequence[Part]]) ->
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint. Where a save replaces
     the checkpoint meanwhile, the new one is opened.
     """
-    for last in (False, True):
-        folder = find(path)
-        found = _identity(folder)
+    found, caught = None, Exception()
+    for _ in range(MOST_TRIES):
         try:
+            folder = find(path)
+            found = _identity(folder)
             return _open(folder, choose)
         except (ValueError, OSError) as error:
-            if _identity(find(path)) == found:
-                raise
-            if last:
-                raise ValueError(
-                    f"'{path}' was replaced by another save while it was opened, and once more when it was opened "
-                    f"again: load it when nothing saves there ({error})"
-                ) from error
-    raise AssertionError("the last time returns or raises")
+            caught = error
+            if found is not None and _identity(folder) == found:
+                break
+    raise caught
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:
@@ -91,8 +91,8 @@ def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedC
     files: dict[int, RankFile] = {}
     copies: dict[tuple[str, str, Box], _Copy] = {}
     for part in choose(manifest):
-        stored = manifest.tensors[part.name].stored[part.section]
-        for each in stored.boxes:
+        entry = manifest.tensors[part.name]
+        for each in entry.boxes(part.section):
             if each.box.intersect(part.box) is None:
                 continue
             key = part.name, part.section, each.box
@@ -100,6 +100,6 @@ def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedC
                 if each.rank not in files:
                     files[each.rank] = RankFile(folder / file_name(each.rank), manifest.save_id)
                 file = files[each.rank]
-                copies[key] = _Copy(file, each.box, file.elements(part, each.box, stored.dtype), [])
+                copies[key] = _Copy(file, each.box, file.elements(part, each.box, entry.stored[part.section].dtype), [])
             copies[key].parts.append(part)
     return OpenedCheckpoint(manifest, list(copies.values()))

@@ -81,11 +81,11 @@ def write_rank_file(path: Path, save_id: str, parts: Sequence[Part]) -> None:
     Tensors on devices are copied to the host one at a time. Raises ``OSError`` with the file's name.
     """
     # Readers view the bytes of an entry as elements in place: the widest come first, so that all lie aligned.
-    parts = sorted(parts, key=lambda part: -part.data.itemsize)
+    parts = sorted(parts, key=lambda part: -part.dtype.itemsize)
     entries, position = {}, 0
     for part in parts:
-        dtype, sizes = _stored_as(part.data.dtype, part.data.shape)
-        place = [position, position + part.data.nbytes]
+        dtype, sizes = _stored_as(part.dtype, part.data.shape)
+        place = [position, position + part.data.numel() * part.dtype.itemsize]
         entries[_entry_name(part)] = {"dtype": TYPE_NAMES[dtype], "shape": sizes, "data_offsets": place}
         position = place[1]
     checksums = dict.fromkeys(entries, 0)
@@ -94,11 +94,7 @@ def write_rank_file(path: Path, save_id: str, parts: Sequence[Part]) -> None:
         with staging.open("wb") as file:
             file.write(_head(_of(save_id, path), entries, checksums))
             for name, part in zip(entries, parts, strict=True):
-                content = _bytes_of(part.data)
-                for at in range(0, len(content), _BLOCK):
-                    block = content[at : at + _BLOCK]
-                    checksums[name] = zlib.crc32(block, checksums[name])
-                    file.write(block)
+                checksums[name] = _append(file, part.data.to(part.dtype))
             file.seek(0)
             file.write(_head(_of(save_id, path), entries, checksums))
             file.flush()
@@ -106,6 +102,16 @@ def write_rank_file(path: Path, save_id: str, parts: Sequence[Part]) -> None:
     except OSError as error:  # the error of a write does not name the file
         raise OSError(error.errno, error.strerror, str(staging)) from error
     staging.replace(path)
+
+
+def _append(file: BinaryIO, tensor: Tensor) -> int:
+    """Write the elements. Returns their checksum."""
+    checksum, content = 0, _bytes_of(tensor)
+    for at in range(0, len(content), _BLOCK):
+        block = content[at : at + _BLOCK]
+        checksum = zlib.crc32(block, checksum)
+        file.write(block)
+    return checksum
 
 
 def size_of(path: Path) -> int:
@@ -125,10 +131,11 @@ class RankFile:
         self._path = path
         size_of(path)
         try:
-            self._file = file = cast(Any, safe_open(path, framework="pt", device="cpu"))
+            with path.open("rb") as opened:  # safe_open opens its file twice, and both must be the same one
+                self._file = file = cast(Any, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt", device="cpu"))
             metadata, names = file.metadata() or {}, sorted(file.keys())
             self._checksums = dict(zip(names, metadata.get(_CHECKSUMS, "").split(), strict=True))
-        except (SafetensorError, ValueError, MemoryError) as error:
+        except (SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             raise ValueError(f"the data file '{path}' is truncated or damaged ({error})") from None
         found, expected = metadata.get(_OF), _of(save_id, path)
         if found != expected:

@@ -1,8 +1,8 @@
 """Options of ``TrainingArguments`` and models that do not fit maingrad, each with a remedy."""
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,61 +16,26 @@ __all__ = ["PARALLEL", "check_accelerator", "check_arguments", "check_model", "c
 PARALLEL = ("ddp", "zero1", "fsdp")
 
 
-class _Refused(NamedTuple):
-    option: str
-    is_set: Callable[[TrainingArguments], Any]
-    remedy: str
-
-
-def _attribute(name: str) -> Callable[[TrainingArguments], Any]:
-    """Reader of an option that some versions of transformers lack."""
-    return lambda args: getattr(args, name, None)
-
-
-def _accumulation(name: str) -> Callable[[TrainingArguments], Any]:
-    return lambda args: (getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}).get(name)
-
-
-_EVERYWHERE = (
-    _Refused("deepspeed", _attribute("deepspeed"), 'maingrad shards: Trainer(..., parallel="zero1" or "fsdp")'),
-    _Refused("fsdp", _attribute("fsdp"), 'it is torch\'s FSDP: use Trainer(..., parallel="fsdp", fsdp_options={...})'),
-    _Refused(
-        "parallelism_config",
-        _attribute("parallelism_config"),
-        "tensor, context and sequence parallelism are accelerate's; maingrad.ddp takes process groups by itself",
+_EVERYWHERE = {
+    "deepspeed": 'maingrad shards: Trainer(..., parallel="zero1" or "fsdp")',
+    "fsdp": 'it is torch\'s FSDP: use Trainer(..., parallel="fsdp", fsdp_options={...})',
+    "parallelism_config": (
+        "tensor, context and sequence parallelism are accelerate's; maingrad.ddp takes process groups by itself"
     ),
-    _Refused("fp16", _attribute("fp16"), "use bf16=True, which needs no loss scaling"),
-    _Refused("fp16_full_eval", _attribute("fp16_full_eval"), "it would convert the model that is trained; use bf16"),
-    _Refused("bf16_full_eval", _attribute("bf16_full_eval"), "it would convert the model that is trained; use bf16"),
-    _Refused(
-        "torch_compile",
-        _attribute("torch_compile"),
-        "compile layers in place before the Trainer is built: for layer in model.model.layers: layer.compile()",
+    "fp16": "use bf16=True, which needs no loss scaling",
+    "fp16_full_eval": "it would convert the model that is trained; use bf16",
+    "bf16_full_eval": "it would convert the model that is trained; use bf16",
+    "torch_compile": (
+        "compile layers in place before the Trainer is built: for layer in model.model.layers: layer.compile()"
     ),
-    _Refused(
-        "auto_find_batch_size",
-        _attribute("auto_find_batch_size"),
-        "a step that fails on one rank leaves the others waiting; set per_device_train_batch_size",
+    "auto_find_batch_size": "a step that fails on one rank leaves the others waiting; set per_device_train_batch_size",
+    "save_on_each_node": "checkpoints need one file system that all ranks share",
+    "enable_jit_checkpoint": (
+        "ranks get a signal at different steps, and a checkpoint is written by all ranks together; set save_steps"
     ),
-    _Refused(
-        "save_on_each_node", _attribute("save_on_each_node"), "checkpoints need one file system that all ranks share"
-    ),
-    _Refused(
-        "enable_jit_checkpoint",
-        _attribute("enable_jit_checkpoint"),
-        "ranks get a signal at different steps, and a checkpoint is written by all ranks together; set save_steps",
-    ),
-    _Refused(
-        "accelerator_config.gradient_accumulation_kwargs['sync_each_batch']",
-        _accumulation("sync_each_batch"),
-        'gradients are reduced once a step. To hold less memory: parallel="fsdp", which reduces shards each microbatch',
-    ),
-    _Refused(
-        "ddp_static_graph",
-        _attribute("ddp_static_graph"),
-        "the order of reductions follows from shapes, whatever graph the model has; leave it None",
-    ),
-)
+    "ddp_static_graph": "the order of reductions follows from shapes, whatever graph the model has; leave it None",
+}
+"""Options of ``TrainingArguments``, some of which some versions lack, and what to use instead."""
 _OF_TORCH_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb")
 
 
@@ -100,9 +65,16 @@ def check_options(
 
 def check_arguments(args: TrainingArguments, parallel: str, *, has_ddp_config: bool) -> None:
     """Raise ``ValueError`` for the first option that maingrad cannot honour."""
-    for refused in _EVERYWHERE:
-        if refused.is_set(args):
-            raise ValueError(f"TrainingArguments: {refused.option} does not work with maingrad: {refused.remedy}")
+    for option, remedy in _EVERYWHERE.items():
+        if getattr(args, option, None):
+            raise ValueError(f"TrainingArguments: {option} does not work with maingrad: {remedy}")
+    accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    if accumulation.get("sync_each_batch"):
+        raise ValueError(
+            "TrainingArguments: accelerator_config.gradient_accumulation_kwargs['sync_each_batch'] does not work with "
+            'maingrad: gradients are reduced once a step. To hold less memory: parallel="fsdp", which reduces shards '
+            "each microbatch"
+        )
     for option in _OF_TORCH_DDP:
         if getattr(args, option) is not None and (parallel == "fsdp" or has_ddp_config):
             instead = 'has no effect with parallel="fsdp"' if parallel == "fsdp" else "is a field of ddp_config here"

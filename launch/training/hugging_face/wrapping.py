@@ -41,16 +41,11 @@ def group_weight_decay(
     model: Any, optimizer_class: type, options: Mapping[str, Any], decayed: Collection[str], weight_decay: float
 ) -> DistributedOptimizer:
     """``DistributedOptimizer`` with transformers' two groups: ``decayed`` parameters, and those without decay."""
-    named = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
-    inside = [name for name in named if name in set(decayed)]
-    if not inside or len(inside) == len(named):
-        return DistributedOptimizer(
-            model, optimizer_class=optimizer_class, **{**options, "weight_decay": weight_decay if inside else 0.0}
-        )
-    groups = [{"params": inside, "weight_decay": weight_decay}]
-    return DistributedOptimizer(
-        model, optimizer_class=optimizer_class, param_groups=groups, **{**options, "weight_decay": 0.0}
-    )
+    trained = [name for name, param in model.module.named_parameters() if param.requires_grad]
+    inside = [name for name in trained if name in decayed]
+    groups = [{"params": inside, "weight_decay": weight_decay}] if inside else []
+    options = {**options, "weight_decay": 0.0}
+    return DistributedOptimizer(model, optimizer_class=optimizer_class, param_groups=groups, **options)
 
 
 def unit_names(model: nn.Module, given: Sequence[str] | None) -> frozenset[str]:

@@ -1,14 +1,8 @@
-"""What a person sees while a run trains: a live bar on a terminal, plain lines elsewhere; rank 0 only."""
+"""What a person sees while a run trains: a line for each record; rank 0 only."""
 
-import time
 from typing import NamedTuple, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-__all__ = ["Display", "Status", "make_display"]
-
-_SECONDS_BETWEEN_LINES = 10.0
+__all__ = ["Display", "Status", "format_duration", "format_rate", "make_display"]
 
 
 class Status(NamedTuple):
@@ -31,8 +25,8 @@ class Status(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"loss {self.loss:.4f}  lr {self.lr:.2e}  {format_rate(self.tokens_per_second)} tokens/s  "
-            f"ETA {format_duration(self.eta)}"
+            f"step {self.step:>5}/{self.steps}  loss {self.loss:.4f}  lr {self.lr:.2e}  "
+            f"{format_rate(self.tokens_per_second)} tokens/s  ETA {format_duration(self.eta)}"
         )
 
 
@@ -40,21 +34,27 @@ class Display(Protocol):
     """What the training loop reports to."""
 
     def update(self, status: Status) -> None:
-        """Called after each step."""
+        """Called with each record of a step."""
 
     def message(self, text: str) -> None:
-        """Print a line that stays on the screen."""
-
-    def close(self) -> None:
-        """Called at the end of the run."""
+        """Print a line."""
 
 
-def make_display(console: Console | None = None, *, is_main: bool = True) -> Display:
-    """A live bar on a terminal, plain lines elsewhere; a silent display on ranks other than 0."""
-    if not is_main:
-        return _Silent()
-    console = console or Console()
-    return _Live(console) if console.is_terminal else _Lines(console)
+def make_display(*, is_main: bool = True) -> Display:
+    """Prints lines, on rank 0; silent on other ranks."""
+    return _Lines(is_main)
+
+
+class _Lines:
+    def __init__(self, is_main: bool) -> None:
+        self._is_main = is_main
+
+    def update(self, status: Status) -> None:
+        self.message(str(status))
+
+    def message(self, text: str) -> None:
+        if self._is_main:
+            print(text, flush=True)
 
 
 def format_duration(seconds: float) -> str:
@@ -72,59 +72,3 @@ def format_rate(per_second: float) -> str:
         if per_second >= limit:
             return f"{per_second / limit:.1f}{suffix}"
     return f"{per_second:.0f}"
-
-
-class _Silent:
-    def update(self, status: Status) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _Lines:
-    """Prints a line at the first step and then one every few seconds, so that logs stay short."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._last = float("-inf")
-
-    def update(self, status: Status) -> None:
-        now = time.monotonic()
-        if now - self._last >= _SECONDS_BETWEEN_LINES or status.fraction >= 1.0:
-            self._last = now
-            self.message(f"step {status.step:>5}/{status.steps}  {status}")
-
-    def message(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
-        self._console.file.flush()
-
-    def close(self) -> None:
-        pass
-
-
-class _Live:
-    """A bar that follows the run."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("step {task.fields[step]}"),
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[status]}"),
-            console=console,
-        )
-        self._task = self._progress.add_task("train", total=1.0, step=0, status="")
-        self._progress.start()
-
-    def update(self, status: Status) -> None:
-        self._progress.update(self._task, completed=status.fraction, step=status.step, status=str(status))
-
-    def message(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    def close(self) -> None:
-        self._progress.stop()

@@ -5,6 +5,8 @@ import os
 import resource
 import signal
 import threading
+import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,61 @@ def test_ranks_that_are_not_all_save_among_themselves(tmp_path: Path) -> None:
     assert_same(dict(plain.named_parameters()), saved)
 
 
+def filled(model: nn.Module, value: float) -> nn.Module:
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+    return model
+
+
+def interrupt() -> None:
+    """What Ctrl-C does: the signal comes to the program's own thread."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def test_ctrl_c_ends_a_save_and_leaves_the_checkpoint_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = filled(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), 1.0)
+    save_checkpoint(tmp_path / "c", model, extra=1)
+    original, calls = zlib.crc32, []
+
+    def interrupted(*args: Any) -> int:
+        calls.append(args)
+        if len(calls) == 2:
+            interrupt()
+        time.sleep(0.02)  # a slow disk
+        return original(*args)
+
+    monkeypatch.setattr(zlib, "crc32", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "c", filled(model, 2.0), extra=2)
+    filled(model, 3.0)
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        thread.join(5.0)
+    monkeypatch.undo()
+    assert load_checkpoint(tmp_path / "c", model) == 1
+    assert all((param == 1.0).all() for param in model.parameters())
+
+
+def test_after_ctrl_c_in_a_save_the_program_saves_to_the_same_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, original = filled(nn.Linear(7, 5), 1.0), os.fsync
+
+    def interrupted(descriptor: int) -> None:
+        monkeypatch.undo()
+        interrupt()
+        time.sleep(0.2)  # a slow disk
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "c", model)
+    save_checkpoint(tmp_path / "c", filled(model, 2.0), extra=2)
+    assert load_checkpoint(tmp_path / "c", filled(model, 3.0)) == 2
+    assert all((param == 2.0).all() for param in model.parameters())
+
+
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written in the background before this is set: a busy file system."""
@@ -169,6 +226,41 @@ def test_what_is_written_late_is_of_the_moment_of_the_call(tmp_path: Path, relea
         assert extra == {"step": 1, "seen": ["a"]}
         assert_same(loaded, saved)
         assert_same(trained, later)
+
+
+def test_after_ctrl_c_the_next_save_waits_for_the_one_in_the_background(
+    tmp_path: Path, released: threading.Event
+) -> None:
+    model = nn.Linear(7, 5)
+    pending = save_checkpoint(tmp_path / "c", filled(model, 1.0), background=True)
+    threading.Timer(0.2, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        load_checkpoint(tmp_path / "c", model)  # waits for the save
+    threading.Timer(0.2, released.set).start()
+    save_checkpoint(tmp_path / "c", filled(model, 2.0), extra=2)
+    assert pending.done() and load_checkpoint(tmp_path / "c", filled(model, 3.0)) == 2
+
+
+FORKS = """
+import os, sys, torch
+from maingrad.ddp import load_checkpoint, save_checkpoint
+
+model = torch.nn.Linear(2000, 2000)
+pending = save_checkpoint(sys.argv[1], model, background=True)
+assert not pending.done()
+child = os.fork()
+if not child:
+    save_checkpoint(sys.argv[1] + "-of-the-child", model)
+    load_checkpoint(sys.argv[1] + "-of-the-child", model)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+pending.wait()
+load_checkpoint(sys.argv[1], model)
+"""
+
+
+def test_a_process_that_is_forked_meanwhile_saves_by_itself(tmp_path: Path) -> None:
+    assert run_python("-c", FORKS, tmp_path / "c", timeout=60.0).returncode == 0
 
 
 def test_a_load_reads_what_is_still_being_written(tmp_path: Path, released: threading.Event) -> None:

@@ -117,6 +117,7 @@ DELETED = object()
 UP = ("tensors", "up.weight")
 OF_GROUP = ("optimizer", "groups", 0)
 MASTER = (*UP, "stored", "master")
+MODEL = (*UP, "stored", "model")
 EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "version: true": (("version",), True),
     "version: 1.0": (("version",), 1.0),
@@ -163,22 +164,22 @@ EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "tensors: none": (("tensors",), DELETED),
     "tensors: a list": (("tensors",), []),
     "tensor: missing": (UP, DELETED),
-    "boxes: none": ((*MASTER, "boxes"), []),
-    "boxes: a number": ((*MASTER, "boxes"), 1),
-    "boxes: many": ((*MASTER, "boxes"), [[0, [0, 0], [0, 0]]] * 10_000),
-    "boxes: one more": ((*MASTER, "boxes", 1), [0, [0, 0], [1, 1]]),
-    "box: a number less": ((*MASTER, "boxes", 0), [0, [0, 0]]),
-    "box: a dim less": ((*MASTER, "boxes", 0), [0, [0], [255]]),
-    "box: shorter": ((*MASTER, "boxes", 0, 2, 0), 16),
-    "box: negative": ((*MASTER, "boxes", 0, 2, 0), -17),
-    "box: huge": ((*MASTER, "boxes", 0, 2, 0), 2**70),
-    "box: true": ((*MASTER, "boxes", 0, 2, 0), True),
-    "box: elsewhere": ((*MASTER, "boxes", 0, 1, 0), 1),
-    "box: before the tensor": ((*MASTER, "boxes", 0, 1, 0), -1),
-    "box: in no file": ((*MASTER, "boxes", 0, 0), 1),
-    "box: in a negative file": ((*MASTER, "boxes", 0, 0), -1),
-    "box: in a file far away": ((*MASTER, "boxes", 0, 0), 10**4000),
-    "box: in a file of a name": ((*MASTER, "boxes", 0, 0), "../c/rank-00000.safetensors"),
+    "boxes: none": ((*MODEL, "boxes"), []),
+    "boxes: a number": ((*MODEL, "boxes"), 1),
+    "boxes: many": ((*MODEL, "boxes"), [[0, [0, 0], [0, 0]]] * 10_000),
+    "boxes: one more": ((*MODEL, "boxes", 1), [0, [0, 0], [1, 1]]),
+    "box: a number less": ((*MODEL, "boxes", 0), [0, [0, 0]]),
+    "box: a dim less": ((*MODEL, "boxes", 0), [0, [0], [255]]),
+    "box: shorter": ((*MODEL, "boxes", 0, 2, 0), 16),
+    "box: negative": ((*MODEL, "boxes", 0, 2, 0), -17),
+    "box: huge": ((*MODEL, "boxes", 0, 2, 0), 2**70),
+    "box: true": ((*MODEL, "boxes", 0, 2, 0), True),
+    "box: elsewhere": ((*MODEL, "boxes", 0, 1, 0), 1),
+    "box: before the tensor": ((*MODEL, "boxes", 0, 1, 0), -1),
+    "box: in no file": ((*MODEL, "boxes", 0, 0), 1),
+    "box: in a negative file": ((*MODEL, "boxes", 0, 0), -1),
+    "box: in a file far away": ((*MODEL, "boxes", 0, 0), 10**4000),
+    "box: in a file of a name": ((*MODEL, "boxes", 0, 0), "../c/rank-00000.safetensors"),
     "extra: missing": (("extra",), DELETED),
 }
 

@@ -354,7 +354,7 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -
 
 STAGES = {
     "tensors": "maingrad.ddp.checkpoint.writing.Writing.complete",
-    "manifest": "maingrad.ddp.checkpoint.files.manifest.Manifest.write",
+    "manifest": "maingrad.ddp.checkpoint.writing.write_manifest",
     "move": "maingrad.ddp.checkpoint.files.folder.Staging.complete",
 }
 

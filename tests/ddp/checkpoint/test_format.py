@@ -1,6 +1,8 @@
 """The format outlives the code: earlier versions are rewritten, and boxes that no wrapper cuts today are read."""
 
+import itertools
 import json
+import math
 import re
 import shutil
 import zlib
@@ -18,6 +20,9 @@ from torch import nn
 from torch.distributed.checkpoint import load as torchs_load
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint.files.assignment import Offer, assign, stored_tensors
+from maingrad.ddp.checkpoint.files.boxes import boxes_of_range
+from maingrad.ddp.checkpoint.files.manifest import MOST_BYTES, Manifest, SavedTensor, new_id
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
@@ -146,6 +151,36 @@ def test_slices_that_do_not_fit_together_are_refused_by_name(tmp_path: Path, box
     (tmp_path / "c" / "maingrad.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=rf"manifest\.tensors\['weight'\]: {said}"):
         load_checkpoint(tmp_path / "c", nn.Linear(6, 4))
+
+
+# ---- Many ranks. ----
+
+
+def test_the_manifest_of_a_thousand_ranks_can_be_read_again() -> None:
+    """80 units of a 70 B model, each cut over 1,024 ranks, with masters and two moments: far below the limit."""
+    shapes = {"wide": (28672, 8192), "tall": (8192, 28672), "square": (8192, 8192), "norm": (8192,)}
+    numel = sum(math.prod(shape) for shape in shapes.values())
+    edges = [numel * rank // 1024 for rank in range(1025)]
+    offers: list[list[Offer]] = []
+    for start, end in itertools.pairwise(edges):
+        offers.append([])
+        first = 0
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            low, high = max(start, first) - first, min(end, first + size) - first
+            for box in boxes_of_range(shape, low, high) if low < high else ():
+                for section in ("model", "master", "state.exp_avg", "state.exp_avg_sq"):
+                    dtype = torch.bfloat16 if section == "model" else torch.float32
+                    offers[-1].append(Offer(name, section, shape, box, dtype))
+            first += size
+    tensors = {
+        name: SavedTensor(shape, stored, is_buffer=False)
+        for name, (shape, stored) in stored_tensors(assign(offers)).items()
+    }
+    manifest = Manifest(new_id(), tensors, {}, 1, None, None)
+    nbytes = len(manifest.encoded())
+    assert 80 * nbytes < MOST_BYTES, nbytes
+    assert sum(manifest.nbytes.values()) == numel * 14
 
 
 # ---- Kinds of elements. ----

@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from checkpointed import Everything, build, left_by_a_save, model_state, take_steps
 from loops import assert_same, weights
+from torch import nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.files.manifest import Manifest
@@ -79,39 +82,71 @@ def test_a_version_to_come_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 # ---- A load beside a save. ----
 
 
+@pytest.mark.parametrize("times", [1, 5])
 def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest is the first one's, and the data files are the second one's."""
+    """The manifest is of one save, and the data files are of the next one."""
     save_checkpoint(tmp_path / "c", Everything(seed=1), extra="first")
     original, read = Manifest.read, []
 
     def replaced(folder: Path) -> Manifest:
         read.append(original(folder))
-        if len(read) == 1:
-            save_checkpoint(tmp_path / "c", Everything(seed=2), extra="second")
+        if len(read) <= times:
+            save_checkpoint(tmp_path / "c", Everything(seed=1 + len(read)), extra=len(read))
         return read[-1]
 
     monkeypatch.setattr(Manifest, "read", replaced)
     model = Everything()
-    assert load_checkpoint(tmp_path / "c", model) == "second"
-    assert_same(weights(model), weights(Everything(seed=2)))
+    assert load_checkpoint(tmp_path / "c", model) == times
+    assert_same(weights(model), weights(Everything(seed=1 + times)))
 
 
-def test_a_checkpoint_that_is_replaced_each_time_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_replaced_while_its_header_is_read_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors opens a file once for the header, and once more for the elements."""
     save_checkpoint(tmp_path / "c", Everything(seed=1), extra="first")
-    original = Manifest.read
+    original, opened = torch.UntypedStorage.from_file, []
 
-    def replaced(folder: Path) -> Manifest:
-        manifest = original(folder)
-        save_checkpoint(tmp_path / "c", Everything(seed=2), extra="another")
-        return manifest
+    def late(*args: Any, **options: Any) -> torch.UntypedStorage:
+        opened.append(args)
+        if len(opened) == 1:
+            save_checkpoint(tmp_path / "c", Everything(seed=2), extra="second")
+        return original(*args, **options)
 
-    monkeypatch.setattr(Manifest, "read", replaced)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", late)
     model = Everything()
-    with pytest.raises(ValueError, match="was replaced by another save while it was opened, and once more when"):
-        load_checkpoint(tmp_path / "c", model)
-    assert_same(weights(model), weights(Everything()))
+    assert load_checkpoint(tmp_path / "c", model) == "first"
+    assert_same(weights(model), weights(Everything(seed=1)))
+    assert len(opened) == 2, "one of them is the second save's own check"
+
+
+SAVES = """
+import sys
+import torch
+from maingrad.ddp import save_checkpoint
+
+model = torch.nn.Linear(3, 5)
+for count in range(10**6):
+    for param in model.parameters():
+        torch.nn.init.constant_(param, count)
+    save_checkpoint(sys.argv[1], model, extra=count)
+    print(flush=True)
+"""
+
+
+def test_every_load_beside_a_program_that_saves_all_the_time_is_whole(tmp_path: Path) -> None:
+    model, counts = nn.Linear(3, 5), []
+    with subprocess.Popen([sys.executable, "-c", SAVES, tmp_path / "c"], stdout=subprocess.PIPE) as saves:
+        try:
+            assert saves.stdout is not None and saves.stdout.readline()
+            while len(counts) < 200:
+                counts.append(load_checkpoint(tmp_path / "c", model))
+                assert all((param == counts[-1]).all() for param in model.parameters())
+        finally:
+            saves.kill()
+    assert len({*counts}) > 20 and counts == sorted(counts)
 
 
 def test_what_is_open_is_read_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.manifest",
                 "SavedTensor.__post_init__",
-                "check_tiling(self.shape, [each.box for each in stored.boxes])",
+                "check_tiling(self.shape, [each.box for each in self.boxes(section)])",
                 "pass",
             ),
         ],
@@ -192,8 +192,8 @@ FAULTS = [
             Change(
                 "maingrad.launch.data.tokens",
                 "FileTokens.__getitem__",
-                "if filled < len(memory):",
-                "if filled > len(memory):",
+                "if len(found) < wanted:",
+                "if len(found) > wanted:",
             ),
         ],
     ),
@@ -297,23 +297,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.writing",
                 "_host_copy",
-                "return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)",
+                "return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)",
                 "return tensor",
-            ),
-        ],
-    ),
-    Fault(
-        "34v-extra-of-a-later-step",
-        sentence="A save in the background writes the step that training has reached by then: a resumed run skips batches.",
-        tests=[
-            "tests/ddp/checkpoint/test_background.py::test_what_is_written_late_is_of_the_moment_of_the_call",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.checkpoint.checkpoint",
-                "save_checkpoint.prepare",
-                "copied = _as_json(extra)",
-                "copied = _as_json(extra) and extra",
             ),
         ],
     ),
@@ -363,7 +348,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.opened",
                 "open_checkpoint",
-                "if _identity(find(path)) == found:",
+                "if found is not None and _identity(folder) == found:",
                 "if True:",
             ),
         ],

@@ -14,6 +14,8 @@ from gloo import run_ranks
 from loops import assert_same, weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.files.manifest import Manifest
@@ -553,3 +555,67 @@ def misfits(folder: Path) -> None:
 
 def test_what_does_not_fit_is_named(saved: Callable[[str, torch.dtype | None], Path]) -> None:
     simulate(misfits, 2, saved("zero3", BF16))
+
+
+class OfTwoDtypes(nn.Module):
+    """Parameters of two dtypes, of which one kind has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16))
+
+    def forward(self) -> Tensor:
+        return self.weight.square().sum() + self.nothing.float().sum()
+
+
+def test_a_parameter_without_elements_of_another_dtype_steps_after_a_load(tmp_path: Path) -> None:
+    def run() -> Tensor:
+        model = fully_shard(OfTwoDtypes())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                save_checkpoint(tmp_path / "c", model, optimizer)
+                load_checkpoint(tmp_path / "c", model, optimizer)
+        with model.unsharded():
+            return model.weight.detach().clone()
+
+    plain = OfTwoDtypes()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for _ in range(2):
+        plain().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for loaded in simulate(run, 2):
+        assert torch.equal(loaded, plain.weight)
+
+
+class RoundedCopies(TorchDispatchMode):
+    """Counts tensors of another dtype that exist at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[StorageWeakRef] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.found = [each for each in self.found if not each.expired()]
+            self.found.append(StorageWeakRef(made.untyped_storage()))
+            self.most = max(self.most, len(self.found))
+        return made
+
+
+def test_a_save_rounds_one_tensor_at_a_time(tmp_path: Path) -> None:
+    def most() -> int:
+        layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        model = fully_shard(layers, mixed_precision=MixedPrecisionPolicy(param_dtype=BF16))
+        with RoundedCopies() as copies:
+            save_checkpoint(tmp_path / "c", model)
+        return copies.most
+
+    assert simulate(most, 2) == [1, 1]

@@ -19,27 +19,26 @@ from maingrad.launch.data.batches import (
     Batch,
     DataError,
     load_corpus,
-    sample_batch,
     stdlib_files,
     validation_windows,
 )
-from maingrad.launch.data.bigram import MAX_VOCAB_SIZE, fit_bigram
+from maingrad.launch.data.bigram import bigram_loss
 from maingrad.launch.data.indexed import write_indexed
-from maingrad.launch.data.tokens import Digest, FileTokens, digest_of
+from maingrad.launch.data.sequences import Body, Sampler
+from maingrad.launch.data.tokens import Digest, FileTokens, Tokens, digest_of
 
-ALPHABET = np.arange(1000, dtype=np.uint16)
+ALPHABET = Body(Tokens([np.arange(1000, dtype=np.uint16)]))
 
 
-def batch(step: int = 0, microbatch: int = 0, rank: int = 0, **changes: Any) -> Batch:
-    settings = {
-        "seed": 1,
-        "num_microbatches": 1,
-        "world_size": 1,
-        "global_batch_size": 24,
-        "sequence_length": 10,
-        **changes,
-    }
-    return sample_batch(ALPHABET, step=step, microbatch=microbatch, rank=rank, **settings)
+def batch(
+    step: int = 0, microbatch: int = 0, rank: int = 0, num_microbatches: int = 1, world_size: int = 1, **changes: Any
+) -> Batch:
+    """The rows that one rank has of a microbatch, as ``maingrad train`` takes them from the global batch."""
+    settings = {"seed": 1, "global_batch_size": 24, "sequence_length": 10, **changes}
+    rows = settings["global_batch_size"] // (num_microbatches * world_size)
+    first = (microbatch * world_size + rank) * rows
+    sampler = Sampler([ALPHABET], (), order="random", documents="join", **settings)
+    return sampler.batch(step, slice(first, first + rows))
 
 
 def test_standard_library_is_real_text_in_a_fixed_order():
@@ -50,15 +49,15 @@ def test_standard_library_is_real_text_in_a_fixed_order():
     assert len(corpus.train) + len(corpus.validation) == sum(path.stat().st_size for path in files)
     assert not any({"test", "site-packages"}.intersection(path.parts) for path in files)
     again = load_corpus(DataConfig(), sequence_length=128)
-    assert np.array_equal(corpus.train, again.train)
-    assert np.array_equal(corpus.validation, again.validation)
-    assert b"def " in corpus.train.tobytes()
+    assert np.array_equal(corpus.train[:], again.train[:])
+    assert np.array_equal(corpus.validation[:], again.validation[:])
+    assert b"def " in corpus.train[:].tobytes()
 
 
 @pytest.mark.slow
 def test_files_stay_on_their_side_when_more_is_held_back():
-    less = load_corpus(DataConfig(validation_fraction=0.05), sequence_length=8).validation.tobytes()
-    more = load_corpus(DataConfig(validation_fraction=0.3), sequence_length=8).validation.tobytes()
+    less = load_corpus(DataConfig(validation_fraction=0.05), sequence_length=8).validation[:].tobytes()
+    more = load_corpus(DataConfig(validation_fraction=0.3), sequence_length=8).validation[:].tobytes()
     assert less[:1000] in more
     assert len(more) > len(less)
 
@@ -88,9 +87,10 @@ def test_token_files_stay_on_the_disk(tmp_path: Path, dtype: Any, largest: int):
     tokens.tofile(tmp_path / "tokens.bin")
     config = DataConfig(source="tokens", paths=(str(tmp_path / "tokens.bin"),), token_dtype=dtype)
     corpus = load_corpus(config, sequence_length=8)
-    assert isinstance(corpus.train, FileTokens)
+    (part,) = corpus.bodies[0].tokens._parts
+    assert isinstance(part, FileTokens)
     assert corpus.train[3:5].tolist() == [largest, 5]
-    read = validation_windows(corpus.train, count=1, sequence_length=8)
+    read = validation_windows(corpus.bodies[0], count=1, sequence_length=8)
     assert read.inputs.tolist() == [[5, largest] * 4]
     assert read.inputs.dtype == torch.int64
 
@@ -112,43 +112,38 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path):
     path = tmp_path / "tokens.bin"
     np.arange(1000, dtype=np.uint16).tofile(path)
     corpus = load_corpus(DataConfig(source="tokens", paths=(str(path),)), sequence_length=8)
-    assert sample_of(corpus.train).inputs.max() > 900
+    assert sample_of(corpus.bodies[0]).inputs.max() > 900
     os.truncate(path, 1001)
     with pytest.raises(DataError, match=rf"data file '{path}' has become shorter since the run began: 1001 bytes"):
-        sample_of(corpus.train)
+        sample_of(corpus.bodies[0])
     with pytest.raises(DataError, match="has become shorter"):
-        validation_windows(corpus.validation, count=1, sequence_length=8)
+        validation_windows(corpus.validation_bodies[0], count=1, sequence_length=8)
     assert corpus.train[:500].tolist() == list(range(500)), "what is there can be read"
 
 
-def sample_of(tokens: Any) -> Batch:
-    return sample_batch(
-        tokens,
-        seed=0,
-        step=0,
-        microbatch=0,
-        num_microbatches=1,
-        rank=0,
-        world_size=1,
-        global_batch_size=64,
-        sequence_length=8,
-    )
+def sample_of(body: Body) -> Batch:
+    sampler = Sampler([body], (), order="random", documents="join", seed=0, sequence_length=8, global_batch_size=64)
+    return sampler.batch(0, slice(0, 64))
 
 
 def test_a_part_of_a_part_is_counted_from_its_beginning(tmp_path: Path) -> None:
     tokens = np.arange(100, dtype=np.uint8)
     (tmp_path / "tokens.bin").write_bytes(tokens.tobytes())
-    inner = FileTokens(tmp_path / "tokens.bin", tokens.dtype).part(10, 90).part(5, 20)
+    inner = Tokens([FileTokens(tmp_path / "tokens.bin", tokens.dtype)]).part(10, 90).part(5, 20)
     assert inner[:].tolist() == tokens[15:30].tolist()
     assert inner.part(10, 99)[:].tolist() == tokens[25:30].tolist()
 
 
+def digest_of_array(tokens: np.ndarray) -> Digest:
+    return digest_of(Tokens([tokens]))
+
+
 def test_a_digest_is_of_every_block() -> None:
     tokens = np.zeros(3 * token_files._DIGEST_BLOCK, dtype=np.uint8)
-    digest = digest_of(tokens)
+    digest = digest_of_array(tokens)
     for place in (0, token_files._DIGEST_BLOCK, len(tokens) - 1):
         tokens[place] = 1
-        assert digest_of(tokens) != digest
+        assert digest_of_array(tokens) != digest
         tokens[place] = 0
 
 
@@ -156,15 +151,15 @@ def test_digests_tell_data_apart_and_parts_alike(tmp_path: Path, monkeypatch: py
     path = tmp_path / "tokens.bin"
     tokens = np.arange(5000, dtype=np.uint16)
     tokens.tofile(path)
-    whole = FileTokens(path, tokens.dtype)
-    assert digest_of(whole) == digest_of(tokens) == digest_of(whole.part(0, 5000))
-    assert digest_of(whole.part(7, 4000)) == digest_of(tokens[7:4000]) != digest_of(tokens[8:4001])
+    whole = Tokens([FileTokens(path, tokens.dtype)])
+    assert digest_of(whole) == digest_of_array(tokens) == digest_of(whole.part(0, 5000))
+    assert digest_of(whole.part(7, 4000)) == digest_of_array(tokens[7:4000]) != digest_of_array(tokens[8:4001])
     tokens[4321] += 1
-    assert digest_of(tokens) != digest_of(whole)
+    assert digest_of_array(tokens) != digest_of(whole)
     monkeypatch.setattr(token_files, "_DIGEST_BLOCK", 64)
     monkeypatch.setattr(token_files, "_DIGEST_BLOCKS", 16)
-    assert digest_of(whole.part(0, 4000)) == digest_of(tokens[:4000]), "a sample of what is large"
-    assert digest_of(tokens[:4000]) != digest_of(np.roll(tokens[:4000], 1))
+    assert digest_of(whole.part(0, 4000)) == digest_of_array(tokens[:4000]), "a sample of what is large"
+    assert digest_of_array(tokens[:4000]) != digest_of_array(np.roll(tokens[:4000], 1))
 
 
 def test_borders_belong_to_a_digest(tmp_path: Path):
@@ -278,32 +273,14 @@ def test_validation_windows_are_spread_and_do_not_overlap():
 
 
 def test_bigram_against_counting_by_hand():
-    tokens = np.array([0, 1, 0, 1, 2, 0, 1], dtype=np.uint8)
-    model = fit_bigram(tokens, 3)
-    after_0 = np.exp(model.log_prob[0])
-    assert np.allclose(after_0, [1 / 6, 4 / 6, 1 / 6])  # 0 is followed by 1 three times; one added to each
-    assert np.allclose(np.exp(model.log_prob).sum(axis=1), 1.0)
+    tokens = Tokens([np.array([0, 1, 0, 1], dtype=np.uint8), np.array([2, 0, 1], dtype=np.uint8)])
     scored = Batch(torch.tensor([[0, 1]]), torch.tensor([[1, 0]]))
-    assert model.loss(scored) == pytest.approx(-(np.log(4 / 6) + np.log(2 / 5)) / 2)
-
-
-def test_bigram_counts_across_chunks(monkeypatch: pytest.MonkeyPatch):
-    tokens = np.random.default_rng(0).integers(0, 7, size=1001).astype(np.uint16)
-    whole = fit_bigram(tokens, 7).log_prob
-    monkeypatch.setattr("maingrad.launch.data.bigram._CHUNK", 64)
-    assert np.array_equal(whole, fit_bigram(tokens, 7).log_prob)
+    # 0 is followed by 1 three times, 1 by 0 once and by 2 once; one is added to each of 256 counts.
+    assert bigram_loss(tokens, scored) == pytest.approx(-(np.log(4 / 259) + np.log(2 / 258)) / 2)
 
 
 @pytest.mark.slow
 def test_bigram_on_the_standard_library_is_the_known_yardstick():
     corpus = load_corpus(DataConfig(), sequence_length=128)
-    windows = validation_windows(corpus.validation, count=256, sequence_length=128)
-    assert 2.1 < fit_bigram(corpus.train, 256).loss(windows) < 2.7
-
-
-@pytest.mark.parametrize(
-    "vocab_size, message", [(5, "token 5 is outside the vocabulary"), (MAX_VOCAB_SIZE + 1, "too large")]
-)
-def test_bigram_refuses(vocab_size: int, message: str):
-    with pytest.raises(ValueError, match=message):
-        fit_bigram(np.array([0, 5], dtype=np.uint16), vocab_size)
+    windows = validation_windows(corpus.validation_bodies[0], count=256, sequence_length=128)
+    assert 2.1 < bigram_loss(corpus.train, windows) < 2.7

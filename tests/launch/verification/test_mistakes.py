@@ -99,6 +99,40 @@ class BadGradient(Net):
 # ---- What is random, and what remembers. ----
 
 
+class ChosenExpert(Net):
+    """Each row goes to one of two experts; an expert without rows does not run."""
+
+    def features(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long()
+        y = x
+        for index, block in enumerate(self.blocks):
+            rows = (chosen == index).nonzero()[:, 0]
+            if len(rows):
+                y = y.index_add(0, rows, block(x[rows]))
+        return y
+
+
+def batch_of_which_ranks_choose_other_experts() -> Tensor:
+    x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    x[:, 0] = torch.tensor([1.0, 1, 1, 1, -1, -1, -1, -1])
+    return x
+
+
+class LayerOfSomeBatches(Net):
+    """Runs its second layer if the sum over all rows is positive."""
+
+    def features(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x).tanh()
+        return self.blocks[1](y).tanh() if x.sum() > 0 else y
+
+
+def batch_whose_parts_have_other_signs() -> Tensor:
+    x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    x[:2] += 1
+    x[2:] -= 1
+    return x
+
+
 class Dropout(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -309,6 +343,12 @@ PLANTED: dict[str, Planted] = {
     "noise": Planted(Noise, "random", is_note=True),
     "a generator of its own": Planted(GeneratorOfItsOwn, "not_reproducible", "head.weight"),
     "batch normalisation": Planted(Normalised, "batch_statistics", "norm.weight", module="norm"),
+    "a layer of some batches": Planted(
+        LayerOfSomeBatches, "mixed_rows", "blocks.1.bias", batch=batch_whose_parts_have_other_signs, ways=("ddp",)
+    ),
+    "an expert that some ranks run": Planted(
+        ChosenExpert, "refused", batch=batch_of_which_ranks_choose_other_experts, ways=("zero1", "fsdp", "fsdp_delayed")
+    ),
     "rows centred": Planted(CentredRows, "mixed_rows", "head.weight"),
     "a counter": Planted(Counter, "state", "head.weight"),
     "a counter of all models": Planted(CallsOfAllModels, "not_reproducible", "head.weight"),

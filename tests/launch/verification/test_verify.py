@@ -59,6 +59,20 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert found.ok and not found.findings, str(found)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_rounding_under_autocast_is_no_mistake(dropout: float) -> None:
+    model = nn.Sequential(mlp(), nn.Dropout(dropout))
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return square(model(batch), batch)
+
+    found = verify(model, rows(), step=step, ways=FEW)
+    assert found.ok, str(found)
+    found = verify(model, rows(), step=lambda *given: step(*given) * len(given[1]), ways=FEW)
+    assert [str(each.cause) for each in found.findings if not each.is_note] == ["sum"], str(found)
+
+
 class Pair(NamedTuple):
     x: Tensor
     target: Tensor
@@ -327,7 +341,13 @@ def backward_inside(model: nn.Module, batch: Tensor) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.sampled(13)
+def backward_before_returning(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = square(model(batch), batch)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -344,6 +364,7 @@ def backward_inside(model: nn.Module, batch: Tensor) -> Tensor:
         ({"model": mlp().requires_grad_(False)}, ValueError, "no parameter that requires a gradient"),
         ({"ways": ()}, ValueError, "ways names none"),
         ({"loss": None, "step": backward_inside}, ValueError, "has called backward itself"),
+        ({"loss": None, "step": backward_before_returning}, ValueError, "has called backward itself"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], error: type[Exception], words: str) -> None:

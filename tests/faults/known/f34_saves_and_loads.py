@@ -1,0 +1,79 @@
+from fault import Change, Fault
+
+FAULTS = [
+    Fault(
+        "34zr-a-save-in-the-foreground-goes-on-after-ctrl-c",
+        sentence="A thread writes the model while the program, after Ctrl-C in the save, changes the model.",
+        tests=[
+            "tests/ddp/checkpoint/test_background.py::test_ctrl_c_ends_a_save_and_leaves_the_checkpoint_of_before",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.checkpoint",
+                "save_checkpoint",
+                "pending.write_now()",
+                "pending.start(model, stack.pop_all()) or finish_pending(model)",
+            ),
+        ],
+    ),
+    Fault(
+        "34zs-a-save-under-way-is-forgotten-at-ctrl-c",
+        sentence="After Ctrl-C in the wait for a save in the background, the next save to its path is refused.",
+        tests=[
+            "tests/ddp/checkpoint/test_background.py::"
+            "test_after_ctrl_c_the_next_save_waits_for_the_one_in_the_background",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.background",
+                "finish_pending",
+                "_pending.get(model)",
+                "_pending.pop(model, None)",
+            ),
+        ],
+    ),
+    Fault(
+        "34zt-a-header-and-elements-of-two-saves",
+        sentence="A save replaces a data file after its header was read, and the elements are those of the new file.",
+        tests=[
+            "tests/ddp/checkpoint/test_ids.py::test_a_file_that_is_replaced_while_its_header_is_read_is_one_file",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.rank_file",
+                "RankFile.__init__",
+                'f"/dev/fd/{opened.fileno()}"',
+                "path",
+            ),
+        ],
+    ),
+    Fault(
+        "34zu-state-of-the-dtype-of-another-parameter",
+        sentence="After a load, a parameter without elements has moments in the dtype of another parameter.",
+        tests=[
+            "tests/fsdp/state/test_checkpoint.py::"
+            "test_a_parameter_without_elements_of_another_dtype_steps_after_a_load",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.optimizer",
+                "OptimizerLoad.plan",
+                "likes.get(updated.dtype)",
+                "next(iter(likes.values()), None)",
+            ),
+        ],
+    ),
+    Fault(
+        "34zv-all-parameters-are-rounded-before-the-first-is-written",
+        sentence="A save of a fully sharded model takes memory for rounded copies of all of this rank's parameters.",
+        tests=["tests/fsdp/state/test_checkpoint.py::test_a_save_rounds_one_tensor_at_a_time"],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.model",
+                "parts_of_model",
+                "part._replace(dtype=param.dtype)",
+                "part._replace(data=part.data.to(param.dtype), dtype=param.dtype)",
+            ),
+        ],
+    ),
+]
