@@ -91,8 +91,7 @@ class Train:
     def _dry_run(self, flags: list[str]) -> int:
         from .plan.dry_run import dry_run, dry_run_tables
 
-        config = _load(self.config, flags)
-        _print_tables(dry_run_tables(config, dry_run(config, self.ranks or 1)))
+        _print_tables(dry_run_tables(dry_run(_load(self.config, flags), self.ranks or 1)))
         return 0
 
 
@@ -111,12 +110,10 @@ class Plan:
         _check_ranks(self.ranks)
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
-        from .plan.plan import plan_run, plan_units
+        from .plan.plan import plan_run
         from .plan.tables import plan_tables
 
-        config = _load(self.config, flags)
-        plan = plan_units(config, self.ranks) if config.fully_sharded else plan_run(config, self.ranks)
-        _print_tables(plan_tables(plan))
+        _print_tables(plan_tables(plan_run(_load(self.config, flags), self.ranks)))
         return 0
 
 

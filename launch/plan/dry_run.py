@@ -19,30 +19,22 @@ from ..model.hugging_face import LanguageModel, build_language_model
 from ..training.loading import check_model, make_sampler, validation_batch
 from ..training.run_state import check_resume, where_to_resume
 from ..training.watching.trackers import check_packages
-from .plan import RunPlan, UnitsPlan, plan_run, plan_units
+from .plan import RunPlan, plan_run
 from .tables import Column, format_bytes, plan_tables, table_of
 
 __all__ = ["DryRun", "dry_run", "dry_run_tables"]
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class DryRun(NamedTuple):
     """A run, before it is begun."""
 
-    plan: RunPlan | UnitsPlan
+    plan: RunPlan
     train_tokens: int
     """Tokens of the training data."""
-    tokens_per_step: int
     checkpoint_bytes: int
     """Bytes of all tensors of one checkpoint. The files are larger by about a kilobyte for each tensor and rank."""
     resumes_from: Path | None
     """The checkpoint from which the run would go on."""
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps that take as many tokens as the training data have."""
-        return self.train_tokens / self.tokens_per_step
 
 
 def dry_run(config: Config, ranks: int) -> DryRun:
@@ -63,7 +55,7 @@ def dry_run(config: Config, ranks: int) -> DryRun:
         True,
         "records CUDA's allocator, and this run is on cpu; leave it out",
     )
-    plan = plan_units(config, ranks) if config.fully_sharded else plan_run(config, ranks)
+    plan = plan_run(config, ranks)
     settings = config.train
     cache = Path(settings.out_dir) / "tokens"  # where the run will look for them
     corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
@@ -78,7 +70,6 @@ def dry_run(config: Config, ranks: int) -> DryRun:
     return DryRun(
         plan,
         len(corpus.train),
-        settings.global_batch_size * settings.sequence_length,
         _checkpoint_bytes(config, model),
         resumes_from,
     )
@@ -96,43 +87,43 @@ def _check_stored(model: ModelConfig) -> None:
 
 def _checkpoint_bytes(config: Config, model: LanguageModel) -> int:
     """Each parameter, its fp32 master where it is in half precision, and its optimizer state."""
-    states = config.optimizer.state_per_element()
-    found = 0
-    for parameter in model.parameters():
-        half = parameter.dtype in _HALF
-        master = 4 if half else parameter.itemsize
-        found += parameter.numel() * (parameter.itemsize + (master if half else 0) + states * master)
-    return found
+    states = 4 * config.optimizer.state_per_element()
+    return sum(
+        parameter.nbytes + parameter.numel() * (states + 4 * (parameter.dtype is not torch.float32))
+        for parameter in model.parameters()
+    )
 
 
-def dry_run_tables(config: Config, run: DryRun) -> Iterator[Table]:
+def dry_run_tables(run: DryRun) -> Iterator[Table]:
     """The tables of ``maingrad plan``, and one about the run as a whole."""
     yield from plan_tables(run.plan)
-    settings, ranks = config.train, run.plan.ranks
+    config, ranks = run.plan.config, run.plan.ranks
+    settings = config.train
+    tokens = settings.global_batch_size * settings.sequence_length
     rows = settings.sequences_per_microbatch(ranks)
     said = {
         "parameters": f"{run.plan.parameters.total:,}",
         "bytes on each rank, at rest": format_bytes(run.plan.rank_bytes.total),
         "microbatches of a step": f"{settings.num_microbatches} of {rows} x {settings.sequence_length:,}",
-        "tokens of a step": f"{run.tokens_per_step:,}",
+        "tokens of a step": f"{tokens:,}",
         "tokens of the training data": f"{run.train_tokens:,}",
-        "steps of an epoch": f"{run.steps_per_epoch:,.1f}",
-        "epochs of the run": f"{settings.steps / run.steps_per_epoch:,.2f}",
+        "steps of an epoch": f"{run.train_tokens / tokens:,.1f}",
+        "epochs of the run": f"{settings.steps * tokens / run.train_tokens:,.2f}",
         "bytes of a checkpoint": format_bytes(run.checkpoint_bytes),
     }
     if settings.save_every is not None:
-        writers = ranks // run.plan.outer_size
+        writers = ranks // config.num_instances
         said["written by a rank"] = format_bytes(math.ceil(run.checkpoint_bytes / writers))
-        said["checkpoints on disk, at most"] = _kept(config, run)
+        said["checkpoints on disk, at most"] = _kept(run)
     if run.resumes_from is not None:
         said["goes on from"] = str(run.resumes_from)
     columns = Column("what", list(said), is_text=True), Column("value", list(said.values()))
     yield table_of(f"the run: {settings.steps:,} steps on {ranks:,} rank(s)", *columns)
 
 
-def _kept(config: Config, run: DryRun) -> str:
+def _kept(run: DryRun) -> str:
     """While a new one is written, the older ones are there."""
-    settings, keep = config.train, config.checkpoint
+    settings, keep = run.plan.config.train, run.plan.config.checkpoint
     assert settings.save_every is not None
     written = math.ceil(settings.steps / settings.save_every)
     count = written

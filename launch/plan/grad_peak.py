@@ -4,7 +4,7 @@ The contents of the pool depend only on the order in which backward reaches buck
 memory until another bucket needs it. The result is therefore exact, not only a bound.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +12,8 @@ from torch import nn
 
 from ...ddp.contract.module import DelayedWgradModule
 from ...fsdp.iteration.grad_pool import GradPool, pool_limit
-from .unit_bytes import PlacedBucket
+from .rank_bytes import PlacedBucket
+from .units import PlacedUnit
 
 __all__ = ["peak_of_grads"]
 
@@ -20,18 +21,15 @@ MICROBATCHES = 3
 """Replayed at most: the second finds what the first has left under way, and then they repeat."""
 
 
-def peak_of_grads(
-    model: nn.Module, units: Mapping[str, Sequence[PlacedBucket]], *, num_microbatches: int, reduces_once: bool
-) -> int:
+def peak_of_grads(model: nn.Module, units: Sequence[PlacedUnit], *, num_microbatches: int, reduces_once: bool) -> int:
     """Bytes of whole gradients.
 
-    model        with its parameters registered in the order in which a forward uses them; they may be on meta
-    units        buckets of each unit by the unit's name, the outermost first
+    model         with its parameters registered in the order in which a forward uses them; they may be on meta
+    units         the outermost first
     reduces_once  whole gradients stay from one microbatch to the next
     """
-    buckets = [bucket for found in units.values() for bucket in found]
-    if any(bucket.keeps_grads for bucket in buckets) or (reduces_once and num_microbatches > 1):
-        return sum(bucket.grad_nbytes for bucket in buckets)
+    if units[0].buckets[0].keeps_grads or (reduces_once and num_microbatches > 1):
+        return sum(unit.grad_nbytes for unit in units)
     replay = _Replay(units)
     num_replayed = min(num_microbatches, MICROBATCHES)
     for microbatch in range(num_replayed):
@@ -56,8 +54,8 @@ class _Replay:
     units  the outermost first
     """
 
-    def __init__(self, units: Mapping[str, Sequence[PlacedBucket]]) -> None:
-        self._units = {unit: [_Bucket(unit, placed) for placed in found] for unit, found in units.items()}
+    def __init__(self, units: Sequence[PlacedUnit]) -> None:
+        self._units = {unit.name: [_Bucket(unit.name, placed) for placed in unit.buckets] for unit in units}
         self._buckets = [bucket for found in self._units.values() for bucket in found]
         self._outermost, *inside = self._units
         sizes = [[bucket.grads.nbytes for bucket in self._units[unit]] for unit in inside]

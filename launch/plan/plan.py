@@ -2,111 +2,108 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...ddp import DistributedDataParallelConfig
-from ...ddp.collectives.placements import placements_of
-from ...ddp.plan.layout import BucketLayout, GradPlan
-from ...ddp.plan.model_plan import plan_model
-from ...ddp.plan.owned_params import find_owned_params
-from ..config.run import Config, Parallel
-from ..model.hugging_face import LanguageModel, build_language_model
+from ...ddp.collectives.placements import Placement, Placements
+from ..config.run import Config, FsdpConfig, Parallel
+from ..model.hugging_face import build_language_model
 from .grad_peak import peak_of_grads
-from .parameter_count import count_of
-from .rank_bytes import RankBytes, rank_bytes
-from .units import Plan, UnitsPlan, fsdp_alternatives, place_units
+from .parameter_count import ParameterCount, count_of
+from .rank_bytes import PlacedBucket, RankBytes, rank_bytes
+from .units import PlacedUnit, lay_out
 
-__all__ = ["RunPlan", "UnitsPlan", "plan_run", "plan_units"]
+__all__ = ["RunPlan", "plan_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan(Plan):
-    """The plan of a configuration with ``DistributedDataParallel``."""
+class RunPlan:
+    """The plan of a configuration on a given number of ranks."""
 
-    gradients: GradPlan
-    wrapper: DistributedDataParallelConfig
+    config: Config
+    ranks: int
+    parameters: ParameterCount
+    units: tuple[PlacedUnit, ...]
+    """What is gathered and reduced together: units of a fully sharded model, else single buckets."""
+    alternatives: dict[Parallel, RankBytes]
+    """Bytes at rest under each kind of parallelism that this number of ranks allows, this run's included."""
+    peak_grads: int
+    """Largest number of bytes that whole gradients take at one time."""
 
     @property
-    def gather_order(self) -> list[BucketLayout]:
-        """Buckets in the order of gathers, which is that of the forward. Empty without gathers."""
-        return list(reversed(self.gradients.buckets)) if self.placements.inner.gathers else []
+    def inner_size(self) -> int:
+        """Number of ranks in an instance."""
+        return self.ranks // self.config.num_instances
+
+    @property
+    def buckets(self) -> list[PlacedBucket]:
+        """The buckets of all units."""
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    @property
+    def placements(self) -> Placements:
+        """Which of parameters, gradients and optimizer state are whole, and which are sharded."""
+        return self.buckets[0].placements
+
+    @property
+    def rank_bytes(self) -> RankBytes:
+        """What the fullest rank holds between steps."""
+        return self.alternatives[self.config.parallel]
+
+    @property
+    def peak_params(self) -> int:
+        """Largest number of bytes that whole parameters of a fully sharded model take at one time.
+
+        The outermost unit stays whole, and while one unit computes, the all-gather of the next unit runs: so the
+        maximum is the outermost unit's bytes plus those of two consecutive units.
+        """
+        blocks: dict[str, int] = {}  # bytes of each block, nested units included
+        for unit in self.units[1:]:
+            outside = (each.name for each in self.units[1:] if unit.name.startswith(f"{each.name}."))
+            block = next(outside, unit.name)
+            blocks[block] = blocks.get(block, 0) + unit.param_nbytes
+        keeps = self.placements.inner.parameter is Placement.WHOLE or self.config.fsdp.reshard_after_forward is False
+        inside = list(blocks.values())
+        count = len(inside) if keeps else min(2, len(inside))
+        rows = [sum(inside[first : first + count]) for first in range(len(inside) - count + 1)]
+        return self.units[0].param_nbytes + max(rows)
 
 
 def plan_run(config: Config, ranks: int) -> RunPlan:
-    """Build the model on the meta device and lay out its gradients for ``ranks`` data-parallel ranks.
+    """Build the model on the meta device and lay it out over ``ranks`` data-parallel ranks.
 
     Raises ``ConfigError`` if the global batch or the ranks do not divide evenly.
     """
-    model, common = _begin(config, ranks)
-    wrapper = config.wrapper_config
-    return RunPlan(
-        **common,
-        placements=placements_of(wrapper),
-        wire_dtype=wrapper.grad_reduce_wire_dtype,
-        gradients=_lay_out(model, wrapper, ranks),
-        wrapper=wrapper,
-    )
-
-
-def plan_units(config: Config, ranks: int) -> UnitsPlan:
-    """The plan for ``parallel = "fsdp"`` and ``"hsdp"``: lays out the units."""
-    model, common = _begin(config, ranks)
-    units = place_units(config, ranks, config.parallel, config.fsdp)
-    num_microbatches = config.train.num_microbatches
-    peak_grads = peak_of_grads(
-        model,
-        {unit.name: unit.buckets for unit in units},
-        num_microbatches=num_microbatches,
-        reduces_once=config.fsdp.reduces_once,
-    )
-    return UnitsPlan(
-        **common,
-        placements=config.fsdp.row,
-        wire_dtype=config.fsdp.torch_reduce_dtype,
-        units=units,
-        fsdp=config.fsdp,
-        num_microbatches=num_microbatches,
-        peak_grads=peak_grads,
-    )
-
-
-def _begin(config: Config, ranks: int) -> tuple[LanguageModel, dict[str, Any]]:
-    """The model on the meta device, and what all plans have."""
     config.check_ranks(ranks)
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
-    return model, {
-        "ranks": ranks,
-        "outer_size": config.num_instances,
-        "parameters": count_of(model),
-        "parallel": config.parallel,
-        "model": config.model,
-        "alternatives": _alternatives(config, model, ranks),
-    }
-
-
-def _lay_out(model: LanguageModel, wrapper: DistributedDataParallelConfig, ranks: int) -> GradPlan:
-    degree = ranks // wrapper.num_distributed_optimizer_instances if wrapper.use_distributed_optimizer else 1
-    return plan_model(find_owned_params(model), wrapper, shard_degree=degree)
-
-
-def _alternatives(config: Config, model: LanguageModel, ranks: int) -> dict[Parallel, RankBytes]:
-    """Bytes at rest under each kind of parallelism that so many ranks allow."""
     states = config.optimizer.state_per_element()
-    found = {
-        parallel: rank_bytes(
-            _lay_out(model, wrapper, ranks), keep_params_whole=wrapper.keep_params_whole, states=states
-        )
-        for parallel, wrapper in _wrappers(config, ranks).items()
+    laid_out = {
+        parallel: lay_out(other, ranks)
+        for parallel, other in _alternatives(config).items()
+        if ranks % other.num_instances == 0
     }
-    return found | fsdp_alternatives(config, ranks)
+    return RunPlan(
+        config=config,
+        ranks=ranks,
+        parameters=count_of(model),
+        units=laid_out[config.parallel],
+        alternatives={
+            parallel: rank_bytes((bucket for unit in units for bucket in unit.buckets), states=states)
+            for parallel, units in laid_out.items()
+        },
+        peak_grads=peak_of_grads(
+            model,
+            laid_out[config.parallel],
+            num_microbatches=config.train.num_microbatches,
+            reduces_once=config.fsdp.reduces_once,
+        ),
+    )
 
 
-def _wrappers(config: Config, ranks: int) -> dict[Parallel, DistributedDataParallelConfig]:
-    """The run's configuration under each kind that has a wrapper, with what has no meaning there left out."""
-    own = config.wrapper_config
-    sharded = dataclasses.replace(own, use_distributed_optimizer=True, num_distributed_optimizer_instances=1)
+def _alternatives(config: Config) -> dict[Parallel, Config]:
+    """The run's configuration under each kind of parallelism, with what has no meaning there left out."""
+    sharded = dataclasses.replace(config.ddp, use_distributed_optimizer=True, num_distributed_optimizer_instances=1)
     whole = dataclasses.replace(
         sharded,
         use_distributed_optimizer=False,
@@ -115,8 +112,21 @@ def _wrappers(config: Config, ranks: int) -> dict[Parallel, DistributedDataParal
         grad_reduce_wire_dtype=None,
         keep_params_whole=False,
     )
-    found: dict[Parallel, DistributedDataParallelConfig] = {"ddp": whole, "zero1": sharded}
-    instances = own.num_distributed_optimizer_instances if config.parallel == "hybrid" else 2
-    if ranks % instances == 0:
-        found["hybrid"] = dataclasses.replace(sharded, num_distributed_optimizer_instances=instances)
-    return found
+    if config.fully_sharded:
+        inside = "zero3" if config.fsdp.placements == "hsdp_zero1" else config.fsdp.placements
+        units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
+    else:
+        units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
+    unused = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    sections: dict[Parallel, tuple[DistributedDataParallelConfig, FsdpConfig]] = {
+        "ddp": (whole, FsdpConfig()),
+        "zero1": (sharded, FsdpConfig()),
+        "hybrid": (dataclasses.replace(sharded, num_distributed_optimizer_instances=2), FsdpConfig()),
+        "fsdp": (unused, units),
+        "hsdp": (unused, units),
+    }
+    others = {
+        parallel: dataclasses.replace(config, parallel=parallel, ddp=ddp, fsdp=fsdp)
+        for parallel, (ddp, fsdp) in sections.items()
+    }
+    return {**others, config.parallel: config}

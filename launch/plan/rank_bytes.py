@@ -1,24 +1,39 @@
-"""Bytes on one rank, at rest and on the wire, from a plan's integers alone.
+"""Bytes on one rank, at rest and on the wire, from the integers of buckets alone.
 
-With N elements of a buffer (padding included) in shards of N/s, p and g bytes for an element of parameter and gradient:
+    n  elements of a bucket, padding included       p  bytes per element of the parameters in a forward
+    s  shards of the bucket                         g  bytes per element of a gradient
+    i  ranks of an instance
 
-    parameters  N p            masters   4 N/s  under bf16 and fp16 parameters; others are their own masters
-    gradients   N g            moments   8 N/s  AdamW's two, fp32; other optimizers have other numbers of them
+What one bucket takes on one rank:
 
-and summed over the buffers of a plan. The degree s is 1 under plain data parallelism, the number of ranks under ZeRO-1,
-the ranks of an instance under hybrid; experts have their own.
+                  DistributedDataParallel           maingrad.fsdp
+    parameters    p n                               p n    where they are kept whole
+                                                    p n/i  where the optimizer is sharded across as well
+    gradients     g n                               g n    where they are kept whole
+                                                    g n/s  the shards
+                                                    4 n/s  copies for .grad, where gradients are not fp32
+                                                    g n/i  sums inside, with several instances
+    masters       4 n/s  under half precision       4 n/s
+    moments       8 n/s                             8 for each of the rank's elements, without padding
+
+Moments are AdamW's two, fp32; other optimizers have other numbers of them. s is 1 under plain data parallelism, the
+number of ranks under ZeRO-1, the ranks of an instance under hybrid; experts have their own. Under FSDP s is i, and all
+ranks where the optimizer is sharded across instances as well.
 """
 
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ...ddp.collectives.placements import Placements
-from ...ddp.plan.layout import BucketLayout, GradPlan
+from ...ddp.collectives.placements import Placement, Placements
+from ...ddp.plan.layout import BucketLayout
 
-__all__ = ["RankBytes", "Traffic", "bucket_traffic", "held_numels", "rank_bytes"]
+__all__ = ["PlacedBucket", "RankBytes", "Traffic", "rank_bytes"]
 
-_HALF = (torch.bfloat16, torch.float16)
+_FP32 = 4  # bytes of an element of masters and moments
 
 
 class RankBytes(NamedTuple):
@@ -27,10 +42,9 @@ class RankBytes(NamedTuple):
     parameters: int
     gradients: int
     masters: int
-    """fp32 copies of half-precision parameters; 0 where parameters are fp32 themselves."""
+    """fp32 copies of half-precision parameters, and FSDP's shards; 0 where DDP's parameters are fp32 themselves."""
     moments: int
-    """Elementwise state of the optimizer: of AdamW the first and second moments, fp32. Of the rank that has most, where
-    parameters are kept whole."""
+    """Elementwise state of the optimizer: of AdamW the first and second moments, fp32. Of the rank that has most."""
 
     @property
     def total(self) -> int:
@@ -53,63 +67,116 @@ class Traffic(NamedTuple):
     """Bytes that the reduction inside needs beside the bucket while it is in flight; they are not sent."""
 
 
-def rank_bytes(plan: GradPlan, *, keep_params_whole: bool = False, states: int = 2) -> RankBytes:
-    """What every rank holds between steps. Shards are equal, so it is the same everywhere.
+@dataclass(frozen=True, kw_only=True)
+class PlacedBucket:
+    """One bucket, and the ranks that hold and reduce it."""
 
-    keep_params_whole  moments exist for parameters only, not for padding
-    states             elements of optimizer state for each element of a parameter
+    layout: BucketLayout
+    placements: Placements
+    inner_size: int
+    outer_size: int = 1
+    wire_dtype: torch.dtype | None = None
+    """Gradients are sent in this dtype (all-to-all) and summed on arrival. None: in their own dtype."""
+    trainable: bool = True
+    """False: there are no gradients."""
+    own_shards: bool = False
+    """Whether shards are fp32 tensors of their own, as under FSDP. False: parts of whole tensors, as under DDP."""
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Dtype of the parameters in a forward."""
+        return self.layout.slots[0].spec.param_dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are accumulated."""
+        return self.layout.slots[0].spec.grad_dtype
+
+    @property
+    def param_nbytes(self) -> int:
+        """Bytes of the whole parameters."""
+        return self.layout.numel * self.param_dtype.itemsize
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the whole gradients."""
+        return self.layout.numel * self.grad_dtype.itemsize * self.trainable
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether whole gradients keep their memory between steps."""
+        return self.placements.inner.gradient is Placement.WHOLE
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of the elements that one rank's optimizer updates, in fp32."""
+        return self.layout.numel // self.layout.shard_degree * _FP32
+
+    @property
+    def kept_params(self) -> int:
+        """Bytes of whole parameters, or of an instance's shard of them, that stay in memory between steps."""
+        kept = self.param_nbytes if self.placements.inner.parameter is Placement.WHOLE else 0
+        scatters_across = self.placements.outer.scatters and self.outer_size > 1
+        return kept + (self.param_nbytes // self.inner_size if scatters_across else 0)
+
+    @property
+    def kept_grads(self) -> int:
+        """Bytes of gradients that stay in memory between steps, from the end of the first step on."""
+        kept = self.grad_nbytes if self.keeps_grads else 0
+        if self.own_shards and self.trainable:
+            kept += self.grad_nbytes // self.layout.shard_degree
+            kept += self.shard_nbytes if self.grad_dtype is not torch.float32 else 0
+            kept += self.grad_nbytes // self.inner_size if self.outer_size > 1 else 0
+        return kept
+
+    @property
+    def master_nbytes(self) -> int:
+        """Bytes of a rank's masters that are tensors of their own."""
+        return self.shard_nbytes if self.own_shards or self.param_dtype is not torch.float32 else 0
+
+    @property
+    def moment_numels(self) -> list[int]:
+        """Number of elements on each rank for which the optimizer has state."""
+        degree = self.layout.shard_degree
+        size = self.layout.numel // degree
+        if not self.own_shards and not self.layout.keeps_params_whole:
+            return [size] * degree
+        held = [0] * degree  # without padding
+        for slot in self.layout.slots if self.trainable else ():
+            start, end = slot.start - self.layout.start, slot.end - self.layout.start
+            for rank in range(start // size, -(-end // size)):
+                held[rank] += max(0, min(end, (rank + 1) * size) - max(start, rank * size))
+        return held
+
+    @property
+    def traffic(self) -> Traffic:
+        """What one reduction and one gather of the bucket send."""
+        inside, across = (axis.scatters for axis in self.placements)
+        on_wire = self.layout.numel * (self.wire_dtype or self.grad_dtype).itemsize * self.trainable
+        shard = self.grad_nbytes // self.inner_size
+        return Traffic(  # an all-reduce sends twice what a reduce-scatter sends
+            reduce_inside=_others(on_wire if inside else 2 * on_wire, self.inner_size),
+            reduce_across=_others(shard if across else 2 * shard, self.outer_size),
+            gather=_others(self.param_nbytes, self.inner_size) if inside else 0,
+            gather_across=_others(self.param_nbytes // self.inner_size, self.outer_size) if across else 0,
+            scratch=2 * on_wire if self.wire_dtype and self.inner_size > 1 else 0,
+        )
+
+
+def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2) -> RankBytes:
+    """What the fullest rank holds between steps. Ranks differ in the bytes of the moments alone.
+
+    states  elements of optimizer state for each element of a parameter
     """
-    parameters = gradients = masters = moments = 0
-    for buffer in plan.buffers:
-        parameters += buffer.numel * buffer.param_dtype.itemsize
-        gradients += buffer.numel * buffer.grad_dtype.itemsize
-        owned = sum(bucket.numel // bucket.shard_degree for bucket in buffer.buckets)
-        is_half = buffer.param_dtype in _HALF
-        masters += 4 * owned if is_half else 0
-        if keep_params_whole:
-            owned = max(map(sum, zip(*map(held_numels, buffer.buckets), strict=True)))
-        moments += states * (4 if is_half else buffer.param_dtype.itemsize) * owned
-    return RankBytes(parameters, gradients, masters, moments)
-
-
-def held_numels(layout: BucketLayout) -> list[int]:
-    """Number of parameter elements (without padding) in each rank's shard."""
-    size = layout.numel // layout.shard_degree
-    held = [0] * layout.shard_degree
-    for slot in layout.slots:
-        start, end = slot.start - layout.start, slot.end - layout.start
-        for rank in range(start // size, -(-end // size)):
-            held[rank] += max(0, min(end, (rank + 1) * size) - max(start, rank * size))
-    return held
-
-
-def bucket_traffic(
-    bucket: BucketLayout,
-    placements: Placements,
-    *,
-    inner_size: int,
-    outer_size: int = 1,
-    wire_dtype: torch.dtype | None = None,
-    trainable: bool = True,
-) -> Traffic:
-    """What one reduction and one gather of a bucket send, over ``outer_size`` instances of ``inner_size`` ranks.
-
-    wire_dtype  gradients are sent in this dtype (all-to-all) and summed on arrival; None: in their own dtype
-    trainable   False: there are no gradients
-    """
-    spec, across = bucket.slots[0].spec, placements.outer.scatters
-    params, grads = bucket.numel * spec.param_dtype.itemsize, bucket.numel * spec.grad_dtype.itemsize * trainable
-    if not placements.inner.scatters:
-        return Traffic(_others(2 * grads, inner_size), _others(2 * grads, outer_size), 0, 0, 0)
-    on_wire = bucket.numel * (wire_dtype or spec.grad_dtype).itemsize * trainable
-    shard = grads // inner_size
-    return Traffic(
-        reduce_inside=_others(on_wire, inner_size),
-        reduce_across=_others(shard if across else 2 * shard, outer_size),
-        gather=_others(params, inner_size),
-        gather_across=_others(params // inner_size, outer_size) if across else 0,
-        scratch=0 if wire_dtype is None or inner_size == 1 else 2 * on_wire,
-    )
+    parameters = gradients = masters = 0
+    moments: Counter[int] = Counter()
+    for bucket in buckets:
+        parameters += bucket.kept_params
+        gradients += bucket.kept_grads
+        masters += bucket.master_nbytes
+        for rank, numel in enumerate(bucket.moment_numels):
+            moments[rank] += _FP32 * states * numel
+    return RankBytes(parameters, gradients, masters, max(moments.values(), default=0))
 
 
 def _others(nbytes: int, size: int) -> int:

@@ -5,10 +5,10 @@ from typing import Any
 
 from ..config.run import Config, ConfigError
 from ..plan.parameter_count import count_parameters
-from .curves import draw_loss
+from .curves import apart, draw_loss
 from .drawing import save
-from .figures import differing, side_by_side
 from .run_folder import RunFolder, read_runs
+from .side_by_side import differing, side_by_side
 from .table import Column, markdown_table, write_table
 
 __all__ = ["compare_runs"]
@@ -30,12 +30,11 @@ def compare_runs(base: Path, other: Path, out_dir: Path, stem: str) -> str:
     Raises ``ConfigError`` for folders without a finished run, and for runs that did not read the same tokens in the
     same steps. The notes under the table list all other differences between the runs' settings.
     """
-    runs = read_runs([base, other], RunFolder)
+    runs = read_runs([base, other])
     configs = [_finished(run) for run in runs]
     settings = differing(side_by_side([run.settings for run in runs]))
     _check_same_tokens(runs, settings)
-    first, second = (run.label for run in runs)
-    unit, train = runs[0].unit, configs[0].train
+    labels, unit, train = [run.label for run in runs], runs[0].unit, configs[0].train
     losses, other_losses = (dict(run.points("loss", "validation")) for run in runs)
     points: list[dict[str, Any]] = []
     for step in sorted(losses.keys() & other_losses.keys()):
@@ -44,33 +43,33 @@ def compare_runs(base: Path, other: Path, out_dir: Path, stem: str) -> str:
         tokens = step * train.global_batch_size * train.sequence_length
         points.append({"step": step, "tokens": tokens, "base_loss": one, "loss": two, "difference": difference})
     last = points[-1]["difference"]
-    side = "below" if last is not None and last < 0 else "above"
-    verdict = "in no number" if last is None else f"{abs(last):.4f} nats per {unit} {side} {first}"
-    title = f"{second} ends {verdict}"
+    title = f"{labels[1]} ends {'in no number' if last is None else apart(last, unit, labels[0])}"
     out_dir.mkdir(parents=True, exist_ok=True)
     picture = draw_loss(runs, title)
     if picture is not None:
         save(picture, out_dir / f"{stem}.png")
-    columns: list[Column] = [
-        ("step", "{row[step]}"),
-        ("tokens", lambda point: f"{point['tokens'] / 1e6:.2f} M"),
-        (first, lambda point: _number(point["base_loss"])),
-        (second, lambda point: _number(point["loss"])),
-        ("difference", lambda point: _number(point["difference"], "+")),
+    rows = [
+        [step, f"{tokens / 1e6:.2f} M", *("no number" if value is None else f"{value:.4f}" for value in values)]
+        for step, tokens, *values in (point.values() for point in points)
     ]
+    sizes = (_size(label, config) for label, config in zip(labels, configs, strict=True))
     return write_table(
         out_dir,
         stem,
         points,
         title,
-        f"{_sizes(first, configs[0])}. {_sizes(second, configs[1])}. Both {max(losses)} steps of "
+        f"{' '.join(sizes)} Both {max(losses)} steps of "
         f"{train.global_batch_size} sequences of {train.sequence_length} tokens, the same ones in the same order, "
         f"on {runs[0].world_size} process(es); loss on {train.eval_sequences} held-back sequences in nats per "
         f"{unit}; torch {runs[0].versions.get('torch')}. Made by `maingrad report --compare {base} {other}`.",
-        markdown_table(points, columns),
+        markdown_table(rows, _columns("step", "tokens", *labels, "difference")),
         f"![Both validation losses over steps]({stem}.png)",
-        markdown_table(settings.items(), [("key", "{row[0]}"), (first, "{row[1][0]}"), (second, "{row[1][1]}")]),
+        markdown_table([[key, *texts] for key, texts in settings.items()], _columns("key", *labels)),
     )
+
+
+def _columns(*headings: str) -> list[Column]:
+    return [(heading, f"{{row[{at}]}}") for at, heading in enumerate(headings)]
 
 
 def _finished(run: RunFolder) -> Config:
@@ -88,7 +87,7 @@ def _check_same_tokens(runs: list[RunFolder], settings: dict[str, list[str]]) ->
         raise ConfigError(
             f"{first} has {key} = {one} and {second} {two}: runs are compared over the same tokens in the same steps"
         )
-    ends = [max([0, *(step for step, _ in run.points("step", "validation"))]) for run in runs]
+    ends = [max([0, *dict(run.points("step", "validation"))]) for run in runs]
     if ends[0] != ends[1] or not ends[0]:
         raise ConfigError(
             f"{first} ended after {ends[0]} steps and {second} after {ends[1]}: without train.max_seconds both take "
@@ -96,11 +95,6 @@ def _check_same_tokens(runs: list[RunFolder], settings: dict[str, list[str]]) ->
         )
 
 
-def _sizes(label: str, config: Config) -> str:
+def _size(label: str, config: Config) -> str:
     count = count_parameters(config.model)
-    total, active = count.total / 1e6, count.active / 1e6
-    return f"**{label}**: {total:.3f} M parameters, {active:.3f} M of them active in a token"
-
-
-def _number(value: float | None, sign: str = "") -> str:
-    return "no number" if value is None else f"{value:{sign}.4f}"
+    return f"**{label}**: {count.total / 1e6:.3f} M parameters, {count.active / 1e6:.3f} M of them active in a token."

@@ -1,6 +1,5 @@
 """The common style of all pictures; pictures as files, or as SVG within a page."""
 
-import html
 import io
 import re
 import warnings
@@ -21,12 +20,9 @@ QUIET = "#8a97a3"
 
 styled = matplotlib.rc_context(
     {
-        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.titlecolor"), INK),
-        **dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
         **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
-        "figure.titlesize": 10.5,
+        "font.size": 9,
         "figure.titleweight": "bold",
         "figure.constrained_layout.use": True,
         "figure.dpi": 150,
@@ -53,7 +49,7 @@ def svg(figure: Figure, label: str) -> str:
         r' xmlns(:xlink)?="[^"]*"|<metadata>.*?</metadata>| id="[a-z]+[a-z0-9]*_[0-9_]+"', "", text, flags=re.S
     )
     text = text[text.index("<svg") :].replace(INK, "currentColor").replace("xlink:href", "href")
-    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
 @styled

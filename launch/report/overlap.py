@@ -15,6 +15,17 @@ __all__ = ["BucketTimes", "bucket_times", "chrome_trace", "computing", "hidden_s
 
 Span = dict[str, Any]
 
+_STRETCHES = (
+    ("forward", "forwards", "start", "end"),
+    ("backward", "backwards", "start", "end"),
+    ("drain", "phases", "start", "end"),
+    ("waited", "waits", "start", "end"),
+    ("ready", "buckets", "ready", "launched"),
+    ("buckets", "buckets", "launched", "finished"),
+    ("gathers", "gathers", "launched", "finished"),
+)
+"""Category of an event in the trace, spans of the record, and the fields with which each begins and ends."""
+
 
 @dataclass
 class BucketTimes:
@@ -47,11 +58,11 @@ def bucket_times(timeline: Span, kind: str) -> list[BucketTimes]:
     found: dict[str, BucketTimes] = {}
     for span in timeline[kind]:
         if span["collective"] != "none":
-            flight = (span["launched"], span["finished"])
+            launched, finished = span["launched"], span["finished"]
             each = found.setdefault(span["bucket"], BucketTimes(span["bucket"]))
             each.nbytes += span["nbytes"]
-            each.in_flight_ms += 1e3 * length([flight])
-            each.hidden_ms += 1e3 * length(clip(busy, flight))
+            each.in_flight_ms += 1e3 * (finished - launched)
+            each.hidden_ms += 1e3 * length(clip(busy, (launched, finished)))
     for wait in timeline["waits"] if found else ():
         if (wait["collective"] == "all_gather") == (kind == "gathers"):
             each = found.setdefault(wait["bucket"], BucketTimes(wait["bucket"]))
@@ -88,30 +99,18 @@ def chrome_trace(timeline: Span) -> Span:
     """
     lanes = {"computation": 0, "waits": 1}
     events: list[Span] = []
-
-    def add(kind: str, span: Span, begin: str = "start", end: str = "end") -> None:
-        # Gathers of sharded parameters name the parameters alone, and other collectives the bucket's number first.
-        bucket, _, parameters = span.get("bucket", "computation").replace(".weight", "").partition(" (")
-        lane = "waits" if kind == "waited" else parameters.rstrip(")") or bucket
-        name = span.get("name") or span.get("collective") or kind
-        times = {"ts": 1e6 * span[begin], "dur": 1e6 * max(0.0, span[end] - span[begin])}
-        place = {"pid": 0, "tid": lanes.setdefault(lane, len(lanes))}
-        events.append({"name": name, "cat": kind, "ph": "X", **place, **times, "args": span})
-
-    for span in timeline["forwards"]:
-        add("forward", span)
-    for span in timeline["backwards"]:
-        add("synced" if span.get("synced") else "backward", span)
-    for span in timeline["phases"]:
-        add("optimizer" if span["name"] == OPTIMIZER_PHASE else "drain", span)
-    for span in timeline["waits"]:
-        add("waited", span)
-    for span in timeline["buckets"]:
-        add("ready", span, "ready", "launched")
-    for kind in ("buckets", "gathers"):
-        for span in timeline[kind]:
-            if span["collective"] != "none":
-                add(kind, span, "launched", "finished")
+    for kind, spans, begin, end in _STRETCHES:
+        for span in timeline[spans]:
+            if begin == "launched" and span["collective"] == "none":
+                continue
+            # Gathers of sharded parameters name the parameters alone, and other collectives the bucket's number first.
+            bucket, _, parameters = span.get("bucket", "computation").replace(".weight", "").partition(" (")
+            lane = "waits" if kind == "waited" else parameters.rstrip(")") or bucket
+            name = span.get("name") or span.get("collective") or kind
+            category = "synced" if span.get("synced") else "optimizer" if name == OPTIMIZER_PHASE else kind
+            times = {"ts": 1e6 * span[begin], "dur": 1e6 * max(0.0, span[end] - span[begin])}
+            place = {"pid": 0, "tid": lanes.setdefault(lane, len(lanes))}
+            events.append({"name": name, "cat": category, "ph": "X", **place, **times, "args": span})
     events += [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": name}}
         for name, lane in lanes.items()

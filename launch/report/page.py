@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import jinja2
@@ -14,11 +13,11 @@ from ..config.run import ConfigError
 from ..plan.tables import format_bytes
 from ..training.watching.progress import format_duration, format_rate
 from ..training.watching.replacing import replacing
-from .curves import RUN_COLOURS, draw_curves, draw_loss
+from .curves import RUN_COLOURS, apart, draw_curves, draw_loss
 from .drawing import save, svg
-from .figures import Facts, differing, environment, side_by_side
 from .overlap import chrome_trace, hidden_share, overlap_lines
 from .run_folder import Point, RunFolder, read_runs
+from .side_by_side import differing, environment, side_by_side
 from .step_picture import draw_step
 
 __all__ = ["print_report", "write_page"]
@@ -44,7 +43,9 @@ def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | No
     """
     if peak_tflops is not None and not 0 < peak_tflops < float("inf"):
         raise ConfigError(f"--peak-tflops {peak_tflops}: must be positive")
-    runs = read_runs(folders, partial(Facts, peak=peak_tflops))
+    runs = read_runs(folders)
+    for run in runs:
+        run.derive(peak_tflops)
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -58,7 +59,7 @@ def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | No
         drawn[key] = draw_curves([run.points(key) for run in runs], unit)
     page = templates.get_template("page.html.j2").render(
         runs=runs,
-        title=" and ".join(run.label for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
+        title=", ".join(run.label for run in runs),
         colours=RUN_COLOURS,
         numbers=[run.numbers for run in runs],
         charts={key: svg(figure, f"{key} over steps") for key, figure in drawn.items() if figure},
@@ -78,7 +79,7 @@ def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | No
     return target
 
 
-def _values(run: Facts) -> tuple[list[int], dict[str, dict[int, float | None]]]:
+def _values(run: RunFolder) -> tuple[list[int], dict[str, dict[int, float | None]]]:
     """The numbers that the curves show: the steps of the table's rows, and by title a column's value at each step."""
     named: dict[str, list[Point]] = {
         "training loss": run.points("loss"),
@@ -86,8 +87,8 @@ def _values(run: Facts) -> tuple[list[int], dict[str, dict[int, float | None]]]:
         **{title: run.points(key) for key, (title, _) in _CURVES.items()},
     }
     columns = {title: dict(points) for title, points in named.items() if points}
-    steps = sorted({step for column in columns.values() for step in column}, reverse=True)
-    return steps[:: 1 + len(steps) // _MOST_ROWS][::-1], columns  # the last step among them
+    steps = sorted({step for column in columns.values() for step in column})
+    return steps[-1 :: -1 - len(steps) // _MOST_ROWS][::-1], columns  # the last step among them
 
 
 def print_report(out_dir: Path) -> None:
@@ -97,16 +98,14 @@ def print_report(out_dir: Path) -> None:
     ``overlap.png``   one step: computation, and the collectives under which it runs
     ``overlap.json``  the same step as a Chrome trace
     """
-    run = read_runs([out_dir], RunFolder)[0]
+    run = read_runs([out_dir])[0]
     for note in run.notes:
         if note.startswith("'"):  # what is damaged
             print(f"maingrad: left out: {note}", file=sys.stderr)
     for line in overlap_lines(run.timeline) if run.timeline else ():
         print(line)
-    gap, title = run.end.get("nats_below_bigram"), "Loss over steps"
-    if gap is not None:
-        side = "below" if gap >= 0 else "above"
-        title = f"Validation ends {abs(gap):.2f} nats per {run.unit} {side} the bigram model"
+    gap = run.end.get("nats_below_bigram")
+    title = "Loss over steps" if gap is None else f"Validation ends {apart(-gap, run.unit, 'the bigram model')}"
     loss = draw_loss([run], title)
     if loss:
         print(save(loss, out_dir / "loss.png"))

@@ -9,23 +9,28 @@ import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any, get_type_hints
 
 from ...ddp.checkpoint.files.small_file import open_small_file
+from ...ddp.collectives.timeline import BackwardSpan, BucketSpan, ForwardSpan, GatherSpan, PhaseSpan, WaitSpan
 from ..config.file import flat, structure_of_run
 from ..config.run import Config, ConfigError
+from ..plan.model_flops import flops_per_token, peak_tflops
+from ..plan.plan import RunPlan, plan_run
 from ..training.metrics import numbered_records
+from .overlap import BucketTimes, bucket_times, hidden_share
 
-__all__ = ["DAMAGE", "Point", "Record", "RunFolder", "plain", "read_runs"]
+__all__ = ["Point", "Record", "RunFolder", "plain", "read_runs"]
 
 Record = dict[str, Any]
 Point = tuple[int, float | None]
 """Step and value; None: no number was recorded, and a curve has a gap."""
-Run = TypeVar("Run", bound="RunFolder")
 
-DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What impossible values of a configuration may raise. ``RecursionError`` and ``ConfigError`` are among them."""
 _MOST_BYTES = 2**24
+_MOST_RANKS = 65_536  # a plan of more is not made
 _LARGEST = {int: 2**53, float: 3.5e38}
 """Sums and axes of numbers that are much larger than the largest one of fp32 overflow."""
 _ALL_NUMBERS = ("step", "validation")
@@ -33,25 +38,31 @@ _ALL_NUMBERS = ("step", "validation")
 _NUMBERS = {"step", "world_size", "num_parameters", "seconds", "bigram_loss", "nats_below_bigram", "peak_memory_bytes"}
 """Those of other kinds."""
 _SPANS = {
-    "forwards": ("start", "end"),
-    "backwards": ("start", "end"),
-    "buckets": ("bucket", "collective", "nbytes", "ready", "launched", "finished"),
-    "gathers": ("bucket", "collective", "nbytes", "launched", "finished"),
-    "waits": ("bucket", "collective", "start", "end"),
-    "phases": ("name", "start", "end"),
+    "forwards": ForwardSpan,
+    "backwards": BackwardSpan,
+    "buckets": BucketSpan,
+    "gathers": GatherSpan,
+    "waits": WaitSpan,
+    "phases": PhaseSpan,
 }
-"""Kinds of spans in a ``timeline`` record, and the fields of each."""
+"""Kinds of spans in a ``timeline`` record."""
 
 
 class RunFolder:
-    """One run.
+    """One run. What ``derive`` finds is None before, and where it is not known.
 
     label     name of the folder, with the parents that tell it from other runs
     records   sound records by kind, in their order
+    observed  what the first step after the last start did: a resumed run has several such records
+    timeline  the last recorded step that has reductions, or None
+    end       ``final`` or ``interrupted``; empty: the run goes on, or was killed
     resolved  ``resolved_config.json``; empty where it is missing or damaged
     settings  the configuration as flat keys and texts, also where this version cannot read it
     config    None where this version cannot read it
     notes     what is missing or damaged
+    flops     model FLOPs of a token
+    peak      TFLOP/s of one device
+    plan      with the bytes of a rank
     """
 
     def __init__(self, path: Path, label: str) -> None:
@@ -63,28 +74,36 @@ class RunFolder:
         self.settings: dict[str, str] = {}
         self.config: Config | None = None
         self.notes: list[str] = []
+        self.flops: int | None = None
+        self.peak: float | None = None
+        self.plan: RunPlan | None = None
         self._read_records(path / "metrics.jsonl")
+        steps = [each for each in self.records["timeline"] if each["buckets"] and each["backwards"]]
+        self.observed: Record = [{}, *self.records["observed"]][-1]
+        self.timeline: Record | None = [None, *steps][-1]
+        self.end: Record = [{}, *self.records["interrupted"], *self.records["final"]][-1]
         try:
             self._read_config(path / "resolved_config.json")
-        except DAMAGE as error:
+        except _DAMAGE as error:
             what = "damaged, or of another version of maingrad" if self.resolved else "missing or damaged"
             lacks = "the page shows no MFU and no planned bytes"
             self.notes.append(f"'{path / 'resolved_config.json'}' is {what} ({error}): {lacks}.")
-        self.notes += [f"No {kind} was recorded." for kind in ("step", "validation") if not self.records[kind]]
+        self.notes += [f"No {kind} was recorded." for kind in _ALL_NUMBERS if not self.records[kind]]
 
     def _read_records(self, path: Path) -> None:
         try:
             numbered, no_records = numbered_records(path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(f"'{self.path}' is not the folder of a run: it has no metrics.jsonl") from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"'{path}' cannot be read: {error}") from None
+            what = f"'{path}' cannot be read: {error}"
+            if not path.exists():
+                what = f"'{self.path}' is not the folder of a run: it has no metrics.jsonl"
+            raise ConfigError(what) from None
         faults: dict[str, dict[int, str]] = defaultdict(dict)
         faults["no record"].update(no_records)
         for number, record in numbered.items():
             for what, value in _mend(record):
                 faults[what].setdefault(number, "null, for NaN or infinity" if value is None else reprlib.repr(value))
-            if record.get("step") is not None or record["kind"] not in ("step", "validation", "timeline"):
+            if record.get("step") is not None or record["kind"] not in (*_ALL_NUMBERS, "timeline"):
                 self.records[record["kind"]].append(record)
         for what, lines in faults.items():
             if lines:
@@ -98,32 +117,14 @@ class RunFolder:
             document = json.load(file)
         if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
             raise ValueError("it has no configuration")
-        settings = flat(document["config"])
-        self.settings = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+        self.settings = {key: str(value) for key, value in flat(document["config"]).items()}
         self.resolved = document
         config = structure_of_run(document["config"])
         if config.model.num_layers > 1000 or config.model.num_experts > 10_000:
             raise ConfigError("a model of so many modules is not counted")
         self.config = config
 
-    def points(self, name: str, kind: str = "step") -> list[Point]:
-        """A field over steps; records without the field give no point."""
-        return [(record["step"], record[name]) for record in self.records[kind] if name in record]
-
-    @property
-    def observed(self) -> Record:
-        """What the first step after the last start did: a resumed run has several such records."""
-        return (self.records["observed"] or [{}])[-1]
-
-    @property
-    def timeline(self) -> Record | None:
-        """The last recorded step that has reductions."""
-        return next((t for t in reversed(self.records["timeline"]) if t["buckets"] and t["backwards"]), None)
-
-    @property
-    def end(self) -> Record:
-        """``final`` or ``interrupted``; empty: the run goes on, or was killed."""
-        return ([*self.records["final"], *self.records["interrupted"]] or [{}])[-1]
+    # ---- What the records and the configuration say. ----
 
     @property
     def versions(self) -> Record:
@@ -135,7 +136,7 @@ class RunFolder:
     def world_size(self) -> int | None:
         """Number of ranks of the last start."""
         size = self.observed.get("world_size") or self.resolved.get("world_size")
-        return size if _is_sound("world_size", size) else None
+        return size if _is_sound(size) else None
 
     @property
     def unit(self) -> str:
@@ -148,18 +149,126 @@ class RunFolder:
         return str(self.observed["device"]) if "device" in self.observed else None
 
     @property
+    def gpu(self) -> str:
+        """Name of the GPU; empty on a CPU, and where it is not known."""
+        return "" if self.device in (None, "cpu") else str(self.versions.get("gpu", ""))
+
+    @property
     def last_step(self) -> int:
         """The last recorded step; 0 without any."""
-        return max([0, *(step for kind in ("step", "validation") for step, _ in self.points("step", kind))])
+        return max([0, *dict(self.points("step")), *dict(self.points("step", "validation"))])
 
-    def ranks_at(self, step: int) -> int | None:
+    @property
+    def state(self) -> str:
+        """How the run ended, and where it was resumed."""
+        after = f"after step {self.end.get('step') or self.last_step}"
+        text = {
+            None: f"no end recorded {after}: the run goes on, or was killed",
+            "interrupted": f"interrupted {after} by {self.end.get('signal', 'a signal')}",
+            "final": f"finished {after}",
+        }[self.end.get("kind")]
+        resumes = ", ".join(str(record["step"]) for record in self.records["observed"] if record.get("step"))
+        return f"{text}; resumed after step {resumes}" if resumes else text
+
+    def points(self, name: str, kind: str = "step") -> list[Point]:
+        """A field over steps, or ``mfu``: model FLOPs of a rank as a part of the peak.
+
+        Records without the field give no point.
+        """
+        if name != "mfu":
+            return [(record["step"], record[name]) for record in self.records[kind] if name in record]
+        scale = self.flops / self.peak / 1e12 if self.flops and self.peak else 0.0
+        rates = [(step, rate, self._ranks_at(step)) for step, rate in self.points("tokens_per_second") if scale]
+        return [(step, rate and rate * scale / ranks) for step, rate, ranks in rates if ranks]
+
+    def _ranks_at(self, step: int) -> int | None:
         """Number of ranks that took ``step``, counted from 1: a resumed run may have another number of ranks."""
         starts = {record.get("step") or 0: record.get("world_size") for record in self.records["observed"]}
         return starts[max(start for start in starts if start < step)] if 0 in starts else self.world_size
 
+    def times(self, kind: str) -> list[BucketTimes]:
+        """Times of the recorded step's ``buckets`` or ``gathers``; none where nothing was sent."""
+        return bucket_times(self.timeline, kind) if self.timeline else []
 
-def read_runs(folders: Sequence[Path], kind: Callable[[Path, str], Run]) -> list[Run]:
-    """Read the runs in ``folders``, each by ``kind(folder, label)``.
+    # ---- What follows from them. ----
+
+    def derive(self, peak: float | None) -> None:
+        """Find FLOPs, peak and plan, and note why a number is missing.
+
+        peak  TFLOP/s of a device, instead of the table's
+        """
+        self.flops = self._try("Model FLOPs and MFU are", flops_per_token)
+        self.peak = self._try("MFU is", lambda config: self._peak(peak))
+        self.plan = self._try("The planned bytes are", self._plan)
+        if self.end.get("peak_memory_bytes") is None:
+            why = "measured on GPUs only" if self.device == "cpu" else "recorded at the end of a run"
+            self.notes.append(f"Peak memory is left out: it is {why}.")
+        if self.timeline is None:
+            self.notes.append("No reduction of a step was timed: the run ended before its timed step was over.")
+
+    def _try(self, what: str, function: Callable[[Config], Any]) -> Any:
+        """What ``function`` makes of the configuration; None, and a note, where there is nothing."""
+        try:
+            if self.config is None:
+                raise ConfigError("this needs the configuration")
+            return function(self.config)
+        except _DAMAGE as error:
+            self.notes.append(f"{what} left out: {error}.")
+            return None
+
+    def _peak(self, given: float | None) -> float:
+        on_gpu = self.device not in (None, "cpu")
+        peak = (given or peak_tflops(self.gpu)) if on_gpu else None
+        if peak is None:
+            why = {
+                None: "the device is not known, since no step was completed",
+                "cpu": "the run was on a CPU, and only GPUs have a stated peak that MFU is measured against",
+            }
+            unknown = f"no peak of {self.gpu or 'this GPU'!r} is known; give it in TFLOP/s with --peak-tflops"
+            raise ConfigError(why.get(self.device, unknown))
+        return peak
+
+    def _plan(self, config: Config) -> RunPlan:
+        if not self.world_size or self.world_size > _MOST_RANKS:
+            raise ConfigError(f"the number of ranks is {self.world_size or 'not known'}")
+        return plan_run(config, self.world_size)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The figures of the run: None where there is none, and a text where a number was no number."""
+        times, train = self.times("buckets"), self.config and self.config.train
+
+        def last(name: str, kind: str = "step") -> Any:
+            values = [value for _, value in self.points(name, kind)]
+            return "no number" if values[-1:] == [None] else (values or [None])[-1]
+
+        def middle(name: str) -> float | None:
+            values = [value for _, value in self.points(name) if value is not None]
+            return median(values) if values else None
+
+        return {
+            "validation_loss": last("loss", "validation"),
+            "nats_below_bigram": self.end.get("nats_below_bigram"),
+            "tokens_per_second": middle("tokens_per_second"),
+            "mfu": middle("mfu"),
+            "hidden_share": hidden_share(times) if times else None,
+            "exposed_ms": sum(each.exposed_ms for each in times) if times else None,
+            "peak_memory_bytes": self.end.get("peak_memory_bytes"),
+            "planned_bytes": self.plan and self.plan.rank_bytes.total,
+            "loss": last("loss"),
+            "steps": self.last_step,
+            "tokens": train and self.last_step * train.global_batch_size * train.sequence_length,
+            "seconds": self.end.get("seconds", last("elapsed")),
+            "seconds_per_step": middle("seconds_per_step"),
+            "num_parameters": self.observed.get("num_parameters"),
+            "flops_per_token": self.flops,
+            "peak_tflops": self.peak,
+            "max_expert_load": last("max_expert_load"),
+        }
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
+    """Read the runs in ``folders``.
 
     Raises ``ConfigError`` for a folder that is given twice, and for a folder without any sound record.
     """
@@ -171,7 +280,7 @@ def read_runs(folders: Sequence[Path], kind: Callable[[Path, str], Run]) -> list
         labels = [plain("/".join(folder.parts[-length:])) for folder in found]  # the shortest that differ
         if len(set(labels)) == len(labels):
             break
-    return [kind(folder, label) for folder, label in zip(found, labels, strict=True)]
+    return [RunFolder(folder, label) for folder, label in zip(found, labels, strict=True)]
 
 
 def _mend(record: Record) -> Iterator[tuple[str, Any]]:
@@ -179,25 +288,25 @@ def _mend(record: Record) -> Iterator[tuple[str, Any]]:
     kind = record["kind"]
     for name in record.keys() - {"kind"} if kind in _ALL_NUMBERS else record.keys() & _NUMBERS:
         value = record[name]
-        if not _is_sound(name, value):
+        if not _is_sound(value):
             record[name] = None
             if value is not None or name == "loss":
                 yield f"{name} of a {kind} record is no number", value
-    for spans, fields in _SPANS.items() if kind == "timeline" else ():
+    for spans, span_type in _SPANS.items() if kind == "timeline" else ():
         found, record[spans] = record.get(spans) or [], []
+        fields = get_type_hints(span_type)
         for span in found if isinstance(found, list) else [found]:
-            values = {name: span.get(name) if isinstance(span, dict) else [span] for name in fields}
-            wrong = [name for name, value in values.items() if not _is_sound(name, value)]
-            if wrong:
-                yield f"{wrong[0]} of one of the timeline's {spans} is damaged", values[wrong[0]]
+            for name, of_type in fields.items():
+                value = span.get(name) if isinstance(span, dict) else [span]
+                if not (_is_sound(value) if of_type in _LARGEST else isinstance(value, of_type)):
+                    yield f"{name} of one of the timeline's {spans} is damaged", value
+                    break
             else:
                 record[spans].append(span)
 
 
-def _is_sound(name: str, value: Any) -> bool:
-    if name in ("bucket", "collective", "name"):
-        return isinstance(value, str)
-    return type(value) in _LARGEST and abs(value) <= _LARGEST[type(value)]
+def _is_sound(number: Any) -> bool:
+    return type(number) in _LARGEST and abs(number) <= _LARGEST[type(number)]
 
 
 def plain(text: str) -> str:

@@ -11,13 +11,13 @@ from rich.console import Console
 from tiny_run import tiny_config
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp.collectives.placements import PLACEMENTS, placements_of
-from maingrad.ddp.plan.layout import ParamSpec, plan_gradients
+from maingrad.ddp.collectives.placements import PLACEMENTS, Placements, placements_of
+from maingrad.ddp.plan.layout import BucketLayout, ParamSpec, plan_gradients
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.plan.plan import plan_run
-from maingrad.launch.plan.rank_bytes import bucket_traffic, rank_bytes
+from maingrad.launch.plan.rank_bytes import PlacedBucket, rank_bytes
 from maingrad.launch.plan.tables import format_bytes, plan_tables
 
 
@@ -32,7 +32,7 @@ def printed(config_folder: Path, ranks: int, **sections: Any) -> str:
 class Allocated(NamedTuple):
     """What one rank holds after a step, counted from its tensors."""
 
-    fingerprint: str
+    layouts: list[BucketLayout]
     parameters: int
     gradients: int
     masters: int
@@ -56,7 +56,7 @@ def allocate(config: Config) -> Allocated:
     masters = [m for m in optimizer.state_dict()["masters"] if m.untyped_storage().data_ptr() not in storages]
     moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     return Allocated(
-        model.plan.fingerprint,
+        list(model.plan.buckets),
         sum(storages.values()),
         sum(bucket.grad_data.nbytes for bucket in model.buckets),
         sum(master.nbytes for master in masters),
@@ -88,7 +88,7 @@ def test_plan_is_what_training_allocates(
     config = tiny_config(tmp_path, parallel=parallel, model={"param_dtype": param_dtype}, ddp=ddp)
     plan = plan_run(config, ranks)
     held = simulate(allocate, ranks, config)
-    assert {rank.fingerprint for rank in held} == {plan.gradients.fingerprint}
+    assert held[0].layouts == [bucket.layout for bucket in plan.buckets]
     assert {rank.parameters for rank in held} == {plan.rank_bytes.parameters}
     assert {rank.gradients for rank in held} == {plan.rank_bytes.gradients}
     # Under fp32 parameters the master is the parameter itself.
@@ -96,13 +96,14 @@ def test_plan_is_what_training_allocates(
     assert (plan.rank_bytes.masters > 0) is (param_dtype == "bfloat16")
     assert max(rank.moments for rank in held) == plan.rank_bytes.moments
     # The collectives in their order.
-    assert [int(name.split()[1]) for name in held[0].gathered] == [bucket.index for bucket in plan.gather_order]
+    numbers = [bucket.layout.index for bucket in plan.buckets]
+    assert [int(name.split()[1]) for name in held[0].gathered] == ([] if parallel == "ddp" else numbers[::-1])
     collective = {"ddp": "all_reduce"}.get(
         parallel, "all_to_all" if "grad_reduce_wire_dtype" in ddp else "reduce_scatter"
     )
-    assert [name for _, name, _ in held[0].sent] == [collective] * len(plan.gradients.buckets)
-    for bucket, (_, _, nbytes) in zip(plan.gradients.buckets, held[0].sent, strict=True):
-        inside = plan.traffic(bucket).reduce_inside
+    assert [name for _, name, _ in held[0].sent] == [collective] * len(plan.buckets)
+    for bucket, (_, _, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
+        inside = bucket.traffic.reduce_inside
         assert inside == (2 if parallel == "ddp" else 1) * nbytes * (plan.inner_size - 1) // plan.inner_size
 
 
@@ -125,17 +126,21 @@ def test_bytes_on_the_wire():
     sharded, whole = (
         placements_of(DistributedDataParallelConfig(use_distributed_optimizer=each)) for each in (True, False)
     )
-    hybrid = bucket_traffic(bucket, sharded, inner_size=4, outer_size=2)
+
+    def sent(placements: Placements, **sizes: Any) -> tuple[int, ...]:
+        return PlacedBucket(layout=bucket, placements=placements, **sizes).traffic
+
+    hybrid = sent(sharded, inner_size=4, outer_size=2)
     # Scattered: 3/4 of 4,096 bytes. All-reduced between two: a shard of 1,024. Gathered: 3/4 of 2,048.
     assert hybrid == (3072, 1024, 1536, 0, 0)
-    wire = bucket_traffic(bucket, sharded, inner_size=4, outer_size=2, wire_dtype=torch.bfloat16)
+    wire = sent(sharded, inner_size=4, outer_size=2, wire_dtype=torch.bfloat16)
     assert wire == (1536, 1024, 1536, 0, 2 * 2048)
-    assert bucket_traffic(bucket, whole, inner_size=8) == (2 * 4096 * 7 // 8, 0, 0, 0, 0)
-    assert bucket_traffic(bucket, sharded, inner_size=1) == (0, 0, 0, 0, 0)
-    across = bucket_traffic(bucket, PLACEMENTS["hsdp_zero1"], inner_size=4, outer_size=2)
+    assert sent(whole, inner_size=8) == (2 * 4096 * 7 // 8, 0, 0, 0, 0)
+    assert sent(sharded, inner_size=1) == (0, 0, 0, 0, 0)
+    across = sent(PLACEMENTS["hsdp_zero1"], inner_size=4, outer_size=2)
     # Scattered between two: half of a shard of 1,024. Gathered between two: half of a shard of 512.
     assert across == (3072, 512, 1536, 256, 0)
-    frozen = bucket_traffic(bucket, sharded, inner_size=4, outer_size=2, trainable=False)
+    frozen = sent(sharded, inner_size=4, outer_size=2, trainable=False)
     assert frozen == (0, 0, 1536, 0, 0)
 
 
@@ -144,31 +149,42 @@ def test_expert_buffers_have_a_degree_of_their_own():
         ParamSpec(name=name, shape=(1024,), param_dtype=torch.bfloat16, grad_dtype=torch.float32, grid_name=grid_name)
         for name, grid_name in (("dense", "dense"), ("expert", "expert"))
     ]
-    held = rank_bytes(plan_gradients(specs, shard_degree={"dense": 8, "expert": 2}))
+    layouts = plan_gradients(specs, shard_degree={"dense": 8, "expert": 2}).buckets
+    held = rank_bytes(
+        PlacedBucket(layout=layout, placements=PLACEMENTS["zero1"], inner_size=layout.shard_degree)
+        for layout in layouts
+    )
     assert held == (2 * 2048, 2 * 4096, 4 * (128 + 512), 8 * (128 + 512))
+
+
+def tables(config_folder: Path, ranks: int, **sections: Any) -> tuple[str, set[str]]:
+    """All that is printed, and the headings of columns."""
+    plan = plan_run(tiny_config(config_folder, train={"global_batch_size": 2 * ranks}, **sections), ranks)
+    headings = {str(column.header) for table in plan_tables(plan) for column in table.columns}
+    return printed(config_folder, ranks, **sections), headings
 
 
 def test_tables_of_every_form(tmp_path: Path):
     form = {"grad_reduce_wire_dtype": "bfloat16", "num_distributed_optimizer_instances": 2}
-    hybrid = printed(tmp_path, 8, parallel="hybrid", ddp=form)
+    hybrid, headings = tables(tmp_path, 8, parallel="hybrid", ddp=form)
     assert 'parallel = "hybrid" on 8 ranks' in hybrid
     assert "over the 4 ranks of an instance" in hybrid
-    assert "all-to-all in bfloat16 over 4 ranks, all-reduce over 2 instances" in hybrid
-    assert "parameters are gathered, under the next forward" in hybrid
-    assert "scratch in flight" in hybrid
+    assert {"all-to-all in bfloat16\nover 4 ranks", "all-reduce\nover 2 instances", "scratch in flight"} <= headings
+    assert "parameters are gathered bottom up, under the next forward" in hybrid
     assert all(words in hybrid for words in ("hybrid,", "2 instances", "(this run)"))
-    whole = printed(tmp_path, 8, parallel="ddp")
-    assert "all-reduce over 8 ranks" in whole
-    assert "gathered" not in whole
+    whole, headings = tables(tmp_path, 8, parallel="ddp")
+    assert "all-reduce\nover 8 ranks" in headings
+    assert "gather" not in whole
     assert "sharded" not in whole
-    late = printed(tmp_path, 8, ddp={"overlap_param_gather": False})
-    assert "parameters are gathered, in the optimizer's step" in late
+    late, headings = tables(tmp_path, 8, ddp={"overlap_param_gather": False})
+    assert {"reduce-scatter\nover 8 ranks", "all-gather\nover 8 ranks"} <= headings
+    assert "parameters are gathered bottom up, in the optimizer's step" in late
 
 
 def test_a_thousand_ranks_without_a_process_group(tmp_path: Path):
     text = printed(tmp_path, 1024)
     assert not dist.is_initialized()
-    assert "reduce-scatter over 1024 ranks" in text
+    assert "reduce-scatter" in text
     assert "bytes on each of 1024 ranks" in text
     assert "│ head.weight" in text
     for row in ("parameters", "gradients", "optimizer: masters", "optimizer: moments", "total"):
@@ -179,8 +195,8 @@ def test_every_bucket_has_a_row_and_sums_are_right(tmp_path: Path):
     config = tiny_config(tmp_path)
     plan = plan_run(config, 2)
     rows = [line.split("│") for line in printed(tmp_path, 2).splitlines() if line.startswith("│")]
-    buckets = [row for row in rows if row[1].strip().isdigit() and len(row) == 8]
-    assert [int(row[1]) for row in buckets] == list(range(len(plan.gradients.buckets)))
+    buckets = [row for row in rows if row[1].strip().isdigit() and len(row) == 9]
+    assert [int(row[1]) for row in buckets] == list(range(len(plan.buckets)))
     elements = [int(row[3].replace(",", "")) for row in buckets]
     padding = [int(row[4].replace(",", "")) for row in buckets]
     assert sum(elements) - sum(padding) == plan.parameters.total

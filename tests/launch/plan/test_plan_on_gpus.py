@@ -10,7 +10,7 @@ from ending_ranks import run_to_the_end
 from tiny_run import tiny_config
 
 from maingrad.launch.config.run import Config
-from maingrad.launch.plan.plan import plan_run, plan_units
+from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.training.train import train
 from maingrad.launch.training.watching.progress import Status
 
@@ -63,7 +63,7 @@ def test_a_gpu_holds_what_was_planned(tmp_path: Path, parallel: str) -> None:
     ranks = min(torch.cuda.device_count(), 2)
     train_options = {"device": "cuda", "steps": 4, "global_batch_size": 2 * ranks, "num_microbatches": 1}
     config = tiny_config(tmp_path, parallel=parallel, model=_MODEL, train=train_options | {"eval_every": 100})
-    plan = plan_units(config, ranks) if config.fully_sharded else plan_run(config, ranks)
+    plan = plan_run(config, ranks)
     both = "cpu:gloo,cuda:nccl"
     ended = run_to_the_end(held_between_steps, ranks, config, collective_timeout=60.0, limit=280.0, backend=both)
     held = [rank.returned for rank in ended]

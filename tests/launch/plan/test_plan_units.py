@@ -16,7 +16,7 @@ from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
 from maingrad.launch.model.gpt import build_model
-from maingrad.launch.plan.plan import plan_run, plan_units
+from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.tables import plan_tables
 from maingrad.launch.training.wrapping import Wrapped, wrap
 from maingrad.te_integration.wgrad_queue import drain_modules
@@ -88,7 +88,7 @@ def test_plan_is_what_training_holds_and_sends(
     tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict[str, Any], ranks: int
 ):
     config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp, model={"param_dtype": "bfloat16"} | model)
-    plan = plan_units(config, ranks)
+    plan = plan_run(config, ranks)
     held = simulate(train_two_steps, ranks, config)
     assert held[0].layouts == [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in plan.units]
     assert {rank.parameters for rank in held} == {plan.rank_bytes.parameters}
@@ -121,7 +121,7 @@ def test_the_formulas_of_the_docs(
     config = tiny_config(
         tmp_path, parallel=parallel, model=model, fsdp={"placements": placements}, train={"global_batch_size": 32}
     )
-    plan = plan_units(config, 8)
+    plan = plan_run(config, 8)
     num_elements = plan.parameters.total
     assert sum(bucket.layout.numel for bucket in plan.buckets) == num_elements, "nothing is padded here"
     held = plan.rank_bytes
@@ -133,7 +133,7 @@ def test_the_formulas_of_the_docs(
 def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     """The planned peaks are reached, so they are no larger than needed."""
     config = tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 4})
-    plan, held = plan_units(config, 2), simulate(train_two_steps, 2, config)[0]
+    plan, held = plan_run(config, 2), simulate(train_two_steps, 2, config)[0]
     outermost, block = plan.units[:2]
     assert held.peak_params == plan.peak_params
     assert held.peak_grads == plan.peak_grads
@@ -167,7 +167,7 @@ def test_the_peak_of_gradients_is_what_a_run_s_meter_shows(
 ):
     train = {"num_microbatches": num_microbatches}
     config = tiny_config(tmp_path, parallel="fsdp", fsdp=fsdp, model={"param_dtype": "bfloat16"} | model, train=train)
-    plan = plan_units(config, 1)
+    plan = plan_run(config, 1)
     held = simulate(train_two_steps, 1, config)[0]
     assert held.peak_grads == plan.peak_grads
     assert held.peak_params <= plan.peak_params
@@ -186,7 +186,7 @@ def test_weights_of_one_module_in_several_buckets_are_bounded(
     """The plan does not know the order in which a module writes its weights. Every second block has experts."""
     model = EXPERTS | {"moe_layer_freq": 2, "single_grouped_weight": single_grouped_weight}
     config = tiny_config(tmp_path, parallel="fsdp", fsdp={"bucket_size": bucket_size}, model=model)
-    plan, held = plan_units(config, 1), simulate(train_two_steps, 1, config)[0]
+    plan, held = plan_run(config, 1), simulate(train_two_steps, 1, config)[0]
     assert held.peak_params <= plan.peak_params
     assert held.peak_grads <= plan.peak_grads <= 1.1 * held.peak_grads
 
@@ -197,7 +197,7 @@ def test_large_models_cost_nothing_to_plan(tmp_path: Path):
     config = tiny_config(
         tmp_path, parallel="fsdp", model=size | {"param_dtype": "bfloat16"}, train={"global_batch_size": 2048}
     )
-    plan = plan_units(config, 1024)
+    plan = plan_run(config, 1024)
     assert 8.9e9 < plan.parameters.total < 9e9
     assert sum(bucket.layout.padding for bucket in plan.buckets) < 0.001 * plan.parameters.total
     assert plan.rank_bytes.total == pytest.approx(16 * plan.parameters.total / 1024, rel=1e-3)
@@ -208,49 +208,49 @@ def test_buckets_halve_what_is_reduced_beside_a_unit(tmp_path: Path):
     """An 8B model: each block has six buckets; the embedding's gradient is written after the last block's."""
     size = {"dim": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14336, "vocab_size": 128256}
     config = tiny_config(tmp_path, parallel="fsdp", model=size | {"param_dtype": "bfloat16"})
-    plan = plan_units(config, 4)
+    plan = plan_run(config, 4)
     outermost, block = plan.units[:2]
     head, embedding = (bucket.grad_nbytes for bucket in outermost.buckets)
     assert len(block.buckets) > 2
     assert head + block.grad_nbytes < plan.peak_grads <= head + embedding + 1.5 * block.grad_nbytes
-    one = plan_units(tiny_config(tmp_path, parallel="fsdp", model=size, fsdp={"bucket_size": 10**9}), 4)
+    one = plan_run(tiny_config(tmp_path, parallel="fsdp", model=size, fsdp={"bucket_size": 10**9}), 4)
     assert len(one.units[1].buckets) == 1
     assert one.peak_grads == head + embedding + 2 * block.grad_nbytes
 
 
 def test_a_router_of_another_dtype_is_a_unit_of_its_own(tmp_path: Path):
     experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16"}
-    plan = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts), 2)
+    plan = plan_run(tiny_config(tmp_path, parallel="fsdp", model=experts), 2)
     names = ["blocks.0", "blocks.0.ffn.router", "blocks.1", "blocks.1.ffn.router"]
     assert [unit.name for unit in plan.units] == ["", *names]
     dtypes = {bucket.layout.slots[0].spec.param_dtype for bucket in plan.buckets}
     assert dtypes == {torch.bfloat16, torch.float32}
     held = simulate(train_two_steps, 2, tiny_config(tmp_path, parallel="fsdp", model=experts | {"num_layers": 4}))[0]
-    four = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts | {"num_layers": 4}), 2)
+    four = plan_run(tiny_config(tmp_path, parallel="fsdp", model=experts | {"num_layers": 4}), 2)
     assert (held.gradients, held.masters) == (four.rank_bytes.gradients, four.rank_bytes.masters)
     assert held.peak_params <= four.peak_params
     assert held.peak_grads <= four.peak_grads
-    same = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts | {"router_dtype": "bfloat16"}), 2)
+    same = plan_run(tiny_config(tmp_path, parallel="fsdp", model=experts | {"router_dtype": "bfloat16"}), 2)
     assert [unit.name for unit in same.units] == ["", "blocks.0", "blocks.1"]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_all_kinds_stand_beside_each_other(tmp_path: Path, parallel: str):
     config = tiny_config(tmp_path, parallel=parallel)
-    plan = plan_units(config, 4) if parallel == "fsdp" else plan_run(config, 4)
+    plan = plan_run(config, 4)
     assert list(plan.alternatives) == ["ddp", "zero1", "hybrid", "fsdp", "hsdp"]
     for other in ("fsdp", "hsdp"):
-        assert plan.alternatives[other] == plan_units(tiny_config(tmp_path, parallel=other), 4).rank_bytes
+        assert plan.alternatives[other] == plan_run(tiny_config(tmp_path, parallel=other), 4).rank_bytes
     assert plan.alternatives["fsdp"].total < plan.alternatives["hsdp"].total < plan.alternatives["zero1"].total
     odd = tiny_config(tmp_path, parallel=parallel, train={"global_batch_size": 18})
-    plan = plan_units(odd, 3) if parallel == "fsdp" else plan_run(odd, 3)
+    plan = plan_run(odd, 3)
     assert list(plan.alternatives) == ["ddp", "zero1", "fsdp"], "three ranks are no two instances"
 
 
 def test_what_is_printed(tmp_path: Path):
     console = Console(width=120, record=True, file=StringIO())
     across = {"placements": "hsdp_zero1"}
-    plan = plan_units(tiny_config(tmp_path, parallel="hsdp", fsdp=across, train={"global_batch_size": 2048}), 1024)
+    plan = plan_run(tiny_config(tmp_path, parallel="hsdp", fsdp=across, train={"global_batch_size": 2048}), 1024)
     for table in plan_tables(plan):
         console.print(table)
     text = console.export_text()
@@ -265,11 +265,9 @@ def test_what_is_printed(tmp_path: Path):
     assert "host" not in text
     assert "for each bucket" not in text
     held = {"bucket_size": 4000, "reduce_every_microbatch": False}
-    titles = [
-        str(table.title) for table in plan_tables(plan_units(tiny_config(tmp_path, parallel="fsdp", fsdp=held), 2))
-    ]
+    titles = [str(table.title) for table in plan_tables(plan_run(tiny_config(tmp_path, parallel="fsdp", fsdp=held), 2))]
     assert "3 units in the order of a forward, 6 buckets" in titles
     assert "bytes that each rank sends in a step of 2 microbatch(es); collectives are counted for each bucket" in titles
     offloaded = tiny_config(tmp_path, parallel="fsdp", fsdp={"offload_to_cpu": True})
-    titles = [str(table.title) for table in plan_tables(plan_units(offloaded, 2))]
+    titles = [str(table.title) for table in plan_tables(plan_run(offloaded, 2))]
     assert titles[-1].endswith("masters, moments and a copy of gradient shards are in host memory")

@@ -7,7 +7,7 @@ import pytest
 
 from maingrad.launch.report.curves import draw_curves, draw_loss
 from maingrad.launch.report.drawing import svg
-from maingrad.launch.report.run_folder import RunFolder, read_runs
+from maingrad.launch.report.run_folder import read_runs
 from maingrad.launch.training.metrics import MetricsWriter
 
 
@@ -56,6 +56,6 @@ def test_names_of_runs_are_no_mathematics(tmp_path: Path) -> None:
         writer = MetricsWriter(tmp_path / name / "metrics.jsonl")
         writer.write("step", step=1, loss=5.0)
         writer.close()
-    figure = draw_loss(read_runs([tmp_path / "$x^$", tmp_path / "_a"], RunFolder))
+    figure = draw_loss(read_runs([tmp_path / "$x^$", tmp_path / "_a"]))
     assert figure is not None
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["$x^$, training", "_a, training"]

@@ -11,7 +11,7 @@ from report_pages import ReadPage
 from tiny_run import tiny_config
 
 from maingrad.launch.cli import main
-from maingrad.launch.plan.plan import plan_run, plan_units
+from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.report.page import write_page
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.metrics import read_metrics
@@ -230,7 +230,7 @@ def test_experts_and_sharded_parameters(tmp_path: Path, parallel: str) -> None:
     # A token meets the router and two of four experts of 3 * 32 * 32 weights, in place of the dense feed-forward.
     assert page.value("flops_per_token", "run") == _FLOPS + 6 * 2 * (2 * 3 * 32 * 32 + 4 * 32 - 3 * 64 * 32)
     if parallel == "fsdp":
-        assert page.value("planned_bytes", "run") == plan_units(config, 2).rank_bytes.total
+        assert page.value("planned_bytes", "run") == plan_run(config, 2).rank_bytes.total
         assert "of gathered parameters" in page.text
 
 

@@ -9,7 +9,7 @@ from tiny_run import tiny_config
 
 from maingrad.launch.report.curves import draw_loss
 from maingrad.launch.report.page import print_report
-from maingrad.launch.report.run_folder import RunFolder, read_runs
+from maingrad.launch.report.run_folder import read_runs
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.train import train
 from maingrad.launch.training.watching.progress import Status, format_duration, format_rate, make_display
@@ -34,7 +34,7 @@ def test_writer_without_a_file_is_silent():
 def test_loss_picture_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = tiny_config(tmp_path, data={"source": "stdlib", "paths": []})
     result = train(config)
-    (run,) = read_runs([Path(config.train.out_dir)], RunFolder)
+    (run,) = read_runs([Path(config.train.out_dir)])
     said = [text.get_text() for text in draw_loss([run]).findobj(matplotlib.text.Text)]
     assert f"byte-bigram counts: {result.bigram_loss:.4g}" in said
     assert f"{result.validation_loss:.4g}" in said

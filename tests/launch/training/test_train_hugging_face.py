@@ -14,7 +14,7 @@ from maingrad.launch.cli import main
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
-from maingrad.launch.plan.plan import plan_run, plan_units
+from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.training.loading import make_sampler
 from maingrad.launch.training.train import train
 from maingrad.te_integration import Float8CurrentScaling, autocast
@@ -169,7 +169,7 @@ def test_plan_on_meta(tmp_path: Path, name: str):
     assert isinstance(real, HuggingFaceModel)
     assert plan_run(config, 4).parameters.total == sum(parameter.numel() for parameter in real.parameters())
     deep = config_for(tmp_path, folder_of(name, tmp_path / "deep", layers=4), parallel="fsdp")
-    plan = plan_units(deep, 4)
+    plan = plan_run(deep, 4)
     real = build_language_model(deep.model, seed=0)
     names = {id(module): path for path, module in real.named_modules()}
     assert [unit.name for unit in plan.units] == ["", *(names[id(layer)] for layer in real.blocks)]

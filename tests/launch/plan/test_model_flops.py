@@ -8,7 +8,7 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import ConfigError
-from maingrad.launch.report.model_flops import flops_per_token, peak_tflops
+from maingrad.launch.plan.model_flops import flops_per_token, peak_tflops
 
 ATTENTION = 12 * 2 * 24 * 32
 BLOCK = 32 * 32 + 2 * 16 * 32 + 32 * 32  # queries, keys and values of two of four heads, output

@@ -15,7 +15,7 @@ import torch
 
 from ..config.run import Config, ConfigError
 from ..model.hugging_face import HuggingFaceModel, build_language_model
-from ..plan.parameter_count import count_of
+from .parameter_count import count_of
 
 __all__ = ["flops_per_token", "peak_tflops"]
 
