@@ -59,7 +59,7 @@ _OF, _CHECKSUMS = "maingrad.of", "maingrad.crc32"
 _HEAD = f'{{"__metadata__":{{"{_OF}":"{_PREFIX}'.encode()
 """What the header of each of our files begins with, behind its length in 8 bytes."""
 _ALIGNMENT = 64
-_BLOCK = 2**18
+_BLOCK = 2**20
 """Bytes that are checked and then copied: few enough to stay in a core's cache meanwhile."""
 
 
