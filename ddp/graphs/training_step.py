@@ -82,6 +82,9 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
     before the call, a second optimizer in the step, and parameters read behind the update where their gathers come
     later.
 
+    Call ``reset`` before ``torch.distributed.destroy_process_group``: NCCL waits there for ever for collectives that a
+    living graph has captured.
+
     On CPUs operations are recorded and run again in place of a CUDA graph: slower than eager, for tests.
     """
 

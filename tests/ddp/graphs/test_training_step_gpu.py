@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from graph_memory import reserved_before_graphs
 from graphed_training import CONFIGS, EVENTS, FORMS, Program, differences, train
+from python_processes import run_python
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
@@ -158,3 +160,37 @@ def test_memory_is_given_back_and_the_host_is_free() -> None:
         assert torch.cuda.memory_reserved() <= before + 2**27
         for _ in range(4):
             step(x)
+
+
+PROGRAM = """
+import os, torch, torch.distributed as dist
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
+
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+model = DistributedDataParallel(torch.nn.Linear(16, 16).to(device))
+optimizer = DistributedOptimizer(model, lr=1e-3)
+
+
+def train_step(x):
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+step = GraphedTrainingStep(train_step, model, optimizer)
+for _ in range(5):
+    step(torch.randn(4, 16, device=device))
+step.reset()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu(count=2)
+def test_a_program_that_frees_its_graphs_ends(tmp_path: Path) -> None:
+    """As docs/cuda_graphs.md says: NCCL waits for ever for a communicator that a living graph has captured."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "program.py")
+    done = run_python(*launched, timeout=60.0)
+    assert done.returncode == 0, done.stdout + done.stderr

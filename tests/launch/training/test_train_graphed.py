@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from python_processes import run_python
 from tiny_run import tiny_config
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import train
+
+ROOT = Path(__file__).parents[3]
 
 
 def losses_of(config: Config) -> list[float]:
@@ -78,3 +81,15 @@ def test_on_a_gpu(tmp_path: Path) -> None:
         )
         losses.append(losses_of(config))
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.gpu(count=2)
+def test_a_graphed_run_of_two_gpus_ends(tmp_path: Path) -> None:
+    """NCCL waits for ever for a communicator that a living graph has captured."""
+    options = ["--train.device", "cuda", "--train.steps", "6", "--optimizer.warmup_steps", "2", "--train.cuda_graph"]
+    done = run_python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "maingrad", "train"),
+        *(ROOT / "launch" / "configs" / "stdlib.toml", *options, "--train.out_dir", tmp_path / "run"),
+        timeout=100.0,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
