@@ -134,12 +134,13 @@ def make_grid(
 
 def with_separate_gather(grid: RankGrid, *, copy_engines: bool = False) -> RankGrid:
     """The same grid with a separate communicator for all-gathers. Collective over the inner group."""
-    if grid.inner_size == 1:
+    if grid.inner is None or dist.get_world_size() == 1:
         return grid
-    assert grid.inner is not None, "a group of more than one rank"
     options = zero_cta_options() if copy_engines else None
+    # A rank alone among others makes a group as well: torch names groups by their number (2.14), and ranks that have
+    # made different numbers of groups would wait for each other in the next one that they have in common.
     gather = _group_of(dist.get_process_group_ranks(grid.inner), like=grid.inner, options=options)
-    return grid._replace(gather=gather)
+    return grid._replace(gather=gather) if grid.inner_size > 1 else grid
 
 
 def make_grids(

@@ -103,8 +103,9 @@ def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(tmp_path: Path, capsys:
 
 def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(tiny_toml(tmp_path)), "--ranks", "3", "--ddp.bucket-size", "None"]) == 0
-    out = capsys.readouterr().out
-    assert "1 buckets in launch order, reduce-scatter over 3 ranks" in out
+    out = " ".join(capsys.readouterr().out.split())  # a title is as wide as its table
+    assert "1 buckets in launch order" in out
+    assert "reduce-scatter" in out and "over 3 ranks" in out
     assert "head.weight .. embedding.weight (15)" in out
     assert main(["plan", str(tiny_toml(tmp_path)), "--ranks", "3", "--parallel", "fsdp"]) == 0
     out = capsys.readouterr().out

@@ -68,7 +68,8 @@ def find(path: Path) -> Path:
     if not _is_free(path):
         return path
     beside = (incomplete(path), replaced(path))
-    return next((folder for folder in beside if is_complete(folder) and _is_marked(folder)), path)
+    found = next((folder for folder in beside if is_complete(folder) and _is_marked(folder)), path)
+    return found if _is_free(path) else path  # a save may have taken its second step meanwhile: that one is newer
 
 
 class Staging:

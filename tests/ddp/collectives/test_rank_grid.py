@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.collectives.rank_grid import RankGrid, make_grid, make_grids
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 Ranks = list[int]
@@ -355,3 +356,29 @@ def test_experts_on_one_rank_and_on_all(per_expert: int) -> None:
     for rank, held in enumerate(simulate(mean_grads, 4, {}, None, per_expert)):
         assert held["dense"] == [2.5] * 5
         assert held["expert"] == [2.5 if per_expert == 4 else (rank + 1) / 4] * 3
+
+
+@pytest.mark.parametrize("library", ["ddp", "fsdp"])
+def test_models_of_uneven_groups_do_not_part_the_ranks(library: str) -> None:
+    """Ranks 0 and 2 share one model, rank 1 has one alone; then all of them share one."""
+
+    def wrapped(group: dist.ProcessGroup | None) -> nn.Module:
+        torch.manual_seed(0)
+        if library == "fsdp":
+            return fully_shard(nn.Linear(4, 4), mesh=group)
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+        )
+        return DistributedDataParallel(nn.Linear(4, 4), config, process_group=group)
+
+    def run() -> list[float]:
+        groups = [dist.new_group([0, 2]), dist.new_group([1])]
+        losses = []
+        for group in (groups[dist.get_rank() % 2], None):
+            model = wrapped(group)
+            loss = model(torch.ones(2, 4)).sum()
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    assert len({tuple(losses) for losses in simulate(run, 3)}) == 1

@@ -90,4 +90,17 @@ FAULTS = [
             )
         ],
     ),
+    Fault(
+        "50j-a-rank-alone-makes-no-group",
+        sentence="Ranks of groups of different sizes name the next group that they share differently, and wait for ever.",
+        tests=["tests/ddp/collectives/test_rank_grid.py::test_models_of_uneven_groups_do_not_part_the_ranks[fsdp]"],
+        changes=[
+            Change(
+                "maingrad.ddp.collectives.rank_grid",
+                "with_separate_gather",
+                "if grid.inner is None or dist.get_world_size() == 1:",
+                "if grid.inner_size == 1:",
+            )
+        ],
+    ),
 ]

@@ -94,7 +94,7 @@ def test_no_command_runs_code_of_a_folder(trained: Path, tmp_path: Path, capsys:
         said = capsys.readouterr().err
         assert "none runs unless you say so" in said and "model.trust_remote_code = true" in said, command
     assert main(["report", str(trained)]) == 0
-    assert "MFU is left out: model.hugging_face" in (trained / "report.html").read_text()
+    assert "MFU are left out: model.hugging_face" in (trained / "report.html").read_text()
     assert not (tmp_path / "ran").exists()
     assert sys.stdin.read(4) == "y\ny\n", "nobody has asked"
 
