@@ -34,7 +34,6 @@ class Writing:
         self, staging: Staging, save_id: str, rank: int, parts: Sequence[Part], manifest: Manifest | None
     ) -> None:
         self.staging = staging
-        _wait_for_devices(parts)  # the thread has streams of its own
         self.rank = rank
         self._id, self._parts, self._manifest = save_id, parts, manifest
         self._encoded = "" if manifest is None else manifest.encoded()
@@ -42,9 +41,10 @@ class Writing:
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
         once, after all copies have been queued."""
-        parts = self._parts
-        self._parts = [part._replace(data=_host_copy(part.data.detach(), part.dtype)) for part in parts]
-        _wait_for_devices(parts)
+        devices = {part.data.device for part in self._parts if not part.data.is_cpu}
+        self._parts = [part._replace(data=_host_copy(part.data.detach(), part.dtype)) for part in self._parts]
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
 
     def write(self) -> None:
         """Write this rank's data file, if it has one."""
@@ -69,11 +69,6 @@ class Writing:
             RankFile(path, self._id)
         write_manifest(folder, self._encoded)
         self.staging.complete()
-
-
-def _wait_for_devices(parts: Sequence[Part]) -> None:
-    for device in {part.data.device for part in parts if not part.data.is_cpu}:
-        torch.accelerator.current_stream(device).synchronize()
 
 
 def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:

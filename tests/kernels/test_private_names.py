@@ -25,7 +25,6 @@ NEEDED_BY_TORCH = (
 
 LATE = (
     "torch._dynamo.",
-    "torch.distributed.checkpoint.",
     "torch.distributed.pipelining.",
 )
 """Names that are fetched when somebody needs them: their import takes long."""
