@@ -54,12 +54,16 @@ def open_checkpoint(path: Path, choose: Callable[[Manifest], Sequence[Part]]) ->
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint. Where a save replaces
     the checkpoint meanwhile, the new one is opened.
     """
-    found, caught = None, Exception()
+    found = None
+    caught: Exception = ValueError(f"'{path}' was replaced {MOST_TRIES} times while it was opened")
     for _ in range(MOST_TRIES):
         try:
             folder = find(path)
             found = _identity(folder)
-            return _open(folder, choose)
+            opened = _open(folder, choose)
+            if find(path) == folder:
+                return opened
+            # Saves have replaced the checkpoint twice, and the folder beside ``path`` is ahead of what is there.
         except (ValueError, OSError) as error:
             caught = error
             if found is not None and _identity(folder) == found:
