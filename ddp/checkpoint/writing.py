@@ -62,11 +62,11 @@ class Writing:
         if self._manifest is None:
             return
         folder = self.staging.folder
-        for rank in self._manifest.nbytes:
+        for rank, nbytes in self._manifest.nbytes.items():
             path = folder / file_name(rank)
             while not path.exists() and waits():
                 time.sleep(_PATIENCE)
-            RankFile(path, self._id)
+            RankFile(path, self._id, nbytes)
         write_manifest(folder, self._encoded)
         self.staging.complete()
 

@@ -35,13 +35,17 @@ class Box(NamedTuple):
 
     def intersect(self, other: "Box") -> "Box | None":
         """The elements that are in both boxes of one tensor; None: no element is."""
+        if self == other and self.numel:
+            return self
         offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = map(min, self._ends(), other._ends())
-        sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
+        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        sizes = tuple(min(at + size, place + length) - max(at, place) for at, size, place, length in sides)
         return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
     def view_of(self, inner: "Box", data: Tensor) -> Tensor:
         """The elements of ``inner``, which is in this box, as a view of this box's elements ``data``."""
+        if self == inner:
+            return data
         return data[
             tuple(
                 slice(start - offset, start - offset + size)
@@ -58,9 +62,6 @@ class Box(NamedTuple):
         for start in range(0, self.sizes[0], rows):
             taken = min(rows, self.sizes[0] - start)
             yield Box((self.offsets[0] + start, *self.offsets[1:]), (taken, *self.sizes[1:]))
-
-    def _ends(self) -> list[int]:
-        return [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
 
 
 class Part(NamedTuple):
@@ -129,6 +130,8 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
 def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Raise ``ValueError`` unless every element of the tensor is in exactly one of the boxes."""
     everything = Box((0,) * len(shape), tuple(shape))
+    if list(boxes) == [everything]:
+        return
     for box in boxes:
         if len(box.offsets) != len(shape) or (box.numel and everything.intersect(box) != box):
             raise ValueError(f"offsets {list(box.offsets)} and sizes {list(box.sizes)} are not in shape {list(shape)}")

@@ -100,9 +100,9 @@ class SavedTensor:
             raise ValueError(f"a tensor of shape {reprlib.repr(self.shape)}")
         if "model" not in self.stored:
             raise ValueError("a tensor is not stored")
-        for section in self.stored:
-            check_tiling(self.shape, [each.box for each in self.boxes(section)])
-            if not all(0 <= each.rank < _MOST_RANKS for each in self.boxes(section)):
+        for boxes in {self.boxes(section) for section in self.stored}:
+            check_tiling(self.shape, [each.box for each in boxes])
+            if not all(0 <= each.rank < _MOST_RANKS for each in boxes):
                 raise ValueError("a box is in the file of a rank that cannot be")
         for value in self.scalars.values():
             from_json(value)  # raises for a value that a load could not read

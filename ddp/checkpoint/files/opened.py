@@ -1,20 +1,19 @@
 """Opens a checkpoint for a load: all data files that the load needs, before anything changes; then reads them.
 
-Each rank reads by itself. Opened files are mapped into memory, so that a save that replaces the checkpoint meanwhile
+Each rank reads by itself. Files stay open until they are read, so that a save that replaces the checkpoint meanwhile
 changes nothing for this load.
 """
 
 import os
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
 from .boxes import Box, Part
 from .folder import describe_missing, find
 from .manifest import MANIFEST_FILE, Manifest
-from .rank_file import RankFile, file_name, size_of
+from .rank_file import Entry, RankFile, check_size, file_name
 
 __all__ = ["MOST_TRIES", "OpenedCheckpoint", "open_checkpoint"]
 
@@ -22,30 +21,19 @@ MOST_TRIES = 20
 """How often a checkpoint is opened that saves replace meanwhile."""
 
 
-class _Copy(NamedTuple):
-    """A stored box, and where its elements go."""
-
-    file: RankFile
-    box: Box
-    elements: Tensor
-    """The elements of ``box``."""
-    parts: list[Part]
-    """Those that want some of them."""
-
-
 class OpenedCheckpoint(NamedTuple):
     """A checkpoint whose files are as the manifest says, as far as they are wanted."""
 
     manifest: Manifest
-    copies: Sequence[_Copy]
+    entries: Sequence[Entry]
 
     def read(self) -> None:
         """Fill the memory of the parts, on any device.
 
         Raises ``ValueError``, naming the tensor, for a file whose bytes are not those that were written.
         """
-        for copy in self.copies:
-            copy.file.read(copy.box, copy.elements, copy.parts)
+        for entry in self.entries:
+            entry.read()
 
 
 def open_checkpoint(path: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedCheckpoint:
@@ -87,23 +75,28 @@ def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedC
         raise ValueError(f"'{folder}' is a file, and a checkpoint is a folder")
     manifest = Manifest.read(folder)
     # No memory is allocated for tensors that cannot be there.
-    for rank, nbytes in manifest.nbytes.items():
-        path = folder / file_name(rank)
-        size = size_of(path)
-        if size < nbytes:
-            raise ValueError(f"the data file '{path}' is truncated: {size} bytes, for tensors of {nbytes}")
+    sizes = manifest.nbytes
+    for rank, nbytes in sizes.items():
+        check_size(folder / file_name(rank), nbytes)
+    _allow_open_files(len(sizes))
     files: dict[int, RankFile] = {}
-    copies: dict[tuple[str, str, Box], _Copy] = {}
+    entries: dict[tuple[str, str, Box], Entry] = {}
     for part in choose(manifest):
-        entry = manifest.tensors[part.name]
-        for each in entry.boxes(part.section):
+        saved = manifest.tensors[part.name]
+        for each in saved.boxes(part.section):
             if each.box.intersect(part.box) is None:
                 continue
             key = part.name, part.section, each.box
-            if key not in copies:
+            if key not in entries:
                 if each.rank not in files:
-                    files[each.rank] = RankFile(folder / file_name(each.rank), manifest.save_id)
-                file = files[each.rank]
-                copies[key] = _Copy(file, each.box, file.elements(part, each.box, entry.stored[part.section].dtype), [])
-            copies[key].parts.append(part)
-    return OpenedCheckpoint(manifest, list(copies.values()))
+                    files[each.rank] = RankFile(folder / file_name(each.rank), manifest.save_id, sizes[each.rank])
+                entries[key] = files[each.rank].find(part, each.box, saved.stored[part.section].dtype)
+            entries[key].wanted.append(part)
+    return OpenedCheckpoint(manifest, sorted(entries.values(), key=lambda entry: (entry.file.path, entry.position)))
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the process's limit of open files, where it allows this: 1024 are usual, and a rank writes one each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 2 * count and (hard == resource.RLIM_INFINITY or 2 * count <= hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * count, hard))

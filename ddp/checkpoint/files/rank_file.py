@@ -10,15 +10,16 @@ Files of two saves have the same names and sizes. Ids tell them apart before a l
 """
 
 import json
+import operator
 import os
 import re
+import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .boxes import Box, Part
@@ -26,10 +27,11 @@ from .boxes import Box, Part
 __all__ = [
     "FILE_NAME",
     "TYPE_NAMES",
+    "Entry",
     "RankFile",
+    "check_size",
     "file_name",
     "may_be_head",
-    "size_of",
     "write_rank_file",
 ]
 
@@ -59,8 +61,10 @@ _OF, _CHECKSUMS = "maingrad.of", "maingrad.crc32"
 _HEAD = f'{{"__metadata__":{{"{_OF}":"{_PREFIX}'.encode()
 """What the header of each of our files begins with, behind its length in 8 bytes."""
 _ALIGNMENT = 64
-_BLOCK = 2**20
-"""Bytes that are checked and then copied: few enough to stay in a core's cache meanwhile."""
+_BLOCK = 2**18
+"""Bytes that are read and then checked: few enough to stay in a core's cache meanwhile."""
+_LONGEST_HEADER = 10**8
+"""In bytes; the format's own limit."""
 
 
 def file_name(rank: int) -> str:
@@ -114,69 +118,119 @@ def _append(file: BinaryIO, tensor: Tensor) -> int:
     return checksum
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a data file. Raises ``ValueError`` where there is none."""
+def check_size(path: Path, nbytes: int) -> None:
+    """Raise ``ValueError`` for a data file that is missing or has fewer bytes."""
     if not path.is_file():
         raise ValueError(f"the data file '{path}' is missing (a checkpoint lies on a file system that all ranks share)")
-    return path.stat().st_size
+    size = path.stat().st_size
+    if size < nbytes:
+        raise ValueError(f"the data file '{path}' is truncated: {size} bytes, for tensors of {nbytes}")
 
 
 class RankFile:
-    """A data file to read. Its bytes are mapped into memory: they stay those of this save when the file is replaced.
+    """A data file to read. It stays open: its bytes are those of this save also after the file has been replaced.
+
+    nbytes  bytes of its tensors
 
     Raises ``ValueError`` for a file that is missing, truncated, damaged or of another save.
     """
 
-    def __init__(self, path: Path, save_id: str) -> None:
-        self._path = path
-        size_of(path)
+    def __init__(self, path: Path, save_id: str, nbytes: int) -> None:
+        self.path = path
+        check_size(path, nbytes)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
         try:
-            with path.open("rb") as opened:  # safe_open opens its file twice, and both must be the same one
-                self._file = file = cast(Any, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt", device="cpu"))
-            metadata, names = file.metadata() or {}, sorted(file.keys())
-            self._checksums = dict(zip(names, metadata.get(_CHECKSUMS, "").split(), strict=True))
-        except (SafetensorError, ValueError, RuntimeError, MemoryError) as error:
-            raise ValueError(f"the data file '{path}' is truncated or damaged ({error})") from None
-        found, expected = metadata.get(_OF), _of(save_id, path)
+            length = int.from_bytes(os.pread(self.descriptor, 8, 0), "little")
+            self._begin = 8 + length
+            entries = json.loads(os.pread(self.descriptor, min(length, _LONGEST_HEADER), 8))
+            metadata = entries.pop("__metadata__")
+            found = metadata[_OF]
+            self._checksums = dict(zip(sorted(entries), metadata[_CHECKSUMS].split(), strict=True))
+            self._entries: dict[str, Any] = entries
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"the data file '{path}' is truncated or damaged ({_say(error)})") from None
+        check_size(path, self._begin + nbytes)
+        expected = _of(save_id, path)
         if found != expected:
             raise ValueError(
                 f"the data file '{path}' is '{found}', and the manifest beside it belongs to '{expected}': files of "
                 f"two checkpoints are mixed in this folder, or have been renamed"
             )
 
-    def elements(self, part: Part, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of the tensor of which ``part`` is wanted, on the CPU: a view of the file, which is not read yet."""
-        name, stored = _entry_name(part, box), _stored_as(dtype, box.sizes)
+    def find(self, part: Part, box: Box, dtype: torch.dtype) -> "Entry":
+        """The entry of a box of the tensor of which ``part`` is wanted."""
+        name, (kind, sizes) = _entry_name(part, box), _stored_as(dtype, box.sizes)
         try:
-            tensor: Tensor = self._file.get_tensor(name)
-            found = tensor.dtype, tuple(tensor.shape)
-            if found != stored:
-                raise ValueError(f"it is {found} there, and {stored} in the manifest")
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(f"'{self._path}' is damaged where '{name}' lies ({error})") from None
-        return tensor if dtype in TYPE_NAMES else tensor.view(dtype).view(box.sizes)
+            found = self._entries[name]
+            start = operator.index(found["data_offsets"][0])
+            end = start + box.numel * dtype.itemsize
+            expected = {"dtype": TYPE_NAMES[kind], "shape": list(sizes), "data_offsets": [start, end]}
+            if found != expected or start < 0:
+                raise ValueError(f"it is {found} there, and {expected} in the manifest")
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"'{self.path}' is damaged where '{name}' lies ({_say(error)})") from None
+        return Entry(self, name, box, dtype, self._begin + start, self._checksums[name], [])
 
-    def read(self, box: Box, elements: Tensor, parts: Sequence[Part]) -> None:
-        """Copy ``elements``, which are those of ``box``, to where ``parts`` want them; values are rounded to the dtypes
-        there.
+
+class Entry(NamedTuple):
+    """A box in a data file, and the parts that want elements of it."""
+
+    file: RankFile
+    name: str
+    box: Box
+    dtype: torch.dtype
+    position: int
+    """Of its first byte in the file."""
+    checksum: str
+    """CRC-32 of its bytes when they were written."""
+    wanted: list[Part]
+
+    def read(self) -> None:
+        """Copy the elements to where they are wanted; values are rounded to the dtypes there.
 
         Raises ``ValueError`` unless the bytes are those that were written.
         """
-        checksum = 0
-        for block in box.split(max(1, _BLOCK // elements.itemsize)):
-            here = box.view_of(block, elements)
-            checksum = zlib.crc32(_bytes_of(here), checksum)
-            for part in parts:
+        target = self._target()
+        checksum, position = 0, self.position
+        for block in self.box.split(max(1, _BLOCK // self.dtype.itemsize)) if target is None else [self.box]:
+            here = torch.empty(block.sizes, dtype=self.dtype, device="cpu") if target is None else target
+            checksum = self._fill(here, position, checksum)
+            position += here.nbytes
+            for part in self.wanted if target is None else ():
                 both = block.intersect(part.box)
                 if both is not None:
                     part.box.view_of(both, part.data).copy_(block.view_of(both, here))
-        name = _entry_name(parts[0], box)
-        found, written = f"{checksum:08x}", self._checksums[name]
-        if found != written:
+        if f"{checksum:08x}" != self.checksum:
             raise ValueError(
-                f"'{self._path}' is damaged where '{name}' lies: its bytes have checksum {found}, and {written} when "
-                f"they were written"
+                f"'{self.file.path}' is damaged where '{self.name}' lies: its bytes have checksum {checksum:08x}, and "
+                f"{self.checksum} when they were written"
             )
+
+    def _target(self) -> Tensor | None:
+        """Where a single part wants all elements as they are stored: its memory, to read them into. None elsewhere."""
+        part = self.wanted[0]
+        if len(self.wanted) > 1 or part.dtype is not self.dtype or self.box.intersect(part.box) != self.box:
+            return None
+        view = part.box.view_of(self.box, part.data)
+        if not view.is_cpu or not view.is_contiguous() or view.is_conj() or view.is_neg() or view.is_inference():
+            return None
+        torch.autograd.graph.increment_version(view)  # optimizers compare versions, and a read is no operation of torch
+        return view
+
+    def _fill(self, memory: Tensor, position: int, checksum: int) -> int:
+        """Read the bytes at ``position`` into ``memory``. Returns the checksum of all bytes so far."""
+        content = memoryview(_bytes_of(memory))
+        for at in range(0, len(content), _BLOCK):
+            block = content[at : at + _BLOCK]
+            if os.preadv(self.file.descriptor, [block], position + at) < len(block):
+                raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
+            checksum = zlib.crc32(block, checksum)
+        return checksum
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _entry_name(part: Part, box: Box | None = None) -> str:

@@ -8,6 +8,7 @@ import functools
 import reprlib
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,31 +23,48 @@ def structured(kind: Any, value: Any, what: str) -> Any:
     There are no conversions: JSON's true is no number. Raises ``TypeError``, and ``ValueError`` for what no dtype is
     called; ``what`` names the value in the error. Further keys are left out.
     """
-    inner = typing.get_args(kind)
-    if kind is Any or (value is None and type(None) in inner):
-        return value
-    if isinstance(kind, types.UnionType):
-        return structured(inner[0], value, what)
+    return _reader_of(kind)(value, what)
+
+
+@functools.cache
+def _reader_of(kind: Any) -> Callable[[Any, str], Any]:
+    """``structured`` for one kind. A manifest has many values of few kinds, so that each kind is looked at once."""
+    if kind is Any:
+        return lambda value, what: value
     if kind is torch.dtype:
-        return _dtype_named(value)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints, content = _hints(kind), _expect(dict, value, what)
-        fields = {name: structured(hint, content[name], f"{what}.{name}") for name, hint in hints.items()}
+        return lambda value, what: _dtype_named(value)
+    inner = [_reader_of(each) for each in typing.get_args(kind) if each not in (None, ...)]
+    if isinstance(kind, types.UnionType):
+        return lambda value, what: None if value is None else inner[0](value, what)
+    origin = typing.get_origin(kind)
+    if origin is dict:
+        return lambda value, what: {
+            key: inner[1](each, f"{what}['{key}']") for key, each in _expect(dict, value, what).items()
+        }
+    if origin is tuple:
+        return lambda value, what: tuple([inner[0](each, what) for each in _expect(list, value, what)])
+    if hasattr(kind, "_fields"):
+        items = [_reader_of(hint) for hint in typing.get_type_hints(kind).values()]
+        return lambda value, what: kind(
+            *(read(each, what) for read, each in zip(items, _expect(list, value, what), strict=True))
+        )
+    if dataclasses.is_dataclass(kind):
+        return _reader_of_dataclass(kind)
+    return lambda value, what: _expect(kind, value, what)
+
+
+def _reader_of_dataclass(kind: Any) -> Callable[[Any, str], Any]:
+    readers = {name: _reader_of(hint) for name, hint in typing.get_type_hints(kind).items()}
+
+    def read(value: Any, what: str) -> Any:
+        content = _expect(dict, value, what)
+        fields = {name: reader(content[name], f"{what}.{name}") for name, reader in readers.items()}
         try:
             return kind(**fields)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
-    if hasattr(kind, "_fields"):
-        pairs = zip(_hints(kind).values(), _expect(list, value, what), strict=True)
-        return kind(*(structured(hint, each, what) for hint, each in pairs))
-    if typing.get_origin(kind) is dict:
-        return {key: structured(inner[1], each, f"{what}['{key}']") for key, each in _expect(dict, value, what).items()}
-    if typing.get_origin(kind) is tuple:
-        return tuple(structured(inner[0], each, what) for each in _expect(list, value, what))
-    return _expect(kind, value, what)
 
-
-_hints = functools.cache(typing.get_type_hints)
+    return read
 
 
 def _expect(kind: type, value: Any, what: str) -> Any:

@@ -391,12 +391,12 @@ def test_a_rank_reads_its_own_slices_only(tmp_path: Path, monkeypatch: pytest.Mo
         original(opened)
         wanted = sum(
             both.numel * part.data.itemsize
-            for copy in opened.copies
-            for part in copy.parts
-            if (both := copy.box.intersect(part.box)) is not None
+            for entry in opened.entries
+            for part in entry.wanted
+            if (both := entry.box.intersect(part.box)) is not None
         )
         nbytes[dist.get_rank()] = wanted
-        stored = [(copy.parts[0].name, copy.parts[0].section, copy.box) for copy in opened.copies]
+        stored = [(entry.file.path, entry.name) for entry in opened.entries]
         assert len(set(stored)) == len(stored)
 
     monkeypatch.setattr(OpenedCheckpoint, "read", counting)

@@ -69,8 +69,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.files.opened",
-                "_open",
+                "maingrad.ddp.checkpoint.files.rank_file",
+                "check_size",
                 "if size < nbytes:",
                 "if size < 0:",
             ),
@@ -86,7 +86,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.manifest",
                 "SavedTensor.__post_init__",
-                "check_tiling(self.shape, [each.box for each in self.boxes(section)])",
+                "check_tiling(self.shape, [each.box for each in boxes])",
                 "pass",
             ),
         ],
@@ -101,9 +101,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
-                "RankFile.read",
-                "if found != written:",
-                "if not found:",
+                "Entry.read",
+                'if f"{checksum:08x}" != self.checksum:',
+                "if checksum < 0:",
             ),
         ],
     ),
@@ -116,9 +116,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
-                "RankFile.read",
-                "part.box.view_of(both, part.data).copy_(block.view_of(both, here))",
-                "part.box.view_of(both, part.data.data).copy_(block.view_of(both, here))",
+                "Entry._target",
+                "torch.autograd.graph.increment_version(view)",
+                "pass",
             ),
         ],
     ),
@@ -266,9 +266,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
-                "RankFile.elements",
-                "if found != stored:",
-                "if found[1] != stored[1]:",
+                "RankFile.find",
+                "if found != expected or start < 0:",
+                'if found["shape"] != expected["shape"]:',
             ),
         ],
     ),

@@ -41,9 +41,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
-                "RankFile.__init__",
-                'f"/dev/fd/{opened.fileno()}"',
-                "path",
+                "Entry._fill",
+                "os.preadv(self.file.descriptor, [block], position + at)",
+                "os.preadv(os.open(self.file.path, os.O_RDONLY), [block], position + at)",
             ),
         ],
     ),
