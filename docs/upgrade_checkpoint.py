@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from maingrad.ddp.checkpoint.files.assignment import Offer, stored_tensors
-from maingrad.ddp.checkpoint.files.boxes import Part, parts_of_range
+from maingrad.ddp.checkpoint.files.assignment import stored_tensors
+from maingrad.ddp.checkpoint.files.boxes import Part, Parts, parts_of_range
 from maingrad.ddp.checkpoint.files.folder import Staging
 from maingrad.ddp.checkpoint.files.manifest import Manifest, SavedOptimizer, SavedTensor, new_id, write_manifest
 from maingrad.ddp.checkpoint.files.rank_file import file_name, write_rank_file
@@ -31,19 +31,23 @@ def upgrade(old: Path, new: Path) -> None:
     if content["version"] != 3:
         raise ValueError(f"'{old}' has version {content['version']}, and this program reads version 3")
     chunks = [chunk for key, entry in content["tensors"].items() for chunk in chunks_of(key, entry, content)]
-    save_id, assigned = new_id(), []
+    save_id = new_id()
+    writers: dict[Part, int] = {}
     with Staging(new) as staging:
         staging.begin()
         for number, (name, _) in enumerate(content["files"]):
-            parts = [part for chunk in chunks if chunk[5] == number for part in parts_of(old / name, chunk)]
+            parts: Parts = {}
+            for chunk in chunks:
+                if chunk[5] == number:
+                    parts |= parts_of(old / name, chunk)
             write_rank_file(staging.folder / file_name(number), save_id, parts)
-            assigned.append([Offer.of(part) for part in parts])
+            writers |= dict.fromkeys(parts, number)
         entries = {**content["parameters"], **content["buffers"]}
         tensors = {
             name: SavedTensor(
                 shape, stored, name in content["buffers"], entries[name]["group"], entries[name]["scalars"]
             )
-            for name, (shape, stored) in stored_tensors(assigned).items()
+            for name, (shape, stored) in stored_tensors(writers).items()
         }
         saved = content["optimizer"]
         optimizer = None if saved is None else SavedOptimizer(saved["optimizer_class"], tuple(saved["groups"]))
@@ -68,7 +72,7 @@ def chunks_of(key: str, entry: dict, content: dict) -> list[Chunk]:
     return chunks
 
 
-def parts_of(path: Path, chunk: Chunk) -> list[Part]:
+def parts_of(path: Path, chunk: Chunk) -> Parts:
     """The elements of one chunk, as boxes."""
     name, section, shape, dtype, start, _, position, count, checksum = chunk
     with path.open("rb") as file:

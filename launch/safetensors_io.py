@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..ddp import DistributedOptimizer
-from ..ddp.checkpoint.files.boxes import Part
+from ..ddp.checkpoint.files.boxes import Parts, part_of_whole
 from ..ddp.checkpoint.files.folder import belongs_to_checkpoint
 from ..ddp.checkpoint.files.manifest import MANIFEST_FILE, Manifest
 from ..ddp.checkpoint.files.opened import open_checkpoint
@@ -72,13 +72,13 @@ def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | Non
     """
     by_name: dict[str, Tensor] = {}
 
-    def choose(manifest: Manifest) -> list[Part]:
+    def choose(manifest: Manifest) -> Parts:
         _check_one_model(manifest.num_expert_sets)
-        parts = []
+        parts: Parts = {}
         for name, entry in manifest.tensors.items():
             section = "master" if dtype is not None and entry.has_master else "model"
             by_name[name] = torch.empty(entry.shape, dtype=entry.stored[section].dtype, device="cpu")
-            parts.append(Part.whole(name, section, by_name[name]))
+            parts |= part_of_whole(name, section, by_name[name])
         return parts
 
     opened = open_checkpoint(Path(checkpoint), choose)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..collectives.failure_report import CollectiveError
-from .files.boxes import Part
+from .files.boxes import Parts
 from .ranks import CheckpointRanks
 from .writing import Writing, page_locked
 
@@ -151,9 +151,9 @@ def finish_pending(model: nn.Module) -> None:
         pending.wait()
 
 
-def reserve_memory(model: nn.Module, parts: Sequence[Part]) -> None:
+def reserve_memory(model: nn.Module, parts: Parts) -> None:
     """Start a thread that takes the host memory for copies of ``parts``, and leaves it to torch's cache."""
-    on_devices = [(part.data.shape, part.dtype) for part in parts if not part.data.is_cpu]
+    on_devices = [(data.shape, part.dtype) for part, data in parts.items() if not data.is_cpu]
     if on_devices:
         wait_for_memory(model)
         _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(on_devices,), name="memory of saves")

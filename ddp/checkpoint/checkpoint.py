@@ -13,7 +13,7 @@ checks all it can before it changes the model, and then each rank reads its part
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -26,16 +26,15 @@ from ..collectives.agreement import saying
 from ..collectives.failure_report import CollectiveError
 from ..plan.parallel_marks import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory, wait_for_memory
-from .files.assignment import Offer, assign
-from .files.boxes import Part
+from .files.assignment import assign
+from .files.boxes import Part, Parts
 from .files.folder import Staging
 from .files.manifest import Manifest, SavedOptimizer
 from .files.opened import MOST_TRIES, OpenedCheckpoint, open_checkpoint
 from .model import Notes, StoredNames, check_model, make_manifest, parts_of_model, parts_to_fill
 from .on_demand import OnDemand
-from .optimizer import OptimizerLoad, describe_optimizer, scalars_of
-from .ranks import CheckpointRanks, check_same_call
-from .source import Holding
+from .optimizer import OptimizerLoad, describe_optimizer, describe_updates
+from .ranks import check_same_call
 from .wrapper_source import check_saved_once, source_of
 from .writing import Writing
 
@@ -81,11 +80,14 @@ def save_checkpoint(
     staging = Staging(target)
     names = StoredNames(*experts)
 
-    def prepare() -> tuple[list[Part], Notes, SavedOptimizer | None, Any]:
+    def prepare() -> tuple[Parts, Notes, SavedOptimizer | None, Any]:
         holding = source.hold(optimizer, saving=True)
-        parts = _parts_of(holding, names, ranks)
         saved = None if holding.optimizer is None else describe_optimizer(holding.optimizer)
-        notes = Notes.of(holding, names, parts, scalars_of(holding)) if ranks.writes else Notes([], {}, [], {})
+        parts, notes = Parts(), Notes([], {}, [], {})
+        if ranks.writes:
+            parts = parts_of_model(holding, names, ranks.place, ranks.num_writers)
+            updates = describe_updates(holding, names)
+            notes = Notes(list(parts), updates, list(names.of_buffers(holding)), names.of_tied(holding))
         copied = None
         if ranks.leads:
             copied = _as_json(extra)
@@ -99,11 +101,11 @@ def save_checkpoint(
         )
 
         def plan() -> Writing:
-            assigned = assign([notes.offers for notes in all_notes])
+            writers = assign([notes.parts for notes in all_notes])
             manifest = None
             if ranks.leads:
-                manifest = make_manifest(assigned, all_notes, names, saved, written_extra, save_id)
-            return Writing(staging, save_id, ranks.place, _chosen(parts, assigned[ranks.place]), manifest)
+                manifest = make_manifest(writers, all_notes, names, saved, written_extra, save_id)
+            return Writing(staging, save_id, ranks.place, _chosen(parts, writers, ranks.place), manifest)
 
         writing = ranks.alike(plan, f"the plan of checkpoint '{target}'")
         pending = PendingSave(target, ranks, writing)
@@ -141,7 +143,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         state: OptimizerLoad | None = None
         on_demand: OnDemand
 
-        def choose(manifest: Manifest) -> list[Part]:
+        def choose(manifest: Manifest) -> Parts:
             nonlocal state, on_demand
             on_demand = OnDemand.plan(source.module, manifest.tensors)
             shown = on_demand.shown_in(holding)
@@ -158,7 +160,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             parts = parts_to_fill(manifest, shown, names)
             if shown.optimizer is not None:
                 state = OptimizerLoad.plan(manifest, shown, shown.optimizer, names)
-                parts += state.parts
+                parts |= state.parts
             return parts
 
         return _Load(open_checkpoint(target, choose), state, on_demand)
@@ -206,22 +208,17 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     _, _, *experts = check_same_call(anywhere, optimizer, ranks, source.expert_axes, "prepare_background_saves")
     names = StoredNames(*experts)
 
-    parts, offers = ranks.alike_telling(
-        lambda: _parts_of(source.hold(optimizer, saving=True), names, ranks),
-        lambda parts: list(map(Offer.of, parts)),
-        "the listing of what is saved",
-    )
-    reserve_memory(model, _chosen(parts, assign(offers)[ranks.place]))
+    def prepare() -> Parts:
+        holding = source.hold(optimizer, saving=True)
+        return parts_of_model(holding, names, ranks.place, ranks.num_writers) if ranks.writes else {}
+
+    parts, held = ranks.alike_telling(prepare, lambda parts: [*parts], "the listing of what is saved")
+    reserve_memory(model, _chosen(parts, assign(held), ranks.place))
 
 
-def _parts_of(holding: Holding, names: StoredNames, ranks: CheckpointRanks) -> list[Part]:
-    """What this rank holds of all that is saved, and could write."""
-    return parts_of_model(holding, names, ranks.place, ranks.num_writers) if ranks.writes else []
-
-
-def _chosen(parts: Sequence[Part], assigned: Sequence[Offer]) -> list[Part]:
-    mine = set(assigned)
-    return [part for part in parts if Offer.of(part) in mine]
+def _chosen(parts: Parts, writers: Mapping[Part, int], rank: int) -> Parts:
+    """Those that this rank writes."""
+    return {part: data for part, data in parts.items() if writers[part] == rank}
 
 
 class _Load(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .files.assignment import Offer, stored_tensors
-from .files.boxes import Part, parts_of_range
+from .files.assignment import stored_tensors
+from .files.boxes import Part, Parts, part_of_whole, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name
 from .source import HeldParam, Holding
@@ -37,6 +37,11 @@ class StoredNames(NamedTuple):
     def of(self, name: str, param: HeldParam) -> str:
         """The stored name of ``param``, which the model calls ``name``."""
         return self._named(name, param.is_expert)
+
+    def of_tied(self, holding: Holding) -> dict[str, str]:
+        """Further names of parameters -> the names under which these are stored."""
+        params = holding.params
+        return {self.of(alias, params[first]): self.of(first, params[first]) for alias, first in holding.tied.items()}
 
     def of_buffers(self, holding: Holding) -> dict[str, Tensor]:
         """All buffers by their stored names."""
@@ -83,54 +88,52 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
-def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers: int) -> list[Part]:
+def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers: int) -> Parts:
     """This rank's parameters, masters, moments and buffers to save: views of memory.
 
     index, num_writers  whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may
                         differ between ranks: the first one's are saved, as ``broadcast_params`` copies them
     """
-    parts = [
-        _dense(names.of(name, holding.params[name]), tensor.detach())
-        for turn, (name, tensor) in enumerate(holding.whole.items())
-        if holding.params[name].is_expert or turn % num_writers == index
-    ]
-    parts += [
-        _dense(stored, buffer.detach())
-        for stored, buffer in names.of_buffers(holding).items()
-        if index == 0 or stored not in holding.buffers
-    ]
+    parts: Parts = {}
+    for turn, (name, tensor) in enumerate(holding.whole.items()):
+        if holding.params[name].is_expert or turn % num_writers == index:
+            parts |= _dense(names.of(name, holding.params[name]), tensor)
+    for stored, buffer in names.of_buffers(holding).items():
+        if index == 0 or stored not in holding.buffers:
+            parts |= _dense(stored, buffer)
     for held in holding.slices:
         param = holding.params[held.name]
         sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state().items()}}
         if held.master.dtype is not param.dtype:
             sections["master"] = held.master
         for section, flat in sections.items():
-            made = parts_of_range(names.of(held.name, param), section, param.shape, held.start, flat)
-            parts += [part._replace(dtype=param.dtype) for part in made] if section == "model" else made
+            dtype = param.dtype if section == "model" else flat.dtype
+            parts |= parts_of_range(names.of(held.name, param), section, param.shape, held.start, flat, dtype)
     return parts
 
 
-def _dense(stored: str, tensor: Tensor) -> Part:
+def _dense(stored: str, tensor: Tensor) -> Parts:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise ValueError(
             f"'{stored}' is {what}, and a checkpoint has dense tensors only: register its parts (indices and values, "
             f"integers and scales) as buffers, or register it with persistent=False"
         )
-    return Part.whole(stored, "model", tensor)
+    return part_of_whole(stored, "model", tensor.detach())
 
 
-def parts_to_fill(manifest: Manifest, holding: Holding, names: StoredNames) -> list[Part]:
+def parts_to_fill(manifest: Manifest, holding: Holding, names: StoredNames) -> Parts:
     """The memory into which a model's values are read. Call ``check_model`` before."""
     wholes = names.of_buffers(holding)
     wholes |= {names.of(name, holding.params[name]): param for name, param in holding.whole.items()}
+    parts: Parts = {}
     for stored, tensor in wholes.items():
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(
                 f"'{stored}' is expanded: several of its elements are one place in memory, which cannot take the "
                 f"checkpoint's; make it a tensor of its own with clone()"
             )
-    parts = [_dense(stored, tensor.detach()) for stored, tensor in wholes.items()]
+        parts |= _dense(stored, tensor)
     for held in holding.slices:
         if held.name in holding.whole:
             continue  # the master is a view of the whole parameter
@@ -138,38 +141,30 @@ def parts_to_fill(manifest: Manifest, holding: Holding, names: StoredNames) -> l
         entry = manifest.tensors[stored]
         # The parameter follows from its master.
         section = "master" if entry.has_master and held.master.dtype is torch.float32 else "model"
-        parts += parts_of_range(stored, section, entry.shape, held.start, held.master)
+        parts |= parts_of_range(stored, section, entry.shape, held.start, held.master)
     return parts
 
 
 class Notes(NamedTuple):
     """What a rank tells the first rank, which writes the manifest; by stored names."""
 
-    offers: Sequence[Offer]
+    parts: Sequence[Part]
     """What this rank could write."""
     updates: Mapping[str, tuple[int | None, dict[str, Any]]]
     """Group, and state that is not elementwise, of each parameter with a slice here."""
     buffers: Sequence[str]
     tied: Mapping[str, str]
 
-    @classmethod
-    def of(cls, holding: Holding, names: StoredNames, parts: Sequence[Part], scalars: Mapping[str, Any]) -> "Notes":
-        """scalars: state of each parameter that is not elementwise, by the model's name"""
-        params = holding.params
-        updates = {names.of(held.name, params[held.name]): (held.group, scalars[held.name]) for held in holding.slices}
-        tied = {names.of(alias, params[first]): names.of(first, params[first]) for alias, first in holding.tied.items()}
-        return cls([Offer.of(part) for part in parts], updates, list(names.of_buffers(holding)), tied)
-
 
 def make_manifest(
-    assigned: Sequence[Sequence[Offer]],
+    writers: Mapping[Part, int],
     all_notes: Sequence[Notes],
     names: StoredNames,
     optimizer: SavedOptimizer | None,
     extra: Any,
     save_id: str,
 ) -> Manifest:
-    """The manifest, from what each rank writes and all ranks' notes, in the order of ranks.
+    """The manifest, from the rank that writes each part and all ranks' notes, in the order of ranks.
 
     Raises ``ValueError`` where notes contradict, and for elements that no rank holds.
     """
@@ -188,7 +183,7 @@ def make_manifest(
             updates[name] = group, known or scalars
     buffers = {name for notes in all_notes for name in notes.buffers}
     tensors = {}
-    for name, (shape, stored) in stored_tensors(assigned).items():
+    for name, (shape, stored) in stored_tensors(writers).items():
         try:
             tensors[name] = SavedTensor(shape, stored, name in buffers, *updates.get(name, (None, dict[str, Any]())))
         except ValueError as error:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .files.boxes import Part, parts_of_range
+from .files.boxes import Parts, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, from_json, to_json
 from .model import StoredNames
 from .source import HeldOptimizer, HeldSlice, Holding
 
-__all__ = ["OptimizerLoad", "describe_optimizer", "scalars_of"]
+__all__ = ["OptimizerLoad", "describe_optimizer", "describe_updates"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
@@ -33,14 +33,17 @@ def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
     return SavedOptimizer(optimizer.class_name, groups)
 
 
-def scalars_of(holding: Holding) -> dict[str, dict[str, Any]]:
-    """State that is not elementwise, such as the number of steps, of each parameter in ``holding.slices``."""
+def describe_updates(holding: Holding, names: StoredNames) -> dict[str, tuple[int | None, dict[str, Any]]]:
+    """Group, and state that is not elementwise, of each parameter with a slice here; by stored names."""
     return {
-        held.name: {
-            key: to_json(value, f"state '{key}' of parameter '{held.name}'")
-            for key, value in held.scalars().items()
-            if value is not None
-        }
+        names.of(held.name, holding.params[held.name]): (
+            held.group,
+            {
+                key: to_json(value, f"state '{key}' of parameter '{held.name}'")
+                for key, value in held.scalars().items()
+                if value is not None
+            },
+        )
         for held in holding.slices
     }
 
@@ -49,7 +52,7 @@ class OptimizerLoad(NamedTuple):
     """A checked load of optimizer state, before the tensors are read."""
 
     optimizer: HeldOptimizer
-    parts: list[Part]
+    parts: Parts
     """The memory into which this rank's moments are read."""
     state: Mapping[Tensor, dict[str, Any]]
     """The optimizer's state after the load."""
@@ -79,7 +82,7 @@ class OptimizerLoad(NamedTuple):
         groups = _match_groups(saved, optimizer, [(held, entries[held.name]) for held in holding.slices])
         state: dict[Tensor, dict[str, Any]] = {}
         first: dict[Tensor, str] = {}
-        parts = []
+        parts: Parts = {}
         for held in holding.slices:
             entry = entries[held.name]
             if held.group is None or held.updated is None:
@@ -101,7 +104,7 @@ class OptimizerLoad(NamedTuple):
             stored, numel = names.of(held.name, holding.params[held.name]), held.end - held.start
             for key in entry.state:
                 flat = state[updated][key].view(-1)[held.offset : held.offset + numel]
-                parts += parts_of_range(stored, f"state.{key}", entry.shape, held.start, flat)
+                parts |= parts_of_range(stored, f"state.{key}", entry.shape, held.start, flat)
         for group in optimizer.groups:  # tensors without elements are not saved, but step with the others
             likes = {updated.dtype: updated for updated in group["params"] if updated in first}
             for updated in group["params"]:

@@ -6,12 +6,12 @@ training.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .files.boxes import Part
+from .files.boxes import Parts
 from .files.folder import Staging
 from .files.manifest import Manifest, write_manifest
 from .files.rank_file import RankFile, file_name, write_rank_file
@@ -30,9 +30,7 @@ class Writing:
     manifest  on the first rank
     """
 
-    def __init__(
-        self, staging: Staging, save_id: str, rank: int, parts: Sequence[Part], manifest: Manifest | None
-    ) -> None:
+    def __init__(self, staging: Staging, save_id: str, rank: int, parts: Parts, manifest: Manifest | None) -> None:
         self.staging = staging
         self.rank = rank
         self._id, self._parts, self._manifest = save_id, parts, manifest
@@ -41,14 +39,14 @@ class Writing:
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
         once, after all copies have been queued."""
-        devices = {part.data.device for part in self._parts if not part.data.is_cpu}
-        self._parts = [part._replace(data=_host_copy(part.data.detach(), part.dtype)) for part in self._parts]
+        devices = {data.device for data in self._parts.values() if not data.is_cpu}
+        self._parts = {part: _host_copy(data.detach(), part.dtype) for part, data in self._parts.items()}
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 
     def write(self) -> None:
         """Write this rank's data file, if it has one."""
-        parts, self._parts = self._parts, ()  # also after an error no memory is held
+        parts, self._parts = self._parts, {}  # also after an error no memory is held
         if parts:
             write_rank_file(self.staging.folder / file_name(self.rank), self._id, parts)
 

@@ -238,7 +238,7 @@ def _check_no_link(config: Config, step: int) -> None:
 def check_resume(path: Path, config: Config, data: Mapping[str, Digest]) -> None:
     """Raise ``ConfigError`` where ``resume_run`` would refuse the settings or the data. Reads the manifest alone."""
     try:
-        extra = open_checkpoint(path, lambda manifest: ()).manifest.extra
+        extra = open_checkpoint(path, lambda manifest: {}).manifest.extra
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"train.resume = '{path}': {error}") from None
     _check_same(path, extra, config, data)

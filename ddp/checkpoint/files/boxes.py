@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Box", "Part", "boxes_of_range", "check_tiling", "parts_of_range"]
+__all__ = ["Box", "Part", "Parts", "boxes_of_range", "check_tiling", "part_of_whole", "parts_of_range"]
 
 
 class Box(NamedTuple):
@@ -65,7 +65,7 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A box of a checkpoint's tensor, in this rank's memory: to be saved, or to be filled by a load."""
+    """A box of a checkpoint's tensor, which a rank holds: to be saved, or to be filled by a load."""
 
     name: str
     """Name of the parameter or buffer in the checkpoint."""
@@ -73,31 +73,38 @@ class Part(NamedTuple):
     """Which tensor of it: "model", "master", or "state.KEY" of the optimizer."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    offsets: tuple[int, ...]
-    """Of the box."""
-    data: Tensor
-    """The elements, in the box's sizes."""
+    box: Box
     dtype: torch.dtype
     """A save rounds the elements to this dtype when it writes them."""
 
     @property
-    def box(self) -> Box:
-        """Where in the tensor the elements are."""
-        return Box(self.offsets, tuple(self.data.shape))
-
-    @classmethod
-    def whole(cls, name: str, section: str, tensor: Tensor) -> "Part":
-        """All elements of a tensor."""
-        return cls(name, section, tuple(tensor.shape), (0,) * tensor.ndim, tensor, tensor.dtype)
+    def nbytes(self) -> int:
+        """Bytes of the box in a file."""
+        return self.box.numel * self.dtype.itemsize
 
 
-def parts_of_range(name: str, section: str, shape: tuple[int, ...], start: int, flat: Tensor) -> list[Part]:
-    """Elements [start, start + flat.numel()) of a flattened tensor, which are in ``flat``."""
-    parts, at = [], 0
+Parts = dict[Part, Tensor]
+"""Parts, and the elements of each in this rank's memory, in the box's sizes."""
+
+
+def parts_of_range(
+    name: str, section: str, shape: tuple[int, ...], start: int, flat: Tensor, dtype: torch.dtype | None = None
+) -> Parts:
+    """Elements [start, start + flat.numel()) of a flattened tensor, which are in ``flat``.
+
+    dtype  that a save rounds to; None: the dtype of ``flat``
+    """
+    parts, at = {}, 0
     for box in boxes_of_range(shape, start, start + flat.numel()):
-        parts.append(Part(name, section, shape, box.offsets, flat[at : at + box.numel].view(box.sizes), flat.dtype))
+        parts[Part(name, section, shape, box, dtype or flat.dtype)] = flat[at : at + box.numel].view(box.sizes)
         at += box.numel
     return parts
+
+
+def part_of_whole(name: str, section: str, tensor: Tensor) -> Parts:
+    """All elements of a tensor."""
+    shape = tuple(tensor.shape)
+    return {Part(name, section, shape, Box((0,) * len(shape), shape), tensor.dtype): tensor}
 
 
 def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:

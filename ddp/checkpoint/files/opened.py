@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .boxes import Box, Part
+from .boxes import Box, Parts
 from .folder import describe_missing, find
 from .manifest import MANIFEST_FILE, Manifest
 from .rank_file import Entry, RankFile, check_size, file_name
@@ -36,7 +36,7 @@ class OpenedCheckpoint(NamedTuple):
             entry.read()
 
 
-def open_checkpoint(path: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedCheckpoint:
+def open_checkpoint(path: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint:
     """Open the checkpoint at ``path`` to read what ``choose`` makes of its manifest. Needs no process group.
 
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint. Where a save replaces
@@ -68,7 +68,7 @@ def _identity(folder: Path) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedCheckpoint:
+def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint:
     if not folder.exists():
         raise FileNotFoundError(describe_missing(folder))
     if not folder.is_dir():
@@ -81,7 +81,7 @@ def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedC
     _allow_open_files(len(sizes))
     files: dict[int, RankFile] = {}
     entries: dict[tuple[str, str, Box], Entry] = {}
-    for part in choose(manifest):
+    for part, data in choose(manifest).items():
         saved = manifest.tensors[part.name]
         for each in saved.boxes(part.section):
             if each.box.intersect(part.box) is None:
@@ -91,7 +91,7 @@ def _open(folder: Path, choose: Callable[[Manifest], Sequence[Part]]) -> OpenedC
                 if each.rank not in files:
                     files[each.rank] = RankFile(folder / file_name(each.rank), manifest.save_id, sizes[each.rank])
                 entries[key] = files[each.rank].find(part, each.box, saved.stored[part.section].dtype)
-            entries[key].wanted.append(part)
+            entries[key].wanted.append((part.box, data))
     return OpenedCheckpoint(manifest, sorted(entries.values(), key=lambda entry: (entry.file.path, entry.position)))
 
 

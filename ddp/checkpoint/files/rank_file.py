@@ -15,14 +15,13 @@ import os
 import re
 import weakref
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .boxes import Box, Part
+from .boxes import Box, Part, Parts
 
 __all__ = [
     "FILE_NAME",
@@ -79,26 +78,24 @@ def may_be_head(file: BinaryIO) -> bool:
     return is_of_version_3 or (len(found) > 8 and _HEAD.startswith(found[8:]))
 
 
-def write_rank_file(path: Path, save_id: str, parts: Sequence[Part]) -> None:
+def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
     """Write the parts. The file gets its name when all of its bytes are on the disk.
 
     Tensors on devices are copied to the host one at a time. Raises ``OSError`` with the file's name.
     """
     # Readers view the bytes of an entry as elements in place: the widest come first, so that all lie aligned.
-    parts = sorted(parts, key=lambda part: -part.dtype.itemsize)
+    in_order = sorted(parts, key=lambda part: -part.dtype.itemsize)
     entries, position = {}, 0
-    for part in parts:
-        dtype, sizes = _stored_as(part.dtype, part.data.shape)
-        place = [position, position + part.data.numel() * part.dtype.itemsize]
-        entries[_entry_name(part)] = {"dtype": TYPE_NAMES[dtype], "shape": sizes, "data_offsets": place}
-        position = place[1]
+    for part in in_order:
+        entries[_entry_name(part, part.box)] = _described(part.box, part.dtype, position)
+        position += part.nbytes
     checksums = dict.fromkeys(entries, 0)
     staging = path.with_name(f"{path.name}.tmp")
     try:
         with staging.open("wb") as file:
             file.write(_head(_of(save_id, path), entries, checksums))
-            for name, part in zip(entries, parts, strict=True):
-                checksums[name] = _append(file, part.data.to(part.dtype))
+            for name, part in zip(entries, in_order, strict=True):
+                checksums[name] = _append(file, parts[part].to(part.dtype))
             file.seek(0)
             file.write(_head(_of(save_id, path), entries, checksums))
             file.flush()
@@ -160,12 +157,11 @@ class RankFile:
 
     def find(self, part: Part, box: Box, dtype: torch.dtype) -> "Entry":
         """The entry of a box of the tensor of which ``part`` is wanted."""
-        name, (kind, sizes) = _entry_name(part, box), _stored_as(dtype, box.sizes)
+        name = _entry_name(part, box)
         try:
             found = self._entries[name]
             start = operator.index(found["data_offsets"][0])
-            end = start + box.numel * dtype.itemsize
-            expected = {"dtype": TYPE_NAMES[kind], "shape": list(sizes), "data_offsets": [start, end]}
+            expected = _described(box, dtype, start)
             if found != expected or start < 0:
                 raise ValueError(f"it is {found} there, and {expected} in the manifest")
         except (ValueError, LookupError, TypeError) as error:
@@ -184,7 +180,8 @@ class Entry(NamedTuple):
     """Of its first byte in the file."""
     checksum: str
     """CRC-32 of its bytes when they were written."""
-    wanted: list[Part]
+    wanted: list[tuple[Box, Tensor]]
+    """A part's box, and where its elements go."""
 
     def read(self) -> None:
         """Copy the elements to where they are wanted; values are rounded to the dtypes there.
@@ -197,10 +194,10 @@ class Entry(NamedTuple):
             here = torch.empty(block.sizes, dtype=self.dtype, device="cpu") if target is None else target
             checksum = self._fill(here, position, checksum)
             position += here.nbytes
-            for part in self.wanted if target is None else ():
-                both = block.intersect(part.box)
+            for box, data in self.wanted if target is None else ():
+                both = block.intersect(box)
                 if both is not None:
-                    part.box.view_of(both, part.data).copy_(block.view_of(both, here))
+                    box.view_of(both, data).copy_(block.view_of(both, here))
         if f"{checksum:08x}" != self.checksum:
             raise ValueError(
                 f"'{self.file.path}' is damaged where '{self.name}' lies: its bytes have checksum {checksum:08x}, and "
@@ -209,10 +206,10 @@ class Entry(NamedTuple):
 
     def _target(self) -> Tensor | None:
         """Where a single part wants all elements as they are stored: its memory, to read them into. None elsewhere."""
-        part = self.wanted[0]
-        if len(self.wanted) > 1 or part.dtype is not self.dtype or self.box.intersect(part.box) != self.box:
+        box, data = self.wanted[0]
+        if len(self.wanted) > 1 or data.dtype is not self.dtype or self.box.intersect(box) != self.box:
             return None
-        view = part.box.view_of(self.box, part.data)
+        view = box.view_of(self.box, data)
         if not view.is_cpu or not view.is_contiguous() or view.is_conj() or view.is_neg() or view.is_inference():
             return None
         torch.autograd.graph.increment_version(view)  # optimizers compare versions, and a read is no operation of torch
@@ -233,9 +230,8 @@ def _say(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _entry_name(part: Part, box: Box | None = None) -> str:
-    """box  another than the part's own"""
-    box = box or part.box
+def _entry_name(part: Part, box: Box) -> str:
+    """Of a box of the tensor of which ``part`` is one."""
     name = f"{part.section}.{part.name}"
     if box.sizes == part.shape and not name.endswith("]"):
         return name
@@ -246,9 +242,11 @@ def _of(save_id: str, path: Path) -> str:
     return f"{save_id} {path.name}"
 
 
-def _stored_as(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape of an entry."""
-    return (dtype, tuple(sizes)) if dtype in TYPE_NAMES else (torch.uint8, (*sizes, dtype.itemsize))
+def _described(box: Box, dtype: torch.dtype, start: int) -> dict[str, Any]:
+    """What the header says of a box whose first byte is at ``start``."""
+    shape = [*box.sizes] if dtype in TYPE_NAMES else [*box.sizes, dtype.itemsize]
+    place = [start, start + box.numel * dtype.itemsize]
+    return {"dtype": TYPE_NAMES.get(dtype, "U8"), "shape": shape, "data_offsets": place}
 
 
 def _head(of: str, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:

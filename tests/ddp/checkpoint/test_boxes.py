@@ -30,11 +30,11 @@ def test_boxes_are_the_range_and_few(drawn: tuple[tuple[int, ...], list[int]]) -
     assert len(boxes) <= max(2 * len(shape) - 1, 1)
     seen = []
     parts = parts_of_range("w", "model", shape, start, flat[start:end])
-    for box, part in zip(boxes, parts, strict=True):
+    for box, (part, data) in zip(boxes, parts.items(), strict=True):
         region = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
         assert tuple(region.shape) == box.sizes
-        assert part.box == box and torch.equal(part.data, region)
-        assert part.data.data_ptr() == flat[region.flatten()[0] :].data_ptr(), "a view of the flat memory"
+        assert part.box == box and torch.equal(data, region)
+        assert data.data_ptr() == flat[region.flatten()[0] :].data_ptr(), "a view of the flat memory"
         seen += region.flatten().tolist()
     assert seen == list(range(start, end))
 

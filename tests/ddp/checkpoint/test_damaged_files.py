@@ -23,7 +23,7 @@ from loops import assert_same, wrap
 from torch import nn
 
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.boxes import Part, parts_of_range
+from maingrad.ddp.checkpoint.files.boxes import Parts, parts_of_range
 from maingrad.ddp.checkpoint.files.manifest import Manifest
 from maingrad.ddp.checkpoint.files.opened import open_checkpoint
 from maingrad.launch import simulate
@@ -335,15 +335,15 @@ def test_a_flipped_bit_in_a_tensor_is_noticed(of_two_ranks: Path, tmp_path: Path
 def read_everything(folder: Path) -> None:
     """Read as a rank of a fully sharded model: its ranges are not the boxes that are stored."""
 
-    def choose(manifest: Manifest) -> list[Part]:
-        parts = []
+    def choose(manifest: Manifest) -> Parts:
+        parts: Parts = {}
         for name, entry in manifest.tensors.items():
             for section, stored in entry.stored.items():
                 numel = math.prod(entry.shape)
                 cut = min(1, numel)
                 for start, end in ((0, cut), (cut, numel)):
                     data = torch.empty(end - start, dtype=stored.dtype)
-                    parts += parts_of_range(name, section, entry.shape, start, data)
+                    parts |= parts_of_range(name, section, entry.shape, start, data)
         return parts
 
     open_checkpoint(folder, choose).read()

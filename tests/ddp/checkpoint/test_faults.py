@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint import background
 from maingrad.ddp.checkpoint.files import folder as checkpoint_folder
-from maingrad.ddp.checkpoint.files.boxes import Part, parts_of_range
+from maingrad.ddp.checkpoint.files.boxes import Parts, parts_of_range
 from maingrad.ddp.checkpoint.files.folder import Staging
 from maingrad.ddp.checkpoint.writing import Writing
 from maingrad.fsdp import fully_shard
@@ -551,14 +551,10 @@ def test_elements_that_no_rank_holds_are_missed_on_all_ranks(
 ) -> None:
     """A wrapper's mistake."""
 
-    def incomplete(*args: Any) -> list[Part]:
+    def incomplete(*args: Any) -> Parts:
         rank, data = dist.get_rank(), torch.arange(12.0)
-        held = [(0, 5)] if lost == "end" else [(0, 5), (7, 12)]
-        return [
-            part
-            for start, end in held[rank : rank + 1]
-            for part in parts_of_range("w", "model", (3, 4), start, data[start:end])
-        ]
+        start, end = (0, 5) if rank == 0 else (5, 5) if lost == "end" else (7, 12)
+        return parts_of_range("w", "model", (3, 4), start, data[start:end])
 
     monkeypatch.setattr("maingrad.ddp.checkpoint.checkpoint.parts_of_model", incomplete)
     errors = simulate(errors_of, 2, lambda: save_checkpoint(tmp_path / "c", wrap(nn.Linear(2, 2))))

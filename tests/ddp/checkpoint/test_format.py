@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint import load as torchs_load
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.assignment import Offer, assign, stored_tensors
-from maingrad.ddp.checkpoint.files.boxes import boxes_of_range
+from maingrad.ddp.checkpoint.files.assignment import assign, stored_tensors
+from maingrad.ddp.checkpoint.files.boxes import Part, boxes_of_range
 from maingrad.ddp.checkpoint.files.manifest import MOST_BYTES, Manifest, SavedTensor, new_id
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -161,9 +161,9 @@ def test_the_manifest_of_a_thousand_ranks_can_be_read_again() -> None:
     shapes = {"wide": (28672, 8192), "tall": (8192, 28672), "square": (8192, 8192), "norm": (8192,)}
     numel = sum(math.prod(shape) for shape in shapes.values())
     edges = [numel * rank // 1024 for rank in range(1025)]
-    offers: list[list[Offer]] = []
+    held: list[list[Part]] = []
     for start, end in itertools.pairwise(edges):
-        offers.append([])
+        held.append([])
         first = 0
         for name, shape in shapes.items():
             size = math.prod(shape)
@@ -171,11 +171,11 @@ def test_the_manifest_of_a_thousand_ranks_can_be_read_again() -> None:
             for box in boxes_of_range(shape, low, high) if low < high else ():
                 for section in ("model", "master", "state.exp_avg", "state.exp_avg_sq"):
                     dtype = torch.bfloat16 if section == "model" else torch.float32
-                    offers[-1].append(Offer(name, section, shape, box, dtype))
+                    held[-1].append(Part(name, section, shape, box, dtype))
             first += size
     tensors = {
         name: SavedTensor(shape, stored, is_buffer=False)
-        for name, (shape, stored) in stored_tensors(assign(offers)).items()
+        for name, (shape, stored) in stored_tensors(assign(held)).items()
     }
     manifest = Manifest(new_id(), tensors, {}, 1, None, None)
     nbytes = len(manifest.encoded())

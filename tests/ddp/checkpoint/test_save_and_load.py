@@ -390,10 +390,10 @@ def test_a_rank_reads_its_own_slices_only(tmp_path: Path, monkeypatch: pytest.Mo
     def counting(opened: OpenedCheckpoint) -> None:
         original(opened)
         wanted = sum(
-            both.numel * part.data.itemsize
+            both.numel * data.itemsize
             for entry in opened.entries
-            for part in entry.wanted
-            if (both := entry.box.intersect(part.box)) is not None
+            for box, data in entry.wanted
+            if (both := entry.box.intersect(box)) is not None
         )
         nbytes[dist.get_rank()] = wanted
         stored = [(entry.file.path, entry.name) for entry in opened.entries]

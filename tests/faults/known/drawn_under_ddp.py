@@ -139,7 +139,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.writing",
                 "Writing.complete",
-                "RankFile(path, self._id)",
+                "RankFile(path, self._id, nbytes)",
                 "pass",
             ),
         ],

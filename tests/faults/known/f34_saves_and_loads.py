@@ -71,8 +71,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.model",
                 "parts_of_model",
-                "part._replace(dtype=param.dtype)",
-                "part._replace(data=part.data.to(param.dtype), dtype=param.dtype)",
+                "held.start, flat, dtype)",
+                "held.start, flat.to(dtype), dtype)",
             ),
         ],
     ),
