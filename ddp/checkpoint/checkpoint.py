@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,7 +30,7 @@ from .files.boxes import Part, Parts
 from .files.folder import Staging
 from .files.manifest import Manifest, SavedOptimizer
 from .files.opened import MOST_TRIES, OpenedCheckpoint, open_checkpoint
-from .model import Notes, StoredNames, check_model, make_manifest, parts_of_model, parts_to_fill
+from .model import ExpertSets, Notes, check_model, make_manifest, parts_of_model, parts_to_fill
 from .on_demand import OnDemand
 from .optimizer import OptimizerLoad, describe_optimizer, describe_updates
 from .ranks import check_same_call
@@ -78,20 +77,22 @@ def save_checkpoint(
         )
     target, save_id, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "save_checkpoint")
     staging = Staging(target)
-    names = StoredNames(*experts)
+    sets = ExpertSets(*experts)
 
     def prepare() -> tuple[Parts, Notes, SavedOptimizer | None, Any]:
         holding = source.hold(optimizer, saving=True)
         saved = None if holding.optimizer is None else describe_optimizer(holding.optimizer)
         parts, notes = Parts(), Notes([], {}, [], {})
         if ranks.writes:
+            names = sets.names(holding)
             parts = parts_of_model(holding, names, ranks.place, ranks.num_writers)
-            updates = describe_updates(holding, names)
-            notes = Notes(list(parts), updates, list(names.of_buffers(holding)), names.of_tied(holding))
+            tied = {names[alias]: names[first] for alias, first in holding.tied.items()}
+            buffers = [names[name] for name in holding.buffers]
+            notes = Notes(list(parts), describe_updates(holding, names), buffers, tied)
         copied = None
         if ranks.leads:
             copied = _as_json(extra)
-            _begin(staging, alone=ranks.failures is None)
+            staging.begin()
         return parts, notes, saved, copied
 
     with ExitStack() as stack:
@@ -104,7 +105,7 @@ def save_checkpoint(
             writers = assign([notes.parts for notes in all_notes])
             manifest = None
             if ranks.leads:
-                manifest = make_manifest(writers, all_notes, names, saved, written_extra, save_id)
+                manifest = make_manifest(writers, all_notes, sets, saved, written_extra, save_id)
             return Writing(staging, save_id, ranks.place, _chosen(parts, writers, ranks.place), manifest)
 
         writing = ranks.alike(plan, f"the plan of checkpoint '{target}'")
@@ -136,7 +137,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     source = source_of(model)
     ranks = source.ranks
     target, _, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "load_checkpoint")
-    names = StoredNames(*experts)
+    sets = ExpertSets(*experts)
 
     def prepare() -> _Load:
         holding = source.hold(optimizer, saving=False)
@@ -151,15 +152,15 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             own = [name for name in shown.expert_buffers if name not in manifest.tensors]
             shown = shown._replace(expert_buffers=own)
             try:
-                check_model(manifest, shown, names)
+                check_model(manifest, shown, sets)
             except ValueError as error:
                 raise ValueError(
                     f"checkpoint '{target}' does not fit this model: {error}; load it into a model that is built as "
                     f"the saved one was, or begin a new run in another folder"
                 ) from None
-            parts = parts_to_fill(manifest, shown, names)
+            parts = parts_to_fill(manifest, shown, sets.names(shown))
             if shown.optimizer is not None:
-                state = OptimizerLoad.plan(manifest, shown, shown.optimizer, names)
+                state = OptimizerLoad.plan(manifest, shown, shown.optimizer, sets)
                 parts |= state.parts
             return parts
 
@@ -206,10 +207,10 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     ranks = source.ranks
     anywhere = os.sep  # a path that is one on all ranks
     _, _, *experts = check_same_call(anywhere, optimizer, ranks, source.expert_axes, "prepare_background_saves")
-    names = StoredNames(*experts)
 
     def prepare() -> Parts:
         holding = source.hold(optimizer, saving=True)
+        names = ExpertSets(*experts).names(holding)
         return parts_of_model(holding, names, ranks.place, ranks.num_writers) if ranks.writes else {}
 
     parts, held = ranks.alike_telling(prepare, lambda parts: [*parts], "the listing of what is saved")
@@ -229,26 +230,9 @@ class _Load(NamedTuple):
     on_demand: OnDemand
 
 
-def _begin(staging: Staging, alone: bool) -> None:
-    try:
-        staging.begin()
-    except (FileExistsError, FileNotFoundError) as error:
-        others = alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if not others:
-            raise
-        raise FileExistsError(
-            f"{error}; this model is in no wrapper of maingrad's, and each rank saves it by itself: where all of them "
-            f"do, save on one (if torch.distributed.get_rank() == 0)"
-        ) from error
-
-
 def _as_json(extra: Any) -> Any:
     """A copy of what a load returns."""
     try:
         return json.loads(json.dumps(extra, indent=1))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"extra must be something that JSON holds ({error})") from None
-    except RecursionError:
-        raise TypeError(
-            "extra is nested too deeply for JSON: lists and dicts of a few hundred levels at most"
-        ) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"extra must be something that JSON holds, in a few hundred levels ({error})") from None

@@ -13,12 +13,12 @@ from .files.assignment import stored_tensors
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name
-from .source import HeldParam, Holding
+from .source import Holding
 
 __all__ = [
+    "ExpertSets",
     "ModelTensors",
     "Notes",
-    "StoredNames",
     "check_model",
     "make_manifest",
     "model_tensors",
@@ -27,37 +27,29 @@ __all__ = [
 ]
 
 
-class StoredNames(NamedTuple):
-    """Names in the files: the model's own, with a suffix for experts that only some ranks hold."""
+class ExpertSets(NamedTuple):
+    """The sets of experts that different ranks hold under the same names: each is stored under names of its own."""
 
-    expert_set: int = 0
-    """Which set of experts this rank holds; -1: none."""
-    num_expert_sets: int = 1
+    here: int = 0
+    """Which set this rank holds; -1: none."""
+    number: int = 1
 
-    def of(self, name: str, param: HeldParam) -> str:
-        """The stored name of ``param``, which the model calls ``name``."""
-        return self._named(name, param.is_expert)
-
-    def of_tied(self, holding: Holding) -> dict[str, str]:
-        """Further names of parameters -> the names under which these are stored."""
-        params = holding.params
-        return {self.of(alias, params[first]): self.of(first, params[first]) for alias, first in holding.tied.items()}
-
-    def of_buffers(self, holding: Holding) -> dict[str, Tensor]:
-        """All buffers by their stored names."""
-        return {self._named(name, name in holding.expert_buffers): value for name, value in holding.buffers.items()}
-
-    def _named(self, name: str, of_expert: bool) -> str:
-        return name + self.suffix(self.expert_set) if of_expert and self.num_expert_sets > 1 else name
+    def names(self, holding: Holding) -> dict[str, str]:
+        """Name in the model -> name in the files, of parameters, their further names and buffers."""
+        experts = {*holding.expert_buffers, *(name for name, param in holding.params.items() if param.is_expert)}
+        experts |= {alias for alias, first in holding.tied.items() if first in experts}
+        suffix = self.suffix(self.here) if self.number > 1 else ""
+        everything = (*holding.params, *holding.tied, *holding.buffers)
+        return {name: name + suffix if name in experts else name for name in everything}
 
     def elsewhere(self, stored: str) -> bool:
         """Whether a stored parameter is an expert that only other ranks hold."""
-        others = (self.suffix(index) for index in range(self.num_expert_sets) if index != self.expert_set)
-        return self.num_expert_sets > 1 and stored.endswith(tuple(others))
+        others = (self.suffix(index) for index in range(self.number) if index != self.here)
+        return self.number > 1 and stored.endswith(tuple(others))
 
     def suffix(self, expert_set: int) -> str:
         """Suffix of the stored names of one set's experts."""
-        return f"@expert_set_{expert_set}_of_{self.num_expert_sets}"
+        return f"@expert_set_{expert_set}_of_{self.number}"
 
 
 class ModelTensors(NamedTuple):
@@ -88,7 +80,7 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
-def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers: int) -> Parts:
+def parts_of_model(holding: Holding, names: Mapping[str, str], index: int, num_writers: int) -> Parts:
     """This rank's parameters, masters, moments and buffers to save: views of memory.
 
     index, num_writers  whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may
@@ -97,10 +89,10 @@ def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers
     parts: Parts = {}
     for turn, (name, tensor) in enumerate(holding.whole.items()):
         if holding.params[name].is_expert or turn % num_writers == index:
-            parts |= _dense(names.of(name, holding.params[name]), tensor)
-    for stored, buffer in names.of_buffers(holding).items():
-        if index == 0 or stored not in holding.buffers:
-            parts |= _dense(stored, buffer)
+            parts |= _dense(names[name], tensor)
+    for name, buffer in holding.buffers.items():
+        if index == 0 or names[name] != name:
+            parts |= _dense(names[name], buffer)
     for held in holding.slices:
         param = holding.params[held.name]
         sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state().items()}}
@@ -108,7 +100,7 @@ def parts_of_model(holding: Holding, names: StoredNames, index: int, num_writers
             sections["master"] = held.master
         for section, flat in sections.items():
             dtype = param.dtype if section == "model" else flat.dtype
-            parts |= parts_of_range(names.of(held.name, param), section, param.shape, held.start, flat, dtype)
+            parts |= parts_of_range(names[held.name], section, param.shape, held.start, flat, dtype)
     return parts
 
 
@@ -122,22 +114,20 @@ def _dense(stored: str, tensor: Tensor) -> Parts:
     return part_of_whole(stored, "model", tensor.detach())
 
 
-def parts_to_fill(manifest: Manifest, holding: Holding, names: StoredNames) -> Parts:
+def parts_to_fill(manifest: Manifest, holding: Holding, names: Mapping[str, str]) -> Parts:
     """The memory into which a model's values are read. Call ``check_model`` before."""
-    wholes = names.of_buffers(holding)
-    wholes |= {names.of(name, holding.params[name]): param for name, param in holding.whole.items()}
     parts: Parts = {}
-    for stored, tensor in wholes.items():
+    for name, tensor in {**holding.buffers, **holding.whole}.items():
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(
-                f"'{stored}' is expanded: several of its elements are one place in memory, which cannot take the "
+                f"'{names[name]}' is expanded: several of its elements are one place in memory, which cannot take the "
                 f"checkpoint's; make it a tensor of its own with clone()"
             )
-        parts |= _dense(stored, tensor)
+        parts |= _dense(names[name], tensor)
     for held in holding.slices:
         if held.name in holding.whole:
             continue  # the master is a view of the whole parameter
-        stored = names.of(held.name, holding.params[held.name])
+        stored = names[held.name]
         entry = manifest.tensors[stored]
         # The parameter follows from its master.
         section = "master" if entry.has_master and held.master.dtype is torch.float32 else "model"
@@ -159,7 +149,7 @@ class Notes(NamedTuple):
 def make_manifest(
     writers: Mapping[Part, int],
     all_notes: Sequence[Notes],
-    names: StoredNames,
+    sets: ExpertSets,
     optimizer: SavedOptimizer | None,
     extra: Any,
     save_id: str,
@@ -188,49 +178,49 @@ def make_manifest(
             tensors[name] = SavedTensor(shape, stored, name in buffers, *updates.get(name, (None, dict[str, Any]())))
         except ValueError as error:
             raise ValueError(f"'{name}' of shape {list(shape)} is not held by all ranks together: {error}") from None
-    for expert_set in range(names.num_expert_sets):
-        if names.num_expert_sets > 1 and not any(name.endswith(names.suffix(expert_set)) for name in tensors):
+    for expert_set in range(sets.number):
+        if sets.number > 1 and not any(name.endswith(sets.suffix(expert_set)) for name in tensors):
             raise ValueError(
                 f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
                 f"all"
             )
-    return Manifest(save_id, tensors, tied, names.num_expert_sets, optimizer, extra)
+    return Manifest(save_id, tensors, tied, sets.number, optimizer, extra)
 
 
-def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
+def check_model(manifest: Manifest, holding: Holding, sets: ExpertSets) -> None:
     """Raise ``ValueError``, naming the first parameter or buffer in which model and checkpoint differ."""
-    if manifest.num_expert_sets != names.num_expert_sets:
+    if manifest.num_expert_sets != sets.number:
         raise ValueError(
             f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
-            f"ranks have {names.num_expert_sets}: experts do not move between ranks"
+            f"ranks have {sets.number}: experts do not move between ranks"
         )
-    parameters = {
-        names.of(name, param): [_description(param.shape, dtype) for dtype in (param.dtype, param.kept)]
+    names = sets.names(holding)
+    # By name, what the saved tensor may be.
+    present = {
+        names[name]: [_described(False, param.shape, dtype) for dtype in (param.dtype, param.kept)]
         for name, param in holding.params.items()
     }
-    buffers = {name: [_description(buffer.shape, buffer.dtype)] for name, buffer in names.of_buffers(holding).items()}
-    here = {name: entry for name, entry in manifest.tensors.items() if not names.elsewhere(name)}
-    for what, present in (("parameter", parameters), ("buffer", buffers)):
-        _check_same(what, {n: entry for n, entry in here.items() if entry.is_buffer == (what == "buffer")}, present)
-
-
-def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[str, list[str]]) -> None:
-    """present: by name, the descriptions that the saved tensor may have"""
+    for name, buffer in holding.buffers.items():
+        present[names[name]] = [_described(True, buffer.shape, buffer.dtype)]
+    saved = {
+        name: _described(entry.is_buffer, entry.shape, entry.dtype)
+        for name, entry in manifest.tensors.items()
+        if not sets.elsewhere(name)
+    }
     missing = [name for name in present if name not in saved]
     unknown = [name for name in saved if name not in present]
     if missing or unknown:
-        sides = [f"the model's {what} {_in_words(missing)} is not in the checkpoint"] if missing else []
-        sides += [f"the checkpoint's {what} {_in_words(unknown)} is not in the model"] if unknown else []
+        sides = [f"the model's {_in_words(missing)} is not in the checkpoint"] if missing else []
+        sides += [f"the checkpoint's {_in_words(unknown)} is not in the model"] if unknown else []
         raise ValueError("; ".join(sides))
-    for name, descriptions in present.items():
-        there = _description(saved[name].shape, saved[name].dtype)
-        if there not in descriptions:
-            here = " or ".join(dict.fromkeys(descriptions))
-            raise ValueError(f"{what} '{name}' is {here} in the model and {there} in the checkpoint")
+    for name, there in saved.items():
+        if there not in present[name]:
+            here = " or ".join(dict.fromkeys(present[name]))
+            raise ValueError(f"'{name}' is {here} in the model and {there} in the checkpoint")
 
 
-def _description(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{dtype_name(dtype)} {list(shape)}"
+def _described(is_buffer: bool, shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"a {'buffer' if is_buffer else 'parameter'}, {dtype_name(dtype)} {list(shape)}"
 
 
 def _in_words(names: list[str]) -> str:

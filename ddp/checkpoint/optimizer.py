@@ -11,7 +11,7 @@ from torch import Tensor
 from .files.boxes import Parts, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, from_json, to_json
-from .model import StoredNames
+from .model import ExpertSets
 from .source import HeldOptimizer, HeldSlice, Holding
 
 __all__ = ["OptimizerLoad", "describe_optimizer", "describe_updates"]
@@ -33,10 +33,10 @@ def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
     return SavedOptimizer(optimizer.class_name, groups)
 
 
-def describe_updates(holding: Holding, names: StoredNames) -> dict[str, tuple[int | None, dict[str, Any]]]:
+def describe_updates(holding: Holding, names: Mapping[str, str]) -> dict[str, tuple[int | None, dict[str, Any]]]:
     """Group, and state that is not elementwise, of each parameter with a slice here; by stored names."""
     return {
-        names.of(held.name, holding.params[held.name]): (
+        names[held.name]: (
             held.group,
             {
                 key: to_json(value, f"state '{key}' of parameter '{held.name}'")
@@ -60,9 +60,7 @@ class OptimizerLoad(NamedTuple):
     """Saved hyperparameters by the index of a group here."""
 
     @classmethod
-    def plan(
-        cls, manifest: Manifest, holding: Holding, optimizer: HeldOptimizer, names: StoredNames
-    ) -> "OptimizerLoad":
+    def plan(cls, manifest: Manifest, holding: Holding, optimizer: HeldOptimizer, sets: ExpertSets) -> "OptimizerLoad":
         """Check that the saved state fits the optimizer, else raise ``ValueError``; allocate memory."""
         saved = manifest.optimizer
         if saved is None:
@@ -76,9 +74,8 @@ class OptimizerLoad(NamedTuple):
                 f"{optimizer.class_name}, which keeps other moments: load the weights alone with "
                 f"load_checkpoint(path, model)"
             )
-        entries = {
-            held.name: manifest.tensors[names.of(held.name, holding.params[held.name])] for held in holding.slices
-        }
+        names = sets.names(holding)
+        entries = {held.name: manifest.tensors[names[held.name]] for held in holding.slices}
         groups = _match_groups(saved, optimizer, [(held, entries[held.name]) for held in holding.slices])
         state: dict[Tensor, dict[str, Any]] = {}
         first: dict[Tensor, str] = {}
@@ -101,17 +98,24 @@ class OptimizerLoad(NamedTuple):
                     f"left one of them out. A fully sharded model goes on from it; here, load the weights alone with "
                     f"load_checkpoint(path, model)"
                 )
-            stored, numel = names.of(held.name, holding.params[held.name]), held.end - held.start
             for key in entry.state:
-                flat = state[updated][key].view(-1)[held.offset : held.offset + numel]
-                parts |= parts_of_range(stored, f"state.{key}", entry.shape, held.start, flat)
+                flat = state[updated][key].view(-1)[held.offset : held.offset + held.end - held.start]
+                parts |= parts_of_range(names[held.name], f"state.{key}", entry.shape, held.start, flat)
         for group in optimizer.groups:  # tensors without elements are not saved, but step with the others
             likes = {updated.dtype: updated for updated in group["params"] if updated in first}
             for updated in group["params"]:
                 if updated.numel() == 0 and updated.requires_grad and updated not in state:
                     like = likes.get(updated.dtype)
                     state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
-        _check_frozen(manifest, holding, names)
+        trained = {
+            name for name, entry in manifest.tensors.items() if entry.group is not None and not sets.elsewhere(name)
+        }
+        frozen = trained.difference(names[held.name] for held in holding.slices)
+        if frozen:
+            raise ValueError(
+                f"parameter '{min(frozen)}' is frozen, and the checkpoint has optimizer state of it: load the weights "
+                f"alone with load_checkpoint(path, model)"
+            )
         found = {here: saved.groups[there] for here, there in groups.items()}
         for here, options in found.items():
             _check_options(here, options, optimizer.groups[here])
@@ -198,19 +202,6 @@ def _check_width(held: HeldSlice, entry: SavedTensor) -> None:
         raise ValueError(
             f"the optimizer updates parameter '{held.name}' in {dtype_name(held.master.dtype)}, and the saved one did "
             f"in {dtype_name(there)}: load the weights alone with load_checkpoint(path, model)"
-        )
-
-
-def _check_frozen(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
-    """Raise ``ValueError`` for a parameter that the saved optimizer updated and this rank has frozen."""
-    present = {names.of(held.name, holding.params[held.name]) for held in holding.slices}
-    frozen = {
-        name for name, entry in manifest.tensors.items() if entry.group is not None and not names.elsewhere(name)
-    } - present
-    if frozen:
-        raise ValueError(
-            f"parameter '{min(frozen)}' is frozen, and the checkpoint has optimizer state of it: load the weights "
-            f"alone with load_checkpoint(path, model)"
         )
 
 

@@ -12,12 +12,11 @@ A save puts a mark, a file, into the two folders beside the path. A folder of su
 the user, and no save changes it. While a save runs, it holds a lock on the mark, and another save to the same path is
 refused. The lock ends with the process.
 
-What is deleted are regular files that a save has written, as their names and heads say. No link is followed.
+What is deleted are regular files with the names that a save gives. No link is followed.
 """
 
 import fcntl
 import os
-import re
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +24,8 @@ from types import TracebackType
 from typing import TextIO
 
 from ...collectives.failure_report import CollectiveError
-from .manifest import MANIFEST_FILE, MANIFEST_STAGING
-from .rank_file import FILE_NAME, may_be_head
+from .manifest import MANIFEST_FILE
+from .rank_file import FILE_NAME
 
 __all__ = [
     "MARK_FILE",
@@ -44,9 +43,6 @@ __all__ = [
 
 MARK_FILE = "maingrad.saving"
 """Marks a folder that a save has made beside the checkpoint's path, and one that is being deleted."""
-_OTHER_FILES = frozenset({MANIFEST_FILE, MANIFEST_STAGING, MARK_FILE, ".metadata", ".metadata.tmp"})
-"""What a save writes beside data files, and what saves of version 3 wrote."""
-_OF_VERSION_3 = re.compile(r"__\d+_\d+(\.distcp|\.placed(\.tmp)?)", re.ASCII)
 
 
 def incomplete(path: Path) -> Path:
@@ -186,7 +182,8 @@ class Staging:
 def _in_use(folder: Path, writer: str) -> FileExistsError:
     return FileExistsError(
         f"another save is writing into '{folder}'{f' ({writer})' if writer else ''}: two jobs do not save to one path; "
-        f"wait for it to end, or save elsewhere"
+        f"wait for it to end, or save elsewhere; a model that is in no wrapper of maingrad's, each rank saves by "
+        f"itself: save it on one (if torch.distributed.get_rank() == 0)"
     )
 
 
@@ -237,19 +234,14 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_written_by_a_save(entry: Path) -> bool:
-    """Whether this is a regular file with a name of ours; a data file has a head of ours, if it was written so far."""
-    if entry.is_symlink() or not entry.is_file() or not belongs_to_checkpoint(entry.name):
-        return False
-    if entry.name in _OTHER_FILES or ".placed" in entry.suffixes:
-        return True
-    with entry.open("rb") as file:
-        return may_be_head(file)
+    """Whether this is a regular file with a name of ours."""
+    return entry.is_file() and not entry.is_symlink() and belongs_to_checkpoint(entry.name)
 
 
 def belongs_to_checkpoint(name: str) -> bool:
     """Whether a save writes files of this name."""
-    data = FILE_NAME.fullmatch(name.removesuffix(".tmp")) or _OF_VERSION_3.fullmatch(name)
-    return name in _OTHER_FILES or data is not None
+    own = name.removesuffix(".tmp")
+    return own in (MANIFEST_FILE, MARK_FILE) or FILE_NAME.fullmatch(own) is not None
 
 
 def _is_leftover(folder: Path) -> bool:

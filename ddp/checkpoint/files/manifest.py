@@ -28,7 +28,7 @@ import torch
 
 from .boxes import Box, check_tiling
 from .small_file import open_small_file
-from .typed_json import dtype_name, from_json, structured
+from .typed_json import dtype_name, dtype_named, from_json, integers, typed
 
 __all__ = [
     "MANIFEST_FILE",
@@ -207,10 +207,41 @@ class Manifest:
             _check_sum(content)
             if content["byteorder"] != sys.byteorder:
                 raise ValueError(f"its tensors are {content['byteorder']!r}-endian, which this machine is not")
-            manifest: Manifest = structured(cls, content, "manifest")
+            return _manifest_of(content)
         except Exception as error:  # wrong values raise nearly anything
             raise ValueError(f"'{path}' is damaged ({type(error).__name__}: {error})") from error
-        return manifest
+
+
+def _manifest_of(content: Mapping[str, Any]) -> Manifest:
+    """The manifest, from values of any type. Raises an error of some kind where one is of another type than ours."""
+    tensors = {}
+    for name, entry in typed(dict, content["tensors"]).items():
+        try:
+            tensors[name] = _tensor_of(entry)
+        except Exception as error:  # wrong values raise nearly anything
+            raise ValueError(f"{error!r} in manifest.tensors['{name}']") from error
+    optimizer = content["optimizer"]
+    if optimizer is not None:
+        groups = tuple(typed(dict, group) for group in optimizer["groups"])
+        optimizer = SavedOptimizer(typed(str, optimizer["optimizer_class"]), groups)
+    tied = {alias: typed(str, first) for alias, first in content["tied"].items()}
+    num_sets = typed(int, content["num_expert_sets"])
+    return Manifest(typed(str, content["save_id"]), tensors, tied, num_sets, optimizer, content["extra"])
+
+
+def _tensor_of(entry: Mapping[str, Any]) -> SavedTensor:
+    stored = {}
+    for section, each in entry["stored"].items():
+        boxes = [StoredBox(typed(int, rank), integers(at), integers(sizes)) for rank, at, sizes in each["boxes"]]
+        stored[section] = Stored(dtype_named(each["dtype"]), tuple(boxes))
+    group = entry["group"]
+    return SavedTensor(
+        integers(entry["shape"]),
+        stored,
+        typed(bool, entry["is_buffer"]),
+        None if group is None else typed(int, group),
+        typed(dict, entry["scalars"]),
+    )
 
 
 def write_manifest(folder: Path, encoded: str) -> None:

@@ -16,7 +16,7 @@ import re
 import weakref
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ __all__ = [
     "RankFile",
     "check_size",
     "file_name",
-    "may_be_head",
     "write_rank_file",
 ]
 
@@ -55,10 +54,7 @@ TYPE_NAMES = {
 
 FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors", re.ASCII)
 """Names of data files."""
-_PREFIX = "maingrad-"
 _OF, _CHECKSUMS = "maingrad.of", "maingrad.crc32"
-_HEAD = f'{{"__metadata__":{{"{_OF}":"{_PREFIX}'.encode()
-"""What the header of each of our files begins with, behind its length in 8 bytes."""
 _ALIGNMENT = 64
 _BLOCK = 2**18
 """Bytes that are read and then checked: few enough to stay in a core's cache meanwhile."""
@@ -69,13 +65,6 @@ _LONGEST_HEADER = 10**8
 def file_name(rank: int) -> str:
     """Name of the data file of a rank of the group that writes."""
     return f"rank-{rank:05d}.safetensors"
-
-
-def may_be_head(file: BinaryIO) -> bool:
-    """Whether a data file begins as some save's does, as far as it was written: it may be empty."""
-    found = file.read(8 + len(_HEAD))
-    is_of_version_3 = _PREFIX.encode().startswith(found[: len(_PREFIX)])
-    return is_of_version_3 or (len(found) > 8 and _HEAD.startswith(found[8:]))
 
 
 def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
@@ -95,7 +84,9 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
         with staging.open("wb") as file:
             file.write(_head(_of(save_id, path), entries, checksums))
             for name, part in zip(entries, in_order, strict=True):
-                checksums[name] = _append(file, parts[part].to(part.dtype))
+                content = _bytes_of(parts[part].to(part.dtype))
+                checksums[name] = zlib.crc32(content)
+                file.write(content)
             file.seek(0)
             file.write(_head(_of(save_id, path), entries, checksums))
             file.flush()
@@ -103,16 +94,6 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
     except OSError as error:  # the error of a write does not name the file
         raise OSError(error.errno, error.strerror, str(staging)) from error
     staging.replace(path)
-
-
-def _append(file: BinaryIO, tensor: Tensor) -> int:
-    """Write the elements. Returns their checksum."""
-    checksum, content = 0, _bytes_of(tensor)
-    for at in range(0, len(content), _BLOCK):
-        block = content[at : at + _BLOCK]
-        checksum = zlib.crc32(block, checksum)
-        file.write(block)
-    return checksum
 
 
 def check_size(path: Path, nbytes: int) -> None:

@@ -3,74 +3,27 @@
 JSON holds numbers, strings and lists. A dtype is stored as its name; a tensor of one element as its value and dtype.
 """
 
-import dataclasses
-import functools
 import reprlib
-import types
-import typing
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["dtype_name", "from_json", "structured", "to_json"]
+__all__ = ["dtype_name", "dtype_named", "from_json", "integers", "to_json", "typed"]
+
+T = TypeVar("T")
 
 
-def structured(kind: Any, value: Any, what: str) -> Any:
-    """A value of JSON as ``kind``: a dataclass or NamedTuple of such, a dict, a tuple, a dtype, or a plain type.
-
-    There are no conversions: JSON's true is no number. Raises ``TypeError``, and ``ValueError`` for what no dtype is
-    called; ``what`` names the value in the error. Further keys are left out.
-    """
-    return _reader_of(kind)(value, what)
-
-
-@functools.cache
-def _reader_of(kind: Any) -> Callable[[Any, str], Any]:
-    """``structured`` for one kind. A manifest has many values of few kinds, so that each kind is looked at once."""
-    if kind is Any:
-        return lambda value, what: value
-    if kind is torch.dtype:
-        return lambda value, what: _dtype_named(value)
-    inner = [_reader_of(each) for each in typing.get_args(kind) if each not in (None, ...)]
-    if isinstance(kind, types.UnionType):
-        return lambda value, what: None if value is None else inner[0](value, what)
-    origin = typing.get_origin(kind)
-    if origin is dict:
-        return lambda value, what: {
-            key: inner[1](each, f"{what}['{key}']") for key, each in _expect(dict, value, what).items()
-        }
-    if origin is tuple:
-        return lambda value, what: tuple([inner[0](each, what) for each in _expect(list, value, what)])
-    if hasattr(kind, "_fields"):
-        items = [_reader_of(hint) for hint in typing.get_type_hints(kind).values()]
-        return lambda value, what: kind(
-            *(read(each, what) for read, each in zip(items, _expect(list, value, what), strict=True))
-        )
-    if dataclasses.is_dataclass(kind):
-        return _reader_of_dataclass(kind)
-    return lambda value, what: _expect(kind, value, what)
-
-
-def _reader_of_dataclass(kind: Any) -> Callable[[Any, str], Any]:
-    readers = {name: _reader_of(hint) for name, hint in typing.get_type_hints(kind).items()}
-
-    def read(value: Any, what: str) -> Any:
-        content = _expect(dict, value, what)
-        fields = {name: reader(content[name], f"{what}.{name}") for name, reader in readers.items()}
-        try:
-            return kind(**fields)
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}") from None
-
-    return read
-
-
-def _expect(kind: type, value: Any, what: str) -> Any:
+def typed(kind: type[T], value: Any) -> T:
+    """``value`` of JSON, if it is of this type. There are no conversions: JSON's true is no number."""
     if type(value) is not kind:
-        raise TypeError(f"{reprlib.repr(value)} as {what}")
+        raise TypeError(f"{reprlib.repr(value)} in place of a {kind.__name__}")
     return value
+
+
+def integers(value: Any) -> tuple[int, ...]:
+    """A list of JSON, of integers."""
+    return tuple([typed(int, each) for each in typed(list, value)])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -78,8 +31,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype_named(name: Any) -> torch.dtype:
-    dtype = getattr(torch, _expect(str, name, "a dtype"), None)
+def dtype_named(name: Any) -> torch.dtype:
+    """The dtype that ``dtype_name`` gives this name."""
+    dtype = getattr(torch, typed(str, name), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{reprlib.repr(name)} is no dtype")
     return dtype
@@ -107,5 +61,5 @@ def from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if not isinstance(value["tensor"], bool | int | float):
             raise TypeError(f"{reprlib.repr(value['tensor'])} as the value of a tensor")
-        return torch.tensor(value["tensor"], dtype=_dtype_named(value["dtype"]), device="cpu")
+        return torch.tensor(value["tensor"], dtype=dtype_named(value["dtype"]), device="cpu")
     return value

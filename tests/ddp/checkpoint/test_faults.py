@@ -206,16 +206,16 @@ def add_buffer(model: nn.Module) -> None:
 
 
 MISFITS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
-    "missing": (lambda: with_changes(add_parameter), "the model's parameter 'more' is not in the checkpoint"),
-    "unknown": (lambda: with_changes(drop_parameter), "the checkpoint's parameter 'cube' is not in the model"),
+    "missing": (lambda: with_changes(add_parameter), "the model's 'more' is not in the checkpoint"),
+    "unknown": (lambda: with_changes(drop_parameter), "the checkpoint's 'cube' is not in the model"),
     "shape": (
         lambda: with_changes(reshape_parameter),
-        r"parameter 'cube' is bfloat16 \[3, 5, 14\] in the model and bfloat16 \[3, 5, 2, 7\] in the checkpoint",
+        r"'cube' is a parameter, bfloat16 \[3, 5, 14\] in the model and a parameter, bfloat16 \[3, 5, 2, 7\] in the",
     ),
     "dtype": (lambda: with_changes(widen_parameter), r"'cube' is float32 \[3, 5, 2, 7\] in the model and bfloat16"),
     "frozen": (lambda: with_changes(freeze_parameter), "parameter 'cube' is frozen, and the checkpoint has optimizer"),
     "thawed": (lambda: with_changes(thaw_parameter), "parameter 'fixed' is in parameter group 0 and was frozen"),
-    "buffer": (lambda: with_changes(add_buffer), "the model's buffer 'more' is not in the checkpoint"),
+    "buffer": (lambda: with_changes(add_buffer), "the model's 'more' is not in the checkpoint"),
     "optimizer": (
         lambda: with_changes(optimizer_class=torch.optim.SGD, momentum=0.9),
         "the checkpoint has the state of AdamW, and this optimizer is SGD, which keeps other moments",
@@ -524,9 +524,7 @@ def test_ranks_that_save_one_bare_model_are_told_to_save_it_once(tmp_path: Path)
     first, second = run_ranks(save_while_another_rank_does, 2, tmp_path / "c")
     assert first == "nothing was raised"
     assert second.startswith("FileExistsError: another save is writing into")
-    assert "each rank saves it by itself: where all of them do, save on one (if torch.distributed.get_rank() == 0)" in (
-        second
-    )
+    assert "each rank saves by itself: save it on one (if torch.distributed.get_rank() == 0)" in second
     load_checkpoint(tmp_path / "c", nn.Linear(4, 4))
 
 
@@ -573,7 +571,9 @@ def test_an_entry_of_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
     data.write_bytes(content)
     path.write_text(re.sub("float32", "int32", re.sub(r'm": \d+', 'm": null', path.read_text())))
-    with pytest.raises(ValueError, match=r"parameter 'weight' is float32 \[4, 4\] in the model and int32 \[4, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"'weight' is a parameter, float32 \[4, 4\] in the model and a parameter, int32 \[4, 4\]"
+    ):
         load_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
 
 
@@ -581,7 +581,9 @@ def test_extra_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     extra: Any = []
     for _ in range(100_000):
         extra = [extra]
-    with pytest.raises(TypeError, match="extra is nested too deeply for JSON"):
+    with pytest.raises(
+        TypeError, match=r"extra must be something that JSON holds, in a few hundred levels .*recursion"
+    ):
         save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra=extra)
     assert not list(tmp_path.iterdir())
 

@@ -51,16 +51,15 @@ def a_link(path: Path) -> None:
     path.symlink_to(path.parent.parent / "elsewhere")
 
 
-@pytest.mark.parametrize("make", [a_file, a_link])
+FOREIGN = ["weights.safetensors", "rank-7.safetensors", "__7_0.distcp", "notes.tmp"]
+"""A save gives other names to its files."""
+
+
 @pytest.mark.parametrize(
-    "name",
+    "name, make",
     [
-        "weights.safetensors",
-        "rank-00007.safetensors",
-        "rank-00007.safetensors.tmp",
-        "__7_0.distcp",
-        "x.placed",
-        "notes.tmp",
+        *((name, a_file) for name in FOREIGN),
+        *((name, a_link) for name in [*FOREIGN, "rank-00007.safetensors", "rank-00007.safetensors.tmp"]),
     ],
 )
 def test_a_file_of_somebody_elses_is_kept(name: str, make, tmp_path: Path) -> None:

@@ -56,9 +56,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.model",
-                "StoredNames.of_buffers",
-                "return {self._named(name, name in holding.expert_buffers): value for name, value in holding.buffers.items()}",
-                "return dict(holding.buffers)",
+                "ExpertSets.names",
+                "experts = {*holding.expert_buffers, *(",
+                "experts = {*(",
             ),
         ],
     ),

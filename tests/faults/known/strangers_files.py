@@ -44,8 +44,8 @@ FAULTS = [
             Change(
                 _FOLDER,
                 "belongs_to_checkpoint",
-                "data is not None",
-                'name.endswith((".safetensors", ".placed", ".tmp"))',
+                "FILE_NAME.fullmatch(own) is not None",
+                'name.endswith((".safetensors", ".tmp"))',
             )
         ],
     ),
