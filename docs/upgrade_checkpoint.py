@@ -2,13 +2,14 @@
 
     python docs/upgrade_checkpoint.py runs/step-100 runs/step-100-upgraded
 
-One file is in memory at a time. The old folder stays as it is.
+The new file of one rank is in memory at a time. The old folder stays as it is.
 """
 
 import argparse
 import json
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,19 @@ from maingrad.ddp.checkpoint.files.folder import Staging
 from maingrad.ddp.checkpoint.files.manifest import Manifest, SavedOptimizer, SavedTensor, new_id, write_manifest
 from maingrad.ddp.checkpoint.files.rank_file import file_name, write_rank_file
 
-# (name, section, shape, dtype, first element, file, position, number of elements, checksum) of a chunk.
-Chunk = tuple[str, str, tuple[int, ...], torch.dtype, int, int, int, int, int]
+
+class Chunk(NamedTuple):
+    """Consecutive elements of a flattened tensor, in a data file of version 3."""
+
+    section: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    count: int
+    file: int
+    position: int
+    checksum: int
 
 
 def upgrade(old: Path, new: Path) -> None:
@@ -30,24 +42,29 @@ def upgrade(old: Path, new: Path) -> None:
     content = json.loads((old / "maingrad.json").read_text())
     if content["version"] != 3:
         raise ValueError(f"'{old}' has version {content['version']}, and this program reads version 3")
-    chunks = [chunk for key, entry in content["tensors"].items() for chunk in chunks_of(key, entry, content)]
+    # A tensor's master and state are cut as it is, and go into one file with it, wherever they were.
+    cut: dict[tuple[str, int], list[Chunk]] = {}
+    for key, entry in content["tensors"].items():
+        for chunk in chunks_of(key, entry):
+            cut.setdefault((chunk.name, chunk.start), []).append(chunk)
+    files = [old / name for name, _ in content["files"]]
     save_id = new_id()
     writers: dict[Part, int] = {}
     with Staging(new) as staging:
         staging.begin()
-        for number, (name, _) in enumerate(content["files"]):
+        for number in range(len(files)):
             parts: Parts = {}
-            for chunk in chunks:
-                if chunk[5] == number:
-                    parts |= parts_of(old / name, chunk)
+            for chunks in cut.values():
+                first = next(chunk for chunk in chunks if chunk.section == "model")
+                if first.file == number:
+                    flat = {chunk.section: elements_of(files[chunk.file], chunk) for chunk in chunks}
+                    parts |= parts_of_range(first.name, first.shape, first.start, flat)
             write_rank_file(staging.folder / file_name(number), save_id, parts)
             writers |= dict.fromkeys(parts, number)
         entries = {**content["parameters"], **content["buffers"]}
         tensors = {
-            name: SavedTensor(
-                shape, stored, name in content["buffers"], entries[name]["group"], entries[name]["scalars"]
-            )
-            for name, (shape, stored) in stored_tensors(writers).items()
+            name: SavedTensor(*stored, name in content["buffers"], entries[name]["group"], entries[name]["scalars"])
+            for name, stored in stored_tensors(writers).items()
         }
         saved = content["optimizer"]
         optimizer = None if saved is None else SavedOptimizer(saved["optimizer_class"], tuple(saved["groups"]))
@@ -57,31 +74,31 @@ def upgrade(old: Path, new: Path) -> None:
         staging.complete()
 
 
-def chunks_of(key: str, entry: dict, content: dict) -> list[Chunk]:
+def chunks_of(key: str, entry: dict) -> list[Chunk]:
     """The chunks of one tensor. Its key is model.NAME, master.NAME or optimizer.state.NAME.KEY."""
     section, name = key.split(".", 1)
     if section == "optimizer":
         name, state = name.removeprefix("state.").rsplit(".", 1)
         section = f"state.{state}"
-    dtype, start, chunks = getattr(torch, entry["dtype"]), 0, []
+    about = section, name, tuple(entry["shape"]), getattr(torch, entry["dtype"])
+    chunks: list[Chunk] = []
+    start = 0
     for count, file, position, checksum in entry["chunks"]:
-        chunks.append((name, section, tuple(entry["shape"]), dtype, start, file, position, count, checksum))
+        chunks.append(Chunk(*about, start, count, file, position, checksum))
         start += count
-    if not chunks:  # a tensor without elements
-        chunks.append((name, section, tuple(entry["shape"]), dtype, 0, 0, 0, 0, 0))
-    return chunks
+    return chunks or [Chunk(*about, 0, 0, 0, 0, 0)]  # a tensor without elements
 
 
-def parts_of(path: Path, chunk: Chunk) -> Parts:
-    """The elements of one chunk, as boxes."""
-    name, section, shape, dtype, start, _, position, count, checksum = chunk
+def elements_of(path: Path, chunk: Chunk) -> torch.Tensor:
+    """The elements of one chunk."""
     with path.open("rb") as file:
-        file.seek(position)
-        content = bytearray(file.read(count * dtype.itemsize))
-    if count and zlib.crc32(content) != checksum:
-        raise ValueError(f"'{path}' is damaged where '{section}.{name}' lies")
-    flat = torch.frombuffer(content, dtype=dtype) if count else torch.empty(0, dtype=dtype)
-    return parts_of_range(name, section, shape, start, flat)
+        file.seek(chunk.position)
+        content = bytearray(file.read(chunk.count * chunk.dtype.itemsize))
+    if not chunk.count:
+        return torch.empty(0, dtype=chunk.dtype)
+    if zlib.crc32(content) != chunk.checksum:
+        raise ValueError(f"'{path}' is damaged where '{chunk.section}.{chunk.name}' lies")
+    return torch.frombuffer(content, dtype=chunk.dtype)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | Non
         parts: Parts = {}
         for name, entry in manifest.tensors.items():
             section = "master" if dtype is not None and entry.has_master else "model"
-            by_name[name] = torch.empty(entry.shape, dtype=entry.stored[section].dtype, device="cpu")
+            by_name[name] = torch.empty(entry.shape, dtype=entry.dtypes[section], device="cpu")
             parts |= part_of_whole(name, section, by_name[name])
         return parts
 

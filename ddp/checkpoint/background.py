@@ -153,7 +153,12 @@ def finish_pending(model: nn.Module) -> None:
 
 def reserve_memory(model: nn.Module, parts: Parts) -> None:
     """Start a thread that takes the host memory for copies of ``parts``, and leaves it to torch's cache."""
-    on_devices = [(data.shape, part.dtype) for part, data in parts.items() if not data.is_cpu]
+    on_devices = [
+        (part.box.sizes, dtype)
+        for part, each in parts.items()
+        for section, dtype in part.dtypes
+        if not each[section].is_cpu
+    ]
     if on_devices:
         wait_for_memory(model)
         _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(on_devices,), name="memory of saves")
@@ -167,6 +172,6 @@ def wait_for_memory(model: nn.Module) -> None:
         thread.join()
 
 
-def _take_and_free(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
+def _take_and_free(sizes: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
     with suppress(RuntimeError):  # no memory: the save itself says so
         _ = [page_locked(shape, dtype) for shape, dtype in sizes]

@@ -98,9 +98,7 @@ def parts_of_model(holding: Holding, names: Mapping[str, str], index: int, num_w
         sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state().items()}}
         if held.master.dtype is not param.dtype:
             sections["master"] = held.master
-        for section, flat in sections.items():
-            dtype = param.dtype if section == "model" else flat.dtype
-            parts |= parts_of_range(names[held.name], section, param.shape, held.start, flat, dtype)
+        parts |= parts_of_range(names[held.name], param.shape, held.start, sections, model=param.dtype)
     return parts
 
 
@@ -131,7 +129,7 @@ def parts_to_fill(manifest: Manifest, holding: Holding, names: Mapping[str, str]
         entry = manifest.tensors[stored]
         # The parameter follows from its master.
         section = "master" if entry.has_master and held.master.dtype is torch.float32 else "model"
-        parts |= parts_of_range(stored, section, entry.shape, held.start, held.master)
+        parts |= parts_of_range(stored, entry.shape, held.start, {section: held.master})
     return parts
 
 
@@ -173,11 +171,13 @@ def make_manifest(
             updates[name] = group, known or scalars
     buffers = {name for notes in all_notes for name in notes.buffers}
     tensors = {}
-    for name, (shape, stored) in stored_tensors(writers).items():
+    for name, stored in stored_tensors(writers).items():
         try:
-            tensors[name] = SavedTensor(shape, stored, name in buffers, *updates.get(name, (None, dict[str, Any]())))
+            tensors[name] = SavedTensor(*stored, name in buffers, *updates.get(name, (None, dict[str, Any]())))
         except ValueError as error:
-            raise ValueError(f"'{name}' of shape {list(shape)} is not held by all ranks together: {error}") from None
+            raise ValueError(
+                f"'{name}' of shape {list(stored[0])} is not held by all ranks together: {error}"
+            ) from None
     for expert_set in range(sets.number):
         if sets.number > 1 and not any(name.endswith(sets.suffix(expert_set)) for name in tensors):
             raise ValueError(

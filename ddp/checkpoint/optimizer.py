@@ -98,9 +98,10 @@ class OptimizerLoad(NamedTuple):
                     f"left one of them out. A fully sharded model goes on from it; here, load the weights alone with "
                     f"load_checkpoint(path, model)"
                 )
-            for key in entry.state:
-                flat = state[updated][key].view(-1)[held.offset : held.offset + held.end - held.start]
-                parts |= parts_of_range(names[held.name], f"state.{key}", entry.shape, held.start, flat)
+            if entry.state:
+                place = slice(held.offset, held.offset + held.end - held.start)
+                flat = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
+                parts |= parts_of_range(names[held.name], entry.shape, held.start, flat)
         for group in optimizer.groups:  # tensors without elements are not saved, but step with the others
             likes = {updated.dtype: updated for updated in group["params"] if updated in first}
             for updated in group["params"]:

@@ -6,7 +6,7 @@ training.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,8 +39,11 @@ class Writing:
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
         once, after all copies have been queued."""
-        devices = {data.device for data in self._parts.values() if not data.is_cpu}
-        self._parts = {part: _host_copy(data.detach(), part.dtype) for part, data in self._parts.items()}
+        devices = {data.device for each in self._parts.values() for data in each.values() if not data.is_cpu}
+        self._parts = {
+            part: {section: _host_copy(each[section].detach(), dtype) for section, dtype in part.dtypes}
+            for part, each in self._parts.items()
+        }
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 
@@ -69,7 +72,7 @@ class Writing:
         self.staging.complete()
 
 
-def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Host memory that a device copies to by itself. Torch keeps it for the next tensor of its size."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 

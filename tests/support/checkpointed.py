@@ -84,10 +84,10 @@ def files_content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     tensors: dict[str, Any] = {}
     for name, entry in manifest["tensors"].items():
-        of_model = entry["stored"]["model"]["boxes"]
-        for section, stored in entry["stored"].items():
-            whole = torch.empty(entry["shape"], dtype=getattr(torch, stored["dtype"]))
-            for rank, offsets, sizes in stored.pop("boxes") or of_model:
+        boxes = entry.pop("boxes")
+        for section, dtype in entry["dtypes"].items():
+            whole = torch.empty(entry["shape"], dtype=getattr(torch, dtype))
+            for rank, offsets, sizes in boxes:
                 is_plain = sizes == entry["shape"] and not name.endswith("]")
                 key = f"{section}.{name}" + ("" if is_plain else f"[{','.join(map(str, offsets))}]")
                 place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))

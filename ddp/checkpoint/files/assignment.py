@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .boxes import Part
-from .manifest import Stored, StoredBox
+from .manifest import StoredBox
 
 __all__ = ["assign", "stored_tensors"]
+
+Stored = tuple[tuple[int, ...], dict[str, torch.dtype], tuple[StoredBox, ...]]
+"""Shape, dtypes and boxes of a ``SavedTensor``."""
 
 
 def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
@@ -24,25 +27,15 @@ def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
     return writers
 
 
-def stored_tensors(writers: Mapping[Part, int]) -> dict[str, tuple[tuple[int, ...], dict[str, Stored]]]:
-    """Shape, and sections with their boxes, of each tensor that is written.
-
-    Raises ``ValueError`` where ranks hold different tensors under one name.
-    """
-    kinds: dict[tuple[str, str], tuple[torch.dtype, tuple[int, ...]]] = {}
-    boxes: dict[str, dict[str, list[StoredBox]]] = {}
-    for part, rank in writers.items():
-        kind = part.dtype, part.shape
-        known = kinds.setdefault((part.name, part.section), kind)
-        if known != kind:
-            raise ValueError(f"ranks disagree on '{part.name}': one has {known}, another {kind}")
-        boxes.setdefault(part.name, {}).setdefault(part.section, []).append(StoredBox(rank, *part.box))
+def stored_tensors(writers: Mapping[Part, int]) -> dict[str, Stored]:
+    """What is written of each tensor. Raises ``ValueError`` where ranks hold different tensors under one name."""
+    parts: dict[str, list[Part]] = {}
+    for part in writers:
+        parts.setdefault(part.name, []).append(part)
     tensors = {}
-    for name, sections in boxes.items():
-        stored = {}
-        for section, own in sections.items():
-            dtype, shape = kinds[name, section]
-            as_model = section != "model" and own == sections.get("model")
-            stored[section] = Stored(dtype, () if as_model else tuple(own))
-        tensors[name] = shape, stored
+    for name, own in parts.items():
+        (shape, dtypes), *others = {(part.shape, part.dtypes): None for part in own}
+        if others:
+            raise ValueError(f"ranks disagree on '{name}': one has {(shape, dtypes)}, another {others[0]}")
+        tensors[name] = shape, dict(dtypes), tuple(StoredBox(writers[part], *part.box) for part in own)
     return tensors

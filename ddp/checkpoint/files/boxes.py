@@ -13,7 +13,7 @@ matrix is one box too, and no range.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,50 +53,40 @@ class Box(NamedTuple):
             )
         ]
 
-    def split(self, most: int) -> "Iterator[Box]":
-        """Blocks along the first dim, of about ``most`` elements each: one row at least."""
-        if not self.sizes or self.numel <= most:
-            yield self
-            return
-        rows = max(1, most * self.sizes[0] // self.numel)
-        for start in range(0, self.sizes[0], rows):
-            taken = min(rows, self.sizes[0] - start)
-            yield Box((self.offsets[0] + start, *self.offsets[1:]), (taken, *self.sizes[1:]))
-
 
 class Part(NamedTuple):
-    """A box of a checkpoint's tensor, which a rank holds: to be saved, or to be filled by a load."""
+    """A box of a parameter or buffer, with its master and state, which a rank holds: to be saved, or to be filled."""
 
     name: str
-    """Name of the parameter or buffer in the checkpoint."""
-    section: str
-    """Which tensor of it: "model", "master", or "state.KEY" of the optimizer."""
+    """Name in the checkpoint."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Of the whole tensor."""
     box: Box
-    dtype: torch.dtype
-    """A save rounds the elements to this dtype when it writes them."""
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    """What is there, "model", "master" or "state.KEY" of the optimizer, and the dtype that a save rounds it to."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the box in a file."""
-        return self.box.numel * self.dtype.itemsize
+        """Bytes of all of it in a file."""
+        return self.box.numel * sum(dtype.itemsize for _, dtype in self.dtypes)
 
 
-Parts = dict[Part, Tensor]
-"""Parts, and the elements of each in this rank's memory, in the box's sizes."""
+Parts = dict[Part, dict[str, Tensor]]
+"""Parts, and the elements of "model", "master", "state.KEY" in this rank's memory, in the box's sizes."""
 
 
 def parts_of_range(
-    name: str, section: str, shape: tuple[int, ...], start: int, flat: Tensor, dtype: torch.dtype | None = None
+    name: str, shape: tuple[int, ...], start: int, flat: Mapping[str, Tensor], **dtypes: torch.dtype
 ) -> Parts:
-    """Elements [start, start + flat.numel()) of a flattened tensor, which are in ``flat``.
+    """Elements from ``start`` of flattened tensors, which are in ``flat``.
 
-    dtype  that a save rounds to; None: the dtype of ``flat``
+    dtypes  that a save rounds to, where these are not the dtypes of ``flat``
     """
+    kinds = tuple((section, dtypes.get(section, data.dtype)) for section, data in flat.items())
     parts, at = {}, 0
-    for box in boxes_of_range(shape, start, start + flat.numel()):
-        parts[Part(name, section, shape, box, dtype or flat.dtype)] = flat[at : at + box.numel].view(box.sizes)
+    for box in boxes_of_range(shape, start, start + max(data.numel() for data in flat.values())):
+        views = {section: data[at : at + box.numel].view(box.sizes) for section, data in flat.items()}
+        parts[Part(name, shape, box, kinds)] = views
         at += box.numel
     return parts
 
@@ -104,7 +94,7 @@ def parts_of_range(
 def part_of_whole(name: str, section: str, tensor: Tensor) -> Parts:
     """All elements of a tensor."""
     shape = tuple(tensor.shape)
-    return {Part(name, section, shape, Box((0,) * len(shape), shape), tensor.dtype): tensor}
+    return {Part(name, shape, Box((0,) * len(shape), shape), ((section, tensor.dtype),)): {section: tensor}}
 
 
 def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:

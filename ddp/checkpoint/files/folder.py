@@ -17,7 +17,6 @@ What is deleted are regular files with the names that a save gives. No link is f
 
 import fcntl
 import os
-import socket
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -155,21 +154,14 @@ class Staging:
         self.folder.mkdir(parents=True, exist_ok=True)
         where = self.folder / MARK_FILE
         try:
-            mark = where.open("a+", encoding="utf-8")
+            mark = where.open("a")
         except FileNotFoundError:  # another save has just renamed the folder
-            raise _in_use(self.folder, "") from None
+            raise _in_use(self.folder) from None
         # The save that held the lock before may have renamed the folder since the mark was opened.
         if not (_lock(mark) and where.exists() and os.path.samestat(os.fstat(mark.fileno()), where.stat())):
-            mark.seek(0)
-            writer = mark.read(200)
             mark.close()
-            raise _in_use(self.folder, writer)
+            raise _in_use(self.folder)
         self._mark = mark
-        mark.truncate(0)
-        try:  # unbuffered: closing the file would not report a full disk
-            os.write(mark.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(where)) from error
 
     def _release(self) -> None:
         if self._mark is not None:
@@ -179,9 +171,9 @@ class Staging:
             self._mark = None
 
 
-def _in_use(folder: Path, writer: str) -> FileExistsError:
+def _in_use(folder: Path) -> FileExistsError:
     return FileExistsError(
-        f"another save is writing into '{folder}'{f' ({writer})' if writer else ''}: two jobs do not save to one path; "
+        f"another save is writing into '{folder}': two jobs do not save to one path; "
         f"wait for it to end, or save elsewhere; a model that is in no wrapper of maingrad's, each rank saves by "
         f"itself: save it on one (if torch.distributed.get_rank() == 0)"
     )

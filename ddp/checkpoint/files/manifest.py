@@ -4,7 +4,7 @@ A save writes the manifest last, so that a folder with a manifest is complete. A
 a model that does not fit is refused before any tensor changes. The manifest also holds everything that is not a tensor.
 ``checksum`` is the CRC-32 of the rest; set it to null after a change by hand. A line for each parameter and buffer::
 
-    "up.weight": {"shape": [17, 15], "stored": {"model": {"dtype": "bfloat16", "boxes": [[0, [0, 0], [8, 15]], ...
+    "up.weight": {"shape": [17, 15], "dtypes": {"model": "bfloat16"}, "boxes": [[0, [0, 0], [8, 15]], ...
 
 A box is the number of the rank whose file has it, offsets, and sizes. Each element is in one box. Where in its file a
 box lies, the file says (``rank_file.py``). Elements are stored in the byte order of the machine.
@@ -36,7 +36,6 @@ __all__ = [
     "Manifest",
     "SavedOptimizer",
     "SavedTensor",
-    "Stored",
     "StoredBox",
     "new_id",
     "write_manifest",
@@ -73,22 +72,15 @@ class StoredBox(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stored:
-    """All elements of a tensor, in the data files."""
-
-    dtype: torch.dtype
-    boxes: tuple[StoredBox, ...]
-    """Empty: masters and moments lie as the parameter itself, whose boxes are listed once."""
-
-
-@dataclass(frozen=True)
 class SavedTensor:
     """A parameter or buffer, with its master and optimizer state."""
 
     shape: tuple[int, ...]
-    stored: dict[str, Stored]
+    dtypes: dict[str, torch.dtype]
     """"model": the tensor itself. "master": in fp32, beside a parameter in half precision. "state.KEY": elementwise
     state of the optimizer; none before the first step."""
+    boxes: tuple[StoredBox, ...]
+    """Of each of these: all are cut alike."""
     is_buffer: bool
     group: int | None = None
     """Index of the parameter group; None without an optimizer, and for buffers and frozen parameters."""
@@ -98,34 +90,29 @@ class SavedTensor:
     def __post_init__(self) -> None:
         if len(self.shape) > _MOST_DIMS or math.prod(size or 1 for size in self.shape) >= 2**62:
             raise ValueError(f"a tensor of shape {reprlib.repr(self.shape)}")
-        if "model" not in self.stored:
+        if "model" not in self.dtypes:
             raise ValueError("a tensor is not stored")
-        for boxes in {self.boxes(section) for section in self.stored}:
-            check_tiling(self.shape, [each.box for each in boxes])
-            if not all(0 <= each.rank < _MOST_RANKS for each in boxes):
-                raise ValueError("a box is in the file of a rank that cannot be")
+        check_tiling(self.shape, [each.box for each in self.boxes])
+        if not all(0 <= each.rank < _MOST_RANKS for each in self.boxes):
+            raise ValueError("a box is in the file of a rank that cannot be")
         for value in self.scalars.values():
             from_json(value)  # raises for a value that a load could not read
-
-    def boxes(self, section: str) -> tuple[StoredBox, ...]:
-        """Where the elements of a tensor lie."""
-        return self.stored[section].boxes or self.stored["model"].boxes
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the tensor itself."""
-        return self.stored["model"].dtype
+        return self.dtypes["model"]
 
     @property
     def has_master(self) -> bool:
         """Whether there is an fp32 master beside the parameter, which is in half precision."""
-        return "master" in self.stored
+        return "master" in self.dtypes
 
     @property
     def state(self) -> dict[str, torch.dtype]:
         """Elementwise state: key -> dtype."""
-        of_optimizer = (each for each in self.stored.items() if each[0].startswith("state."))
-        return {section.removeprefix("state."): stored.dtype for section, stored in of_optimizer}
+        of_optimizer = (each for each in self.dtypes.items() if each[0].startswith("state."))
+        return {section.removeprefix("state."): dtype for section, dtype in of_optimizer}
 
 
 @dataclass(frozen=True)
@@ -170,9 +157,9 @@ class Manifest:
         """Bytes of tensors in the data file of each rank that has one."""
         nbytes: dict[int, int] = {}
         for entry in self.tensors.values():
-            for section, stored in entry.stored.items():
-                for each in entry.boxes(section):
-                    nbytes[each.rank] = nbytes.get(each.rank, 0) + each.box.numel * stored.dtype.itemsize
+            itemsize = sum(dtype.itemsize for dtype in entry.dtypes.values())
+            for each in entry.boxes:
+                nbytes[each.rank] = nbytes.get(each.rank, 0) + math.prod(each.sizes) * itemsize
         return nbytes
 
     def encoded(self) -> str:
@@ -230,14 +217,12 @@ def _manifest_of(content: Mapping[str, Any]) -> Manifest:
 
 
 def _tensor_of(entry: Mapping[str, Any]) -> SavedTensor:
-    stored = {}
-    for section, each in entry["stored"].items():
-        boxes = [StoredBox(typed(int, rank), integers(at), integers(sizes)) for rank, at, sizes in each["boxes"]]
-        stored[section] = Stored(dtype_named(each["dtype"]), tuple(boxes))
+    boxes = [StoredBox(typed(int, rank), integers(at), integers(sizes)) for rank, at, sizes in entry["boxes"]]
     group = entry["group"]
     return SavedTensor(
         integers(entry["shape"]),
-        stored,
+        {section: dtype_named(name) for section, name in entry["dtypes"].items()},
+        tuple(boxes),
         typed(bool, entry["is_buffer"]),
         None if group is None else typed(int, group),
         typed(dict, entry["scalars"]),

@@ -81,17 +81,18 @@ def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint
     _allow_open_files(len(sizes))
     files: dict[int, RankFile] = {}
     entries: dict[tuple[str, str, Box], Entry] = {}
-    for part, data in choose(manifest).items():
+    for part, wanted in choose(manifest).items():
         saved = manifest.tensors[part.name]
-        for each in saved.boxes(part.section):
-            if each.box.intersect(part.box) is None:
+        for rank, box in ((each.rank, each.box) for each in saved.boxes):
+            if box.intersect(part.box) is None:
                 continue
-            key = part.name, part.section, each.box
-            if key not in entries:
-                if each.rank not in files:
-                    files[each.rank] = RankFile(folder / file_name(each.rank), manifest.save_id, sizes[each.rank])
-                entries[key] = files[each.rank].find(part, each.box, saved.stored[part.section].dtype)
-            entries[key].wanted.append((part.box, data))
+            if rank not in files:
+                files[rank] = RankFile(folder / file_name(rank), manifest.save_id, sizes[rank])
+            for section, data in wanted.items():
+                key = part.name, section, box
+                if key not in entries:
+                    entries[key] = files[rank].find(part, section, box, saved.dtypes[section])
+                entries[key].wanted.append((part.box, data))
     return OpenedCheckpoint(manifest, sorted(entries.values(), key=lambda entry: (entry.file.path, entry.position)))
 
 

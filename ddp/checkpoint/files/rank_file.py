@@ -73,18 +73,19 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
     Tensors on devices are copied to the host one at a time. Raises ``OSError`` with the file's name.
     """
     # Readers view the bytes of an entry as elements in place: the widest come first, so that all lie aligned.
-    in_order = sorted(parts, key=lambda part: -part.dtype.itemsize)
+    in_order = [(part, section, dtype) for part in parts for section, dtype in part.dtypes]
+    in_order.sort(key=lambda each: -each[2].itemsize)
     entries, position = {}, 0
-    for part in in_order:
-        entries[_entry_name(part, part.box)] = _described(part.box, part.dtype, position)
-        position += part.nbytes
+    for part, section, dtype in in_order:
+        entries[_entry_name(part, section, part.box)] = _described(part.box, dtype, position)
+        position += part.box.numel * dtype.itemsize
     checksums = dict.fromkeys(entries, 0)
     staging = path.with_name(f"{path.name}.tmp")
     try:
         with staging.open("wb") as file:
             file.write(_head(_of(save_id, path), entries, checksums))
-            for name, part in zip(entries, in_order, strict=True):
-                content = _bytes_of(parts[part].to(part.dtype))
+            for name, (part, section, dtype) in zip(entries, in_order, strict=True):
+                content = _bytes_of(parts[part][section].to(dtype))
                 checksums[name] = zlib.crc32(content)
                 file.write(content)
             file.seek(0)
@@ -136,9 +137,9 @@ class RankFile:
                 f"two checkpoints are mixed in this folder, or have been renamed"
             )
 
-    def find(self, part: Part, box: Box, dtype: torch.dtype) -> "Entry":
+    def find(self, part: Part, section: str, box: Box, dtype: torch.dtype) -> "Entry":
         """The entry of a box of the tensor of which ``part`` is wanted."""
-        name = _entry_name(part, box)
+        name = _entry_name(part, section, box)
         try:
             found = self._entries[name]
             start = operator.index(found["data_offsets"][0])
@@ -170,20 +171,16 @@ class Entry(NamedTuple):
         Raises ``ValueError`` unless the bytes are those that were written.
         """
         target = self._target()
-        checksum, position = 0, self.position
-        for block in self.box.split(max(1, _BLOCK // self.dtype.itemsize)) if target is None else [self.box]:
-            here = torch.empty(block.sizes, dtype=self.dtype, device="cpu") if target is None else target
-            checksum = self._fill(here, position, checksum)
-            position += here.nbytes
-            for box, data in self.wanted if target is None else ():
-                both = block.intersect(box)
-                if both is not None:
-                    box.view_of(both, data).copy_(block.view_of(both, here))
-        if f"{checksum:08x}" != self.checksum:
-            raise ValueError(
-                f"'{self.file.path}' is damaged where '{self.name}' lies: its bytes have checksum {checksum:08x}, and "
-                f"{self.checksum} when they were written"
-            )
+        if target is not None:
+            self._fill(target)
+            torch.autograd.graph.increment_version(target)  # optimizers compare versions
+            return
+        elements = torch.empty(self.box.sizes, dtype=self.dtype, device="cpu")
+        self._fill(elements)
+        for box, data in self.wanted:
+            both = self.box.intersect(box)
+            if both is not None:
+                box.view_of(both, data).copy_(self.box.view_of(both, elements))
 
     def _target(self) -> Tensor | None:
         """Where a single part wants all elements as they are stored: its memory, to read them into. None elsewhere."""
@@ -193,27 +190,30 @@ class Entry(NamedTuple):
         view = box.view_of(self.box, data)
         if not view.is_cpu or not view.is_contiguous() or view.is_conj() or view.is_neg() or view.is_inference():
             return None
-        torch.autograd.graph.increment_version(view)  # optimizers compare versions, and a read is no operation of torch
         return view
 
-    def _fill(self, memory: Tensor, position: int, checksum: int) -> int:
-        """Read the bytes at ``position`` into ``memory``. Returns the checksum of all bytes so far."""
-        content = memoryview(_bytes_of(memory))
+    def _fill(self, memory: Tensor) -> None:
+        """Read all bytes into ``memory``. Raises ``ValueError`` unless they are those that were written."""
+        checksum, content = 0, memoryview(_bytes_of(memory))
         for at in range(0, len(content), _BLOCK):
             block = content[at : at + _BLOCK]
-            if os.preadv(self.file.descriptor, [block], position + at) < len(block):
+            if os.preadv(self.file.descriptor, [block], self.position + at) < len(block):
                 raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
             checksum = zlib.crc32(block, checksum)
-        return checksum
+        if f"{checksum:08x}" != self.checksum:
+            raise ValueError(
+                f"'{self.file.path}' is damaged where '{self.name}' lies: its bytes have checksum {checksum:08x}, and "
+                f"{self.checksum} when they were written"
+            )
 
 
 def _say(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _entry_name(part: Part, box: Box) -> str:
+def _entry_name(part: Part, section: str, box: Box) -> str:
     """Of a box of the tensor of which ``part`` is one."""
-    name = f"{part.section}.{part.name}"
+    name = f"{section}.{part.name}"
     if box.sizes == part.shape and not name.endswith("]"):
         return name
     return f"{name}[{','.join(map(str, box.offsets))}]"

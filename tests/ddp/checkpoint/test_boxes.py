@@ -29,12 +29,12 @@ def test_boxes_are_the_range_and_few(drawn: tuple[tuple[int, ...], list[int]]) -
     boxes = boxes_of_range(shape, start, end)
     assert len(boxes) <= max(2 * len(shape) - 1, 1)
     seen = []
-    parts = parts_of_range("w", "model", shape, start, flat[start:end])
+    parts = parts_of_range("w", shape, start, {"model": flat[start:end]})
     for box, (part, data) in zip(boxes, parts.items(), strict=True):
         region = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
         assert tuple(region.shape) == box.sizes
-        assert part.box == box and torch.equal(data, region)
-        assert data.data_ptr() == flat[region.flatten()[0] :].data_ptr(), "a view of the flat memory"
+        assert part.box == box and torch.equal(data["model"], region)
+        assert data["model"].data_ptr() == flat[region.flatten()[0] :].data_ptr(), "a view of the flat memory"
         seen += region.flatten().tolist()
     assert seen == list(range(start, end))
 

@@ -116,8 +116,9 @@ def edited(folder: Path, path: tuple[str | int, ...], value: Any) -> None:
 DELETED = object()
 UP = ("tensors", "up.weight")
 OF_GROUP = ("optimizer", "groups", 0)
-MASTER = (*UP, "stored", "master")
-MODEL = (*UP, "stored", "model")
+DTYPES = (*UP, "dtypes")
+MASTER = (*DTYPES, "master")
+BOXES = (*UP, "boxes")
 EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "version: true": (("version",), True),
     "version: 1.0": (("version",), 1.0),
@@ -127,20 +128,20 @@ EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "shape: huge": ((*UP, "shape"), [2**40, 2**40]),
     "shape: many": ((*UP, "shape"), [1] * 10_000),
     "shape: another": ((*UP, "shape"), [15, 17]),
-    "dtype: a list": ((*UP, "stored", "model", "dtype"), ["bfloat16"]),
-    "dtype: load": ((*UP, "stored", "model", "dtype"), "load"),
-    "dtype: another": ((*MASTER, "dtype"), "int32"),
-    "dtype: wider": ((*MASTER, "dtype"), "float64"),
+    "dtype: a list": ((*DTYPES, "model"), ["bfloat16"]),
+    "dtype: load": ((*DTYPES, "model"), "load"),
+    "dtype: another": (MASTER, "int32"),
+    "dtype: wider": (MASTER, "float64"),
     "buffer: 1": ((*UP, "is_buffer"), 1),
     "buffer: true": ((*UP, "is_buffer"), True),
     "group: true": ((*UP, "group"), True),
     "group: that is not there": ((*UP, "group"), 7),
     "master: 1": (MASTER, 1),
     "master: none": (MASTER, DELETED),
-    "state: emptied": ((*UP, "stored", "state.exp_avg"), DELETED),
-    "state: many": ((*UP, "stored"), {f"state.more{index}": {} for index in range(10_000)}),
-    "stored: nothing": ((*UP, "stored"), {}),
-    "stored: a list": ((*UP, "stored"), []),
+    "state: emptied": ((*DTYPES, "state.exp_avg"), DELETED),
+    "state: many": (DTYPES, {f"state.more{index}": "float32" for index in range(10_000)}),
+    "stored: nothing": (DTYPES, {}),
+    "stored: a list": (DTYPES, []),
     "step: missing": ((*UP, "scalars"), {}),
     "step: a list": ((*UP, "scalars", "step"), {"tensor": [1] * 1000, "dtype": "float32"}),
     "step: beyond": ((*UP, "scalars", "step"), {"tensor": 2**80, "dtype": "int64"}),
@@ -164,22 +165,22 @@ EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "tensors: none": (("tensors",), DELETED),
     "tensors: a list": (("tensors",), []),
     "tensor: missing": (UP, DELETED),
-    "boxes: none": ((*MODEL, "boxes"), []),
-    "boxes: a number": ((*MODEL, "boxes"), 1),
-    "boxes: many": ((*MODEL, "boxes"), [[0, [0, 0], [0, 0]]] * 10_000),
-    "boxes: one more": ((*MODEL, "boxes", 1), [0, [0, 0], [1, 1]]),
-    "box: a number less": ((*MODEL, "boxes", 0), [0, [0, 0]]),
-    "box: a dim less": ((*MODEL, "boxes", 0), [0, [0], [255]]),
-    "box: shorter": ((*MODEL, "boxes", 0, 2, 0), 16),
-    "box: negative": ((*MODEL, "boxes", 0, 2, 0), -17),
-    "box: huge": ((*MODEL, "boxes", 0, 2, 0), 2**70),
-    "box: true": ((*MODEL, "boxes", 0, 2, 0), True),
-    "box: elsewhere": ((*MODEL, "boxes", 0, 1, 0), 1),
-    "box: before the tensor": ((*MODEL, "boxes", 0, 1, 0), -1),
-    "box: in no file": ((*MODEL, "boxes", 0, 0), 1),
-    "box: in a negative file": ((*MODEL, "boxes", 0, 0), -1),
-    "box: in a file far away": ((*MODEL, "boxes", 0, 0), 10**4000),
-    "box: in a file of a name": ((*MODEL, "boxes", 0, 0), "../c/rank-00000.safetensors"),
+    "boxes: none": (BOXES, []),
+    "boxes: a number": (BOXES, 1),
+    "boxes: many": (BOXES, [[0, [0, 0], [0, 0]]] * 10_000),
+    "boxes: one more": ((*BOXES, 1), [0, [0, 0], [1, 1]]),
+    "box: a number less": ((*BOXES, 0), [0, [0, 0]]),
+    "box: a dim less": ((*BOXES, 0), [0, [0], [255]]),
+    "box: shorter": ((*BOXES, 0, 2, 0), 16),
+    "box: negative": ((*BOXES, 0, 2, 0), -17),
+    "box: huge": ((*BOXES, 0, 2, 0), 2**70),
+    "box: true": ((*BOXES, 0, 2, 0), True),
+    "box: elsewhere": ((*BOXES, 0, 1, 0), 1),
+    "box: before the tensor": ((*BOXES, 0, 1, 0), -1),
+    "box: in no file": ((*BOXES, 0, 0), 1),
+    "box: in a negative file": ((*BOXES, 0, 0), -1),
+    "box: in a file far away": ((*BOXES, 0, 0), 10**4000),
+    "box: in a file of a name": ((*BOXES, 0, 0), "../c/rank-00000.safetensors"),
     "extra: missing": (("extra",), DELETED),
 }
 
@@ -338,12 +339,11 @@ def read_everything(folder: Path) -> None:
     def choose(manifest: Manifest) -> Parts:
         parts: Parts = {}
         for name, entry in manifest.tensors.items():
-            for section, stored in entry.stored.items():
-                numel = math.prod(entry.shape)
-                cut = min(1, numel)
-                for start, end in ((0, cut), (cut, numel)):
-                    data = torch.empty(end - start, dtype=stored.dtype)
-                    parts |= parts_of_range(name, section, entry.shape, start, data)
+            numel = math.prod(entry.shape)
+            cut = min(1, numel)
+            for start, end in ((0, cut), (cut, numel)):
+                data = {section: torch.empty(end - start, dtype=dtype) for section, dtype in entry.dtypes.items()}
+                parts |= parts_of_range(name, entry.shape, start, data)
         return parts
 
     open_checkpoint(folder, choose).read()

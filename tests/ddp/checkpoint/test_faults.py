@@ -552,7 +552,7 @@ def test_elements_that_no_rank_holds_are_missed_on_all_ranks(
     def incomplete(*args: Any) -> Parts:
         rank, data = dist.get_rank(), torch.arange(12.0)
         start, end = (0, 5) if rank == 0 else (5, 5) if lost == "end" else (7, 12)
-        return parts_of_range("w", "model", (3, 4), start, data[start:end])
+        return parts_of_range("w", (3, 4), start, {"model": data[start:end]})
 
     monkeypatch.setattr("maingrad.ddp.checkpoint.checkpoint.parts_of_model", incomplete)
     errors = simulate(errors_of, 2, lambda: save_checkpoint(tmp_path / "c", wrap(nn.Linear(2, 2))))

@@ -105,8 +105,8 @@ def cut_by_columns(folder: Path) -> dict[str, torch.Tensor]:
         file = f"rank-{rank:05d}.safetensors"
         of = f"{manifest['save_id']} {file}"
         save_file(tensors, folder / file, {"maingrad.of": of, "maingrad.crc32": checksums})
-    manifest["tensors"]["weight"]["stored"]["model"]["boxes"] = [[0, [0, 0], [4, 4]], [1, [0, 4], [4, 2]]]
-    manifest["tensors"]["bias"]["stored"]["model"]["boxes"] = [[1, [0], [4]]]
+    manifest["tensors"]["weight"]["boxes"] = [[0, [0, 0], [4, 4]], [1, [0, 4], [4, 2]]]
+    manifest["tensors"]["bias"]["boxes"] = [[1, [0], [4]]]
     manifest["checksum"] = None
     (folder / "maingrad.json").write_text(json.dumps(manifest))
     return weights(model)
@@ -149,7 +149,7 @@ def test_slices_of_columns_are_read_by_ranks_of_every_kind_and_written_back(tmp_
 def test_slices_that_do_not_fit_together_are_refused_by_name(tmp_path: Path, boxes: Any, said: str) -> None:
     cut_by_columns(tmp_path / "c")
     manifest = json.loads((tmp_path / "c" / "maingrad.json").read_text())
-    manifest["tensors"]["weight"]["stored"]["model"]["boxes"] = boxes
+    manifest["tensors"]["weight"]["boxes"] = boxes
     (tmp_path / "c" / "maingrad.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=rf"{said}.* in manifest\.tensors\['weight'\]"):
         load_checkpoint(tmp_path / "c", nn.Linear(6, 4))
@@ -163,6 +163,8 @@ def test_the_manifest_of_a_thousand_ranks_can_be_read_again() -> None:
     shapes = {"wide": (28672, 8192), "tall": (8192, 28672), "square": (8192, 8192), "norm": (8192,)}
     numel = sum(math.prod(shape) for shape in shapes.values())
     edges = [numel * rank // 1024 for rank in range(1025)]
+    kept = [(section, torch.float32) for section in ("master", "state.exp_avg", "state.exp_avg_sq")]
+    dtypes = (("model", torch.bfloat16), *kept)
     held: list[list[Part]] = []
     for start, end in itertools.pairwise(edges):
         held.append([])
@@ -171,14 +173,9 @@ def test_the_manifest_of_a_thousand_ranks_can_be_read_again() -> None:
             size = math.prod(shape)
             low, high = max(start, first) - first, min(end, first + size) - first
             for box in boxes_of_range(shape, low, high) if low < high else ():
-                for section in ("model", "master", "state.exp_avg", "state.exp_avg_sq"):
-                    dtype = torch.bfloat16 if section == "model" else torch.float32
-                    held[-1].append(Part(name, section, shape, box, dtype))
+                held[-1].append(Part(name, shape, box, dtypes))
             first += size
-    tensors = {
-        name: SavedTensor(shape, stored, is_buffer=False)
-        for name, (shape, stored) in stored_tensors(assign(held)).items()
-    }
+    tensors = {name: SavedTensor(*stored, is_buffer=False) for name, stored in stored_tensors(assign(held)).items()}
     manifest = Manifest(new_id(), tensors, {}, 1, None, None)
     nbytes = len(manifest.encoded())
     assert 80 * nbytes < MOST_BYTES, nbytes

@@ -366,9 +366,9 @@ def test_every_element_is_written_once_and_work_is_shared(tmp_path: Path, ranks:
     writers = 2 if config is HYBRID else ranks
     assert set(written) == set(range(writers))
     total = sum(
-        math.prod(entry.shape) * stored.dtype.itemsize
+        math.prod(entry.shape) * dtype.itemsize
         for entry in manifest.tensors.values()
-        for stored in entry.stored.values()
+        for dtype in entry.dtypes.values()
     )
     assert sum(written.values()) == total
     assert max(written.values()) < 1.6 * total / writers

@@ -86,7 +86,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.manifest",
                 "SavedTensor.__post_init__",
-                "check_tiling(self.shape, [each.box for each in boxes])",
+                "check_tiling(self.shape, [each.box for each in self.boxes])",
                 "pass",
             ),
         ],
@@ -101,7 +101,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
-                "Entry.read",
+                "Entry._fill",
                 'if f"{checksum:08x}" != self.checksum:',
                 "if checksum < 0:",
             ),
@@ -116,8 +116,8 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
-                "Entry._target",
-                "torch.autograd.graph.increment_version(view)",
+                "Entry.read",
+                "torch.autograd.graph.increment_version(target)",
                 "pass",
             ),
         ],

@@ -42,8 +42,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
                 "Entry._fill",
-                "os.preadv(self.file.descriptor, [block], position + at)",
-                "os.preadv(os.open(self.file.path, os.O_RDONLY), [block], position + at)",
+                "os.preadv(self.file.descriptor, [block], self.position + at)",
+                "os.preadv(os.open(self.file.path, os.O_RDONLY), [block], self.position + at)",
             ),
         ],
     ),
@@ -71,8 +71,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.model",
                 "parts_of_model",
-                "held.start, flat, dtype)",
-                "held.start, flat.to(dtype), dtype)",
+                "held.start, sections, model=param.dtype)",
+                "held.start, {**sections, 'model': held.param.to(param.dtype)})",
             ),
         ],
     ),
