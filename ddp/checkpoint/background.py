@@ -1,8 +1,11 @@
-"""The end of a save: all ranks write, then the first rank completes the checkpoint (``writing.py``).
+"""The end of a save: all ranks write, then the first rank completes the checkpoint.
 
 A save in the foreground does so in the program's own thread: an exception there, such as Ctrl-C, ends the save, and
 nothing reads the model afterwards. For ``save_checkpoint(..., background=True)``, the call copies what this rank writes
 to host memory, and a thread on each rank does the rest while training goes on.
+
+The thread calls no collective: these would be mixed up with those of training. A data file gets its name when it is
+whole, so that the first rank need not be told when the others have written.
 """
 
 import os
@@ -10,16 +13,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..collectives.failure_report import CollectiveError
 from .files.boxes import Parts
+from .files.folder import Staging
+from .files.manifest import Manifest, write_manifest
+from .files.rank_file import RankFile, file_name, write_rank_file
 from .ranks import CheckpointRanks
-from .writing import Writing, page_locked
 
 __all__ = ["PendingSave", "finish_pending", "reserve_memory", "wait_for_memory"]
 
@@ -28,6 +32,9 @@ _GRACE = 30.0
 
 _DELAY = 5.0
 """Seconds that a file system may take to show the first rank a file that another rank has written."""
+
+_PATIENCE = 0.02
+"""Seconds between two looks into the folder."""
 
 _pending: "weakref.WeakKeyDictionary[nn.Module, PendingSave]" = weakref.WeakKeyDictionary()
 """The last save of each model in the background. Alike on all ranks: saves and waits are collective."""
@@ -40,13 +47,20 @@ _reserving: "weakref.WeakKeyDictionary[nn.Module, threading.Thread]" = weakref.W
 class PendingSave:
     """A checkpoint that is written, or is being written by a thread.
 
+    parts     what this rank writes
+    manifest  on the first rank
+
     The checkpoint is at its path when all ranks have written; whenever a process dies before, the previous one is. The
     copies in host memory are freed when this rank has written.
     """
 
-    def __init__(self, path: Path, ranks: CheckpointRanks, writing: Writing) -> None:
-        self.path = path
-        self._ranks, self._writing = ranks, writing
+    def __init__(
+        self, staging: Staging, ranks: CheckpointRanks, save_id: str, parts: Parts, manifest: Manifest | None
+    ) -> None:
+        self.path = staging.path
+        self._staging, self._ranks, self._id, self._parts = staging, ranks, save_id, parts
+        self._manifest = manifest
+        self._encoded = "" if manifest is None else manifest.encoded()
         self._written = threading.Event()
         self._write_error: BaseException | None = None
         self._complete_error: BaseException | None = None
@@ -58,15 +72,26 @@ class PendingSave:
         self._until = self._appears_by = float("inf")
         self._program = threading.current_thread()
         # No daemon: a program that ends without waiting still completes its checkpoint.
-        self._thread = threading.Thread(target=self._run, name=f"save of {path.name}", daemon=False)
+        self._thread = threading.Thread(target=self._run, name=f"save of {self.path.name}", daemon=False)
 
     def write_now(self) -> None:
         """Write and complete in this thread. Collective; raises on all ranks alike."""
-        self._finish(self._writing.write, lambda: self._writing.complete(self._waits))
+        self._finish(self._write, self._complete)
 
-    def start(self, model: nn.Module, staging: ExitStack) -> None:
-        """Write and complete in a thread, which leaves ``staging`` at its end. Other saves of the model wait for it."""
-        self._staging, self.is_over = staging, False
+    def copy_to_host(self) -> None:
+        """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
+        once, after all copies have been queued."""
+        devices = {data.device for each in self._parts.values() for data in each.values() if not data.is_cpu}
+        self._parts = {
+            part: {section: _host_copy(each[section].detach(), dtype) for section, dtype in part.dtypes}
+            for part, each in self._parts.items()
+        }
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+
+    def start(self, model: nn.Module) -> None:
+        """Write and complete in a thread, which then leaves the folder. Other saves of the model wait for it."""
+        self.is_over = False
         _pending[model] = self
         self._thread.start()
 
@@ -104,6 +129,27 @@ class PendingSave:
         """
         self._until = min(self._until, time.monotonic() + after)
 
+    def _write(self) -> None:
+        parts, self._parts = self._parts, {}  # also after an error no memory is held
+        if parts:
+            write_rank_file(self._staging.folder / file_name(self._ranks.place), self._id, parts)
+
+    def _complete(self) -> None:
+        """On the first rank: write the manifest, and give the checkpoint its place.
+
+        Raises ``ValueError`` for a data file that is missing, or of another job that writes here.
+        """
+        if self._manifest is None:
+            return
+        folder = self._staging.folder
+        for rank, nbytes in self._manifest.nbytes.items():
+            path = folder / file_name(rank)
+            while not path.exists() and self._waits():
+                time.sleep(_PATIENCE)
+            RankFile(path, self._id, nbytes)
+        write_manifest(folder, self._encoded)
+        self._staging.complete()
+
     def _finish(self, write: Callable[[], None], complete: Callable[[], None]) -> None:
         self._ranks.alike(write, f"the writing of checkpoint '{self.path}'")
         self._appears_by = time.monotonic() + _DELAY
@@ -122,7 +168,7 @@ class PendingSave:
     @torch.no_grad()
     def _run(self) -> None:
         try:
-            self._writing.write()
+            self._write()
         except BaseException as error:
             self._write_error = error
         self._written.set()
@@ -130,7 +176,7 @@ class PendingSave:
             return
         try:
             with self._staging:
-                self._writing.complete(self._waits)
+                self._complete()
         except BaseException as error:
             self._complete_error = error
 
@@ -175,3 +221,15 @@ def wait_for_memory(model: nn.Module) -> None:
 def _take_and_free(sizes: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
     with suppress(RuntimeError):  # no memory: the save itself says so
         _ = [page_locked(shape, dtype) for shape, dtype in sizes]
+
+
+def page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Host memory that a device copies to by itself. Torch keeps it for the next tensor of its size."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_cpu:
+        plain = tensor.resolve_conj().resolve_neg()
+        return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return page_locked(tensor.shape, dtype).copy_(tensor.to(dtype), non_blocking=True)

@@ -6,7 +6,7 @@
 Each rank writes a safetensors file of its own slices. Follow a save: the wrapper says what this rank holds
 (``source.py``, ``wrapper_source.py``); every rank makes ``Part``s of it (``model.py``, ``optimizer.py``); where several
 ranks hold the same elements, the first rank says which rank writes them (``files/assignment.py``); the ranks write
-(``writing.py``, ``files/rank_file.py``), perhaps in a thread (``background.py``); the first rank adds the manifest
+(``files/rank_file.py``), perhaps in a thread (``background.py``); the first rank adds the manifest
 (``files/manifest.py``) and renames the folder (``files/folder.py``). A load goes the other way: it opens the files and
 checks all it can before it changes the model, and then each rank reads its parts (``files/opened.py``).
 """
@@ -35,7 +35,6 @@ from .on_demand import OnDemand
 from .optimizer import OptimizerLoad, describe_optimizer, describe_updates
 from .ranks import check_same_call
 from .wrapper_source import check_saved_once, source_of
-from .writing import Writing
 
 __all__ = ["load_checkpoint", "prepare_background_saves", "save_checkpoint"]
 
@@ -101,19 +100,19 @@ def save_checkpoint(
             prepare, lambda prepared: prepared[1], f"the preparation of checkpoint '{target}'"
         )
 
-        def plan() -> Writing:
+        def plan() -> PendingSave:
             writers = assign([notes.parts for notes in all_notes])
             manifest = None
             if ranks.leads:
                 manifest = make_manifest(writers, all_notes, sets, saved, written_extra, save_id)
-            return Writing(staging, save_id, ranks.place, _chosen(parts, writers, ranks.place), manifest)
+            return PendingSave(staging, ranks, save_id, _chosen(parts, writers, ranks.place), manifest)
 
-        writing = ranks.alike(plan, f"the plan of checkpoint '{target}'")
-        pending = PendingSave(target, ranks, writing)
+        pending = ranks.alike(plan, f"the plan of checkpoint '{target}'")
         if background:
             wait_for_memory(model)
-            ranks.alike(writing.copy_to_host, f"the copying of checkpoint '{target}'")
-            pending.start(model, stack.pop_all())
+            ranks.alike(pending.copy_to_host, f"the copying of checkpoint '{target}'")
+            stack.pop_all()
+            pending.start(model)
         else:
             pending.write_now()
     return pending

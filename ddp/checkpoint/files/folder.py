@@ -74,13 +74,13 @@ class Staging:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._mark: TextIO | None = None
 
     @property
     def folder(self) -> Path:
         """The folder to write into."""
-        return incomplete(self._path)
+        return incomplete(self.path)
 
     def begin(self) -> None:
         """Make the empty folder. A complete checkpoint of a save that died is moved to ``path`` first; its other files
@@ -89,7 +89,7 @@ class Staging:
         Raises ``FileExistsError`` where ``path``, or a folder beside it, holds something else than a checkpoint, and
         where another save is writing.
         """
-        path = self._path
+        path = self.path
         if path == Path.cwd():
             raise FileExistsError(
                 f"'{path}' is the working directory, and a save replaces its folder: save to a folder in it"
@@ -117,7 +117,7 @@ class Staging:
 
     def complete(self) -> None:
         """Rename the finished folder to ``path``; then delete the previous checkpoint."""
-        path = self._path
+        path = self.path
         _sync_folder(self.folder)
         if _is_free(path):
             if path.exists():

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint import background
+from maingrad.ddp.checkpoint.background import PendingSave
 from maingrad.ddp.checkpoint.files import folder as checkpoint_folder
 from maingrad.ddp.checkpoint.files.boxes import Parts, parts_of_range
 from maingrad.ddp.checkpoint.files.folder import Staging
-from maingrad.ddp.checkpoint.writing import Writing
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -353,8 +353,8 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -
 
 
 STAGES = {
-    "tensors": "maingrad.ddp.checkpoint.writing.Writing.complete",
-    "manifest": "maingrad.ddp.checkpoint.writing.write_manifest",
+    "tensors": "maingrad.ddp.checkpoint.background.PendingSave._complete",
+    "manifest": "maingrad.ddp.checkpoint.background.write_manifest",
     "move": "maingrad.ddp.checkpoint.files.folder.Staging.complete",
 }
 
@@ -448,16 +448,16 @@ def save_where_rank_1_cannot_write(folder: Path) -> str:
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_replaced(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Writing.write
+    original = PendingSave._write
 
-    def full(writing: Writing) -> None:
-        if writing.rank == 1:
+    def full(pending: PendingSave) -> None:
+        if dist.get_rank() == 1:
             raise OSError("No space left on device")
-        original(writing)
+        original(pending)
 
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr(Writing, "write", full)
+        patch.setattr(PendingSave, "_write", full)
         errors = simulate(save_where_rank_1_cannot_write, 3, checkpoint)
     assert set(errors) == {"OSError: No space left on device (on rank 1)"}
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
@@ -465,15 +465,15 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_replaced(
 
 def test_files_on_disks_of_their_own_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank does not see the files of the other ranks."""
-    original = Writing.write
+    original = PendingSave._write
 
-    def elsewhere(writing: Writing) -> None:
-        if writing.rank == 1:
-            writing.staging = Staging(tmp_path / "disk of rank 1")
-            writing.staging.folder.mkdir()
-        original(writing)
+    def elsewhere(pending: PendingSave) -> None:
+        if dist.get_rank() == 1:
+            pending._staging = Staging(tmp_path / "disk of rank 1")
+            pending._staging.folder.mkdir()
+        original(pending)
 
-    monkeypatch.setattr(Writing, "write", elsewhere)
+    monkeypatch.setattr(PendingSave, "_write", elsewhere)
     monkeypatch.setattr(background, "_DELAY", 0.1)
     errors = simulate(save_where_rank_1_cannot_write, 2, tmp_path / "c")
     assert errors[0] == errors[1]
@@ -501,19 +501,19 @@ def test_a_model_in_torchs_wrapper_is_refused_on_all_ranks(tmp_path: Path) -> No
 
 def save_while_another_rank_does(path: Path) -> str:
     """Rank 1 starts its save while rank 0 is saving."""
-    original = Writing.write
+    original = PendingSave._write
 
-    def slow(writing: Writing) -> None:
+    def slow(pending: PendingSave) -> None:
         dist.barrier()
         dist.barrier()
-        original(writing)
+        original(pending)
 
     if dist.get_rank() == 0:
-        Writing.write = slow  # type: ignore[method-assign]
+        PendingSave._write = slow  # type: ignore[method-assign]
         try:
             return save_a_bare_model(path, "plain")
         finally:
-            Writing.write = original  # type: ignore[method-assign]
+            PendingSave._write = original  # type: ignore[method-assign]
     dist.barrier()
     said = save_a_bare_model(path, "plain")
     dist.barrier()

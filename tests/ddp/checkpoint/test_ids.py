@@ -17,11 +17,11 @@ from loops import assert_same, weights
 from torch import nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint.background import PendingSave
 from maingrad.ddp.checkpoint.files import folder, opened
 from maingrad.ddp.checkpoint.files.folder import MARK_FILE
 from maingrad.ddp.checkpoint.files.manifest import Manifest
 from maingrad.ddp.checkpoint.files.opened import OpenedCheckpoint
-from maingrad.ddp.checkpoint.writing import Writing
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
 
@@ -299,14 +299,16 @@ def test_two_jobs_that_write_to_one_path_in_the_background_are_told(
         save_checkpoint(tmp_path / "other", *build(torch.bfloat16, **ZERO1))
 
     simulate(save, 2)
-    original = Writing.write
+    original = PendingSave._write
 
-    def write(writing: Writing) -> None:
-        original(writing)
-        name = "rank-00001.safetensors"
-        if (writing.staging.folder / name).exists():
-            shutil.copy(tmp_path / "other" / name, writing.staging.folder / name)
+    def write(pending: PendingSave) -> None:
+        if pending._ranks.place == 1:
+            name = "rank-00001.safetensors"
+            copy = shutil.copy(tmp_path / "other" / name, pending._staging.folder / f"{name}.tmp")
+            Path(copy).rename(pending._staging.folder / name)  # as a save does: no other rank sees a part of the file
+        else:
+            original(pending)
 
-    monkeypatch.setattr(Writing, "write", write)
+    monkeypatch.setattr(PendingSave, "_write", write)
     simulate(save_in_the_background_beside, 2, tmp_path / "c", tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["other"]

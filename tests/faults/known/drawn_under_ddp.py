@@ -137,8 +137,8 @@ FAULTS = [
         tests=["tests/ddp/checkpoint/test_ids.py::test_two_jobs_that_write_to_one_path_in_the_background_are_told"],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.writing",
-                "Writing.complete",
+                "maingrad.ddp.checkpoint.background",
+                "PendingSave._complete",
                 "RankFile(path, self._id, nbytes)",
                 "pass",
             ),

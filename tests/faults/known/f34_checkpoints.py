@@ -295,7 +295,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.writing",
+                "maingrad.ddp.checkpoint.background",
                 "_host_copy",
                 "return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)",
                 "return tensor",

@@ -12,7 +12,7 @@ FAULTS = [
                 "maingrad.ddp.checkpoint.checkpoint",
                 "save_checkpoint",
                 "pending.write_now()",
-                "pending.start(model, stack.pop_all()) or finish_pending(model)",
+                "pending.start(model) or stack.pop_all() and finish_pending(model)",
             ),
         ],
     ),
