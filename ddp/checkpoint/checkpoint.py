@@ -234,4 +234,4 @@ def _as_json(extra: Any) -> Any:
     try:
         return json.loads(json.dumps(extra, indent=1))
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra must be something that JSON holds, in a few hundred levels ({error})") from None
+        raise TypeError(f"extra must be something that JSON holds ({error})") from None

@@ -220,7 +220,7 @@ def check_model(manifest: Manifest, holding: Holding, sets: ExpertSets) -> None:
 
 
 def _described(is_buffer: bool, shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"a {'buffer' if is_buffer else 'parameter'}, {dtype_name(dtype)} {list(shape)}"
+    return f"a {'buffer' if is_buffer else 'parameter'} of {dtype_name(dtype)} {list(shape)}"
 
 
 def _in_words(names: list[str]) -> str:

@@ -16,7 +16,7 @@ import re
 import weakref
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,9 +85,7 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
         with staging.open("wb") as file:
             file.write(_head(_of(save_id, path), entries, checksums))
             for name, (part, section, dtype) in zip(entries, in_order, strict=True):
-                content = _bytes_of(parts[part][section].to(dtype))
-                checksums[name] = zlib.crc32(content)
-                file.write(content)
+                checksums[name] = _append(file, _bytes_of(parts[part][section].to(dtype)))
             file.seek(0)
             file.write(_head(_of(save_id, path), entries, checksums))
             file.flush()
@@ -95,6 +93,12 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
     except OSError as error:  # the error of a write does not name the file
         raise OSError(error.errno, error.strerror, str(staging)) from error
     staging.replace(path)
+
+
+def _append(file: BinaryIO, content: Any) -> int:
+    """Write the bytes. Returns their checksum."""
+    file.write(content)
+    return zlib.crc32(content)
 
 
 def check_size(path: Path, nbytes: int) -> None:
@@ -242,4 +246,5 @@ def _head(of: str, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:
 def _bytes_of(tensor: Tensor) -> Any:
     """The tensor's elements, row by row, as a buffer of bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy()
+    # A dim of one element may have any stride, and view() wants 1.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()

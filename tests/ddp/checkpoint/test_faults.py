@@ -210,9 +210,12 @@ MISFITS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "unknown": (lambda: with_changes(drop_parameter), "the checkpoint's 'cube' is not in the model"),
     "shape": (
         lambda: with_changes(reshape_parameter),
-        r"'cube' is a parameter, bfloat16 \[3, 5, 14\] in the model and a parameter, bfloat16 \[3, 5, 2, 7\] in the",
+        r"'cube' is a parameter of bfloat16 \[3, 5, 14\] in the model and a parameter of bfloat16 \[3, 5, 2, 7\]",
     ),
-    "dtype": (lambda: with_changes(widen_parameter), r"'cube' is float32 \[3, 5, 2, 7\] in the model and bfloat16"),
+    "dtype": (
+        lambda: with_changes(widen_parameter),
+        r"'cube' is a parameter of float32 \[3, 5, 2, 7\] in the model and a parameter of bfloat16",
+    ),
     "frozen": (lambda: with_changes(freeze_parameter), "parameter 'cube' is frozen, and the checkpoint has optimizer"),
     "thawed": (lambda: with_changes(thaw_parameter), "parameter 'fixed' is in parameter group 0 and was frozen"),
     "buffer": (lambda: with_changes(add_buffer), "the model's 'more' is not in the checkpoint"),
@@ -246,7 +249,7 @@ def test_a_checkpoint_of_another_model_is_named_with_the_remedy(tmp_path: Path) 
     save_checkpoint(tmp_path / "run", torch.nn.Linear(4, 4))
     other = torch.nn.Linear(4, 6)
     before = other.weight.clone()
-    named = f"checkpoint '{tmp_path}/run' does not fit this model: parameter 'weight' is "
+    named = f"checkpoint '{tmp_path}/run' does not fit this model: 'weight' is a parameter of "
     remedy = "load it into a model that is built as the saved one was, or begin a new run in another folder"
     with pytest.raises(ValueError, match=f"^{named}.*; {remedy}$"):
         load_checkpoint(tmp_path / "run", other)
@@ -572,7 +575,7 @@ def test_an_entry_of_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
     data.write_bytes(content)
     path.write_text(re.sub("float32", "int32", re.sub(r'm": \d+', 'm": null', path.read_text())))
     with pytest.raises(
-        ValueError, match=r"'weight' is a parameter, float32 \[4, 4\] in the model and a parameter, int32 \[4, 4\]"
+        ValueError, match=r"'weight' is a parameter of float32 \[4, 4\] in the model and a parameter of int32 \[4, 4\]"
     ):
         load_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
 
@@ -581,9 +584,7 @@ def test_extra_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     extra: Any = []
     for _ in range(100_000):
         extra = [extra]
-    with pytest.raises(
-        TypeError, match=r"extra must be something that JSON holds, in a few hundred levels .*recursion"
-    ):
+    with pytest.raises(TypeError, match=r"extra must be something that JSON holds .*recursion"):
         save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra=extra)
     assert not list(tmp_path.iterdir())
 
