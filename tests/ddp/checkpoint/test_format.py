@@ -182,6 +182,23 @@ def test_the_manifest_of_a_thousand_ranks_can_be_read_again() -> None:
     assert sum(manifest.nbytes.values()) == numel * 14
 
 
+LOADS_WITH_FEW_FILES = """
+import resource, sys
+import torch
+from maingrad.ddp import load_checkpoint
+model = torch.nn.Linear(64, 64)
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+load_checkpoint(sys.argv[1], model)
+"""
+
+
+def test_more_files_are_read_than_a_process_may_open_at_first(tmp_path: Path) -> None:
+    simulate(lambda: save_checkpoint(tmp_path / "c", fully_shard(nn.Linear(64, 64))), 40)
+    assert len(list((tmp_path / "c").glob("rank-*"))) > 32
+    done = run_python("-c", LOADS_WITH_FEW_FILES, tmp_path / "c")
+    assert done.returncode == 0, done.stderr
+
+
 # ---- Kinds of elements. ----
 
 

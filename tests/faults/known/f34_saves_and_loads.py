@@ -76,4 +76,17 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "34zw-a-load-opens-no-more-files-than-are-usual",
+        sentence="A checkpoint of more ranks than a process may open files cannot be read by one process.",
+        tests=["tests/ddp/checkpoint/test_format.py::test_more_files_are_read_than_a_process_may_open_at_first"],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.files.opened",
+                "_open",
+                "_allow_open_files(len(sizes))",
+                "_allow_open_files(0)",
+            ),
+        ],
+    ),
 ]
