@@ -126,7 +126,7 @@ class RankFile:
         try:
             length = int.from_bytes(os.pread(self.descriptor, 8, 0), "little")
             self._begin = 8 + length
-            entries = json.loads(os.pread(self.descriptor, min(length, _LONGEST_HEADER), 8))
+            entries = json.loads(os.pread(self.descriptor, min(length, path.stat().st_size, _LONGEST_HEADER), 8))
             metadata = entries.pop("__metadata__")
             found = metadata[_OF]
             self._checksums = dict(zip(sorted(entries), metadata[_CHECKSUMS].split(), strict=True))
@@ -148,7 +148,7 @@ class RankFile:
             found = self._entries[name]
             start = operator.index(found["data_offsets"][0])
             expected = _described(box, dtype, start)
-            if found != expected or start < 0:
+            if found != expected or not 0 <= start < 2**62:
                 raise ValueError(f"it is {found} there, and {expected} in the manifest")
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"'{self.path}' is damaged where '{name}' lies ({_say(error)})") from None
@@ -176,8 +176,8 @@ class Entry(NamedTuple):
         """
         target = self._target()
         if target is not None:
-            self._fill(target)
             torch.autograd.graph.increment_version(target)  # optimizers compare versions
+            self._fill(target)
             return
         elements = torch.empty(self.box.sizes, dtype=self.dtype, device="cpu")
         self._fill(elements)

@@ -267,7 +267,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
                 "RankFile.find",
-                "if found != expected or start < 0:",
+                "if found != expected or not 0 <= start < 2**62:",
                 'if found["shape"] != expected["shape"]:',
             ),
         ],
