@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -138,7 +138,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     target, _, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "load_checkpoint")
     sets = ExpertSets(*experts)
 
-    def prepare() -> _Load:
+    def prepare() -> tuple[OpenedCheckpoint, OptimizerLoad | None, OnDemand]:
         holding = source.hold(optimizer, saving=False)
         state: OptimizerLoad | None = None
         on_demand: OnDemand
@@ -163,11 +163,11 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
                 parts |= state.parts
             return parts
 
-        return _Load(open_checkpoint(target, choose), state, on_demand)
+        return open_checkpoint(target, choose), state, on_demand
 
     for _ in range(MOST_TRIES):
-        load, ids = ranks.alike_telling(
-            prepare, lambda load: load.opened.manifest.save_id, f"the opening of checkpoint '{target}'"
+        (opened, state, on_demand), ids = ranks.alike_telling(
+            prepare, lambda load: load[0].manifest.save_id, f"the opening of checkpoint '{target}'"
         )
         if len(set(ids)) == 1:
             break
@@ -176,15 +176,15 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             f"ranks opened different checkpoints at '{target}', {MOST_TRIES} times: load it when nothing saves there"
         )
     try:
-        ranks.alike(load.opened.read, f"the reading of checkpoint '{target}'")
+        ranks.alike(opened.read, f"the reading of checkpoint '{target}'")
     except Exception as error:
         cause = error.__cause__ if isinstance(error, CollectiveError) else error
         raise saying(error, "; the model is partly overwritten, do not go on with it") from cause
-    load.on_demand.finish()
-    if load.state is not None:
-        load.state.finish()
+    on_demand.finish()
+    if state is not None:
+        state.finish()
     source.loaded(optimizer)
-    return load.opened.manifest.extra
+    return opened.manifest.extra
 
 
 @torch.no_grad()
@@ -219,14 +219,6 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
 def _chosen(parts: Parts, writers: Mapping[Part, int], rank: int) -> Parts:
     """Those that this rank writes."""
     return {part: data for part, data in parts.items() if writers[part] == rank}
-
-
-class _Load(NamedTuple):
-    """A checked load, before the tensors are read."""
-
-    opened: OpenedCheckpoint
-    state: OptimizerLoad | None
-    on_demand: OnDemand
 
 
 def _as_json(extra: Any) -> Any:

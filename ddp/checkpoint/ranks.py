@@ -13,7 +13,7 @@ from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
 from .files.manifest import new_id
 
-__all__ = ["CheckpointRanks", "SameCall", "check_same_call"]
+__all__ = ["CheckpointRanks", "check_same_call"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -67,26 +67,17 @@ class CheckpointRanks(NamedTuple):
         return alike_telling(action, telling, self.axes, self.failures, what)
 
 
-class SameCall(NamedTuple):
-    """A save or a load, after the ranks have compared their calls."""
-
-    path: Path
-    """Absolute."""
-    id: str
-    """An id that no other call has."""
-    expert_set: int
-    """Which set of experts this rank holds; -1: none. 0 where all ranks hold the same."""
-    num_expert_sets: int
-
-
 def check_same_call(
     path: str | os.PathLike[str],
     optimizer: object,
     ranks: CheckpointRanks,
     expert_axes: Sequence[dist.ProcessGroup] | None,
     what: str,
-) -> SameCall:
-    """Raises ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none.
+) -> tuple[Path, str, int, int]:
+    """The absolute path, an id that no other call has, which set of experts this rank holds, and the number of sets.
+
+    The set is -1 on a rank without experts, and 0 where all ranks hold the same. Raises ``ValueError`` on all ranks
+    unless they were given one path, and all an optimizer or none.
 
     expert_axes  groups that join the ranks with the same experts; None: all ranks hold the same
     what         name of the call, for errors
@@ -113,4 +104,4 @@ def check_same_call(
         raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
     known = sorted({*all_experts} - {-1})
     place = (known.index(experts) if experts >= 0 else -1, len(known)) if len(known) > 1 else (0, 1)
-    return SameCall(Path(paths[0]), ids[0], *place)
+    return Path(paths[0]), ids[0], *place

@@ -341,7 +341,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.checkpoint",
                 "load_checkpoint",
-                "load.on_demand.finish()",
+                "on_demand.finish()",
                 "",
             ),
         ],
