@@ -57,8 +57,7 @@ class Batch(NamedTuple):
         return self._with(lambda part: part.to(device))
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        positions = None if self.positions is None else change(self.positions)
-        return Batch(change(self.inputs), change(self.targets), positions)
+        return Batch(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
 
 
 class Body(NamedTuple):

@@ -139,7 +139,7 @@ def _build(config: ModelConfig, folder: str, seed: int, device: torch.device, *,
     """The model of ``transformers``. Values are read or drawn on the CPU, so that a seed means the same everywhere."""
     classes = transformers_package().AutoModelForCausalLM
     settings = load_settings(folder, trust_remote_code=config.trust_remote_code)
-    options: dict[str, Any] = {"dtype": config.torch_dtype, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {"dtype": config.dtype("param_dtype"), "trust_remote_code": config.trust_remote_code}
     if config.attention is not None:
         options["attn_implementation"] = config.attention
     stored = {"config": settings, "local_files_only": True, "use_safetensors": True, **options}

@@ -13,12 +13,11 @@ from statistics import median
 from typing import Any, get_type_hints
 
 from ...ddp.checkpoint.files.small_file import open_small_file
-from ...ddp.collectives.timeline import BackwardSpan, BucketSpan, ForwardSpan, GatherSpan, PhaseSpan, WaitSpan
 from ..config.file import flat, structure_of_run
 from ..config.run import Config, ConfigError
 from ..plan.model_flops import flops_per_token, peak_tflops
 from ..plan.plan import RunPlan, plan_run
-from ..training.metrics import numbered_records
+from ..training.metrics import SPANS, numbered_records
 from .overlap import BucketTimes, bucket_times, hidden_share
 
 __all__ = ["Point", "Record", "RunFolder", "plain", "read_runs"]
@@ -37,15 +36,6 @@ _ALL_NUMBERS = ("step", "validation")
 """Kinds of records whose fields are numbers or null: NaN and infinity are recorded as null."""
 _NUMBERS = {"step", "world_size", "num_parameters", "seconds", "bigram_loss", "nats_below_bigram", "peak_memory_bytes"}
 """Those of other kinds."""
-_SPANS = {
-    "forwards": ForwardSpan,
-    "backwards": BackwardSpan,
-    "buckets": BucketSpan,
-    "gathers": GatherSpan,
-    "waits": WaitSpan,
-    "phases": PhaseSpan,
-}
-"""Kinds of spans in a ``timeline`` record."""
 
 
 class RunFolder:
@@ -292,7 +282,7 @@ def _mend(record: Record) -> Iterator[tuple[str, Any]]:
             record[name] = None
             if value is not None or name == "loss":
                 yield f"{name} of a {kind} record is no number", value
-    for spans, span_type in _SPANS.items() if kind == "timeline" else ():
+    for spans, span_type in SPANS.items() if kind == "timeline" else ():
         found, record[spans] = record.get(spans) or [], []
         fields = get_type_hints(span_type)
         for span in found if isinstance(found, list) else [found]:

@@ -74,8 +74,7 @@ class SimulatedWork(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def block_current_stream(self) -> None:
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         return all(self._group.scheduler.poll(self._group.own_rank(), pending) for pending in self._pending)
@@ -95,8 +94,7 @@ class SimulatedWork(dist.Work):
             raise RuntimeError("source_rank() is known for a receive that has completed only")
         return transfer.source
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def get_future(self) -> Any:
         # Inside a backward C++ code may wait for the future (torch's DDP does), and a wait in C++ cannot pass the

@@ -1,7 +1,6 @@
 """What a run trains, and on what: the model, the sampler of sequences, the validation set."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -69,7 +68,7 @@ def load_recipe(config: Config, device: torch.device) -> Recipe | None:
     recipe = recipe_named(settings.recipe, emulate=settings.emulate_recipe)
     try:
         if recipe is not None:
-            takes_recipe(recipe, torch.empty(1, dtype=config.model.torch_dtype, device=device), "train.recipe")
+            takes_recipe(recipe, torch.empty(1, dtype=config.model.dtype("param_dtype"), device=device), "train.recipe")
     except RuntimeError as error:
         raise ConfigError(f"{error}; set train.emulate_recipe = true") from None
     return recipe
@@ -90,11 +89,12 @@ def make_sampler(config: Config, corpus: Corpus) -> Sampler:
 
 def validation_batch(config: Config, corpus: Corpus) -> Batch:
     """The validation set: with weights, each path has its share of the sequences, and one at least."""
+    settings, documents = config.train, config.data.documents
     weights = config.data.weights if len(corpus.validation_bodies) > 1 else (1.0,)
-    options: dict[str, Any] = {
-        "sequence_length": config.train.sequence_length,
-        "documents": config.data.documents,
-    }
-    counts = [max(1, round(config.train.eval_sequences * weight / sum(weights))) for weight in weights]
-    parts = zip(corpus.validation_bodies, counts, strict=True)
-    return concatenated([validation_windows(body, count=count, **options) for body, count in parts])
+    counts = [max(1, round(settings.eval_sequences * weight / sum(weights))) for weight in weights]
+    return concatenated(
+        [
+            validation_windows(body, count=count, sequence_length=settings.sequence_length, documents=documents)
+            for body, count in zip(corpus.validation_bodies, counts, strict=True)
+        ]
+    )

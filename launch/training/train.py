@@ -28,9 +28,9 @@ from .run_state import RunSaver, resume_run, where_to_resume, write_resolved
 from .runtime import Runtime, current_runtime, peak_nbytes
 from .signals import StopRequest
 from .watching.profiling import StepProfiler
-from .watching.progress import Display, Status, format_rate, make_display
+from .watching.progress import Display, Status, format_rate
 from .watching.trackers import check_packages, trackers_of
-from .wrapping import wrap
+from .wrapping import Wrapped
 
 __all__ = ["TrainResult", "train"]
 
@@ -69,13 +69,15 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     runtime = current_runtime(config.train.device)
     out_dir = Path(config.train.out_dir)
     metrics = MetricsWriter(out_dir / "metrics.jsonl" if runtime.is_main else None)
-    display = display or make_display(is_main=runtime.is_main)
+    display = display or Display(is_main=runtime.is_main)
     trainer = _Trainer(config, runtime, metrics, stop or StopRequest(), display)
     if runtime.is_main:
         write_resolved(config, runtime.world_size)
     try:
-        with trainer.profiler:
+        try:
             return trainer.run()
+        finally:
+            trainer.profiler.stop("-failed")
     finally:
         trainer.saver.give_up()
         trainer.recorder.close()
@@ -109,7 +111,7 @@ class _Trainer:
         resume_from = where_to_resume(config)
         self.module = load_model(config, runtime)
         check_tokens(self.windows.largest, self.module.vocab_size)
-        self.wrapped = wrap(self.module, config, runtime.device)
+        self.wrapped = Wrapped(self.module, config, runtime.device)
         self.model = self.wrapped.model
         if isinstance(self.module, HuggingFaceModel) and config.data.documents == "mask":
             check_documents(self.module, runtime.device)
@@ -122,7 +124,7 @@ class _Trainer:
         """False if an interrupted run ended before the validation that was due."""
         if resume_from is not None:
             self.validated = resume_run(resume_from, config, pace, self.wrapped, self.scheduler, self.digests)
-            metrics.resume(pace.step)
+            metrics.resumed_at = pace.step
             display.message(f"goes on from '{resume_from}', after step {pace.step}")
             if pace.fraction >= 1.0:
                 display.message(
@@ -170,6 +172,7 @@ class _Trainer:
                 validation_loss = self._validate()
             self._save(is_over=pace.fraction >= 1.0 or interrupted)
         seconds = time.monotonic() - self.start
+        self.profiler.stop()
         self.saver.finish()
         self.recorder.close()
         self._conclude(validation_loss, bigram, seconds, interrupted=interrupted)

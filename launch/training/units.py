@@ -29,12 +29,12 @@ def units_of(model: LanguageModel, settings: ModelConfig, fsdp: FsdpConfig) -> I
     """
     keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
     policy = MixedPrecisionPolicy(
-        param_dtype=settings.torch_dtype,
-        grad_dtype=fsdp.torch_grad_dtype,
-        reduce_dtype=fsdp.torch_reduce_dtype,
+        param_dtype=settings.dtype("param_dtype"),
+        grad_dtype=fsdp.dtype("grad_dtype"),
+        reduce_dtype=fsdp.dtype("reduce_dtype"),
         cast_forward_inputs=False,
     )
-    of_router = dataclasses.replace(policy, param_dtype=settings.torch_router_dtype)
+    of_router = dataclasses.replace(policy, param_dtype=settings.dtype("router_dtype"))
     for block in model.blocks:
         if keeps_router and isinstance(block.ffn, MixtureOfExperts):
             yield PlannedUnit(block.ffn.router, of_router)

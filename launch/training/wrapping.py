@@ -30,7 +30,7 @@ from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.parallelize import shard_units
 from .units import units_of
 
-__all__ = ["HeldParameter", "Wrapped", "wrap"]
+__all__ = ["HeldParameter", "Wrapped"]
 
 
 class HeldParameter(NamedTuple):
@@ -45,7 +45,7 @@ class HeldParameter(NamedTuple):
 
 
 class Wrapped:
-    """What the training loop needs of a model and its optimizer.
+    """A model, wrapped or sharded as ``config.parallel`` says, and its optimizer. Making one is collective.
 
     module  on ``device``, in ``config.model.param_dtype``. A model of Hugging Face that is to be sharded has values on
             the first rank, and may be on meta elsewhere
@@ -71,7 +71,7 @@ class Wrapped:
             self._max_norm = limit
             holder: Any = root_of(self.model)
         else:
-            self.model = holder = DistributedDataParallel(module, config.wrapper_config)
+            self.model = holder = DistributedDataParallel(module, config.ddp)
             self.optimizer = _optimizer_of(self.model, config.optimizer, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures
         """Describes failed collectives."""
@@ -132,11 +132,6 @@ class Wrapped:
                     yield pair.sharded.shard.name, pair.whole
                 with torch.no_grad():
                     module.reshard()
-
-
-def wrap(module: LanguageModel, config: Config, device: torch.device) -> Wrapped:
-    """Wrap or shard the model and create its optimizer, as ``config.parallel`` says. Collective over all ranks."""
-    return Wrapped(module, config, device)
 
 
 def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSDPModule:

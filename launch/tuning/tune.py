@@ -28,9 +28,10 @@ __all__ = [
     "GROUPED_SHAPES",
     "ColdRow",
     "Timing",
-    "Tuning",
     "cold_rows",
     "fastest",
+    "plan_work",
+    "run_tune",
     "tune",
     "write_tuning",
 ]
@@ -76,36 +77,47 @@ class Timing(NamedTuple):
     ms: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """What is tuned; the defaults are the shipped table's."""
+def plan_work(ops: Sequence[str], shapes: Sequence[str]) -> list[tuple[Shape, tuple[str, ...]]]:
+    """Each shape with its operations. Raises ``ConfigError`` for a text that is no shape, and for no work.
 
-    ops: tuple[str, ...] = (*GROUPED_OPS, *DENSE_OPS)
-    """Operations. Those whose names begin with wgrad_ take shapes of one expert, the others shapes of several."""
-    shapes: tuple[str, ...] = ()
-    """Shapes as EXPERTSxROWSxNxK; one expert: a dense layer. None: the shipped table's shapes."""
+    ops     operations, none: all. Those whose names begin with wgrad_ take shapes of one expert, the others of several
+    shapes  as EXPERTSxROWSxNxK; one expert: a dense layer. None: those of the shipped table
+    """
+    known = (*GROUPED_OPS, *DENSE_OPS)
+    for op in ops:
+        if op not in known:
+            raise ConfigError(f"--ops: '{op}' has no table; choose from {', '.join(known)}")
+    chosen = tuple(map(parse_shape, shapes)) or (*GROUPED_SHAPES, *DENSE_SHAPES)
+    work = [(each, tuple(op for op in ops or known if (op in DENSE_OPS) == (each[0] == 1))) for each in chosen]
+    found = [(shape, ops) for shape, ops in work if ops]
+    if not found:
+        raise ConfigError("--ops and --shapes leave nothing to tune: dense operations need shapes of one expert")
+    return found
 
-    def work(self) -> list[tuple[Shape, tuple[str, ...]]]:
-        """Each shape with its operations. Raises ``ConfigError`` for a text that is no shape, and for no work."""
-        for op in self.ops:
-            if op not in (*GROUPED_OPS, *DENSE_OPS):
-                raise ConfigError(f"--ops: '{op}' has no table; choose from {', '.join((*GROUPED_OPS, *DENSE_OPS))}")
-        shapes = tuple(map(parse_shape, self.shapes)) or (*GROUPED_SHAPES, *DENSE_SHAPES)
-        work = [(each, tuple(op for op in self.ops if (op in DENSE_OPS) == (each[0] == 1))) for each in shapes]
-        if not any(ops for _, ops in work):
-            raise ConfigError("--ops and --shapes leave nothing to tune: dense operations need shapes of one expert")
-        return [(shape, ops) for shape, ops in work if ops]
+
+def run_tune(ops: Sequence[str], shapes: Sequence[str], folder: Path) -> None:
+    """The command ``maingrad tune``: measure what ``plan_work`` says, write the table, print what cold starts cost."""
+    work = plan_work(ops, shapes)
+    if not torch.cuda.is_available():
+        raise ConfigError("tune measures configurations of kernels on a GPU, and torch sees no CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = cold_rows(tune(work, device, folder, print), device)
+    if rows:
+        print(write_cold_report(rows, folder))
 
 
 def tune(
-    tuning: Tuning, device: torch.device, folder: Path, log: Callable[[str], None] = lambda _: None
+    work: Iterable[tuple[Shape, Sequence[str]]],
+    device: torch.device,
+    folder: Path,
+    log: Callable[[str], None] = lambda _: None,
 ) -> list[Timing]:
     """Time every candidate, then time the three fastest of each problem again in turns. Raises for wrong results.
 
     Files are written after each shape, so that a stopped run leaves its results.
     """
     timings: list[Timing] = []
-    for shape, ops in tuning.work():
+    for shape, ops in work:
         timings += _tune_shape(shape, ops, device, log)
         write_tuning(timings, device, folder)
         if device.type == "cuda":

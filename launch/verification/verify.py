@@ -6,9 +6,8 @@ program's own doing. 3. Each way (``ways.py``) runs the same parts (``judge.py``
 and the wrapper, or is the library's fault. Experiments find the cause of a difference (``experiments.py``).
 """
 
-import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import TracebackType
@@ -35,8 +34,6 @@ __all__ = [
     "Verification",
     "VerificationError",
     "WayResult",
-    "check_arguments",
-    "check_options",
     "verify",
 ]
 
@@ -82,7 +79,7 @@ def verify(
     output that is no loss, and for a model without trainable parameters. Raises what the program raises in plain
     PyTorch.
     """
-    check_options(ways, accept, ranks, num_microbatches)
+    _check_options(ways, accept, ranks, num_microbatches)
     program = Program(model, loss, step, seed)
     state = ProcessState.capture()
     try:
@@ -105,17 +102,7 @@ def _from_the_program_on(trace: TracebackType | None) -> TracebackType | None:
     return found or trace
 
 
-def check_arguments(target: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for an argument that ``verify`` does not have.
-
-    target  what has returned the arguments
-    """
-    unknown = sorted(set(arguments) - set(inspect.signature(verify).parameters))
-    if unknown:
-        raise ValueError(f"{target} returned a dict with '{unknown[0]}', which is no argument of verify")
-
-
-def check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
+def _check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
     """Raise ``ValueError`` for an unknown way or cause, or too few ways, ranks or microbatches."""
     for what, given, known in (("way", ways or (), list(WAYS)), ("cause", accept, list(Cause))):
         for each in given:
