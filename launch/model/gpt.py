@@ -185,14 +185,6 @@ class GPT(nn.Module):
             for matrix in parameter if parameter.dim() == 3 else [parameter]:
                 matrix.copy_(torch.randn(matrix.shape, device=matrix.device) * std)
 
-    def compile_blocks(self, backend: str = "inductor") -> None:
-        """Compile every block in place; call this before the model is wrapped or sharded. All blocks share graphs.
-
-        Blocks compile whole, and a graph break raises. The embedding, the last norm, the head and the loss stay eager.
-        """
-        for block in self.blocks:
-            block.compile(fullgraph=True, backend=backend)
-
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""

@@ -61,11 +61,6 @@ class HuggingFaceModel(nn.Module):
         found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return None if found is None else int(found)
 
-    def compile_blocks(self, backend: str = "inductor") -> None:
-        """Compile every decoder layer in place; call this before the model is wrapped or sharded."""
-        for block in self.blocks:
-            block.compile(backend=backend)
-
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean loss over those that count.
 

@@ -214,12 +214,11 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def _reduce(self, name: str, tensors: Any, reduce_op: Any, root: int | None) -> SimulatedWork:
         tensors = _as_list(tensors)
-        detail = reduce_op_name(reduce_op)
+        detail, operation = reduce_op_name(reduce_op), move.reduce
+        if root is not None:
+            detail, operation = f"{detail} to rank {self.shared.members[root]}", move.reduce_to_root
         payload = Payload(tensors, tensors, reduce_op, root or 0)
-        if root is None:
-            return self._join(describe_launch(name, tensors, detail), move.reduce, payload, list(tensors))
-        detail += f" to rank {self.shared.members[root]}"
-        return self._join(describe_launch(name, tensors, detail), move.reduce_to_root, payload, list(tensors))
+        return self._join(describe_launch(name, tensors, detail), operation, payload, list(tensors))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)

@@ -10,6 +10,7 @@ from ..config.error import ConfigError
 from ..config.run import Config
 from ..data.batches import Batch, Corpus, validation_windows
 from ..data.sequences import Sampler, concatenated
+from ..model.gpt import GPT
 from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model
 from ..model.recompute import recompute_blocks
 from .runtime import Runtime
@@ -57,8 +58,9 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
     )
     check_model(config, model)
     recompute_blocks(model.blocks, config)
-    if config.train.compile:
-        model.compile_blocks(config.train.compile_backend)
+    # The embedding, the last norm, the head and the loss stay eager. A graph break in a block of the GPT raises.
+    for block in model.blocks if config.train.compile else ():
+        block.compile(fullgraph=isinstance(model, GPT), backend=config.train.compile_backend)
     return model
 
 

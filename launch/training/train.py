@@ -176,15 +176,9 @@ class _Trainer:
         self.saver.finish()
         self.recorder.close()
         self._conclude(validation_loss, bigram, seconds, interrupted=interrupted)
+        is_main = self.runtime.is_main
         return TrainResult(
-            tuple(losses),
-            validation_loss,
-            bigram,
-            pace.step,
-            seconds,
-            interrupted,
-            self.runtime.is_main,
-            self.module,
+            tuple(losses), validation_loss, bigram, pace.step, seconds, interrupted, is_main, self.module
         )
 
     # ---- One step. ----

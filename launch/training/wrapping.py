@@ -57,6 +57,7 @@ class Wrapped:
             for owned in find_owned_params(module)
             if owned.param.requires_grad
         ]
+        self._module = module
         self._names = [name for name, _ in module.named_parameters()]
         self.model: DistributedDataParallel | FSDPModule
         """Called with tokens and targets."""
@@ -112,7 +113,7 @@ class Wrapped:
     def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
         """Copies of all parameters and buffers on the CPU, by name; empty unless ``wanted``. Collective."""
         found = {name: param.detach().to("cpu", copy=True) for name, param in self._whole_params() if wanted}
-        return found | {name: value.cpu() for name, value in _inside(self.model).named_buffers() if wanted}
+        return found | {name: value.cpu() for name, value in self._module.named_buffers() if wanted}
 
     def digest(self, *, wanted: bool) -> str | None:
         """SHA-256 of all parameters, to compare runs bit for bit; None unless ``wanted``. Collective."""
@@ -122,7 +123,7 @@ class Wrapped:
     def _whole_params(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name; one unit after the other is whole. Collective: take all of them on every rank."""
         if isinstance(self.model, DistributedDataParallel):
-            yield from self.model.module.named_parameters()
+            yield from self._module.named_parameters()
             return
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -168,10 +169,6 @@ _OPTIONS = (
 
 def _leave_to_first_rank(module: nn.Module) -> None:
     """The first rank has values, which ``fully_shard`` copies to the others."""
-
-
-def _inside(model: DistributedDataParallel | FSDPModule) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -> Any:

@@ -4,7 +4,6 @@ The report also says what a cold start costs: a shape without a row of its own g
 other shapes' rows. The cost is this configuration's time divided by the time of the shape's own fastest configuration.
 """
 
-import csv
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from ...kernels.tuning import COLUMNS, CUBLAS, Problem, TunedRow, gpu_name, near
 from ...kernels.wgrad import cublas_wgrad
 from ...kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from ..config.error import ConfigError
-from ..report.table import Column, machine, markdown_table, write_table
+from ..report.table import machine, markdown_table, write_csv, write_table
 from .problems import DENSE_OPS, GROUPED_OPS, GroupedOperands, Shape, parse_shape, provenance
 
 __all__ = [
@@ -276,16 +275,10 @@ def _row(timing: Timing, device: torch.device) -> TunedRow:
 def write_tuning(timings: Sequence[Timing], device: torch.device, folder: Path) -> None:
     """Write ``tuned.csv``, which ``load_tuning_table`` reads, and all timings to ``timings.csv``."""
     rows = [_row(timing, device) for timing in fastest(timings).values()]
-    tuned = [[row.gpu, *row.problem, row.config, row.ms, row.date, row.torch, row.triton] for row in rows]
-    every = [[*timing.problem, timing.config, f"{timing.ms:.4f}"] for timing in timings]
-    folder.mkdir(parents=True, exist_ok=True)
-    tables: dict[str, list[Iterable[Any]]] = {
-        "tuned": [COLUMNS, *tuned],
-        "timings": [[*Problem._fields, "config", "ms"], *every],
-    }
-    for name, lines in tables.items():
-        with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(lines)
+    tuned = [(row.gpu, *row.problem, row.config, row.ms, row.date, row.torch, row.triton) for row in rows]
+    write_csv(folder / "tuned.csv", [dict(zip(COLUMNS, line, strict=True)) for line in tuned])
+    every = [{**timing.problem._asdict(), "config": timing.config, "ms": f"{timing.ms:.4f}"} for timing in timings]
+    write_csv(folder / "timings.csv", every)
 
 
 def write_cold_report(rows: Sequence[ColdRow], folder: Path) -> str:
@@ -297,11 +290,15 @@ def write_cold_report(rows: Sequence[ColdRow], folder: Path) -> str:
         f"of single runs from a cold L2; the fastest of each shape measured in three rounds. Made by "
         f"`maingrad tune`, which also writes the table itself, `tuned.csv`, and every timing, `timings.csv`."
     )
-    columns: list[Column] = [
-        ("operation", "{row.op}"),
-        ("E, T, N, K", "{row.experts}, {row.rows}, {row.n}, {row.k}"),
-        ("ms", "{row.ms:.4f}"),
-        ("cold over tuned", "{row.cold_over_tuned:.3f}"),
-        ("configuration", "`{row.config}`"),
+    headings = ["operation", "E, T, N, K", "ms", "cold over tuned", "configuration"]
+    lines = [
+        [
+            row.op,
+            f"{row.experts}, {row.rows}, {row.n}, {row.k}",
+            f"{row.ms:.4f}",
+            f"{row.cold_over_tuned:.3f}",
+            f"`{row.config}`",
+        ]
+        for row in rows
     ]
-    return write_table(folder, "cold_starts", rows, "Cold starts", setting, markdown_table(rows, columns))
+    return write_table(folder, "cold_starts", rows, "Cold starts", setting, markdown_table(headings, lines))

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 
 from ...ddp.collectives.world import Ranks, WorldOfOne
 from ..parallelizing.blocks import default_units
+from ..simulation.simulate import frames_outside
 from ..simulation.state import ProcessState
 from .batches import count_rows, cut, own_copy
 from .comparison import Difference, Piece, allowed_between, distance, norm_of, off_in, pieces_of, total_norm
@@ -88,18 +88,12 @@ def verify(
                 program, own_copy(batch), ranks, num_microbatches, ways or WAYS, Setting(units, expert_process_group)
             )
     except Exception as error:
-        raise error.with_traceback(_from_the_program_on(error.__traceback__)) from error.__cause__
+        # From the program's first frame on; all frames where the library itself has raised.
+        trace = frames_outside(error, "maingrad.", "torch.") or error.__traceback__
+        raise error.with_traceback(trace) from error.__cause__
     finally:
         state.restore()
     return found.accepting(accept)
-
-
-def _from_the_program_on(trace: TracebackType | None) -> TracebackType | None:
-    """The frames of an error from the program's first on; all of them where the library itself has raised."""
-    found = trace
-    while found is not None and found.tb_frame.f_globals.get("__name__", "").startswith(("maingrad.", "torch.")):
-        found = found.tb_next
-    return found or trace
 
 
 def _check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
