@@ -13,10 +13,11 @@ from rich.table import Table
 
 from ..config.run import Config
 from ..data.batches import load_corpus
+from ..data.sequences import Sampler
 from ..data.tokens import check_tokens
 from ..model.hugging_face import LanguageModel, build_language_model
 from ..model.hugging_face_folder import check_weight_files
-from ..training.loading import check_model, make_sampler, validation_batch
+from ..training.loading import check_model, validation_batch
 from ..training.run_state import check_resume, where_to_resume
 from ..training.watching.profiling import check_profile
 from ..training.watching.trackers import check_packages
@@ -49,7 +50,7 @@ def dry_run(config: Config, ranks: int) -> DryRun:
     settings = config.train
     cache = Path(settings.out_dir) / "tokens"  # where the run will look for them
     corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
-    make_sampler(config, corpus)
+    Sampler(corpus.bodies, config.data, settings)
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
     check_model(config, model)
     check_tokens(validation_batch(config, corpus).largest, model.vocab_size)

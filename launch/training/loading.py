@@ -1,4 +1,4 @@
-"""What a run trains, and on what: the model, the sampler of sequences, the validation set."""
+"""What a run trains, and on what: the model, its recipe, the validation set."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from ...te_integration.recipes import Recipe, recipe_named
 from ..config.error import ConfigError
 from ..config.run import Config
 from ..data.batches import Batch, Corpus, validation_windows
-from ..data.sequences import Sampler, concatenated
+from ..data.sequences import concatenated
 from ..model.gpt import GPT
 from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model
 from ..model.recompute import recompute_blocks
 from .runtime import Runtime
 
-__all__ = ["check_model", "load_model", "load_recipe", "make_sampler", "validation_batch"]
+__all__ = ["check_model", "load_model", "load_recipe", "validation_batch"]
 
 
 def check_model(config: Config, model: LanguageModel) -> None:
@@ -74,19 +74,6 @@ def load_recipe(config: Config, device: torch.device) -> Recipe | None:
     except RuntimeError as error:
         raise ConfigError(f"{error}; set train.emulate_recipe = true") from None
     return recipe
-
-
-def make_sampler(config: Config, corpus: Corpus) -> Sampler:
-    """The training sequences of the run."""
-    return Sampler(
-        corpus.bodies,
-        config.data.weights,
-        order=config.data.order,
-        documents=config.data.documents,
-        seed=config.train.seed,
-        sequence_length=config.train.sequence_length,
-        global_batch_size=config.train.global_batch_size,
-    )
 
 
 def validation_batch(config: Config, corpus: Corpus) -> Batch:

@@ -18,9 +18,10 @@ from ...te_integration.wgrad_queue import drain_modules
 from ..config.run import Config
 from ..data.batches import Batch, load_corpus
 from ..data.bigram import bigram_loss
+from ..data.sequences import Sampler
 from ..data.tokens import check_tokens
 from ..model.hugging_face import HuggingFaceModel, check_documents, save_hugging_face
-from .loading import load_model, load_recipe, make_sampler, validation_batch
+from .loading import load_model, load_recipe, validation_batch
 from .metrics import MetricsWriter
 from .pace import Pace, lr_factor
 from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
@@ -99,7 +100,7 @@ class _Trainer:
         # Data: the same validation set on every rank.
         cache = Path(settings.out_dir) / "tokens"
         self.corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
-        self.sampler = make_sampler(config, self.corpus)
+        self.sampler = Sampler(self.corpus.bodies, config.data, settings)
         self.windows = validation_batch(config, self.corpus)
         self.saves = settings.save_every is not None
         needs_digests = self.saves or settings.resume is not None
@@ -176,10 +177,8 @@ class _Trainer:
         self.saver.finish()
         self.recorder.close()
         self._conclude(validation_loss, bigram, seconds, interrupted=interrupted)
-        is_main = self.runtime.is_main
-        return TrainResult(
-            tuple(losses), validation_loss, bigram, pace.step, seconds, interrupted, is_main, self.module
-        )
+        steps, is_main = pace.step, self.runtime.is_main
+        return TrainResult(tuple(losses), validation_loss, bigram, steps, seconds, interrupted, is_main, self.module)
 
     # ---- One step. ----
 
