@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display is needed, and none is opened
 from matplotlib.figure import Figure
 
-from ..training.watching.replacing import replacing
+from ..data.replacing import replacing
 
 __all__ = ["INK", "QUIET", "save", "styled", "svg"]
 

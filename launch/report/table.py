@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..training.watching.replacing import replacing
+from ..data.replacing import replacing
 
 __all__ = ["machine", "markdown_table", "write_csv", "write_table"]
 

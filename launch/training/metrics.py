@@ -31,8 +31,8 @@ from ...ddp.collectives.timeline import (
     Timeline,
     WaitSpan,
 )
+from ..data.replacing import replacing
 from .runtime import Runtime, versions
-from .watching.replacing import replacing
 from .watching.trackers import Tracker
 from .wrapping import Wrapped
 

@@ -21,10 +21,10 @@ from ...ddp.checkpoint.files.folder import find, is_being_deleted, is_complete, 
 from ...ddp.checkpoint.files.opened import open_checkpoint
 from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
+from ..data.replacing import replacing
 from ..data.tokens import Digest
 from .pace import Pace
 from .runtime import versions
-from .watching.replacing import replacing
 from .wrapping import Wrapped
 
 __all__ = ["RunSaver", "check_resume", "resume_run", "where_to_resume", "write_resolved"]

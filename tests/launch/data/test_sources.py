@@ -72,7 +72,6 @@ def test_a_document_longer_than_an_int32_is_several_sequences(tmp_path: Path, mo
     lengths = indexed._sequences_of(2**31), indexed._sequences_of(2**32)
     assert lengths == ([2**31 - 1, 1], [2**31 - 1, 2**31 - 1, 2])
     monkeypatch.setattr(indexed, "_LONGEST", 5)  # 2**31 tokens would take minutes
-    monkeypatch.setattr(indexed, "_BLOCK", 3)
     write_indexed(tmp_path / "set", DOCUMENTS, dtype="uint16")
     tokens, starts = read_indexed(tmp_path / "set")
     assert (tokens[:].tolist(), starts.tolist()) == (TOKENS, [0, 7, 8, 21, 25])
