@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, arg
@@ -54,11 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(f"--ranks must be at least 1, got {ranks}", _USAGE_ERROR)
     with stop_on_signals() as stop:
         return _run(command, flags, stop)
-
-
-class _Command(Protocol):
-    def run(self, flags: list[str], stop: StopRequest) -> int:
-        """``flags`` take the place of values in the configuration file, of a command that has one."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +282,8 @@ class Tune:
         return 0
 
 
+_Command = Train | Plan | Simulate | Verify | Report | Export | Tokenize | Tune
+"""Each has ``run(flags, stop)``. ``flags`` take the place of values in the configuration file, where it has one."""
 _COMMANDS = ("train", "plan", "simulate", "verify", "report", "export", "tokenize", "tune")
 
 
@@ -296,14 +293,13 @@ def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
         from .config.file import load_config, print_keys
 
         print_keys(load_config(arguments[1]))
-    parsed, flags = tyro.cli(
-        Train | Plan | Simulate | Verify | Report | Export | Tokenize | Tune,
+    return tyro.cli(
+        _Command,
         args=arguments,
         prog="maingrad",
         description="Train, plan, simulate and verify main_grad runs.",
         return_unknown_args=True,
     )
-    return parsed, flags
 
 
 def _run(command: _Command, flags: list[str], stop: StopRequest) -> int:
@@ -353,9 +349,8 @@ def _load(path: Path, flags: list[str]) -> "Config":
 def _print_tables(tables: "Iterable[Table]") -> None:
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)  # a file or a pipe has no width; names should stay on one line
+    # A file or a pipe has no width; names should stay on one line.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     for table in tables:
         console.print(table)
 
