@@ -138,7 +138,7 @@ def cublas_wgrad(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: bool) -
 
 
 def _kernel_for(dy: Tensor, x: Tensor, overwrite: bool) -> "WgradConfig | None":
-    """None: cuBLAS is faster, or no near shape was measured on this GPU."""
+    """The kernel's configuration; None where cuBLAS is faster, or no near shape was measured on this GPU."""
     if not HAS_TRITON or dy.stride(1) != 1 or x.stride(1) != 1:
         return None
     op = "wgrad_overwrite" if overwrite else "wgrad_accumulate"

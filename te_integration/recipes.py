@@ -51,12 +51,12 @@ class Format(Enum):
 
     @property
     def forward(self) -> Element:
-        """Of inputs and weights."""
+        """The format of inputs and weights."""
         return self.value[0]
 
     @property
     def backward(self) -> Element:
-        """Of gradients of outputs."""
+        """The format of gradients of outputs."""
         return self.value[1]
 
 

@@ -248,13 +248,18 @@ def test_type_checkers_see_the_names_of_the_root() -> None:
     assert {alias.name for node in shown.body for alias in node.names} == NAMES
 
 
-def test_the_root_loads_torch_when_a_name_is_asked_for() -> None:
-    done = outside(
-        "import maingrad, maingrad.hugging_face; assert 'torch' not in sys.modules; maingrad.fsdp.fully_shard; "
-        "from maingrad import parallelize, make_optimizer; assert 'torch' in sys.modules",
-        "triton",
-        *LAUNCH_ONLY,
-    )
+ROOT_ALONE = """
+import maingrad, maingrad.hugging_face
+assert "torch" not in sys.modules
+maingrad.fsdp.fully_shard
+from maingrad import parallelize, make_optimizer
+assert "torch" in sys.modules
+"""
+
+
+def test_the_root_loads_torch_for_a_name_and_core_dependencies_are_enough_to_train_a_fused_step() -> None:
+    """No triton, and nothing from any extra."""
+    done = outside(ROOT_ALONE + FUSED_STEP, "triton", *LAUNCH_ONLY)
     assert done.returncode == 0, done.stderr
 
 
@@ -341,12 +346,6 @@ def test_wrapping_loads_no_checkpoint_of_torchs() -> None:
     rooms = ", ".join(name for name in PUBLIC if name != "maingrad.launch")
     done = outside(f"import {rooms}; print('torch.distributed.checkpoint' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
-
-
-def test_the_core_dependencies_are_enough_to_train_a_fused_step() -> None:
-    """No triton, and nothing from any extra."""
-    done = outside(FUSED_STEP, "triton", *LAUNCH_ONLY)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_core_alone_tells_its_version() -> None:

@@ -122,7 +122,7 @@ class _Sent(NamedTuple):
     values: "array[int]"
     """The rows, one after the other. On CPUs collectives write here, and the last row is complete in the end."""
     number: int
-    """Of the iteration."""
+    """The iteration's number."""
     counts: list[int]
     """This rank's. These and the entries name a difference."""
     entries: list[list[_Entries]]
@@ -346,7 +346,7 @@ def _row(found: list[_Entries], counts: list[int]) -> list[int]:
 
 
 def _spreads(maxima: list[int]) -> list[int]:
-    """Of the maxima of some numbers, and of their negatives: largest minus smallest number."""
+    """The largest minus the smallest of some numbers, from the maxima of these numbers and of their negatives."""
     half = len(maxima) // 2
     return [high + low for high, low in zip(maxima[:half], maxima[half:], strict=True)]
 

@@ -79,7 +79,7 @@ class GradRecord:
 
         # Per iteration: ``reset`` clears them.
         self.version = view._version
-        """Of ``view`` when the iteration began: a write by the program raises it."""
+        """The version of ``view`` when the iteration began: a write by the program raises it."""
         self.written = False
         """``view`` holds a contribution of this iteration."""
         self.closed: str | None = None

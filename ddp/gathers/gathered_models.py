@@ -17,7 +17,7 @@ class GatheredModel(Protocol):
         """A capture that may read the model begins."""
 
     def end_capture(self) -> None:
-        """That capture is over, and nothing of it has run."""
+        """Note that capture is over. Nothing of it has run."""
 
     def note_replay(self) -> None:
         """A captured step was replayed, which may have changed the model: no version counter tells."""

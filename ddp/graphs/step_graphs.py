@@ -251,7 +251,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
     @property
     @abstractmethod
     def _observer(self) -> Observer:
-        """That of the trained model."""
+        """The trained model's observer."""
 
     def _check_startable(self, *, known: bool) -> None:
         """Raise where an eager iteration would raise, and where this one would not start as the captured one did.

@@ -23,7 +23,7 @@ class StepOptions:
         self._optimizer = optimizer
         self._device = device
         self._rates: list[Tensor] = []
-        """Of each param_group; ``add_param_group`` may add groups later."""
+        """The learning rate of each param_group; ``add_param_group`` may add groups later."""
         self._loaded: list[Any] = []
         self._state: list[tuple[Tensor, str, Tensor]] = []
 

@@ -290,7 +290,7 @@ class DistributedOptimizer(AroundOptimizer):
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """Of the inner optimizer."""
+        """The class of the inner optimizer."""
         return type(self._inner)
 
     def _adopt_assigned(self) -> None:

@@ -13,9 +13,9 @@ class ShardInfo(NamedTuple):
     """Which elements of which parameter are in a shard."""
 
     name: str
-    """Of the parameter: in the outermost unit once that is known, in the shard's own unit before."""
+    """The parameter's name in the outermost unit once that is known, in the shard's own unit before."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     start: int
     """The shard is elements [start, end) of the flattened parameter; it has no elements if they are equal."""
     end: int

@@ -20,7 +20,7 @@ class _Place(NamedTuple):
 
     log: GroupLog
     number: int
-    """Of the unit in the log."""
+    """The unit's number in the log."""
 
 
 class UnitLog:

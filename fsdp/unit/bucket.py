@@ -60,7 +60,7 @@ class ShardedPair(NamedTuple):
     """One parameter in its two forms, sharded and whole."""
 
     name: str
-    """Of the parameter in its unit."""
+    """The parameter's name in its unit."""
     before: nn.Parameter
     """The user's parameter before sharding. Its memory is freed."""
     places: "tuple[tuple[weakref.ref[nn.Module], str], ...]"

@@ -25,10 +25,10 @@ class _Unwritten(NamedTuple):
 
     module: nn.Module
     name: str
-    """Of the tensor in the module."""
+    """The tensor's name in the module."""
     is_buffer: bool
     version: int
-    """Of the tensor, before anybody wrote."""
+    """The tensor's version before anybody wrote."""
 
     @classmethod
     def of(cls, module: nn.Module, name: str, *, is_buffer: bool) -> "_Unwritten":

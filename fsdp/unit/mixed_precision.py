@@ -22,12 +22,12 @@ class MixedPrecisionPolicy:
     """
 
     param_dtype: torch.dtype | None = None
-    """Of whole parameters and their gather; None: the module's dtype."""
+    """The dtype of whole parameters and of their gather; None: the module's dtype."""
     grad_dtype: torch.dtype = torch.float32
-    """Of ``main_grad``, and of sums over microbatches and ranks, for parameters computed in half precision. Gradients
-    of wider parameters have the parameter's dtype."""
+    """The dtype of ``main_grad``, and of sums over microbatches and ranks, for parameters computed in half precision.
+    Gradients of wider parameters have the parameter's dtype."""
     reduce_dtype: torch.dtype | None = None
-    """Of the bytes that the reduction sends; sums are in ``grad_dtype`` all the same. None: ``grad_dtype``."""
+    """The dtype in which the reduction sends; sums are in ``grad_dtype`` all the same. None: ``grad_dtype``."""
     output_dtype: torch.dtype | None = None
     """Forward's floating-point outputs are cast to it; None: no cast."""
     cast_forward_inputs: bool = True

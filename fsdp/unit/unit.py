@@ -76,7 +76,7 @@ class Unit:
         self.copy_engines = False
         """Gathers of the whole model run on copy engines."""
         self.reshard_after_forward = reshard_after_forward
-        """None: True unless the unit is the outermost."""
+        """By None, every unit reshards but the outermost."""
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         """Units to gather while this unit computes; None: the unit that came next the last time."""

@@ -95,7 +95,7 @@ class WholeWrites:
                 )
 
     def _values(self) -> list[tuple[int, int]]:
-        """Of each whole parameter, a checksum and the address."""
+        """A checksum and the address of each whole parameter."""
         addresses = [whole.data_ptr() for whole in self._wholes]
         return list(zip(bits_of(self._wholes), addresses, strict=True))
 

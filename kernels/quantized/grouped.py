@@ -189,14 +189,14 @@ class _Experts(Parts):
         experts = parts // 2 if transposed else parts
         self._position = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
         self._starts = offsets
-        """Of each part; and, last, of what is no expert's."""
+        """The first row of each part, and last the first row that no expert has."""
         self._ends = torch.nn.functional.pad(offsets[1:], (0, 1), value=length)
         self._part = torch.searchsorted(offsets[1:], self._position, right=True)
         """[T]."""
         self._experts = torch.arange(experts, device=offsets.device)
         part = torch.arange(parts + 1, device=offsets.device)
         self._owners = torch.where(part < parts, part % experts, experts)
-        """Of each part the expert; E: none."""
+        """The expert of each part; E: none."""
         self._firsts_more = (part - experts).clamp(min=0)
         self.owner = self._owners[self._part]
         """[T]."""
@@ -238,7 +238,7 @@ class _Experts(Parts):
         return per_block[:, self._firsts(block)[self._part] + within]
 
     def _firsts(self, block: tuple[int, int]) -> Tensor:
-        """Of each part the first block."""
+        """The first block of each part."""
         return self._starts.div(block[1], rounding_mode="floor") + self._firsts_more
 
     def _blocks(self, block: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def form_of(rows: QuantSpec | None, columns: QuantSpec | None) -> QuantSpec | No
 
 
 def quantized_like(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
-    """Of a fake x [R, C]: fakes of the tensors that the transposed copy of ``x.t()`` by ``spec`` has."""
+    """Fakes of the tensors of a transposed copy: that of ``x.t()`` by ``spec``, for a fake x [R, C]."""
     if min(x.shape) > 1 and x.dtype in _HALF and has_kernels(spec, x.device):
         return empty_copy(x.shape[0], x.shape[1], spec, x, transposed=True).tensors
     return quantize(x, spec).tensors

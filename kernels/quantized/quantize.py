@@ -32,7 +32,7 @@ _ROTATED = 16
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Random, drawn once: both operands of a product have the same transform."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of E2M1, by code."""
+"""The magnitudes of E2M1, by code."""
 _TABLES: dict[str, tuple[Any, ...]] = {
     "magnitudes": _MAGNITUDES,
     # [16, 16]: diag(signs) times the Hadamard matrix over 4 (Sylvester's construction).

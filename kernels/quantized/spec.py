@@ -28,7 +28,7 @@ class Element(Enum):
     max: float
     """The largest finite magnitude."""
     dtype: torch.dtype
-    """Of the tensor that holds elements; E2M1: two elements in a byte, the first in the low bits."""
+    """The dtype of the tensor that holds elements. Two elements of E2M1 share a byte, the first in the low bits."""
 
     def __init__(self, code: str) -> None:
         # Attributes, not properties: the host asks for them in every product.

@@ -5,10 +5,11 @@ Random generators and the default dtype belong to the process, so they are excha
 from the thread that called ``simulate`` (`ThreadState`), as a forked process would.
 """
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,19 +26,18 @@ class ProcessState(NamedTuple):
     torch_cuda: tuple[Tensor, ...]
     """One generator state per device; empty until the process has used CUDA."""
     python: Any
-    numpy: Any
-    """numpy's generator state; None until numpy.random is imported."""
+    numpy: "_NumpyState | None"
+    """None until numpy.random is imported."""
     dtype: torch.dtype
 
     @classmethod
     def capture(cls) -> "ProcessState":
-        numpy_random = sys.modules.get("numpy.random")
         cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
         return cls(
             torch.default_generator.get_state(),
             tuple(generator.get_state() for generator in cuda),
             random.getstate(),
-            None if numpy_random is None else numpy_random.get_state(),
+            _NumpyState.capture(),
             torch.get_default_dtype(),
         )
 
@@ -47,9 +47,42 @@ class ProcessState(NamedTuple):
             generator.set_state(state)
         random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
+            self.numpy.restore()
         if torch.get_default_dtype() != self.dtype:
             torch.set_default_dtype(self.dtype)
+
+
+class _NumpyState:
+    """The state of numpy's default generator. numpy takes 0.1 ms to tell it, as long as all else of a change of ranks:
+    it is asked only where the generator has drawn."""
+
+    _last: "ClassVar[_NumpyState | None]" = None
+    """What was told or set last."""
+
+    def __init__(self, state: Any, words: bytes | None) -> None:
+        self.state = state
+        """``numpy.random.get_state(legacy=False)``."""
+        self._words = words
+        """The generator's memory, in which each draw changes something; None: it cannot be compared."""
+
+    @classmethod
+    def capture(cls) -> "_NumpyState | None":
+        numpy_random = sys.modules.get("numpy.random")
+        if numpy_random is None:
+            return None
+        generator, words = numpy_random.get_bit_generator(), None
+        if isinstance(generator, numpy_random.MT19937):  # 624 words and a position
+            words = ctypes.string_at(generator.ctypes.state_address, 625 * 4)
+        if cls._last is None or words is None or words != cls._last._words:
+            state = numpy_random.get_state(legacy=False)
+            # A second normal number, which lies ready, is taken without a change of the words.
+            cls._last = cls(state, None if state["has_gauss"] else words)
+        return cls._last
+
+    def restore(self) -> None:
+        if self is not self.capture():
+            sys.modules["numpy.random"].set_state(self.state)
+            type(self)._last = self
 
 
 class ThreadState(NamedTuple):

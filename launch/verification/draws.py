@@ -51,4 +51,4 @@ class DrawnMeans(TorchDispatchMode):
 def random_state() -> tuple[Any, ...]:
     """The state of torch's, Python's and, where it is loaded, numpy's default generator, to compare."""
     state = ProcessState.capture()
-    return state.torch_cpu.tolist(), state.python, tuple(map(str, state.numpy or ()))
+    return state.torch_cpu.tolist(), state.python, state.numpy and str(state.numpy.state)

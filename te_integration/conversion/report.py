@@ -32,7 +32,7 @@ class Conversion:
     multiplies, such as routers, convolutions and learnt positions. Their gradients reach ``main_grad`` through the
     wrapper's hook. Lookup tables are not among them."""
     fused_share: float
-    """Of the FLOPs that the model's weight gradients take, the share that fused modules write: from 0 to 1. A token
+    """The share that fused modules write of the FLOPs that the model's weight gradients take: from 0 to 1. A token
     counts once for each element of a weight. Of experts it counts for those that the token goes to, by the
     experts' ``config`` (``num_experts_per_tok``, ``moe_topk`` or ``top_k_experts``), and else for one. Parameters of
     ``left_out`` count like weights; lookups and frozen parameters take none. 1 for a model without trained weights."""

@@ -107,7 +107,7 @@ class GroupedCall(NamedTuple):
     out: Tensor | None
     grad_input: Tensor | None
     recipe: Recipe | None = None
-    """Of quantised products: see ``quantized_grouped_linear``."""
+    """The recipe of quantised products: see ``quantized_grouped_linear``."""
     trains: bool = True
     """Grad mode is on; quantised products save nothing otherwise."""
 

@@ -84,7 +84,7 @@ class GraphedCallable(AroundModule):
     # ---- A model whose layer was replaced by its callable keeps the keys of its state dict. ----
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """That of the layer."""
+        """The layer's state."""
         return self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -27,7 +27,7 @@ class ScalingUse:
 
     def __init__(self) -> None:
         self.recipe: DelayedScaling | None = None
-        """Of the last forward whose amaxes count; None: there is none yet."""
+        """The recipe of the last forward whose amaxes count; None: there is none yet."""
         self.group: dist.ProcessGroup | None = None
         """``amax_reduction_group`` of that forward."""
         self.recorded = True

@@ -26,7 +26,7 @@ def test_equals_eager(placements: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(("event", "placements"), list(itertools.product(EVENTS, PLACEMENTS)))
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_what_programs_do_between_steps(event: str, placements: str) -> None:
     check(ShardedProgram(placements=placements, events=(event,), form="dropout" if event == "mode" else "fused"))
 
@@ -53,7 +53,7 @@ def test_an_iteration_is_given_up() -> None:
     ],
     ids=["loss scale", "SGD", "SGD, loss scale", "bf16", "stays whole", "reduced once", "one microbatch"],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_other_programs(program: ShardedProgram) -> None:
     check(program)
 
@@ -71,7 +71,7 @@ def test_two_instances() -> None:
 
 
 @pytest.mark.parametrize(("student", "teacher"), list(itertools.product(("ddp", "zero1", "zero3"), repeat=2)))
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 def test_a_step_that_reads_another_model(student: str, teacher: str) -> None:
     def both() -> list[str]:
         eager = train_with_teacher(student, teacher, graphed=False)

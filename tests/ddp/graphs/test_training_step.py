@@ -34,7 +34,7 @@ def test_equals_eager(config: str, form: str) -> None:
 @pytest.mark.parametrize(
     ("event", "config"), list(itertools.product(EVENTS, ("all-reduce, overlap", "ZeRO-1, overlap")))
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_what_programs_do_between_steps(event: str, config: str) -> None:
     check(Program(config=config, events=(event,), form="dropout" if event == "mode" else "fused"))
 
@@ -146,6 +146,6 @@ def test_ranks(ranks: int, config: str) -> None:
     ],
     ids=["one microbatch", "no clipping", "fp32", "SGD", "Adam", "per token", "loss scale", "loss scale, SGD"],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_forms_of_a_step(program: Program) -> None:
     check(replace(program, events=(*program.events, "evaluate")))

@@ -94,6 +94,7 @@ def write(run: Path, records: list[dict[str, Any]]) -> None:
     "kind, name",
     [("step", "loss"), ("step", "step"), ("validation", "loss"), ("final", "bigram_loss"), ("final", "seconds")],
 )
+@pytest.mark.sampled(1)
 def test_values_that_are_no_numbers(run: Path, kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each value in a record more."""
     records = lines_of(run)
@@ -110,6 +111,7 @@ def test_values_that_are_no_numbers(run: Path, kind: str, name: str, capsys: pyt
 
 
 @pytest.mark.parametrize("value", VALUES)
+@pytest.mark.sampled(1)
 def test_all_fields_at_once(run: Path, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A record more of each kind, with the value in each field."""
     records = lines_of(run)
@@ -179,6 +181,7 @@ def test_a_timeline_without_a_sound_reduction(run: Path, capsys: pytest.CaptureF
     ids=["open brackets", "brackets", "tables", "bytes", "no kind", "a list for kind", "cut"],
 )
 @pytest.mark.parametrize("at", [0, -1])
+@pytest.mark.sampled(1)
 def test_a_line_that_is_no_record(run: Path, line: str, at: int, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[at] = line
@@ -285,6 +288,7 @@ LACKING: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", LACKING)
+@pytest.mark.sampled(1)
 def test_a_page_without_the_configuration_says_so(run: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     apply, message = LACKING[damage]
     apply(run)
@@ -297,6 +301,7 @@ def test_a_page_without_the_configuration_says_so(run: Path, damage: str, capsys
 
 
 @pytest.mark.parametrize("value", [10**400, 1e308, "two", None, [1], {"a": [2]}, True])
+@pytest.mark.sampled(1)
 def test_fields_beside_the_configuration(run: Path, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
     edited(run, lambda document: [document.update({key: value}) for key in document if key != "config"])
     page, _ = report(run, capsys)

@@ -12,6 +12,7 @@ from tiny_run import tiny_config
 
 from maingrad.launch.cli import main
 from maingrad.launch.plan.plan import plan_run
+from maingrad.launch.report import drawing
 from maingrad.launch.report.page import write_page
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.metrics import read_metrics
@@ -26,6 +27,20 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     simulate(train, 2, tiny_config(folder))
     return folder / "run"
+
+
+@pytest.fixture
+def pictures() -> None:
+    """Asked for by tests that look at the pictures. Others leave them empty: they take most of a page's time."""
+
+
+@pytest.fixture(autouse=True)
+def empty_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def render(figure: Any, file: Any, form: str, **options: Any) -> None:
+        file.write("<svg></svg>" if form == "svg" else b"")
+
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(drawing, "_render", render)
 
 
 def copy_of(run: Path, target: Path, *, edit: Any = None, settings: Any = None) -> Path:
@@ -87,14 +102,14 @@ def test_planned_bytes_are_those_of_the_plan(two_ranks: Path, tmp_path: Path) ->
         assert page.value(f"planned_{what}", "run") == nbytes
 
 
-def test_the_page_needs_no_other_file_and_no_network(two_ranks: Path, tmp_path: Path) -> None:
+def test_the_page_needs_no_other_file_and_no_network(two_ranks: Path, tmp_path: Path, pictures: None) -> None:
     page = page_of(tmp_path, two_ranks)
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\([^#]|<script", page.source)
     assert not [tag for tag, found in page.tags if tag in ("link", "img", "iframe") or "src" in found]
     assert all(found["href"].startswith("#") for _, found in page.tags if "href" in found)
 
 
-def test_no_attribute_is_escaped_twice(two_ranks: Path, tmp_path: Path) -> None:
+def test_no_attribute_is_escaped_twice(two_ranks: Path, tmp_path: Path, pictures: None) -> None:
     page = page_of(tmp_path, two_ranks)
     assert not [found for _, found in page.tags if any('"' in name or "&" in name for name in found)]
 
@@ -199,7 +214,7 @@ def test_equal_settings_and_equal_names(two_ranks: Path, tmp_path: Path) -> None
     assert page.value("loss", "a/run") == page.value("loss", "b/run") == of_kind(two_ranks, "step")[-1]["loss"]
 
 
-def test_a_name_is_text_and_never_markup(two_ranks: Path, tmp_path: Path) -> None:
+def test_a_name_is_text_and_never_markup(two_ranks: Path, tmp_path: Path, pictures: None) -> None:
     run = copy_of(two_ranks, tmp_path / "<b>&\"'")
     page = page_of(tmp_path, run)
     assert page.states["<b>&\"'"] == "finished after step 6"
@@ -264,7 +279,7 @@ def test_a_run_that_ended_in_its_first_step(two_ranks: Path, tmp_path: Path) -> 
     assert page.value("planned_bytes", "early") > 0
 
 
-def test_a_loss_that_is_no_number_is_a_gap(two_ranks: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_is_a_gap(two_ranks: Path, tmp_path: Path, pictures: None) -> None:
     def diverge(records: Records) -> None:
         for record in records:
             if record["kind"] == "step" and record["step"] in (3, 6):
@@ -290,7 +305,7 @@ def test_the_environment_says_what_was_run(two_ranks: Path, tmp_path: Path) -> N
     assert versions["torch"] != ["none"] and versions["ranks"] == ["2"]
 
 
-def test_the_command(two_ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(two_ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], pictures: None) -> None:
     run = copy_of(two_ranks, tmp_path / "one")
     assert main(["report", str(run)]) == 0
     out = capsys.readouterr().out.split("\n")

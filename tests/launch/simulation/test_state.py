@@ -61,6 +61,30 @@ def test_random_state_is_each_ranks_own(seed: int):
     assert simulate(fn, 3, seed=seed) == expected
 
 
+@pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64])
+def test_a_normal_number_that_lies_ready_is_its_ranks_own(generator: Any):
+    """numpy draws two at once: every second one moves nothing in the generator's memory."""
+    expected = []
+    for rank in range(3):
+        drawn = np.random.RandomState(generator(rank))
+        expected.append([drawn.randn() for _ in range(6)])
+
+    def fn() -> list[float]:
+        np.random.set_state(np.random.RandomState(generator(dist.get_rank())).get_state(legacy=False))
+        drawn = []
+        for _ in range(6):
+            drawn.append(np.random.randn())
+            dist.barrier()
+        return drawn
+
+    callers = np.random.get_bit_generator()
+    np.random.set_bit_generator(generator(0))
+    try:
+        assert simulate(fn, 3) == expected
+    finally:
+        np.random.set_bit_generator(callers)
+
+
 def test_ranks_start_from_the_callers_random_state_and_the_caller_gets_it_back():
     seed_all(7)
     expected = draw()
