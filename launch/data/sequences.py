@@ -179,13 +179,13 @@ class Sampler:
             starts = generator.integers(0, len(only.body.tokens) - only.length, size=size)
             return [only.row_at(start) for start in starts[rows].tolist()]
         sets, counts = self._blend.locate(step * size + np.arange(size, dtype=np.int64)[rows])
-        return [self._drawn(number, count) for number, count in zip(sets.tolist(), counts.tolist(), strict=True)]
-
-    def _drawn(self, number: int, count: int) -> Row:
-        """The sequence that set ``number`` gives after ``count`` earlier ones."""
-        epoch, place = divmod(count, len(self._sets[number]))
-        key = f"maingrad {self._train.seed} {number} {epoch}"
-        return self._sets[number].row(int(permuted(np.array([place]), len(self._sets[number]), key)[0]))
+        drawn = []
+        for number, count in zip(sets.tolist(), counts.tolist(), strict=True):  # of a set, after ``count`` earlier ones
+            sequences = self._sets[number]
+            epoch, place = divmod(count, len(sequences))
+            key = f"maingrad {self._train.seed} {number} {epoch}"
+            drawn.append(sequences.row(int(permuted(np.array([place]), len(sequences), key)[0])))
+        return drawn
 
 
 def stack_rows(rows: Sequence[Row], documents: Documents) -> Batch:

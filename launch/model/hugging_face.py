@@ -126,7 +126,10 @@ def build_language_model(
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
     if config.fuse_wgrad_accumulation:
         convert_linears(model)
-        _leave_head_unquantised(model)
+        head = model.get_output_embeddings()
+        for module in () if head is None else head.modules():
+            if isinstance(module, LinearModule):
+                module.ignores_recipes = True  # as the head of the GPT: its errors are the loss's own
     return HuggingFaceModel(model.train(), pads=pads)
 
 
@@ -153,14 +156,6 @@ def _build(config: ModelConfig, folder: str, seed: int, device: torch.device, *,
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return classes.from_config(settings, **options).to(device)
-
-
-def _leave_head_unquantised(model: Any) -> None:
-    """Recipes leave the head as it is, as that of the GPT: its errors are the loss's own."""
-    head = model.get_output_embeddings()
-    for module in () if head is None else head.modules():
-        if isinstance(module, LinearModule):
-            module.ignores_recipes = True
 
 
 @torch.no_grad()

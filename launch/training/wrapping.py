@@ -149,7 +149,7 @@ def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSD
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
     if isinstance(module, HuggingFaceModel):
-        options["init_fn"] = _leave_to_first_rank
+        options["init_fn"] = lambda module: None  # the first rank has values, which are copied to the others
     else:
         options["init_sync"] = False  # all ranks have drawn the same
     units = [unit for unit in policies if unit is not module]
@@ -167,21 +167,14 @@ _OPTIONS = (
 """Keys of ``[fsdp]`` that are arguments of ``fully_shard``."""
 
 
-def _leave_to_first_rank(module: nn.Module) -> None:
-    """The first rank has values, which ``fully_shard`` copies to the others."""
-
-
 def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -> Any:
     """The optimizer of a wrapped or sharded model. Without ``decay_vectors`` vectors are a group of their own."""
     options |= settings.class_options
     own_group = not settings.decay_vectors and "weight_decay" in options
-    groups = [{"params": _is_vector, "weight_decay": 0.0}] if own_group else []
+    # Norms, biases and scalars. Packed experts have three dims.
+    vectors = {"params": lambda name, parameter: parameter.ndim < 2, "weight_decay": 0.0}
+    groups = [vectors] if own_group else []
     return make_optimizer(model, settings.optimizer_class, lr=settings.lr, param_groups=groups, **options)
-
-
-def _is_vector(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a norm, a bias or a scalar. Packed experts have three dims."""
-    return parameter.ndim < 2
 
 
 def _digest(name: str, parameter: Tensor) -> str:

@@ -212,19 +212,17 @@ def fastest(timings: Sequence[Timing]) -> dict[Problem, Timing]:
     by_problem: defaultdict[Problem, dict[str, Timing]] = defaultdict(dict)
     for timing in timings:
         by_problem[timing.problem][timing.config] = timing
-    good = {problem: _as_fast_as_the_best(found) for problem, found in by_problem.items()}
+    good: dict[Problem, list[Timing]] = {}
+    for problem, by_config in by_problem.items():
+        best = min(timing.ms for timing in by_config.values())
+        good[problem] = [timing for timing in by_config.values() if timing.ms <= _NOISE * best]
     liked = Counter((problem.op, timing.config) for problem, found in good.items() for timing in found)
     chosen = {}
     for problem, found in good.items():
-        best = max(found, key=lambda timing: (liked[problem.op, timing.config], -timing.ms))
+        kernel = max(found, key=lambda timing: (liked[problem.op, timing.config], -timing.ms))
         library = by_problem[problem].get(CUBLAS)
-        chosen[problem] = library if library is not None and best.ms > _WORTH * library.ms else best
+        chosen[problem] = library if library is not None and kernel.ms > _WORTH * library.ms else kernel
     return chosen
-
-
-def _as_fast_as_the_best(found: dict[str, Timing]) -> list[Timing]:
-    best = min(timing.ms for timing in found.values())
-    return [timing for timing in found.values() if timing.ms <= _NOISE * best]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
