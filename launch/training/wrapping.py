@@ -24,7 +24,7 @@ from ...ddp.contract.record import GradRecord
 from ...ddp.plan.owned_params import find_owned_params
 from ...fsdp import FSDPModule
 from ...fsdp.module import root_of, unit_of
-from ..config.run import Config, OptimizerConfig
+from ..config.run import Config, ConfigError, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.parallelize import shard_units
@@ -137,11 +137,6 @@ class Wrapped:
 
 def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSDPModule:
     settings = config.fsdp
-    remedy = f"has no effect on {device}, where shards are in the host's memory anyway"
-    settings.require(not settings.offload_to_cpu or device.type == "cuda", "offload_to_cpu", remedy)
-    has_peers = device.type == "cuda" and dist.is_initialized()
-    remedy = f"has no effect on {device} without other ranks on GPUs"
-    settings.require(not settings.copy_engine_gather or has_peers, "copy_engine_gather", remedy)
     mesh: DeviceMesh | None = None  # all ranks there are
     if config.num_instances > 1:
         shape = (config.num_instances, dist.get_world_size() // config.num_instances)
@@ -153,7 +148,10 @@ def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSD
     else:
         options["init_sync"] = False  # all ranks have drawn the same
     units = [unit for unit in policies if unit is not module]
-    return shard_units(module, units, settings.row, mesh, policies[module], options, policies)
+    try:
+        return shard_units(module, units, settings.row, mesh, policies[module], options, policies)
+    except ValueError as error:  # an option that has no effect on this device
+        raise ConfigError(f"[fsdp]: {error}") from None
 
 
 _OPTIONS = (
