@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from harness import ConfigError, Options, log, run_script, the_device
+from harness import ConfigError, Options, check_names, log, run_script, the_device
 from matplotlib.figure import Figure
 from rivals import DOES_LESS, OURS, POINTERS, STREAMING_OPS, make_case
 from tables import Measurement, grouped, machine, table, write_table
@@ -73,9 +73,7 @@ class KernelBench(Options):
     """Device time of one measurement, which is the median of single runs. L2 is cold before each run."""
 
     def __post_init__(self):
-        for op in self.ops:
-            if op not in OPS:
-                raise ConfigError(f"--ops: there is no '{op}'; choose from {', '.join(OPS)}")
+        check_names("operation", self.ops, OPS)
         if self.num_rounds < 1 or self.measure_ms < 1:
             raise ConfigError(f"--num-rounds and --measure-ms must be positive: {self.num_rounds}, {self.measure_ms}")
         self.parsed_shapes(on_cuda=False)
