@@ -146,18 +146,6 @@ class RunFolder:
         """The last recorded step; 0 without any."""
         return max([0, *dict(self.points("step")), *dict(self.points("step", "validation"))])
 
-    @property
-    def state(self) -> str:
-        """How the run ended, and where it was resumed."""
-        after = f"after step {self.end.get('step') or self.last_step}"
-        text = {
-            None: f"no end recorded {after}: the run goes on, or was killed",
-            "interrupted": f"interrupted {after} by {self.end.get('signal', 'a signal')}",
-            "final": f"finished {after}",
-        }[self.end.get("kind")]
-        resumes = ", ".join(str(record["step"]) for record in self.records["observed"] if record.get("step"))
-        return f"{text}; resumed after step {resumes}" if resumes else text
-
     def points(self, name: str, kind: str = "step") -> list[Point]:
         """A field over steps, or ``mfu``: model FLOPs of a rank as a part of the peak.
 
