@@ -34,7 +34,7 @@ class Row(NamedTuple):
     targets: NDArray[np.int64]
     """The token after each input; ``IGNORED`` where that token begins a document, and at padding."""
     positions: NDArray[np.int64]
-    """Of each input in its document, as far as the sequence shows the document."""
+    """The position of each input in its document, as far as the sequence shows the document."""
 
 
 class Batch(NamedTuple):

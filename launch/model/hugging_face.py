@@ -29,7 +29,7 @@ _KEY = "model.hugging_face"
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Names of the auxiliary loss's weight in ``config.json``."""
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-"""Of the function that computes the loss, in most architectures."""
+"""The arguments of the function that computes the loss, in most architectures."""
 
 
 class HuggingFaceModel(nn.Module):

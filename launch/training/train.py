@@ -206,7 +206,7 @@ class _Trainer:
         return batch.to(self.runtime.device)
 
     def _document_arguments(self, step: int, batches: list[Batch]) -> list[Tensor]:
-        """Of ``_iteration``: nothing where all targets count, else weights, and under ``documents = "mask"`` positions.
+        """Arguments of ``_iteration``: none where all targets count, else weights, and under ``"mask"`` positions.
 
         A microbatch's mean counts by its share of the targets of all ranks, which every rank knows from the data alone.
         Gradients are averaged over ranks, so the share is multiplied by their number.

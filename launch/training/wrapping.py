@@ -37,9 +37,9 @@ class HeldParameter(NamedTuple):
     """One trainable parameter."""
 
     numel: int
-    """Of the whole parameter."""
+    """Number of elements of the whole parameter."""
     dtype: torch.dtype
-    """Of computation."""
+    """The dtype of computation."""
     delayed: bool
     """Whether its gradient is computed behind the backward."""
 

@@ -198,7 +198,7 @@ class Verification:
     ranks: int
     num_microbatches: int
     rows: int
-    """Of the batch that was used."""
+    """Rows of the batch that was used."""
 
     @property
     def ok(self) -> bool:

@@ -73,7 +73,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Of the box."""
+    """Where the box begins in the whole tensor."""
     data: Tensor
     """The elements, in the box's sizes."""
     dtype: torch.dtype

@@ -62,7 +62,7 @@ class StoredBox(NamedTuple):
     """A box of a tensor in a data file."""
 
     rank: int
-    """Of the group that wrote: ``rank_file.file_name`` says in which file."""
+    """The rank, in the group that wrote: ``rank_file.file_name`` says in which file."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 

@@ -13,7 +13,7 @@ from ..runtime import Runtime
 __all__ = ["StepProfiler", "check_profile"]
 
 _MOST_EVENTS = 1_000_000
-"""Of a snapshot: allocations and frees, the newest."""
+"""The newest allocations and frees that a snapshot holds."""
 
 
 def check_profile(settings: ProfileConfig, world_size: int, device: str) -> None:
