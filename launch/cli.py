@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, arg
@@ -45,17 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, flags = _parse(arguments)
     except ConfigError as error:
         return _say(error, _USAGE_ERROR)
-    if flags and arguments[0] not in _WITH_FILE:
+    if flags and not hasattr(command, "config"):
         return _say(
             f"{arguments[0]} has no '{flags[0]}': maingrad {arguments[0]} --help lists what it has", _USAGE_ERROR
         )
+    ranks = getattr(command, "ranks", None)
+    if ranks is not None and ranks < 1:
+        return _say(f"--ranks must be at least 1, got {ranks}", _USAGE_ERROR)
     with stop_on_signals() as stop:
         return _run(command, flags, stop)
-
-
-class _Command(Protocol):
-    def run(self, flags: list[str], stop: StopRequest) -> int:
-        """``flags`` take the place of values in the configuration file, of a command that has one."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,14 @@ class Train:
     ranks: int | None = None
     """with --dry-run: number of ranks; 1 if not given"""
 
-    def __post_init__(self) -> None:
-        if self.ranks is not None and not self.dry_run:
-            raise ValueError("--ranks goes with --dry-run; a run has as many ranks as torchrun starts")
-        _check_ranks(1 if self.ranks is None else self.ranks)
-
     def run(self, flags: list[str], stop: StopRequest) -> int:
         if self.dry_run:
-            return self._dry_run(flags)
+            from .plan.dry_run import dry_run, dry_run_tables
+
+            _print_tables(dry_run_tables(dry_run(_load(self.config, flags), self.ranks or 1)))
+            return 0
+        if self.ranks is not None:
+            raise ConfigError("--ranks goes with --dry-run; a run has as many ranks as torchrun starts")
         from .training.runtime import let_kernels_start_beside_host_memory, process_group_from_env
         from .training.train import train
 
@@ -86,13 +84,7 @@ class Train:
         config = _load(self.config, flags)
         with process_group_from_env(config.train.device):
             result = train(config, stop=stop)
-        return _finish(Path(config.train.out_dir), is_main=result.is_main, interrupted=result.interrupted)
-
-    def _dry_run(self, flags: list[str]) -> int:
-        from .plan.dry_run import dry_run, dry_run_tables
-
-        _print_tables(dry_run_tables(dry_run(_load(self.config, flags), self.ranks or 1)))
-        return 0
+        return _finish(config, interrupted=result.interrupted, is_main=result.is_main)
 
 
 @dataclass(frozen=True)
@@ -105,9 +97,6 @@ class Plan:
     config: _ConfigFile
     ranks: int
     """number of ranks"""
-
-    def __post_init__(self) -> None:
-        _check_ranks(self.ranks)
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
         from .plan.plan import plan_run
@@ -130,9 +119,6 @@ class Simulate:
     schedule_seed: int = 0
     """order in which ranks take turns"""
 
-    def __post_init__(self) -> None:
-        _check_ranks(self.ranks)
-
     def run(self, flags: list[str], stop: StopRequest) -> int:
         from .simulation.simulate import simulate
         from .training.train import train
@@ -140,7 +126,7 @@ class Simulate:
         config = _load(self.config, flags)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
         results = simulate(train, self.ranks, config, seed=self.schedule_seed, stop=stop)
-        return _finish(Path(config.train.out_dir), is_main=True, interrupted=results[0].interrupted)
+        return _finish(config, interrupted=results[0].interrupted)
 
 
 @dataclass(frozen=True)
@@ -163,26 +149,18 @@ class Verify:
     seed: int = 0
     """of everything random"""
 
-    def __post_init__(self) -> None:
-        _check_ranks(self.ranks)
-
     def run(self, flags: list[str], stop: StopRequest) -> int:
         from .verification.program import load_arguments
-        from .verification.verify import check_arguments, check_options, verify
+        from .verification.verify import verify
 
-        try:
-            arguments = load_arguments(self.target)
-            check_arguments(self.target, arguments)
-            check_options(self.ways or None, self.accept, self.ranks, self.num_microbatches)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         options = [field for field in dataclasses.fields(self) if field.name != "target"]
         given = {each.name: getattr(self, each.name) for each in options if getattr(self, each.name) != each.default}
         try:
-            found = verify(**{**arguments, **given})
+            found = verify(**{**load_arguments(self.target), **given})
         except (TypeError, ValueError) as error:
+            # The program's own errors keep their traceback.
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            if frame.f_globals.get("__name__", "").startswith(f"{__package__}.verification."):
+            if frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
                 raise ConfigError(str(error)) from None
             raise
         print(found)
@@ -294,15 +272,19 @@ class Tune:
     """where tuned.csv goes, which load_tuning_table reads, beside all timings and what cold starts cost"""
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
-        from .tuning.command import run_tune
+        from ..kernels.compat import HAS_TRITON
+
+        if not HAS_TRITON:
+            raise ConfigError("tune chooses between Triton kernels, and Triton is not installed: pip install triton")
+        from .tuning.tune import run_tune
 
         run_tune(self.ops, self.shapes, self.out_dir)
         return 0
 
 
+_Command = Train | Plan | Simulate | Verify | Report | Export | Tokenize | Tune
+"""Each has ``run(flags, stop)``. ``flags`` take the place of values in the configuration file, where it has one."""
 _COMMANDS = ("train", "plan", "simulate", "verify", "report", "export", "tokenize", "tune")
-_WITH_FILE = ("train", "plan", "simulate")
-"""Commands with a configuration file."""
 
 
 def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
@@ -311,14 +293,13 @@ def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
         from .config.file import load_config, print_keys
 
         print_keys(load_config(arguments[1]))
-    parsed, flags = tyro.cli(
-        Train | Plan | Simulate | Verify | Report | Export | Tokenize | Tune,
+    return tyro.cli(
+        _Command,
         args=arguments,
         prog="maingrad",
         description="Train, plan, simulate and verify main_grad runs.",
         return_unknown_args=True,
     )
-    return parsed, flags
 
 
 def _run(command: _Command, flags: list[str], stop: StopRequest) -> int:
@@ -365,27 +346,21 @@ def _load(path: Path, flags: list[str]) -> "Config":
     return load_config(path, flags)
 
 
-def _check_ranks(ranks: int) -> None:
-    if ranks < 1:
-        raise ValueError(f"--ranks must be at least 1, got {ranks}")  # tyro answers it like any wrong argument
-
-
 def _print_tables(tables: "Iterable[Table]") -> None:
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)  # a file or a pipe has no width; names should stay on one line
+    # A file or a pipe has no width; names should stay on one line.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     for table in tables:
         console.print(table)
 
 
-def _finish(out_dir: Path, *, is_main: bool, interrupted: bool) -> int:
+def _finish(config: "Config", *, interrupted: bool, is_main: bool = True) -> int:
     """Draw the pictures of a run that reached its last step."""
     if interrupted:
         return EXIT_INTERRUPTED
     if is_main:
         from .report.page import print_report
 
-        print_report(out_dir)
+        print_report(Path(config.train.out_dir))
     return 0

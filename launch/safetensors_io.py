@@ -55,7 +55,7 @@ def export_safetensors(
 
 
 class CheckpointWeights(NamedTuple):
-    """Of a checkpoint, on the CPU."""
+    """A checkpoint's weights, on the CPU."""
 
     tensors: dict[str, Tensor]
     """Parameters and buffers, whole."""

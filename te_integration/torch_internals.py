@@ -32,10 +32,8 @@ current_autograd_node: Callable[[], Any] | None = private_name(
 )
 """The graph node that this thread's backward runs now, or None. Public hooks know their node; an operator does not."""
 
-_is_captured_by_default = on_first_use("torch._dynamo.config.compiled_autograd", loss=_GRAPH_BREAKS, fallback=True)
-_is_captured_now = on_first_use(
-    "torch._dynamo.compiled_autograd.compiled_autograd_enabled", loss=_GRAPH_BREAKS, fallback=True
-)
+_dynamo_config = on_first_use("torch._dynamo.config", loss=_GRAPH_BREAKS, fallback=None)
+_compiled_autograd = on_first_use("torch._dynamo.compiled_autograd", loss=_GRAPH_BREAKS, fallback=None)
 
 
 @torch.compiler.assume_constant_result
@@ -44,7 +42,8 @@ def is_compiled_autograd_on() -> bool:
 
     Compiled autograd drops operators whose results nobody reads, also those with an effect. Call this in traced code.
     """
-    return bool(_is_captured_by_default() or _is_captured_now())
+    asked_for = getattr(_dynamo_config(), "compiled_autograd", True)
+    return bool(asked_for or getattr(_compiled_autograd(), "compiled_autograd_enabled", True))
 
 
 # ---- Operators with effects, and objects that traced code calls. torch 2.14 renamed what an opaque object is. ----

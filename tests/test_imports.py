@@ -306,6 +306,19 @@ def test_folders_files_and_functions_stay_short() -> None:
                 assert length <= 80, f"{path}: {node.name} has {length} lines"
 
 
+def test_docstrings_begin_with_what_they_are_about() -> None:
+    """A reader of one docstring has not read the one above: "Of the parameter." says of what, and not what."""
+    for _, path, tree in trees():
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                first = node.value.value.split()[:1]
+                assert first not in (["Of"], ["That"], ["None:"]), f"{path}, line {node.lineno}"
+
+
 def test_library_code_does_not_print_and_leaves_the_root_logger_alone() -> None:
     for room, path, tree in trees():
         for node in ast.walk(tree) if room != "launch" else ():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from contenders import LEARNING_RATE, train
 from harness import (
     StepOptions,
     accumulate,
@@ -27,7 +28,7 @@ from harness import (
 )
 from tables import machine, table, write_table
 
-from maingrad import DistributedDataParallel, DistributedOptimizer
+from maingrad import DistributedDataParallel
 from maingrad.launch.config.run import ModelConfig
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.training.runtime import process_group_from_env
@@ -101,14 +102,10 @@ def write_report(rows, bench):
 def _training_step(bench, variant, device):
     model = build_model(bench.model_config(variant), seed=0, device=device)
     tokens = random_tokens(bench, 0, device)
-    step = _wrapped_step(model, tokens) if variant in ("fused", "hook") else _plain_step(model, tokens, variant)
-    return step, sum(parameter.numel() for parameter in model.parameters())
-
-
-def _wrapped_step(model, tokens):
-    ddp = DistributedDataParallel(model)
-    accumulated = partial(accumulate, next_token_loss(ddp), tokens, not_last=ddp.no_sync)
-    return stepping(accumulated, DistributedOptimizer(ddp, lr=1e-4))
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    if variant in ("fused", "hook"):
+        return train(DistributedDataParallel(model), next_token_loss, tokens), num_params
+    return _plain_step(model, tokens, variant), num_params
 
 
 def _plain_step(model, tokens, variant):
@@ -118,7 +115,7 @@ def _plain_step(model, tokens, variant):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=variant == "autograd fp32"):
             return loss_of(row)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     return stepping(partial(accumulate, autocast_loss, tokens), optimizer)
 
 

@@ -16,6 +16,10 @@ import torch
 from harness import ConfigError
 from torch import nn
 
+from maingrad.launch.model.hugging_face_folder import transformers_package
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -60,7 +64,7 @@ class Architecture:
 
         Buffers stay in fp32: a model in bf16 keeps the frequencies of rotary positions in fp32.
         """
-        transformers = _transformers()
+        transformers = transformers_package()
         config = getattr(transformers, self.config_class)(**self.sizes, use_cache=False)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(0)
@@ -101,7 +105,7 @@ class Architecture:
         appendix B, counts the whole square: 12). Recomputation does not count.
         """
         _, multiplied = self.count()
-        config = getattr(_transformers(), self.config_class)(**self.sizes)
+        config = getattr(transformers_package(), self.config_class)(**self.sizes)
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         attention = 6.0 * config.num_hidden_layers * width * length
@@ -115,18 +119,9 @@ def architecture_named(name):
     return architecture.with_layers(int(layers.partition(" ")[0])) if layers else architecture
 
 
-def decoder_layers(model):
-    """The decoder layers, in the order of the forward."""
-    config = model.config
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
-            return list(module)
-    raise ValueError(f"{type(model).__name__} has no ModuleList of {config.num_hidden_layers} layers")
-
-
 def transformers_version():
     """Like "transformers 5.17.0". Raises ``ConfigError`` if transformers is not installed."""
-    return f"transformers {_transformers().__version__}"
+    return f"transformers {transformers_package().__version__}"
 
 
 def _sdpa_without_mask(transformers):
@@ -139,14 +134,6 @@ def _sdpa_without_mask(transformers):
     sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
     transformers.AttentionInterface.register(name, sdpa.sdpa_attention_forward)
     return name
-
-
-def _transformers():
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(f"models.py builds models of transformers ({error}): pip install transformers") from None
 
 
 with Path(__file__).with_suffix(".toml").open("rb") as _file:

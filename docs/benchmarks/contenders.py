@@ -88,23 +88,27 @@ def wrap(case, form, *, fused=True, compiled=False, split_ends=False, num_instan
     return maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and case.compiling, **options)
 
 
-def train(case, model, *, graphed=False, recipe=None):
-    """A step of our wrapped ``model``: ``make_optimizer`` and the README's loop. ``graphed``: as one CUDA graph."""
+def train(model, loss_of, tokens, *, graphed=False, recipe=None, after=lambda: None):
+    """A step of our wrapped ``model``: ``make_optimizer`` and the README's loop. ``graphed``: as one CUDA graph.
+
+    loss_of  of a model: a function of one microbatch
+    after    called after each backward
+    """
     optimizer = maingrad.make_optimizer(model, lr=LEARNING_RATE)
 
     def accumulated(tokens):
         with nullcontext() if recipe is None else autocast(recipe=recipe):
-            return accumulate(case.loss_of(model), tokens, not_last=model.no_sync)
+            return accumulate(loss_of(model), tokens, not_last=model.no_sync, after=after)
 
     step = stepping(accumulated, optimizer)
     if graphed:
         step = (fsdp if isinstance(model, fsdp.FSDPModule) else ddp).GraphedTrainingStep(step, model, optimizer)
-    return partial(step, case.tokens())
+    return partial(step, tokens)
 
 
 def ours(case, form, *, graphed=False, recipe=None, **how):
     """A step of maingrad; ``how`` the model is wrapped: see ``wrap``."""
-    return train(case, wrap(case, form, **how), graphed=graphed, recipe=recipe)
+    return train(wrap(case, form, **how), case.loss_of, case.tokens(), graphed=graphed, recipe=recipe)
 
 
 def refuse_copy_engines(case):

@@ -97,7 +97,7 @@ def _build_fsdp_zero1(case):
     mesh, policy = make_mesh(case.device, {"inner": case.num_ranks}), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for unit in (*case.units(model), model):
         maingrad.fully_shard(unit, mesh, "zero1", policy, bucket_size=case.ours.get("bucket_size"))
-    return train(case, model)
+    return train(model, case.loss_of, case.tokens())
 
 
 # ---- The rows. ----

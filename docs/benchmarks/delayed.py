@@ -16,15 +16,14 @@ from functools import partial
 
 import torch.distributed as dist
 from accumulation import DEFAULT, AccumulationBench
+from contenders import train
 from harness import (
     ConfigError,
-    accumulate,
     in_rounds,
     log,
     next_token_loss,
     random_tokens,
     run_script,
-    stepping,
     the_device,
     time_variant,
 )
@@ -94,11 +93,8 @@ def _training_step(bench, delay_wgrad_layers, device):
     config = dataclasses.replace(bench.model_config("fused"), delay_wgrad_layers=delay_wgrad_layers)
     model = build_model(config, seed=0, device=device)
     ddp = maingrad.parallelize(model, "zero1", fuse=False, overlap_param_gather=False, average_in_collective=True)
-    optimizer = maingrad.make_optimizer(ddp, lr=1e-4)
-    tokens = random_tokens(bench, dist.get_rank(), device)
     drain = partial(drain_modules, ddp) if delay_wgrad_layers else lambda: None
-    accumulated = partial(accumulate, next_token_loss(ddp), tokens, not_last=ddp.no_sync, after=drain)
-    return stepping(accumulated, optimizer)
+    return train(ddp, next_token_loss, random_tokens(bench, dist.get_rank(), device), after=drain)
 
 
 def _profile_shares(step):

@@ -237,6 +237,15 @@ def time_variant(bench, step, device):
     return {"step_ms": step_ms, "peak_gib": peak_gib(device), "first_loss": first_loss, "last_loss": last_loss}
 
 
+def take_turns(num_rounds, names, measure) -> dict[str, list[Any]]:
+    """What ``measure(name)`` returns in each round, by name. Each round measures all in turn: drift hits all alike."""
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for _ in range(num_rounds):
+        for name, measured in found.items():
+            measured.append(measure(name))
+    return found
+
+
 def in_rounds(num_rounds, names, measure, device, over):
     """Measurements by ``measure(name)``, in several rounds, each of which measures all in turn: drift hits all alike.
 
@@ -244,14 +253,15 @@ def in_rounds(num_rounds, names, measure, device, over):
     largest minus the smallest "step_ms", and ``over`` names a column for "step_ms" over the first variant's. Only the
     measured name's model exists, so that the peak memory is its own.
     """
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for index in range(num_rounds):
-        for name, measured in rounds.items():
-            measured.append(measure(name))
-            log(f"round {index + 1}: {name:25s} {', '.join(f'{k} {v:.6g}' for k, v in measured[-1].items())}")
-            free_memory(device)
+
+    def logged(name):
+        found = measure(name)
+        log(f"{name:25s} {', '.join(f'{key} {value:.6g}' for key, value in found.items())}")
+        free_memory(device)
+        return found
+
     rows = []
-    for name, measured in rounds.items():
+    for name, measured in take_turns(num_rounds, names, logged).items():
         by_key = {key: [each[key] for each in measured] for key in measured[0]}
         found = {key: statistics.median(of) if key.endswith("_ms") else of[-1] for key, of in by_key.items()}
         spread_ms = max(by_key["step_ms"]) - min(by_key["step_ms"])

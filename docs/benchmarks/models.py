@@ -17,16 +17,15 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from architectures import ARCHITECTURES, Architecture, Shape, architecture_named, decoder_layers, transformers_version
+from architectures import ARCHITECTURES, Architecture, Shape, architecture_named, transformers_version
 from contenders import KNOBS, PREFETCH, Row, fsdp2, ours, refuse_copy_engines, refuse_graphs, refuse_symm_mem, row_of
 from harness import RowOptions, check_names, log, measure_and_write, measure_rows, run_script, versions
 from tables import Column, grouped, odd_losses, shown, table, write_sections
 from torch.distributed.fsdp import FSDPModule
 
+from maingrad.launch.parallelizing.blocks import default_units
+from maingrad.launch.plan import model_flops
 from maingrad.te_integration.recipes import recipe_named
-
-_PEAKS = {"H200": 989.5, "H100": 989.5, "A100": 312.0}
-"""Dense bf16 TFLOP/s of the SXM modules, by NVIDIA's data sheets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ class Case:
         return self.architecture.make(dtype, self.device)
 
     def units(self, model, split_ends=False):
-        return decoder_layers(model)
+        return list(default_units(model))
 
     def compile_loss(self, model):
         if self.bench.compile_loss:
@@ -110,10 +109,8 @@ class Case:
 
 def peak_tflops(bench, device):
     """Dense bf16 TFLOP/s of one GPU; NaN where neither the options nor the GPU's name tell."""
-    if bench.peak_tflops is not None:
-        return bench.peak_tflops
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for gpu, peak in _PEAKS.items() if gpu in name), math.nan)
+    return bench.peak_tflops or model_flops.peak_tflops(name) or math.nan
 
 
 # ---- The rows. ----

@@ -247,9 +247,6 @@ class _ExpertsClock:
             self.hooks.append(ffn.experts.register_forward_pre_hook(self._enter))
             self.hooks.append(ffn.experts.register_forward_hook(self._leave))
 
-    def _mark(self):
-        return mark(self.device)
-
     def _enter(self, _, args):
         # This hook runs once the experts' whole backward, weight gradients included, has been issued.
         args[0].register_hook(lambda _: self.backwards.append((self.open.pop(), mark(self.device))))

@@ -138,8 +138,7 @@ def make_mesh(device, dims):
             if dist.get_rank() in members:
                 assert isinstance(group, dist.ProcessGroup), "this rank is a member"
                 groups.append(group)
-    found = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(dims))
-    return found
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(dims))
 
 
 class _Watch:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from harness import ConfigError, Options, free_memory, log, run_script, the_device
+from harness import ConfigError, Options, free_memory, log, run_script, take_turns, the_device
 from tables import Column, Measurement, machine, table, write_csv, write_table
 from trace_digest import activities_of
 
@@ -157,11 +157,12 @@ def step_rows(bench, layer, forms, log):
             found = step()
         errors[form] = float(torch.linalg.vector_norm(found - exact) / torch.linalg.vector_norm(exact))
         busy[form] = device_microseconds(step) / bench.num_microbatches
-    times: dict[str, list[float]] = {form: [] for form in forms}
-    for _ in range(bench.num_rounds):
-        for form, step in forms.items():
-            step()
-            times[form].append(time_calls(step, bench.num_steps) / bench.num_microbatches)
+
+    def measure(form):
+        forms[form]()
+        return time_calls(forms[form], bench.num_steps) / bench.num_microbatches
+
+    times = take_turns(bench.num_rounds, forms, measure)
     rows = []
     for form, each in times.items():
         row = Measurement(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from harness import ConfigError, Options, log, run_script, the_device
+from harness import ConfigError, Options, check_names, log, run_script, take_turns, the_device
 from matplotlib.figure import Figure
 from rivals import DOES_LESS, OURS, POINTERS, STREAMING_OPS, make_case
 from tables import Measurement, grouped, machine, table, write_table
@@ -73,9 +73,7 @@ class KernelBench(Options):
     """Device time of one measurement, which is the median of single runs. L2 is cold before each run."""
 
     def __post_init__(self):
-        for op in self.ops:
-            if op not in OPS:
-                raise ConfigError(f"--ops: there is no '{op}'; choose from {', '.join(OPS)}")
+        check_names("operation", self.ops, OPS)
         if self.num_rounds < 1 or self.measure_ms < 1:
             raise ConfigError(f"--num-rounds and --measure-ms must be positive: {self.num_rounds}, {self.measure_ms}")
         self.parsed_shapes(on_cuda=False)
@@ -155,10 +153,11 @@ def measure_ceilings(device):
 
 def _measure_case(bench, op, shape, case, device, kernels):
     errors = dict(_checked(op, shape, case, kernels))
-    times: dict[str, list[float]] = {name: [] for name in errors}
-    for _ in range(bench.num_rounds):
-        for name in errors:
-            times[name].append(_milliseconds(case.contenders[name].run, bench.measure_ms, device))
+
+    def measure(name):
+        return _milliseconds(case.contenders[name].run, bench.measure_ms, device)
+
+    times = take_turns(bench.num_rounds, errors, measure)
     medians = {name: statistics.median(values) for name, values in times.items()}
     sizes = dict(zip(("experts", "rows", "n", "k"), shape, strict=True))
     roofline = kernels.ceilings.roofline_ms(case.flops, case.nbytes)

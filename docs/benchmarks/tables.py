@@ -3,9 +3,10 @@
 import csv
 import math
 import statistics
+from collections.abc import Callable
+from typing import Any
 
-from maingrad.launch.report.table import Column, machine, write_csv, write_table
-from maingrad.launch.report.table import markdown_table as table
+from maingrad.launch.report.table import machine, markdown_table, write_csv, write_table
 
 __all__ = [
     "Column",
@@ -21,6 +22,16 @@ __all__ = [
     "write_sections",
     "write_table",
 ]
+
+
+Column = tuple[str, str | Callable[[Any], str]]
+"""Heading of a column, and the cell of one row: a text with fields like ``{row.step_ms:.1f}``, or a function."""
+
+
+def table(rows, columns):
+    """A Markdown table."""
+    cells = [[cell.format(row=row) if isinstance(cell, str) else cell(row) for _, cell in columns] for row in rows]
+    return markdown_table([heading for heading, _ in columns], cells)
 
 
 class Measurement(dict):

@@ -20,9 +20,11 @@ from ...ddp import DistributedDataParallelConfig
 from .error import require
 from .table import require_defaults
 
-__all__ = ["Parallel", "check_ddp", "what_parallel_decides"]
+__all__ = ["FULLY_SHARDED", "Parallel", "check_ddp", "what_parallel_decides"]
 
 Parallel = Literal["ddp", "zero1", "hybrid", "fsdp", "hsdp"]
+FULLY_SHARDED = ("fsdp", "hsdp")
+"""Values of ``parallel`` under which ``[fsdp]`` applies instead of ``[ddp]``."""
 
 _UNUSED_BY_UNITS = (
     "grad_reduce_in_fp32",
@@ -59,6 +61,6 @@ def check_ddp(table: DistributedDataParallelConfig, parallel: Parallel) -> None:
     require((instances > 1) is (parallel == "hybrid"), "ddp.num_distributed_optimizer_instances", instances, remedy)
     remedy = "maingrad train averages over sequences of one length; set it in your own loop"
     require(not table.calculate_per_token_loss, "ddp.calculate_per_token_loss", True, remedy)
-    if parallel in ("fsdp", "hsdp"):
+    if parallel in FULLY_SHARDED:
         remedy = f'has no effect under parallel = "{parallel}"; [fsdp] has grad_dtype and reduce_dtype; leave it out'
         require_defaults(table, "ddp", _UNUSED_BY_UNITS, remedy)

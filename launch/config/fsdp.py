@@ -12,19 +12,12 @@ parallel    what ranks hold, and what they send
 from dataclasses import dataclass, fields
 from typing import Literal
 
-import torch
-
 from ...fsdp import PLACEMENTS, AxisPlacement, Placement, Placements
-from .ddp import Parallel
+from .ddp import FULLY_SHARDED, Parallel
 from .error import ConfigError
 from .table import Count, Table, require_defaults
 
-__all__ = ["FsdpConfig", "is_fully_sharded"]
-
-
-def is_fully_sharded(parallel: Parallel) -> bool:
-    """Whether ``[fsdp]`` applies instead of ``[ddp]``."""
-    return parallel in ("fsdp", "hsdp")
+__all__ = ["FsdpConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,26 +86,9 @@ class FsdpConfig(Table):
         """Whether whole gradients stay from one microbatch to the next, and an iteration reduces them once."""
         return self.row.inner.reduces_once(self.reduce_every_microbatch)
 
-    def instances(self, parallel: Parallel) -> int:
-        """Number of instances; 1 but under ``hsdp``."""
-        if parallel != "hsdp":
-            return 1
-        return 2 if self.num_instances is None else self.num_instances
-
-    @property
-    def torch_grad_dtype(self) -> torch.dtype:
-        """``grad_dtype`` as a torch dtype."""
-        found: torch.dtype = getattr(torch, self.grad_dtype)
-        return found
-
-    @property
-    def torch_reduce_dtype(self) -> torch.dtype | None:
-        """``reduce_dtype`` as a torch dtype."""
-        return None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
-
     def check_parallel(self, parallel: Parallel) -> None:
         """Raise ``ConfigError`` if a value contradicts ``parallel``."""
-        if not is_fully_sharded(parallel):
+        if parallel not in FULLY_SHARDED:
             remedy = f'contradicts parallel = "{parallel}"; set parallel = "fsdp" or "hsdp", or leave it out'
             require_defaults(self, "fsdp", [entry.name for entry in fields(self)], remedy)
         elif parallel == "hsdp":

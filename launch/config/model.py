@@ -3,8 +3,6 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-import torch
-
 from .table import Count, Natural, NotNegative, Positive, Range, Share, Table, at_most, require_defaults
 
 __all__ = ["ModelConfig"]
@@ -122,21 +120,6 @@ class ModelConfig(Table):
     def head_dim(self) -> int:
         """Width of one head."""
         return self.dim // self.num_heads
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """``param_dtype`` as a torch dtype."""
-        return _dtype_of(self.param_dtype)
-
-    @property
-    def torch_router_dtype(self) -> torch.dtype:
-        """``router_dtype`` as a torch dtype."""
-        return _dtype_of(self.router_dtype)
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 _OF_EXPERTS = (

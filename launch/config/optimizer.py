@@ -43,7 +43,7 @@ class OptimizerConfig(Table):
     eps: Positive = 1e-8
     """Added to the square root of the second moment, of ``adamw``."""
     momentum: Share = 0.9
-    """Of ``sgd``; 0: none, and no state."""
+    """The momentum of ``sgd``; 0: none, and no state."""
     weight_decay: NotNegative = 0.1
     """Weight decay. Decoupled in ``adamw``; ``sgd`` and most classes of torch add ``weight_decay * parameter`` to the
     gradient."""

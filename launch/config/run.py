@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from ...ddp import DistributedDataParallelConfig
 from .data import DataConfig
-from .ddp import Parallel, check_ddp
+from .ddp import FULLY_SHARDED, Parallel, check_ddp
 from .error import ConfigError, require
-from .fsdp import FsdpConfig, is_fully_sharded
+from .fsdp import FsdpConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
 from .outputs import CheckpointConfig, LoggingConfig, ProfileConfig
@@ -110,19 +110,14 @@ class Config:
     @property
     def fully_sharded(self) -> bool:
         """Whether ``maingrad.fsdp`` shards the model, instead of a ``DistributedDataParallel`` around it."""
-        return is_fully_sharded(self.parallel)
-
-    @property
-    def wrapper_config(self) -> DistributedDataParallelConfig:
-        """The configuration of ``DistributedDataParallel``; under ``fsdp`` and ``hsdp`` what ``zero1`` would have."""
-        return self.ddp
+        return self.parallel in FULLY_SHARDED
 
     @property
     def num_instances(self) -> int:
         """Number of instances: groups of ranks that together hold one copy of what is sharded."""
-        if self.fully_sharded:
-            return self.fsdp.instances(self.parallel)
-        return self.wrapper_config.num_distributed_optimizer_instances
+        if self.parallel == "hsdp":
+            return self.fsdp.num_instances or 2
+        return self.ddp.num_distributed_optimizer_instances  # 1 but under ``hybrid``
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ``ConfigError`` if the batch or the instances do not divide evenly over ``world_size`` ranks."""

@@ -5,6 +5,8 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NamedTuple
 
+import torch
+
 from .error import require
 
 __all__ = ["Count", "Natural", "NotNegative", "Positive", "Range", "Share", "Table", "at_most", "require_defaults"]
@@ -44,6 +46,11 @@ class Table:
 
     def check(self) -> None:
         """What several keys must be together."""
+
+    def dtype(self, name: str) -> Any:
+        """The dtype of torch that the key ``name`` names; None where it names none."""
+        value = getattr(self, name)
+        return None if value is None else getattr(torch, value)
 
     def require(self, condition: bool, name: str, remedy: str) -> None:
         """Raise ``ConfigError`` with the key's path and value, unless ``condition`` holds."""

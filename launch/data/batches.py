@@ -22,7 +22,7 @@ class Corpus(NamedTuple):
     """Training and validation tokens with their documents. Tokens of files stay in the files."""
 
     bodies: tuple[Body, ...]
-    """Of the training data: one for each path where paths have weights, else one."""
+    """The training data: one body for each path where paths have weights, else one."""
     validation_bodies: tuple[Body, ...]
     description: str
 

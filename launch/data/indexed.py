@@ -16,7 +16,6 @@ A document that is longer than an int32 can say is several sequences.
 
 import os
 import struct
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .replacing import replacing
 from .tokens import DataError, FileTokens
 
 __all__ = ["IndexedTokens", "Written", "read_indexed", "write_indexed"]
@@ -43,8 +43,6 @@ _DTYPES: dict[int, type[np.unsignedinteger]] = {
 _CODES = {"uint8": 1, "int32": 4, "uint16": 8}
 _LONGEST = 2**31 - 1
 """Most tokens of a sequence: lengths are int32."""
-_BLOCK = 2**24
-"""Tokens that are converted at once."""
 
 
 class IndexedTokens(NamedTuple):
@@ -122,28 +120,19 @@ def write_indexed(prefix: str | os.PathLike[str], documents: Iterable[ArrayLike]
     firsts = [0]  # the sequence with which each document begins, and at last the number of sequences
     stem = os.fspath(prefix)
     Path(stem).parent.mkdir(parents=True, exist_ok=True)
-    binary, index = (Path(f"{stem}.{uuid.uuid4().hex}.{kind}") for kind in ("bin", "idx"))
-    try:
-        with binary.open("wb") as file:
-            for document in documents:
-                ids = np.asarray(document, dtype=np.int64)
-                if not len(ids):
-                    continue
-                if ids.min() < 0 or ids.max() > limit:
-                    raise DataError(f"token ids {ids.min()} to {ids.max()} do not fit {dtype}; choose a wider dtype")
-                for start in range(0, len(ids), _BLOCK):
-                    file.write(ids[start : start + _BLOCK].astype(stored).tobytes())
-                lengths += _sequences_of(len(ids))
-                firsts.append(len(lengths))
+    with replacing(Path(f"{stem}.idx"), "wb") as index, replacing(Path(f"{stem}.bin"), "wb") as binary:
+        for document in documents:
+            ids = np.asarray(document, dtype=np.int64)
+            if not len(ids):
+                continue
+            if ids.min() < 0 or ids.max() > limit:
+                raise DataError(f"token ids {ids.min()} to {ids.max()} do not fit {dtype}; choose a wider dtype")
+            ids.astype(stored).tofile(binary)
+            lengths += _sequences_of(len(ids))
+            firsts.append(len(lengths))
         counts = np.asarray(lengths, dtype=np.int64)
-        with index.open("wb") as file:
-            file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(counts), len(firsts)))
-            file.write(counts.astype("<i4").tobytes())
-            file.write(((np.cumsum(counts) - counts) * stored.itemsize).astype("<i8").tobytes())
-            file.write(np.asarray(firsts, dtype="<i8").tobytes())
-        binary.replace(f"{stem}.bin")
-        index.replace(f"{stem}.idx")
-    finally:
-        binary.unlink(missing_ok=True)
-        index.unlink(missing_ok=True)
+        index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(counts), len(firsts)))
+        index.write(counts.astype("<i4").tobytes())
+        index.write(((np.cumsum(counts) - counts) * stored.itemsize).astype("<i8").tobytes())
+        index.write(np.asarray(firsts, dtype="<i8").tobytes())
     return Written(len(firsts) - 1, int(counts.sum()))

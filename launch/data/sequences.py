@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..config.data import DataConfig
+from ..config.train import TrainConfig
 from .order import Blend, permuted
 from .tokens import DataError, Tokens
 
@@ -32,7 +34,7 @@ class Row(NamedTuple):
     targets: NDArray[np.int64]
     """The token after each input; ``IGNORED`` where that token begins a document, and at padding."""
     positions: NDArray[np.int64]
-    """Of each input in its document, as far as the sequence shows the document."""
+    """The position of each input in its document, as far as the sequence shows the document."""
 
 
 class Batch(NamedTuple):
@@ -57,8 +59,7 @@ class Batch(NamedTuple):
         return self._with(lambda part: part.to(device))
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        positions = None if self.positions is None else change(self.positions)
-        return Batch(change(self.inputs), change(self.targets), positions)
+        return Batch(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
 
 
 class Body(NamedTuple):
@@ -145,58 +146,46 @@ class SequenceSet:
 class Sampler:
     """The training sequences of a run.
 
-    bodies   the sets
-    weights  their shares; empty: there is one set
-    order    ``"random"`` places of the one set, or all sequences in ``"epochs"``
+    bodies  the sets: one, or one for each of ``data.weights``
 
     Raises ``DataError`` for a set without a sequence.
     """
 
-    def __init__(
-        self,
-        bodies: Sequence[Body],
-        weights: Sequence[float],
-        *,
-        order: Literal["random", "epochs"],
-        documents: Documents,
-        seed: int,
-        sequence_length: int,
-        global_batch_size: int,
-    ) -> None:
-        self._sets = [SequenceSet(body, sequence_length, documents) for body in bodies]
+    def __init__(self, bodies: Sequence[Body], data: DataConfig, train: TrainConfig) -> None:
+        self._data, self._train = data, train
+        self._sets = [SequenceSet(body, train.sequence_length, data.documents) for body in bodies]
         for number, each in enumerate(self._sets):
             if not len(each):
                 raise DataError(
                     f"path {number + 1} of data.paths has no sequence: {len(each.body.tokens)} training tokens, and "
-                    f"train.sequence_length = {sequence_length}; lower it, give more data, or leave the path out"
+                    f"train.sequence_length = {train.sequence_length}; lower it, give more data, or leave the path out"
                 )
-        self._blend = Blend.of(weights or [1.0])
-        self._order, self._documents = order, documents
-        self._seed, self._size = seed, global_batch_size
+        self._blend = Blend.of(data.weights or [1.0])
 
     def batch(self, step: int, rows: slice) -> Batch:
         """Rows of the global batch of ``step``."""
-        return stack_rows(self._rows(step, rows), self._documents)
+        return stack_rows(self._rows(step, rows), self._data.documents)
 
     def counted(self, step: int) -> int:
         """Targets in the global batch of ``step`` that are not ``IGNORED``: the same on every rank. Reads the batch."""
-        return sum(int((row.targets != IGNORED).sum()) for row in self._rows(step, slice(0, self._size)))
+        return sum(int((row.targets != IGNORED).sum()) for row in self._rows(step, slice(None)))
 
     def _rows(self, step: int, rows: slice) -> list[Row]:
-        if self._order == "random":
+        size = self._train.global_batch_size
+        if self._data.order == "random":
             # A counter-based generator keyed by (seed, step): there is no state to save.
-            generator = np.random.Generator(np.random.Philox(key=[self._seed, step]))
+            generator = np.random.Generator(np.random.Philox(key=[self._train.seed, step]))
             (only,) = self._sets
-            starts = generator.integers(0, len(only.body.tokens) - only.length, size=self._size)
+            starts = generator.integers(0, len(only.body.tokens) - only.length, size=size)
             return [only.row_at(start) for start in starts[rows].tolist()]
-        sets, counts = self._blend.locate(step * self._size + np.arange(self._size, dtype=np.int64)[rows])
-        return [self._drawn(number, count) for number, count in zip(sets.tolist(), counts.tolist(), strict=True)]
-
-    def _drawn(self, number: int, count: int) -> Row:
-        """The sequence that set ``number`` gives after ``count`` earlier ones."""
-        epoch, place = divmod(count, len(self._sets[number]))
-        key = f"maingrad {self._seed} {number} {epoch}"
-        return self._sets[number].row(int(permuted(np.array([place]), len(self._sets[number]), key)[0]))
+        sets, counts = self._blend.locate(step * size + np.arange(size, dtype=np.int64)[rows])
+        drawn = []
+        for number, count in zip(sets.tolist(), counts.tolist(), strict=True):  # of a set, after ``count`` earlier ones
+            sequences = self._sets[number]
+            epoch, place = divmod(count, len(sequences))
+            key = f"maingrad {self._train.seed} {number} {epoch}"
+            drawn.append(sequences.row(int(permuted(np.array([place]), len(sequences), key)[0])))
+        return drawn
 
 
 def stack_rows(rows: Sequence[Row], documents: Documents) -> Batch:

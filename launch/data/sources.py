@@ -19,30 +19,24 @@ __all__ = ["joined", "open_body"]
 def open_body(config: DataConfig, path: str, cache_dir: Path | None) -> Body:
     """The tokens of one of ``config.paths``. Raises ``DataError`` and ``ConfigError``."""
     end = config.end_of_document
-    if config.source == "megatron":
-        tokens, starts = read_indexed(path)
-        return Body(Tokens([tokens]), starts, end)
     if config.source == "hugging_face":
         return _open_dataset(path, config.column, end)
     if config.tokenizer is not None:
-        tokens, starts = read_indexed(_tokenized(Path(config.tokenizer), Path(path), cache_dir, end))
-        return Body(Tokens([tokens]), starts, end)
-    if config.source == "text":
-        tokens = FileTokens(Path(path), np.dtype(np.uint8))
-        return Body(Tokens([tokens]), np.zeros(1, np.int64), end)  # a file is a document
-    tokens = FileTokens(Path(path), np.dtype(config.token_dtype).newbyteorder("<"))
-    _check_width(tokens, path)
-    return Body(Tokens([tokens]), None, end)
-
-
-def _check_width(tokens: FileTokens, path: str) -> None:
-    """Raise ``DataError`` for a file of wider integers: every second token would be 0, and training would go on."""
-    first = tokens[: 1 << 14]
-    if len(first) >= 64 and first[::2].any() and not first[1::2].any():
-        raise DataError(
-            f"every second {tokens.dtype.name} at the beginning of data file '{path}' is 0: it seems to hold wider "
-            f"integers; correct data.token_dtype"
-        )
+        path = str(_tokenized(Path(config.tokenizer), Path(path), cache_dir, end))
+    if config.source == "megatron" or config.tokenizer is not None:
+        tokens, starts = read_indexed(path)
+    elif config.source == "text":
+        tokens, starts = FileTokens(Path(path), np.dtype(np.uint8)), np.zeros(1, np.int64)  # a file is a document
+    else:
+        tokens, starts = FileTokens(Path(path), np.dtype(config.token_dtype).newbyteorder("<")), None
+        # Of wider integers every second token would be 0, and training would go on.
+        first = tokens[: 1 << 14]
+        if len(first) >= 64 and first[::2].any() and not first[1::2].any():
+            raise DataError(
+                f"every second {tokens.dtype.name} at the beginning of data file '{path}' is 0: it seems to hold wider "
+                f"integers; correct data.token_dtype"
+            )
+    return Body(Tokens([tokens]), starts, end)
 
 
 def joined(bodies: Sequence[Body]) -> Body:

@@ -3,6 +3,7 @@
 Files are read and not memory-mapped: a mapped file that shrinks kills the process with a signal that names no file.
 """
 
+import copy
 import hashlib
 import os
 from collections.abc import Sequence
@@ -98,8 +99,7 @@ class Tokens:
 
     def part(self, start: int, stop: int) -> Self:
         """Tokens [start, stop) of these tokens. Reads nothing."""
-        found = object.__new__(type(self))
-        found.__dict__.update(self.__dict__)
+        found = copy.copy(self)
         found._start, found._stop = (min(self._start + place, self._stop) for place in (start, stop))
         return found
 

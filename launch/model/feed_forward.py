@@ -40,14 +40,14 @@ def make_linear(
 ) -> Linear:
     """``Linear`` without bias, which computes weight gradients as ``config`` says.
 
-    dtype  of the weight; None: ``config.torch_dtype``
+    dtype  of the weight; None: ``config.dtype("param_dtype")``
     """
     return Linear(
         in_features,
         out_features,
         bias=False,
         device=device,
-        dtype=config.torch_dtype if dtype is None else dtype,
+        dtype=config.dtype("param_dtype") if dtype is None else dtype,
         fuse_wgrad_accumulation=config.fuse_wgrad_accumulation,
         delay_wgrad_compute=delay_wgrad,
     )

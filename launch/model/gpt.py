@@ -12,7 +12,6 @@ into ``main_grad``. Norms and the embedding are ordinary modules, whose gradient
 
 import math
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,7 +91,7 @@ class Block(nn.Module):
         self, config: ModelConfig, device: torch.device | None, *, has_experts: bool = False, delay_wgrad: bool = False
     ) -> None:
         super().__init__()
-        dtype = config.torch_dtype
+        dtype = config.dtype("param_dtype")
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6, device=device, dtype=dtype)
         self.attention = Attention(config, device, delay_wgrad=delay_wgrad)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6, device=device, dtype=dtype)
@@ -134,17 +133,6 @@ class LossParts(NamedTuple):
     max_load: Tensor
     """Rows of the fullest expert of all routers, divided by the rows of an even share."""
 
-    @classmethod
-    def of(cls, cross_entropy: Tensor, losses: Sequence[RouterLoss]) -> "LossParts":
-        """Means and maximum over the routers."""
-        with torch.no_grad():
-            return cls(
-                cross_entropy.detach(),
-                torch.stack([each.load_balancing for each in losses]).mean(),
-                torch.stack([each.z for each in losses]).mean(),
-                torch.stack([each.max_load for each in losses]).max(),
-            )
-
 
 class GPT(nn.Module):
     """Decoder-only language model.
@@ -156,7 +144,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
         super().__init__()
         self.config = config
-        dtype = config.torch_dtype
+        dtype = config.dtype("param_dtype")
         self.embedding = nn.Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
         first_delayed = config.num_layers - config.delay_wgrad_layers
@@ -197,14 +185,6 @@ class GPT(nn.Module):
             for matrix in parameter if parameter.dim() == 3 else [parameter]:
                 matrix.copy_(torch.randn(matrix.shape, device=matrix.device) * std)
 
-    def compile_blocks(self, backend: str = "inductor") -> None:
-        """Compile every block in place; call this before the model is wrapped or sharded. All blocks share graphs.
-
-        Blocks compile whole, and a graph break raises. The embedding, the last norm, the head and the loss stay eager.
-        """
-        for block in self.blocks:
-            block.compile(fullgraph=True, backend=backend)
-
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
@@ -240,8 +220,9 @@ class GPT(nn.Module):
             return logits
         loss = mean_loss(logits, targets)
         if router_losses:
-            self.loss_parts = LossParts.of(loss, router_losses)
-            loss = loss + torch.stack([each.weighted for each in router_losses]).sum()
+            weighted, balance, z, max_load = map(torch.stack, zip(*router_losses, strict=True))
+            self.loss_parts = LossParts(loss.detach(), balance.mean(), z.mean(), max_load.max())
+            loss = loss + weighted.sum()
         return loss
 
 

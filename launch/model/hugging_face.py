@@ -29,7 +29,7 @@ _KEY = "model.hugging_face"
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Names of the auxiliary loss's weight in ``config.json``."""
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-"""Of the function that computes the loss, in most architectures."""
+"""The arguments of the function that computes the loss, in most architectures."""
 
 
 class HuggingFaceModel(nn.Module):
@@ -60,11 +60,6 @@ class HuggingFaceModel(nn.Module):
         """Longest sequence; None: ``config.json`` says none."""
         found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return None if found is None else int(found)
-
-    def compile_blocks(self, backend: str = "inductor") -> None:
-        """Compile every decoder layer in place; call this before the model is wrapped or sharded."""
-        for block in self.blocks:
-            block.compile(backend=backend)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean loss over those that count.
@@ -131,7 +126,10 @@ def build_language_model(
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
     if config.fuse_wgrad_accumulation:
         convert_linears(model)
-        _leave_head_unquantised(model)
+        head = model.get_output_embeddings()
+        for module in () if head is None else head.modules():
+            if isinstance(module, LinearModule):
+                module.ignores_recipes = True  # as the head of the GPT: its errors are the loss's own
     return HuggingFaceModel(model.train(), pads=pads)
 
 
@@ -139,7 +137,7 @@ def _build(config: ModelConfig, folder: str, seed: int, device: torch.device, *,
     """The model of ``transformers``. Values are read or drawn on the CPU, so that a seed means the same everywhere."""
     classes = transformers_package().AutoModelForCausalLM
     settings = load_settings(folder, trust_remote_code=config.trust_remote_code)
-    options: dict[str, Any] = {"dtype": config.torch_dtype, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {"dtype": config.dtype("param_dtype"), "trust_remote_code": config.trust_remote_code}
     if config.attention is not None:
         options["attn_implementation"] = config.attention
     stored = {"config": settings, "local_files_only": True, "use_safetensors": True, **options}
@@ -158,14 +156,6 @@ def _build(config: ModelConfig, folder: str, seed: int, device: torch.device, *,
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return classes.from_config(settings, **options).to(device)
-
-
-def _leave_head_unquantised(model: Any) -> None:
-    """Recipes leave the head as it is, as that of the GPT: its errors are the loss's own."""
-    head = model.get_output_embeddings()
-    for module in () if head is None else head.modules():
-        if isinstance(module, LinearModule):
-            module.ignores_recipes = True
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
         super().__init__()
         self.top_k, self.normalize, self.scale = config.top_k, config.normalize_top_k, config.top_k_scaling_factor
-        dtype = config.torch_router_dtype
+        dtype = config.dtype("router_dtype")
         self.linear = make_linear(config, config.dim, config.num_experts, device, delay_wgrad, dtype)
 
     def forward(self, x: Tensor) -> Routing:
@@ -93,7 +93,7 @@ class MixtureOfExperts(nn.Module):
             single_grouped_weight=config.single_grouped_weight,
             fuse_wgrad_accumulation=config.fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad,
-            dtype=config.torch_dtype,
+            dtype=config.dtype("param_dtype"),
             device=device,
         )
         self.shared: FeedForward | None = None

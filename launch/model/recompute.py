@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..config.run import Config
 from ..parallelizing.blocks import recompute
@@ -20,19 +20,17 @@ __all__ = ["recompute_blocks"]
 _ATTENTION = ("attention", "self_attn", "attn")
 """What blocks call their attention."""
 _aten = torch.ops.aten
-_KEPT_OPERATORS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten._grouped_mm.default,
-        _aten._scaled_mm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
+_KEPT_OPERATORS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
 """Operators whose results ``operators`` keeps: they take most of a block's time."""
 
 
@@ -56,9 +54,5 @@ def recompute_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
             region = found[0]
         how: dict[str, Any] = {"preserve_rng_state": not settings.cuda_graph}
         if settings.recompute == "operators":
-            how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+            how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS)
         recompute(region, **how)
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

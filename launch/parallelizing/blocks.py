@@ -79,9 +79,8 @@ def default_units(model: nn.Module) -> Iterator[nn.Module]:
     is_kind: Callable[[nn.Module], bool] = _is_list if has_lists else lambda child: isinstance(child, nn.Sequential)
     layers = [
         member
-        for name, child in model.named_modules()
-        if is_kind(child) and not _is_inside(model, name, is_kind)
-        for member in child.children()
+        for outermost in _outermost(model, is_kind)
+        for member in outermost.children()
         if type(member).forward is not nn.Module.forward and any(True for _ in member.parameters())
     ]
     yield from self_contained(model, layers)
@@ -106,10 +105,13 @@ def _is_list(module: nn.Module) -> bool:
     )
 
 
-def _is_inside(model: nn.Module, name: str, is_kind: Callable[[nn.Module], bool]) -> bool:
-    parents = name.split(".")[:-1] if name else []
-    ends = range(len(parents) + 1) if name else ()
-    return any(is_kind(model.get_submodule(".".join(parents[:end]))) for end in ends)
+def _outermost(module: nn.Module, is_kind: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """The modules of a kind that are in no other one of that kind."""
+    if is_kind(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, is_kind)
 
 
 def _in_words(model: nn.Module, units: Iterable[nn.Module]) -> str:

@@ -1,7 +1,8 @@
 """``make_optimizer``: one call for the optimizer of a model under any wrapper."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast, overload
+from types import SimpleNamespace
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -87,23 +88,14 @@ def make_optimizer(
     return optimizer
 
 
-class _Owned(NamedTuple):
-    name: str
-    param: Tensor
-    """The whole parameter, for its shape, dtype and attributes."""
-
-
-class _Entry(NamedTuple):
-    owned: _Owned
-
-
 def _groups(model: FSDPModule, param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """torch's groups of the trained shards: ``param_groups`` in their order, and the rest last, which may be empty."""
     root = root_of(model)
     whole = {id(pair.sharded): pair.whole for bucket in root.buckets for pair in bucket.pairs}
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    entries = [_Entry(_Owned(name, whole.get(id(param), param))) for name, param in named]
-    chosen = assign_groups(cast("list[WiredParam]", entries), param_groups)
+    # As far as groups are assigned by it: the name, and the whole parameter for its shape, dtype and attributes.
+    wired = [SimpleNamespace(owned=SimpleNamespace(name=name, param=whole.get(id(p), p))) for name, p in named]
+    chosen = assign_groups(cast("list[WiredParam]", wired), param_groups)
     members: list[list[Tensor]] = [[] for _ in range(len(param_groups) + 1)]
     for name, param in named:
         members[chosen[name]].append(param)

@@ -11,16 +11,18 @@ from typing import NamedTuple
 import torch
 from rich.table import Table
 
-from ..config.error import require
-from ..config.run import Config, ModelConfig
+from ..config.run import Config
 from ..data.batches import load_corpus
+from ..data.sequences import Sampler
 from ..data.tokens import check_tokens
 from ..model.hugging_face import LanguageModel, build_language_model
-from ..training.loading import check_model, make_sampler, validation_batch
+from ..model.hugging_face_folder import check_weight_files
+from ..training.loading import check_model, validation_batch
 from ..training.run_state import check_resume, where_to_resume
+from ..training.watching.profiling import check_profile
 from ..training.watching.trackers import check_packages
 from .plan import RunPlan, plan_run
-from .tables import Column, format_bytes, plan_tables, table_of
+from .tables import format_bytes, numbers, plan_tables, table_of, texts
 
 __all__ = ["DryRun", "dry_run", "dry_run_tables"]
 
@@ -43,27 +45,17 @@ def dry_run(config: Config, ranks: int) -> DryRun:
     Raises ``ConfigError`` and ``DataError``, as ``train`` does on so many ranks.
     """
     check_packages(config)
-    require(
-        max(config.profile.ranks) < ranks or config.profile.first_step is None,
-        "profile.ranks",
-        config.profile.ranks,
-        f"names ranks that a run on {ranks} does not have",
-    )
-    require(
-        not config.profile.memory or config.train.device != "cpu",
-        "profile.memory",
-        True,
-        "records CUDA's allocator, and this run is on cpu; leave it out",
-    )
+    check_profile(config.profile, ranks, config.train.device)
     plan = plan_run(config, ranks)
     settings = config.train
     cache = Path(settings.out_dir) / "tokens"  # where the run will look for them
     corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
-    make_sampler(config, corpus)
+    Sampler(corpus.bodies, config.data, settings)
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
     check_model(config, model)
     check_tokens(validation_batch(config, corpus).largest, model.vocab_size)
-    _check_stored(config.model)
+    if config.model.hugging_face is not None and config.model.pretrained:
+        check_weight_files(Path(config.model.hugging_face))
     resumes_from = where_to_resume(config)
     if resumes_from is not None:
         check_resume(resumes_from, config, corpus.digests(config.data.documents))
@@ -72,16 +64,6 @@ def dry_run(config: Config, ranks: int) -> DryRun:
         len(corpus.train),
         _checkpoint_bytes(config, model),
         resumes_from,
-    )
-
-
-def _check_stored(model: ModelConfig) -> None:
-    folder = model.hugging_face
-    require(
-        folder is None or not model.pretrained or any(Path(folder).glob("*.safetensors")),
-        "model.hugging_face",
-        folder,
-        "has no safetensors; model.pretrained = false draws new weights from config.json",
     )
 
 
@@ -117,7 +99,7 @@ def dry_run_tables(run: DryRun) -> Iterator[Table]:
         said["checkpoints on disk, at most"] = _kept(run)
     if run.resumes_from is not None:
         said["goes on from"] = str(run.resumes_from)
-    columns = Column("what", list(said), is_text=True), Column("value", list(said.values()))
+    columns = texts("what", list(said)), numbers("value", list(said.values()))
     yield table_of(f"the run: {settings.steps:,} steps on {ranks:,} rank(s)", *columns)
 
 

@@ -22,20 +22,20 @@ __all__ = ["flops_per_token", "peak_tflops"]
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys by which a configuration of transformers says that a token meets a part of the weights only."""
 
-_PEAKS = (
-    (r"A100", 312.0),
-    (r"H100 PCIe", 756.0),
-    (r"H(100|200) NVL", 835.0),
-    (r"H100|H200|GH200|H800", 989.0),
-    (r"H20", 148.0),
-    (r"GB200", 2500.0),
-    (r"B200", 2250.0),
-    (r"L40S", 362.0),
-    (r"L4", 121.0),
-    (r"A10", 125.0),
-    (r"RTX 4090", 165.0),
-    (r"MI300X", 1307.0),
-)
+_PEAKS = {
+    r"A100": 312.0,
+    r"H100 PCIe": 756.0,
+    r"H(100|200) NVL": 835.0,
+    r"H100|H200|GH200|H800": 989.0,
+    r"H20": 148.0,
+    r"GB200": 2500.0,
+    r"B200": 2250.0,
+    r"L40S": 362.0,
+    r"L4": 121.0,
+    r"A10": 125.0,
+    r"RTX 4090": 165.0,
+    r"MI300X": 1307.0,
+}
 """Part of a GPU's name, and its dense bf16 TFLOP/s by its maker's data sheet. The first match counts."""
 
 
@@ -75,4 +75,4 @@ def peak_tflops(gpu: str) -> float | None:
     """Dense bf16 TFLOP/s of the GPU that torch calls ``gpu``; None for an unknown one, and for a MIG slice of one."""
     if "MIG" in gpu:
         return None
-    return next((peak for name, peak in _PEAKS if re.search(rf"\b({name})\b", gpu)), None)
+    return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b({name})\b", gpu)), None)

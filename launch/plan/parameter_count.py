@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..config.run import ModelConfig
-from ..model.gpt import GPT
-from ..model.hugging_face import HuggingFaceModel, LanguageModel
+from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model
 
 __all__ = ["ParameterCount", "count_of", "count_parameters"]
 
@@ -25,7 +24,7 @@ class ParameterCount(NamedTuple):
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Count the parameters of the model of ``config``, from shapes alone."""
-    return count_of(GPT(config, torch.device("meta")))
+    return count_of(build_language_model(config, seed=0, device=torch.device("meta")))
 
 
 def count_of(model: LanguageModel) -> ParameterCount:

@@ -1,14 +1,13 @@
 """What ``maingrad plan`` prints: placements, buckets, the collectives of a step, bytes on a rank."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from .plan import RunPlan
 
-__all__ = ["Column", "format_bytes", "plan_tables", "table_of"]
+__all__ = ["format_bytes", "numbers", "plan_tables", "table_of", "texts"]
 
 
 def plan_tables(plan: RunPlan) -> Iterator[Table]:
@@ -37,41 +36,34 @@ def format_bytes(count: float) -> str:
 # ---- Tables by columns. ----
 
 
-class Column(NamedTuple):
-    """A column of a table."""
-
-    heading: str
-    cells: Sequence[str]
-    total: str = ""
-    """Below a line; "": none."""
-    is_text: bool = False
+Cells = tuple[Column, Sequence[str]]
+"""A column of a table, and its cells. What all of them are together is the column's footer."""
 
 
-def _texts(heading: str, cells: Sequence[str], total: str = "") -> Column:
-    return Column(heading, cells, total, is_text=True)
+def texts(heading: str, cells: Sequence[str], total: str = "") -> Cells:
+    """A column of words."""
+    return Column(heading, total, overflow="fold"), cells
 
 
-def _counts(heading: str, counts: Sequence[int]) -> Column:
-    return Column(heading, [f"{count:,}" for count in counts], f"{sum(counts):,}")
+def numbers(heading: str, cells: Sequence[str], total: str = "") -> Cells:
+    """A column of numbers."""
+    return Column(heading, total, justify="right", no_wrap=True), cells
 
 
-def _bytes(heading: str, counts: Sequence[int]) -> Column:
-    return Column(heading, [format_bytes(count) for count in counts], format_bytes(sum(counts)))
+def _counts(heading: str, counts: Sequence[int]) -> Cells:
+    return numbers(heading, [f"{count:,}" for count in counts], f"{sum(counts):,}")
 
 
-def table_of(title: str, *columns: Column) -> Table:
+def _bytes(heading: str, counts: Sequence[int]) -> Cells:
+    return numbers(heading, [format_bytes(count) for count in counts], format_bytes(sum(counts)))
+
+
+def table_of(title: str, *columns: Cells) -> Table:
     """A table of columns of equal length."""
-    table = Table(title=title, title_justify="left", min_width=min(len(title), 100))
-    for column in columns:
-        if column.is_text:
-            table.add_column(column.heading, overflow="fold")
-        else:
-            table.add_column(column.heading, justify="right", no_wrap=True)
-    for row in zip(*(column.cells for column in columns), strict=True):
+    table = Table(*(column for column, _ in columns), title=title, title_justify="left", min_width=min(len(title), 100))
+    table.show_footer = any(column.footer for column, _ in columns)
+    for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*row)
-    if any(column.total for column in columns):
-        table.add_section()
-        table.add_row(*(column.total for column in columns))
     return table
 
 
@@ -91,7 +83,7 @@ def _experts_table(plan: RunPlan) -> Table:
     names, every, active = zip(*(row for row in rows if row[1]), strict=True)
     return table_of(
         f"{model.num_experts} experts in {blocks} of {model.num_layers} blocks, {model.top_k} for each token",
-        _texts("parameters", names, "total"),
+        texts("parameters", names, "total"),
         _counts("all", every),
         _counts("active in a token", active),
     )
@@ -101,9 +93,9 @@ def _placements_table(plan: RunPlan) -> Table:
     inner, outer = plan.placements
     instances = plan.config.num_instances
     over = f"over the {plan.inner_size} ranks of an instance" if instances > 1 else f"over {plan.ranks} ranks"
-    columns = [_texts("at rest", inner._fields), _texts(over, [kind.value for kind in inner])]
+    columns = [texts("at rest", inner._fields), texts(over, [kind.value for kind in inner])]
     if instances > 1:
-        columns.append(_texts(f"over {instances} instances", [kind.value for kind in outer]))
+        columns.append(texts(f"over {instances} instances", [kind.value for kind in outer]))
     return table_of(f'parallel = "{plan.config.parallel}" on {plan.ranks} ranks', *columns)
 
 
@@ -121,10 +113,10 @@ def _buckets_table(plan: RunPlan) -> Table:
     share = f"{sum(padding):,} ({sum(padding) / sum(layout.numel for layout in layouts):.1%})"
     return table_of(
         title,
-        _texts(_row_heading(plan), [unit.title for unit in plan.units for _ in unit.buckets]),
-        _texts("parameters", names, f"{plan.parameters.total:,} parameters"),
+        texts(_row_heading(plan), [unit.title for unit in plan.units for _ in unit.buckets]),
+        texts("parameters", names, f"{plan.parameters.total:,} parameters"),
         _counts("elements", [layout.numel for layout in layouts]),
-        _counts("padding", padding)._replace(total=share),
+        numbers("padding", [f"{count:,}" for count in padding], share),
         _bytes("weights", [bucket.param_nbytes for bucket in buckets]),
         _bytes("gradients", [bucket.grad_nbytes for bucket in buckets]),
         _bytes("fp32 shard", [bucket.shard_nbytes for bucket in buckets]),
@@ -140,18 +132,18 @@ def _collectives_table(plan: RunPlan) -> Table:
     if wire is None and plan.placements.inner.scatters:
         inside = "reduce-scatter"
     across = "reduce-scatter" if plan.placements.outer.scatters else "all-reduce"
-    columns = [_texts(_row_heading(plan), [unit.title for unit in units])]
+    columns = [texts(_row_heading(plan), [unit.title for unit in units])]
     title = "bytes that each rank sends in a step"
     if config.fully_sharded:
         title += f" of {config.train.num_microbatches} microbatch(es)"
         title += "; collectives are counted for each bucket" if len(plan.buckets) > len(units) else ""
         columns += [
-            Column("gathers in\nforward", [str(unit.gathers_in_forward) for unit in units]),
-            Column("gathers in\nbackward", [str(unit.gathers_in_backward) for unit in units]),
-            Column("reductions", [", ".join(map(str, dict.fromkeys(unit.reductions))) for unit in units]),
+            numbers("gathers in\nforward", [str(unit.gathers_in_forward) for unit in units]),
+            numbers("gathers in\nbackward", [str(unit.gathers_in_backward) for unit in units]),
+            numbers("reductions", [", ".join(map(str, dict.fromkeys(unit.reductions))) for unit in units]),
         ]
     elif plan.placements.inner.gathers:
-        under = "under the next forward" if config.wrapper_config.overlap_param_gather else "in the optimizer's step"
+        under = "under the next forward" if config.ddp.overlap_param_gather else "in the optimizer's step"
         title += f"; parameters are gathered bottom up, {under}"
     traffic = [unit.traffic for unit in units]
     sent = {
@@ -173,8 +165,8 @@ def _bytes_table(plan: RunPlan) -> Table:
     param_dtypes = _names(bucket.param_dtype for bucket in plan.buckets)
     grad_dtypes = _names(bucket.grad_dtype for bucket in plan.buckets)
     columns = [
-        _texts("what", ["parameters", "gradients", "optimizer: masters", "optimizer: moments"], "total"),
-        _texts("dtype", [param_dtypes, grad_dtypes, "float32", "float32"]),
+        texts("what", ["parameters", "gradients", "optimizer: masters", "optimizer: moments"], "total"),
+        texts("dtype", [param_dtypes, grad_dtypes, "float32", "float32"]),
     ]
     for parallel, held in plan.alternatives.items():
         instances = config.num_instances if parallel == config.parallel else 2

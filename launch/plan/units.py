@@ -64,7 +64,7 @@ def lay_out(config: Config, ranks: int) -> tuple[PlacedUnit, ...]:
 
 
 def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit, ...]:
-    wrapper, outer_size = config.wrapper_config, config.num_instances
+    wrapper, outer_size = config.ddp, config.num_instances
     row, inner_size = placements_of(wrapper), ranks // outer_size
     plan = plan_model(find_owned_params(model), wrapper, shard_degree=inner_size if row.inner.scatters else 1)
     buckets = [
@@ -100,7 +100,7 @@ def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit
                 placements=row,
                 inner_size=inner_size,
                 outer_size=outer_size,
-                wire_dtype=fsdp.torch_reduce_dtype,
+                wire_dtype=fsdp.dtype("reduce_dtype"),
                 trainable=trainable,
                 own_shards=True,
             )

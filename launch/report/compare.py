@@ -9,7 +9,7 @@ from .curves import apart, draw_loss
 from .drawing import save
 from .run_folder import RunFolder, read_runs
 from .side_by_side import differing, side_by_side
-from .table import Column, markdown_table, write_table
+from .table import markdown_table, write_table
 
 __all__ = ["compare_runs"]
 
@@ -49,7 +49,7 @@ def compare_runs(base: Path, other: Path, out_dir: Path, stem: str) -> str:
     if picture is not None:
         save(picture, out_dir / f"{stem}.png")
     rows = [
-        [step, f"{tokens / 1e6:.2f} M", *("no number" if value is None else f"{value:.4f}" for value in values)]
+        [str(step), f"{tokens / 1e6:.2f} M", *("no number" if value is None else f"{value:.4f}" for value in values)]
         for step, tokens, *values in (point.values() for point in points)
     ]
     sizes = (_size(label, config) for label, config in zip(labels, configs, strict=True))
@@ -62,14 +62,10 @@ def compare_runs(base: Path, other: Path, out_dir: Path, stem: str) -> str:
         f"{train.global_batch_size} sequences of {train.sequence_length} tokens, the same ones in the same order, "
         f"on {runs[0].world_size} process(es); loss on {train.eval_sequences} held-back sequences in nats per "
         f"{unit}; torch {runs[0].versions.get('torch')}. Made by `maingrad report --compare {base} {other}`.",
-        markdown_table(rows, _columns("step", "tokens", *labels, "difference")),
+        markdown_table(["step", "tokens", *labels, "difference"], rows),
         f"![Both validation losses over steps]({stem}.png)",
-        markdown_table([[key, *texts] for key, texts in settings.items()], _columns("key", *labels)),
+        markdown_table(["key", *labels], [[key, *texts] for key, texts in settings.items()]),
     )
-
-
-def _columns(*headings: str) -> list[Column]:
-    return [(heading, f"{{row[{at}]}}") for at, heading in enumerate(headings)]
 
 
 def _finished(run: RunFolder) -> Config:

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display is needed, and none is opened
 from matplotlib.figure import Figure
 
-from ..training.watching.replacing import replacing
+from ..data.replacing import replacing
 
 __all__ = ["INK", "QUIET", "save", "styled", "svg"]
 
@@ -26,6 +26,7 @@ styled = matplotlib.rc_context(
         "figure.titleweight": "bold",
         "figure.constrained_layout.use": True,
         "figure.dpi": 150,
+        "svg.fonttype": "none",
         "text.parse_math": False,
         "path.simplify_threshold": 0.5,  # of a pixel: of a million points few are left, peaks and gaps among them
     }
@@ -54,6 +55,6 @@ def svg(figure: Figure, label: str) -> str:
 
 @styled
 def _render(figure: Figure, file: IO[Any], form: str, **options: Any) -> None:
-    with warnings.catch_warnings(), matplotlib.rc_context({"svg.fonttype": "none"}):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name in a script that the font lacks is shown by the browser
         figure.savefig(file, format=form, **options)

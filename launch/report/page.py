@@ -10,9 +10,9 @@ import jinja2
 
 from ... import __version__
 from ..config.run import ConfigError
+from ..data.replacing import replacing
 from ..plan.tables import format_bytes
 from ..training.watching.progress import format_duration, format_rate
-from ..training.watching.replacing import replacing
 from .curves import RUN_COLOURS, apart, draw_curves, draw_loss
 from .drawing import save, svg
 from .overlap import chrome_trace, hidden_share, overlap_lines

@@ -13,12 +13,11 @@ from statistics import median
 from typing import Any, get_type_hints
 
 from ...ddp.checkpoint.files.small_file import open_small_file
-from ...ddp.collectives.timeline import BackwardSpan, BucketSpan, ForwardSpan, GatherSpan, PhaseSpan, WaitSpan
 from ..config.file import flat, structure_of_run
 from ..config.run import Config, ConfigError
 from ..plan.model_flops import flops_per_token, peak_tflops
 from ..plan.plan import RunPlan, plan_run
-from ..training.metrics import numbered_records
+from ..training.metrics import SPANS, numbered_records
 from .overlap import BucketTimes, bucket_times, hidden_share
 
 __all__ = ["Point", "Record", "RunFolder", "plain", "read_runs"]
@@ -27,8 +26,6 @@ Record = dict[str, Any]
 Point = tuple[int, float | None]
 """Step and value; None: no number was recorded, and a curve has a gap."""
 
-_DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-"""What impossible values of a configuration may raise. ``RecursionError`` and ``ConfigError`` are among them."""
 _MOST_BYTES = 2**24
 _MOST_RANKS = 65_536  # a plan of more is not made
 _LARGEST = {int: 2**53, float: 3.5e38}
@@ -37,15 +34,6 @@ _ALL_NUMBERS = ("step", "validation")
 """Kinds of records whose fields are numbers or null: NaN and infinity are recorded as null."""
 _NUMBERS = {"step", "world_size", "num_parameters", "seconds", "bigram_loss", "nats_below_bigram", "peak_memory_bytes"}
 """Those of other kinds."""
-_SPANS = {
-    "forwards": ForwardSpan,
-    "backwards": BackwardSpan,
-    "buckets": BucketSpan,
-    "gathers": GatherSpan,
-    "waits": WaitSpan,
-    "phases": PhaseSpan,
-}
-"""Kinds of spans in a ``timeline`` record."""
 
 
 class RunFolder:
@@ -84,7 +72,7 @@ class RunFolder:
         self.end: Record = [{}, *self.records["interrupted"], *self.records["final"]][-1]
         try:
             self._read_config(path / "resolved_config.json")
-        except _DAMAGE as error:
+        except Exception as error:  # impossible values may raise anything
             what = "damaged, or of another version of maingrad" if self.resolved else "missing or damaged"
             lacks = "the page shows no MFU and no planned bytes"
             self.notes.append(f"'{path / 'resolved_config.json'}' is {what} ({error}): {lacks}.")
@@ -158,18 +146,6 @@ class RunFolder:
         """The last recorded step; 0 without any."""
         return max([0, *dict(self.points("step")), *dict(self.points("step", "validation"))])
 
-    @property
-    def state(self) -> str:
-        """How the run ended, and where it was resumed."""
-        after = f"after step {self.end.get('step') or self.last_step}"
-        text = {
-            None: f"no end recorded {after}: the run goes on, or was killed",
-            "interrupted": f"interrupted {after} by {self.end.get('signal', 'a signal')}",
-            "final": f"finished {after}",
-        }[self.end.get("kind")]
-        resumes = ", ".join(str(record["step"]) for record in self.records["observed"] if record.get("step"))
-        return f"{text}; resumed after step {resumes}" if resumes else text
-
     def points(self, name: str, kind: str = "step") -> list[Point]:
         """A field over steps, or ``mfu``: model FLOPs of a rank as a part of the peak.
 
@@ -212,7 +188,7 @@ class RunFolder:
             if self.config is None:
                 raise ConfigError("this needs the configuration")
             return function(self.config)
-        except _DAMAGE as error:
+        except Exception as error:  # impossible values may raise anything
             self.notes.append(f"{what} left out: {error}.")
             return None
 
@@ -292,7 +268,7 @@ def _mend(record: Record) -> Iterator[tuple[str, Any]]:
             record[name] = None
             if value is not None or name == "loss":
                 yield f"{name} of a {kind} record is no number", value
-    for spans, span_type in _SPANS.items() if kind == "timeline" else ():
+    for spans, span_type in SPANS.items() if kind == "timeline" else ():
         found, record[spans] = record.get(spans) or [], []
         fields = get_type_hints(span_type)
         for span in found if isinstance(found, list) else [found]:

@@ -4,18 +4,15 @@ import csv
 import dataclasses
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..training.watching.replacing import replacing
+from ..data.replacing import replacing
 
-__all__ = ["Column", "machine", "markdown_table", "write_csv", "write_table"]
-
-Column = tuple[str, str | Callable[[Any], str]]
-"""Heading of a column, and the cell of one row: a text with fields like ``{row.step_ms:.1f}``, or a function."""
+__all__ = ["machine", "markdown_table", "write_csv", "write_table"]
 
 
 def machine() -> str:
@@ -29,17 +26,16 @@ def write_csv(path: Path, rows: Iterable[Any]) -> None:
     lines = [row if isinstance(row, dict) else dataclasses.asdict(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for line in lines for name in line)), restval="nan")
+        names = list(dict.fromkeys(name for line in lines for name in line))
+        writer = csv.DictWriter(file, names, restval="nan", lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
 
 
-def markdown_table(rows: Iterable[Any], columns: Sequence[Column]) -> str:
-    """A Markdown table."""
-    lines = [[heading for heading, _ in columns]]
-    lines += [[cell.format(row=row) if isinstance(cell, str) else cell(row) for _, cell in columns] for row in rows]
-    head, *body = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([head, f"|{'---|' * len(columns)}", *body])
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of texts."""
+    head, *body = (f"| {' | '.join(line)} |" for line in (headings, *rows))
+    return "\n".join([head, f"|{'---|' * len(headings)}", *body])
 
 
 def write_table(folder: Path, stem: str, rows: Sequence[Any], title: str, *parts: str) -> str:

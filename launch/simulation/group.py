@@ -6,8 +6,8 @@ Every rank has its own `SimulatedProcessGroup` for each group. ``meeting.py`` ha
 # mypy: disable-error-code="override"
 # The methods take the arguments that torch.distributed passes, not every overload of ProcessGroup.
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,8 +74,7 @@ class SimulatedWork(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def block_current_stream(self) -> None:
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         return all(self._group.scheduler.poll(self._group.own_rank(), pending) for pending in self._pending)
@@ -95,8 +94,7 @@ class SimulatedWork(dist.Work):
             raise RuntimeError("source_rank() is known for a receive that has completed only")
         return transfer.source
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def get_future(self) -> Any:
         # Inside a backward C++ code may wait for the future (torch's DDP does), and a wait in C++ cannot pass the
@@ -166,36 +164,35 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return rank
 
     def _join(self, description: str, operation: Operation, payload: Payload, results: list[Any]) -> SimulatedWork:
-        rank = self.own_rank()
-        self.scheduler.raise_if_stopped()
-        self.scheduler.record(rank, f"launch {description} of {self.shared.describe()}")
-        recorded = record_launch(lambda: self._join(description, operation, payload, results))
-        with self._failing(rank):
-            collective = self.shared.join(self.rank(), description, operation, payload)
-        return self._launched(rank, collective, results, recorded)
+        def launch() -> Pending:
+            return self.shared.join(self.rank(), description, operation, payload)
+
+        again = partial(self._join, description, operation, payload, results)
+        return self._launch(f"{description} of {self.shared.describe()}", launch, results, again)
 
     def _transfer(self, tensor: Tensor, source: int | None, target: int, tag: int, *, sending: bool) -> SimulatedWork:
+        transfer = Transfer(self.shared, "send" if sending else "recv", tensor, source, target, tag)
+
+        def launch() -> Pending:
+            self.shared.transfer(transfer, sending=sending)
+            return transfer
+
+        again = partial(self._transfer, tensor, source, target, tag, sending=sending)
+        return self._launch(transfer.describe(), launch, [tensor], again)
+
+    def _launch(
+        self, description: str, launch: Callable[[], Pending], results: list[Any], again: Callable[[], SimulatedWork]
+    ) -> SimulatedWork:
+        """Launch an operation now, and ``again`` where a capture is replayed."""
         rank = self.own_rank()
         self.scheduler.raise_if_stopped()
-        transfer = Transfer(self.shared, "send" if sending else "recv", tensor, source, target, tag)
-        self.scheduler.record(rank, f"launch {transfer.describe()}")
-        recorded = record_launch(lambda: self._transfer(tensor, source, target, tag, sending=sending))
-        with self._failing(rank):
-            self.shared.transfer(transfer, sending=sending)
-        return self._launched(rank, transfer, [tensor], recorded)
-
-    @contextlib.contextmanager
-    def _failing(self, rank: SimulatedRank) -> Iterator[None]:
-        """An error in a meeting of ranks ends the simulation, even if the rank that arrived last catches it."""
+        self.scheduler.record(rank, f"launch {description}")
+        recorded = record_launch(again)
         try:
-            yield
-        except Exception as error:
+            pending = launch()
+        except Exception as error:  # it ends the simulation, even if the rank that arrived last catches it
             self.scheduler.fail(rank, error)
             raise
-
-    def _launched(
-        self, rank: SimulatedRank, pending: Pending, results: list[Any], recorded: RecordedLaunch | None
-    ) -> SimulatedWork:
         if self._coalescing is not None:
             self._coalescing.append(pending)
         self.scheduler.pass_baton(rank)
@@ -216,12 +213,11 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def _reduce(self, name: str, tensors: Any, reduce_op: Any, root: int | None) -> SimulatedWork:
         tensors = _as_list(tensors)
-        detail = reduce_op_name(reduce_op)
+        detail, operation = reduce_op_name(reduce_op), move.reduce
+        if root is not None:
+            detail, operation = f"{detail} to rank {self.shared.members[root]}", move.reduce_to_root
         payload = Payload(tensors, tensors, reduce_op, root or 0)
-        if root is None:
-            return self._join(describe_launch(name, tensors, detail), move.reduce, payload, list(tensors))
-        detail += f" to rank {self.shared.members[root]}"
-        return self._join(describe_launch(name, tensors, detail), move.reduce_to_root, payload, list(tensors))
+        return self._join(describe_launch(name, tensors, detail), operation, payload, list(tensors))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)

@@ -15,6 +15,7 @@ import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Iterator, MutableSequence
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from .meeting import CollectiveMismatchError, SharedGroup
 from .schedule import Scheduler, SimulatedDeadlockError, current_rank
 from .store import SimulatedStore
 
-__all__ = ["CollectiveMismatchError", "SimulatedDeadlockError", "SimulatedRankError", "simulate"]
+__all__ = ["CollectiveMismatchError", "SimulatedDeadlockError", "SimulatedRankError", "frames_outside", "simulate"]
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ def simulate(
         return [rank.result for rank in scheduler.ranks]
     if scheduler.failed_rank is None:
         raise scheduler.failure
-    cause = _without_simulator_frames(scheduler.failure)
+    cause = scheduler.failure.with_traceback(frames_outside(scheduler.failure, f"{__package__}."))
     raise SimulatedRankError(scheduler.failed_rank, cause) from cause
 
 
@@ -114,11 +115,12 @@ def _check_all_joined(groups: dict[tuple[str, tuple[int, ...]], SharedGroup]) ->
         raise SimulatedDeadlockError("\n".join(["all ranks have finished, but not all joined:", *lines]))
 
 
-def _without_simulator_frames(error: BaseException) -> BaseException:
+def frames_outside(error: BaseException, *packages: str) -> TracebackType | None:
+    """The frames of an error from the first on that is in none of ``packages``; None: there is none."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(packages):
         trace = trace.tb_next
-    return error.with_traceback(trace)
+    return trace
 
 
 class _RankWorld(dist.distributed_c10d._World):

@@ -1,7 +1,6 @@
-"""What a run trains, and on what: the model, the sampler of sequences, the validation set."""
+"""What a run trains, and on what: the model, its recipe, the validation set."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -10,12 +9,13 @@ from ...te_integration.recipes import Recipe, recipe_named
 from ..config.error import ConfigError
 from ..config.run import Config
 from ..data.batches import Batch, Corpus, validation_windows
-from ..data.sequences import Sampler, concatenated
+from ..data.sequences import concatenated
+from ..model.gpt import GPT
 from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model
 from ..model.recompute import recompute_blocks
 from .runtime import Runtime
 
-__all__ = ["check_model", "load_model", "load_recipe", "make_sampler", "validation_batch"]
+__all__ = ["check_model", "load_model", "load_recipe", "validation_batch"]
 
 
 def check_model(config: Config, model: LanguageModel) -> None:
@@ -58,8 +58,9 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
     )
     check_model(config, model)
     recompute_blocks(model.blocks, config)
-    if config.train.compile:
-        model.compile_blocks(config.train.compile_backend)
+    # The embedding, the last norm, the head and the loss stay eager. A graph break in a block of the GPT raises.
+    for block in model.blocks if config.train.compile else ():
+        block.compile(fullgraph=isinstance(model, GPT), backend=config.train.compile_backend)
     return model
 
 
@@ -69,32 +70,20 @@ def load_recipe(config: Config, device: torch.device) -> Recipe | None:
     recipe = recipe_named(settings.recipe, emulate=settings.emulate_recipe)
     try:
         if recipe is not None:
-            takes_recipe(recipe, torch.empty(1, dtype=config.model.torch_dtype, device=device), "train.recipe")
+            takes_recipe(recipe, torch.empty(1, dtype=config.model.dtype("param_dtype"), device=device), "train.recipe")
     except RuntimeError as error:
         raise ConfigError(f"{error}; set train.emulate_recipe = true") from None
     return recipe
 
 
-def make_sampler(config: Config, corpus: Corpus) -> Sampler:
-    """The training sequences of the run."""
-    return Sampler(
-        corpus.bodies,
-        config.data.weights,
-        order=config.data.order,
-        documents=config.data.documents,
-        seed=config.train.seed,
-        sequence_length=config.train.sequence_length,
-        global_batch_size=config.train.global_batch_size,
-    )
-
-
 def validation_batch(config: Config, corpus: Corpus) -> Batch:
     """The validation set: with weights, each path has its share of the sequences, and one at least."""
+    settings, documents = config.train, config.data.documents
     weights = config.data.weights if len(corpus.validation_bodies) > 1 else (1.0,)
-    options: dict[str, Any] = {
-        "sequence_length": config.train.sequence_length,
-        "documents": config.data.documents,
-    }
-    counts = [max(1, round(config.train.eval_sequences * weight / sum(weights))) for weight in weights]
-    parts = zip(corpus.validation_bodies, counts, strict=True)
-    return concatenated([validation_windows(body, count=count, **options) for body, count in parts])
+    counts = [max(1, round(settings.eval_sequences * weight / sum(weights))) for weight in weights]
+    return concatenated(
+        [
+            validation_windows(body, count=count, sequence_length=settings.sequence_length, documents=documents)
+            for body, count in zip(corpus.validation_bodies, counts, strict=True)
+        ]
+    )

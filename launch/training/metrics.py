@@ -22,14 +22,31 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...ddp.checkpoint.files.small_file import open_small_file
-from ...ddp.collectives.timeline import BucketSpan, GatherSpan, Timeline
+from ...ddp.collectives.timeline import (
+    BackwardSpan,
+    BucketSpan,
+    ForwardSpan,
+    GatherSpan,
+    PhaseSpan,
+    Timeline,
+    WaitSpan,
+)
+from ..data.replacing import replacing
 from .runtime import Runtime, versions
-from .watching.replacing import replacing
 from .watching.trackers import Tracker
 from .wrapping import Wrapped
 
-__all__ = ["MetricsWriter", "numbered_records", "observed_facts", "read_metrics", "timeline_record"]
+__all__ = ["SPANS", "MetricsWriter", "numbered_records", "observed_facts", "read_metrics", "timeline_record"]
 
+SPANS = {
+    "forwards": ForwardSpan,
+    "backwards": BackwardSpan,
+    "buckets": BucketSpan,
+    "gathers": GatherSpan,
+    "waits": WaitSpan,
+    "phases": PhaseSpan,
+}
+"""Kinds of spans in a ``timeline`` record."""
 _MOST_BYTES = 2**30
 _CUT_OFF = "the file ends within this line"
 
@@ -42,11 +59,8 @@ class MetricsWriter:
         self.trackers: Sequence[Tracker] = ()
         """Who gets each record too."""
         self._file: TextIO | None = None
-        self._resumed_at: int | None = None
-
-    def resume(self, step: int) -> None:
-        """Resume after ``step``: keep the records of an earlier run in this folder up to this step."""
-        self._resumed_at = step
+        self.resumed_at: int | None = None
+        """Keep the records of an earlier run in this folder up to this step. None: keep none."""
 
     def write(self, kind: str, **fields: Any) -> None:
         """Write one record. NaN and infinity become null, since JSON has neither."""
@@ -66,10 +80,10 @@ class MetricsWriter:
             tracker.add(kind, fields)
 
     def _records_to_keep(self, path: Path) -> list[dict[str, Any]]:
-        if self._resumed_at is None or not path.exists():
+        if self.resumed_at is None or not path.exists():
             return []
         ends = ("final", "interrupted")
-        return [r for r in read_metrics(path) if r["kind"] not in ends and r.get("step", 0) <= self._resumed_at]
+        return [r for r in read_metrics(path) if r["kind"] not in ends and r.get("step", 0) <= self.resumed_at]
 
     def close(self) -> None:
         """Close the file, and what the trackers write."""
@@ -127,7 +141,7 @@ def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> di
         "fused_weights": len(fused),
         "fused_writes": sum(record.num_fused_writes for record in fused),
         "delayed_weights": sum(parameter.delayed for parameter in parameters),
-        "hook_written_parameters": sum(1 for record in records if record.num_hook_writes),
+        "hook_written_parameters": sum(record.num_hook_writes > 0 for record in records),
         "microbatches_no_sync": synced[False],
         "microbatches_synced": synced[True],
         "num_buckets": len({span.bucket for span in timeline.buckets}),
@@ -140,8 +154,7 @@ def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> di
 
 def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
     """Spans of one step and of the forward after it, in seconds, as ``report/overlap.py`` reads them."""
-    kinds = ("forwards", "backwards", "buckets", "gathers", "waits", "phases")
-    return {"step": step, **{kind: [span._asdict() for span in getattr(timeline, kind)] for kind in kinds}}
+    return {"step": step, **{kind: [span._asdict() for span in getattr(timeline, kind)] for kind in SPANS}}
 
 
 def _sent(span: BucketSpan | GatherSpan) -> dict[str, Any]:

@@ -35,18 +35,13 @@ def lr_factor(config: OptimizerConfig, step: int, fraction: float) -> float:
     fraction  part of the whole run that is over, in [0, 1]: of its steps or of its time
     """
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    left = _part_left(config, min(fraction, 1.0))
-    return warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
-
-
-def _part_left(config: OptimizerConfig, fraction: float) -> float:
-    """1 at ``lr``, 0 at ``min_lr_ratio * lr``."""
+    fraction = min(fraction, 1.0)
+    left = 1.0 - fraction  # 1 at ``lr``, 0 at ``min_lr_ratio * lr``
     match config.schedule:
         case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * fraction))
-        case "linear":
-            return 1.0 - fraction
+            left = 0.5 * (1.0 + math.cos(math.pi * fraction))
         case "warmup_stable_decay":
-            return min(1.0, (1.0 - fraction) / config.decay_fraction)
+            left = min(1.0, left / config.decay_fraction)
         case "constant":
-            return 1.0
+            left = 1.0
+    return warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)

@@ -71,22 +71,19 @@ class StepRecorder:
 
     def forward_ended(self) -> None:
         """Call this after a forward of the wrapper, in training or validation."""
-        if self._timeline is not None and self._stepped:
-            self._finish()
-
-    def close(self) -> None:
-        """End of the run: write a pending recording, if its step is complete."""
-        if self._timeline is not None and self._stepped:
-            self._finish()
+        timeline = self._timeline
+        if timeline is None or not self._stepped:
+            return
         self._timeline = None
-        self._open.close()
-
-    def _finish(self) -> None:
-        timeline, self._timeline = self._timeline, None
-        assert timeline is not None, "something is being recorded"
         self._open.close()
         if self._step == self._observed_step:
             facts = observed_facts(self._wrapped, timeline, self._runtime)
             self._metrics.write("observed", step=self._step, **facts, unit=self._unit)
         if self._step == self._timeline_step:
             self._metrics.write("timeline", **timeline_record(timeline, self._step))
+
+    def close(self) -> None:
+        """End of the run: write a pending recording, if its step is complete."""
+        self.forward_ended()
+        self._timeline = None
+        self._open.close()

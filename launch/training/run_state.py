@@ -21,10 +21,10 @@ from ...ddp.checkpoint.files.folder import find, is_being_deleted, is_complete, 
 from ...ddp.checkpoint.files.opened import open_checkpoint
 from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
+from ..data.replacing import replacing
 from ..data.tokens import Digest
 from .pace import Pace
 from .runtime import versions
-from .watching.replacing import replacing
 from .wrapping import Wrapped
 
 __all__ = ["RunSaver", "check_resume", "resume_run", "where_to_resume", "write_resolved"]
@@ -153,7 +153,10 @@ class RunSaver:
         """Say that the checkpoint is complete, and delete older ones, if it is. Waits for nobody."""
         ended = self._pending is not None and self._pending.done() and not self._pending.failed()
         if self._is_main and ended and self._deletion is None:
-            self._is_complete()
+            self._say(f"step {self._step:>5}  checkpoint in '{self._folder / f'step-{self._step:08d}'}'")
+            # In a thread: deleting large files takes a file system longer than a step.
+            self._deletion = threading.Thread(target=self._delete, args=(self._step,), name="deletion of checkpoints")
+            self._deletion.start()
 
     def finish(self) -> None:
         """Wait for the save under way and for deletions. Collective over the ranks of the model."""
@@ -170,23 +173,16 @@ class RunSaver:
         if self._pending is not None:
             self._pending.give_up(after=10.0)
 
-    def _is_complete(self) -> None:
-        if not self._is_main:
-            return
-        self._say(f"step {self._step:>5}  checkpoint in '{self._folder / f'step-{self._step:08d}'}'")
-        # In a thread: deleting large files takes a file system longer than a step.
-        self._deletion = threading.Thread(target=self._delete, args=(self._step,), name="deletion of checkpoints")
-        self._deletion.start()
-
     def _delete(self, newest: int) -> None:
         """Delete older checkpoints. Links, empty folders and all else that no save has written stay."""
-        keep = self._config.checkpoint
-        for path, number in _checkpoints(self._folder).items():
+        keep, places = self._config.checkpoint, _checkpoints(self._folder)
+        complete = [number for path, number in places.items() if is_complete(path)]  # behind links too
+        for path, number in places.items():
             if number > newest:  # those after it are of a run that was resumed earlier
                 continue
             if path.is_symlink() or not (is_complete(path) or is_left_to_delete(path)):
                 continue
-            newer = [step for step in self._steps() if number < step <= newest]
+            newer = [step for step in complete if number < step <= newest]
             stays = keep.keep_last is None or len(newer) < keep.keep_last
             stays = stays or (keep.keep_every is not None and number % keep.keep_every == 0)
             if stays and not is_left_to_delete(path):
@@ -195,10 +191,6 @@ class RunSaver:
                 remove(path)
             except OSError as error:
                 self._say(f"'{path}' was not deleted: {error}")
-
-    def _steps(self) -> list[int]:
-        """Steps of all checkpoints, those behind links included."""
-        return [step for path, step in _checkpoints(self._folder).items() if is_complete(path)]
 
 
 def resume_run(
@@ -210,11 +202,7 @@ def resume_run(
 
     Raises ``ConfigError`` if the folder is no checkpoint of ``maingrad train``, or if a fixed key or the data differ.
     """
-    try:
-        extra = load_checkpoint(path, wrapped.model, wrapped.optimizer)
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"train.resume = '{path}': {error}") from None
-    _check_same(path, extra, config, data)
+    extra = _checked(path, config, data, lambda: load_checkpoint(path, wrapped.model, wrapped.optimizer))
     pace.step, pace.seconds = extra["step"], extra["seconds"]
     _check_no_link(config, pace.step)
     schedule.load_state_dict(extra["schedule"])
@@ -237,14 +225,15 @@ def _check_no_link(config: Config, step: int) -> None:
 
 def check_resume(path: Path, config: Config, data: Mapping[str, Digest]) -> None:
     """Raise ``ConfigError`` where ``resume_run`` would refuse the settings or the data. Reads the manifest alone."""
+    _checked(path, config, data, lambda: open_checkpoint(path, lambda manifest: {}).manifest.extra)
+
+
+def _checked(path: Path, config: Config, data: Mapping[str, Digest], read: Callable[[], Any]) -> Any:
+    """The state that ``read`` finds in the checkpoint, if the run may go on from it."""
     try:
-        extra = open_checkpoint(path, lambda manifest: {}).manifest.extra
+        extra = read()
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"train.resume = '{path}': {error}") from None
-    _check_same(path, extra, config, data)
-
-
-def _check_same(path: Path, extra: Any, config: Config, data: Mapping[str, Digest]) -> None:
     if not isinstance(extra, dict) or not {"step", "seconds", "schedule", "config"} <= set(extra):
         raise ConfigError(
             f"train.resume = '{path}': a checkpoint of a model, but not one of maingrad train: it has no step"
@@ -252,6 +241,7 @@ def _check_same(path: Path, extra: Any, config: Config, data: Mapping[str, Diges
     _check_same_run(path, extra["config"], config)
     if not config.train.resume_with_other_data:
         _check_same_data(path, extra.get("data", {}), data)
+    return extra
 
 
 def _check_same_run(path: Path, saved: dict[str, Any], config: Config) -> None:

@@ -18,9 +18,10 @@ from ...te_integration.wgrad_queue import drain_modules
 from ..config.run import Config
 from ..data.batches import Batch, load_corpus
 from ..data.bigram import bigram_loss
+from ..data.sequences import Sampler
 from ..data.tokens import check_tokens
 from ..model.hugging_face import HuggingFaceModel, check_documents, save_hugging_face
-from .loading import load_model, load_recipe, make_sampler, validation_batch
+from .loading import load_model, load_recipe, validation_batch
 from .metrics import MetricsWriter
 from .pace import Pace, lr_factor
 from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
@@ -28,9 +29,9 @@ from .run_state import RunSaver, resume_run, where_to_resume, write_resolved
 from .runtime import Runtime, current_runtime, peak_nbytes
 from .signals import StopRequest
 from .watching.profiling import StepProfiler
-from .watching.progress import Display, Status, format_rate, make_display
+from .watching.progress import Display, Status, format_rate
 from .watching.trackers import check_packages, trackers_of
-from .wrapping import wrap
+from .wrapping import Wrapped
 
 __all__ = ["TrainResult", "train"]
 
@@ -69,13 +70,15 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     runtime = current_runtime(config.train.device)
     out_dir = Path(config.train.out_dir)
     metrics = MetricsWriter(out_dir / "metrics.jsonl" if runtime.is_main else None)
-    display = display or make_display(is_main=runtime.is_main)
+    display = display or Display(is_main=runtime.is_main)
     trainer = _Trainer(config, runtime, metrics, stop or StopRequest(), display)
     if runtime.is_main:
         write_resolved(config, runtime.world_size)
     try:
-        with trainer.profiler:
+        try:
             return trainer.run()
+        finally:
+            trainer.profiler.stop("-failed")
     finally:
         trainer.saver.give_up()
         trainer.recorder.close()
@@ -97,7 +100,7 @@ class _Trainer:
         # Data: the same validation set on every rank.
         cache = Path(settings.out_dir) / "tokens"
         self.corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
-        self.sampler = make_sampler(config, self.corpus)
+        self.sampler = Sampler(self.corpus.bodies, config.data, settings)
         self.windows = validation_batch(config, self.corpus)
         self.saves = settings.save_every is not None
         needs_digests = self.saves or settings.resume is not None
@@ -109,7 +112,7 @@ class _Trainer:
         resume_from = where_to_resume(config)
         self.module = load_model(config, runtime)
         check_tokens(self.windows.largest, self.module.vocab_size)
-        self.wrapped = wrap(self.module, config, runtime.device)
+        self.wrapped = Wrapped(self.module, config, runtime.device)
         self.model = self.wrapped.model
         if isinstance(self.module, HuggingFaceModel) and config.data.documents == "mask":
             check_documents(self.module, runtime.device)
@@ -122,7 +125,7 @@ class _Trainer:
         """False if an interrupted run ended before the validation that was due."""
         if resume_from is not None:
             self.validated = resume_run(resume_from, config, pace, self.wrapped, self.scheduler, self.digests)
-            metrics.resume(pace.step)
+            metrics.resumed_at = pace.step
             display.message(f"goes on from '{resume_from}', after step {pace.step}")
             if pace.fraction >= 1.0:
                 display.message(
@@ -170,19 +173,12 @@ class _Trainer:
                 validation_loss = self._validate()
             self._save(is_over=pace.fraction >= 1.0 or interrupted)
         seconds = time.monotonic() - self.start
+        self.profiler.stop()
         self.saver.finish()
         self.recorder.close()
         self._conclude(validation_loss, bigram, seconds, interrupted=interrupted)
-        return TrainResult(
-            tuple(losses),
-            validation_loss,
-            bigram,
-            pace.step,
-            seconds,
-            interrupted,
-            self.runtime.is_main,
-            self.module,
-        )
+        steps, is_main = pace.step, self.runtime.is_main
+        return TrainResult(tuple(losses), validation_loss, bigram, steps, seconds, interrupted, is_main, self.module)
 
     # ---- One step. ----
 
@@ -210,7 +206,7 @@ class _Trainer:
         return batch.to(self.runtime.device)
 
     def _document_arguments(self, step: int, batches: list[Batch]) -> list[Tensor]:
-        """Of ``_iteration``: nothing where all targets count, else weights, and under ``documents = "mask"`` positions.
+        """Arguments of ``_iteration``: none where all targets count, else weights, and under ``"mask"`` positions.
 
         A microbatch's mean counts by its share of the targets of all ranks, which every rank knows from the data alone.
         Gradients are averaged over ranks, so the share is multiplied by their number.

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import nn
 
@@ -11,32 +10,27 @@ from ..config.run import FsdpConfig, ModelConfig
 from ..model.hugging_face import LanguageModel
 from ..model.moe import MixtureOfExperts
 
-__all__ = ["PlannedUnit", "units_of"]
+__all__ = ["units_of"]
 
 
-class PlannedUnit(NamedTuple):
-    """The arguments of one ``fully_shard`` call."""
-
-    module: nn.Module
-    policy: MixedPrecisionPolicy
-
-
-def units_of(model: LanguageModel, settings: ModelConfig, fsdp: FsdpConfig) -> Iterator[PlannedUnit]:
-    """The units, inner units first, the model last.
+def units_of(
+    model: LanguageModel, settings: ModelConfig, fsdp: FsdpConfig
+) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """The module and the policy of each ``fully_shard`` call, inner units first, the model last.
 
     Parameters are stored in fp32 and used in ``model.param_dtype``. Inputs are not cast: activations have the dtype of
     the parameters, and rotary tables stay in fp32. A router with another dtype than its block is a unit of its own.
     """
     keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
     policy = MixedPrecisionPolicy(
-        param_dtype=settings.torch_dtype,
-        grad_dtype=fsdp.torch_grad_dtype,
-        reduce_dtype=fsdp.torch_reduce_dtype,
+        param_dtype=settings.dtype("param_dtype"),
+        grad_dtype=fsdp.dtype("grad_dtype"),
+        reduce_dtype=fsdp.dtype("reduce_dtype"),
         cast_forward_inputs=False,
     )
-    of_router = dataclasses.replace(policy, param_dtype=settings.torch_router_dtype)
+    of_router = dataclasses.replace(policy, param_dtype=settings.dtype("router_dtype"))
     for block in model.blocks:
         if keeps_router and isinstance(block.ffn, MixtureOfExperts):
-            yield PlannedUnit(block.ffn.router, of_router)
-        yield PlannedUnit(block, policy)
-    yield PlannedUnit(model, policy)
+            yield block.ffn.router, of_router
+        yield block, policy
+    yield model, policy

@@ -24,28 +24,28 @@ from ...ddp.contract.record import GradRecord
 from ...ddp.plan.owned_params import find_owned_params
 from ...fsdp import FSDPModule
 from ...fsdp.module import root_of, unit_of
-from ..config.run import Config, OptimizerConfig
+from ..config.run import Config, ConfigError, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.parallelize import shard_units
 from .units import units_of
 
-__all__ = ["HeldParameter", "Wrapped", "wrap"]
+__all__ = ["HeldParameter", "Wrapped"]
 
 
 class HeldParameter(NamedTuple):
     """One trainable parameter."""
 
     numel: int
-    """Of the whole parameter."""
+    """Number of elements of the whole parameter."""
     dtype: torch.dtype
-    """Of computation."""
+    """The dtype of computation."""
     delayed: bool
     """Whether its gradient is computed behind the backward."""
 
 
 class Wrapped:
-    """What the training loop needs of a model and its optimizer.
+    """A model, wrapped or sharded as ``config.parallel`` says, and its optimizer. Making one is collective.
 
     module  on ``device``, in ``config.model.param_dtype``. A model of Hugging Face that is to be sharded has values on
             the first rank, and may be on meta elsewhere
@@ -57,6 +57,7 @@ class Wrapped:
             for owned in find_owned_params(module)
             if owned.param.requires_grad
         ]
+        self._module = module
         self._names = [name for name, _ in module.named_parameters()]
         self.model: DistributedDataParallel | FSDPModule
         """Called with tokens and targets."""
@@ -71,7 +72,7 @@ class Wrapped:
             self._max_norm = limit
             holder: Any = root_of(self.model)
         else:
-            self.model = holder = DistributedDataParallel(module, config.wrapper_config)
+            self.model = holder = DistributedDataParallel(module, config.ddp)
             self.optimizer = _optimizer_of(self.model, config.optimizer, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures
         """Describes failed collectives."""
@@ -112,7 +113,7 @@ class Wrapped:
     def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
         """Copies of all parameters and buffers on the CPU, by name; empty unless ``wanted``. Collective."""
         found = {name: param.detach().to("cpu", copy=True) for name, param in self._whole_params() if wanted}
-        return found | {name: value.cpu() for name, value in _inside(self.model).named_buffers() if wanted}
+        return found | {name: value.cpu() for name, value in self._module.named_buffers() if wanted}
 
     def digest(self, *, wanted: bool) -> str | None:
         """SHA-256 of all parameters, to compare runs bit for bit; None unless ``wanted``. Collective."""
@@ -122,7 +123,7 @@ class Wrapped:
     def _whole_params(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name; one unit after the other is whole. Collective: take all of them on every rank."""
         if isinstance(self.model, DistributedDataParallel):
-            yield from self.model.module.named_parameters()
+            yield from self._module.named_parameters()
             return
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -134,18 +135,8 @@ class Wrapped:
                     module.reshard()
 
 
-def wrap(module: LanguageModel, config: Config, device: torch.device) -> Wrapped:
-    """Wrap or shard the model and create its optimizer, as ``config.parallel`` says. Collective over all ranks."""
-    return Wrapped(module, config, device)
-
-
 def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSDPModule:
     settings = config.fsdp
-    remedy = f"has no effect on {device}, where shards are in the host's memory anyway"
-    settings.require(not settings.offload_to_cpu or device.type == "cuda", "offload_to_cpu", remedy)
-    has_peers = device.type == "cuda" and dist.is_initialized()
-    remedy = f"has no effect on {device} without other ranks on GPUs"
-    settings.require(not settings.copy_engine_gather or has_peers, "copy_engine_gather", remedy)
     mesh: DeviceMesh | None = None  # all ranks there are
     if config.num_instances > 1:
         shape = (config.num_instances, dist.get_world_size() // config.num_instances)
@@ -153,11 +144,14 @@ def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSD
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
     if isinstance(module, HuggingFaceModel):
-        options["init_fn"] = _leave_to_first_rank
+        options["init_fn"] = lambda module: None  # the first rank has values, which are copied to the others
     else:
         options["init_sync"] = False  # all ranks have drawn the same
     units = [unit for unit in policies if unit is not module]
-    return shard_units(module, units, settings.row, mesh, policies[module], options, policies)
+    try:
+        return shard_units(module, units, settings.row, mesh, policies[module], options, policies)
+    except ValueError as error:  # an option that has no effect on this device
+        raise ConfigError(f"[fsdp]: {error}") from None
 
 
 _OPTIONS = (
@@ -171,25 +165,14 @@ _OPTIONS = (
 """Keys of ``[fsdp]`` that are arguments of ``fully_shard``."""
 
 
-def _leave_to_first_rank(module: nn.Module) -> None:
-    """The first rank has values, which ``fully_shard`` copies to the others."""
-
-
-def _inside(model: DistributedDataParallel | FSDPModule) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -> Any:
     """The optimizer of a wrapped or sharded model. Without ``decay_vectors`` vectors are a group of their own."""
     options |= settings.class_options
     own_group = not settings.decay_vectors and "weight_decay" in options
-    groups = [{"params": _is_vector, "weight_decay": 0.0}] if own_group else []
+    # Norms, biases and scalars. Packed experts have three dims.
+    vectors = {"params": lambda name, parameter: parameter.ndim < 2, "weight_decay": 0.0}
+    groups = [vectors] if own_group else []
     return make_optimizer(model, settings.optimizer_class, lr=settings.lr, param_groups=groups, **options)
-
-
-def _is_vector(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a norm, a bias or a scalar. Packed experts have three dims."""
-    return parameter.ndim < 2
 
 
 def _digest(name: str, parameter: Tensor) -> str:

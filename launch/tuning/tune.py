@@ -4,7 +4,6 @@ The report also says what a cold start costs: a shape without a row of its own g
 other shapes' rows. The cost is this configuration's time divided by the time of the shape's own fastest configuration.
 """
 
-import csv
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from ...kernels.tuning import COLUMNS, CUBLAS, Problem, TunedRow, gpu_name, near
 from ...kernels.wgrad import cublas_wgrad
 from ...kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from ..config.error import ConfigError
-from ..report.table import Column, machine, markdown_table, write_table
+from ..report.table import machine, markdown_table, write_csv, write_table
 from .problems import DENSE_OPS, GROUPED_OPS, GroupedOperands, Shape, parse_shape, provenance
 
 __all__ = [
@@ -28,9 +27,10 @@ __all__ = [
     "GROUPED_SHAPES",
     "ColdRow",
     "Timing",
-    "Tuning",
     "cold_rows",
     "fastest",
+    "plan_work",
+    "run_tune",
     "tune",
     "write_tuning",
 ]
@@ -76,36 +76,47 @@ class Timing(NamedTuple):
     ms: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """What is tuned; the defaults are the shipped table's."""
+def plan_work(ops: Sequence[str], shapes: Sequence[str]) -> list[tuple[Shape, tuple[str, ...]]]:
+    """Each shape with its operations. Raises ``ConfigError`` for a text that is no shape, and for no work.
 
-    ops: tuple[str, ...] = (*GROUPED_OPS, *DENSE_OPS)
-    """Operations. Those whose names begin with wgrad_ take shapes of one expert, the others shapes of several."""
-    shapes: tuple[str, ...] = ()
-    """Shapes as EXPERTSxROWSxNxK; one expert: a dense layer. None: the shipped table's shapes."""
+    ops     operations, none: all. Those whose names begin with wgrad_ take shapes of one expert, the others of several
+    shapes  as EXPERTSxROWSxNxK; one expert: a dense layer. None: those of the shipped table
+    """
+    known = (*GROUPED_OPS, *DENSE_OPS)
+    for op in ops:
+        if op not in known:
+            raise ConfigError(f"--ops: '{op}' has no table; choose from {', '.join(known)}")
+    chosen = tuple(map(parse_shape, shapes)) or (*GROUPED_SHAPES, *DENSE_SHAPES)
+    work = [(each, tuple(op for op in ops or known if (op in DENSE_OPS) == (each[0] == 1))) for each in chosen]
+    found = [(shape, ops) for shape, ops in work if ops]
+    if not found:
+        raise ConfigError("--ops and --shapes leave nothing to tune: dense operations need shapes of one expert")
+    return found
 
-    def work(self) -> list[tuple[Shape, tuple[str, ...]]]:
-        """Each shape with its operations. Raises ``ConfigError`` for a text that is no shape, and for no work."""
-        for op in self.ops:
-            if op not in (*GROUPED_OPS, *DENSE_OPS):
-                raise ConfigError(f"--ops: '{op}' has no table; choose from {', '.join((*GROUPED_OPS, *DENSE_OPS))}")
-        shapes = tuple(map(parse_shape, self.shapes)) or (*GROUPED_SHAPES, *DENSE_SHAPES)
-        work = [(each, tuple(op for op in self.ops if (op in DENSE_OPS) == (each[0] == 1))) for each in shapes]
-        if not any(ops for _, ops in work):
-            raise ConfigError("--ops and --shapes leave nothing to tune: dense operations need shapes of one expert")
-        return [(shape, ops) for shape, ops in work if ops]
+
+def run_tune(ops: Sequence[str], shapes: Sequence[str], folder: Path) -> None:
+    """The command ``maingrad tune``: measure what ``plan_work`` says, write the table, print what cold starts cost."""
+    work = plan_work(ops, shapes)
+    if not torch.cuda.is_available():
+        raise ConfigError("tune measures configurations of kernels on a GPU, and torch sees no CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = cold_rows(tune(work, device, folder, print), device)
+    if rows:
+        print(write_cold_report(rows, folder))
 
 
 def tune(
-    tuning: Tuning, device: torch.device, folder: Path, log: Callable[[str], None] = lambda _: None
+    work: Iterable[tuple[Shape, Sequence[str]]],
+    device: torch.device,
+    folder: Path,
+    log: Callable[[str], None] = lambda _: None,
 ) -> list[Timing]:
     """Time every candidate, then time the three fastest of each problem again in turns. Raises for wrong results.
 
     Files are written after each shape, so that a stopped run leaves its results.
     """
     timings: list[Timing] = []
-    for shape, ops in tuning.work():
+    for shape, ops in work:
         timings += _tune_shape(shape, ops, device, log)
         write_tuning(timings, device, folder)
         if device.type == "cuda":
@@ -201,19 +212,17 @@ def fastest(timings: Sequence[Timing]) -> dict[Problem, Timing]:
     by_problem: defaultdict[Problem, dict[str, Timing]] = defaultdict(dict)
     for timing in timings:
         by_problem[timing.problem][timing.config] = timing
-    good = {problem: _as_fast_as_the_best(found) for problem, found in by_problem.items()}
+    good: dict[Problem, list[Timing]] = {}
+    for problem, by_config in by_problem.items():
+        best = min(timing.ms for timing in by_config.values())
+        good[problem] = [timing for timing in by_config.values() if timing.ms <= _NOISE * best]
     liked = Counter((problem.op, timing.config) for problem, found in good.items() for timing in found)
     chosen = {}
     for problem, found in good.items():
-        best = max(found, key=lambda timing: (liked[problem.op, timing.config], -timing.ms))
+        kernel = max(found, key=lambda timing: (liked[problem.op, timing.config], -timing.ms))
         library = by_problem[problem].get(CUBLAS)
-        chosen[problem] = library if library is not None and best.ms > _WORTH * library.ms else best
+        chosen[problem] = library if library is not None and kernel.ms > _WORTH * library.ms else kernel
     return chosen
-
-
-def _as_fast_as_the_best(found: dict[str, Timing]) -> list[Timing]:
-    best = min(timing.ms for timing in found.values())
-    return [timing for timing in found.values() if timing.ms <= _NOISE * best]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,16 +273,10 @@ def _row(timing: Timing, device: torch.device) -> TunedRow:
 def write_tuning(timings: Sequence[Timing], device: torch.device, folder: Path) -> None:
     """Write ``tuned.csv``, which ``load_tuning_table`` reads, and all timings to ``timings.csv``."""
     rows = [_row(timing, device) for timing in fastest(timings).values()]
-    tuned = [[row.gpu, *row.problem, row.config, row.ms, row.date, row.torch, row.triton] for row in rows]
-    every = [[*timing.problem, timing.config, f"{timing.ms:.4f}"] for timing in timings]
-    folder.mkdir(parents=True, exist_ok=True)
-    tables: dict[str, list[Iterable[Any]]] = {
-        "tuned": [COLUMNS, *tuned],
-        "timings": [[*Problem._fields, "config", "ms"], *every],
-    }
-    for name, lines in tables.items():
-        with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(lines)
+    tuned = [(row.gpu, *row.problem, row.config, row.ms, row.date, row.torch, row.triton) for row in rows]
+    write_csv(folder / "tuned.csv", [dict(zip(COLUMNS, line, strict=True)) for line in tuned])
+    every = [{**timing.problem._asdict(), "config": timing.config, "ms": f"{timing.ms:.4f}"} for timing in timings]
+    write_csv(folder / "timings.csv", every)
 
 
 def write_cold_report(rows: Sequence[ColdRow], folder: Path) -> str:
@@ -285,11 +288,15 @@ def write_cold_report(rows: Sequence[ColdRow], folder: Path) -> str:
         f"of single runs from a cold L2; the fastest of each shape measured in three rounds. Made by "
         f"`maingrad tune`, which also writes the table itself, `tuned.csv`, and every timing, `timings.csv`."
     )
-    columns: list[Column] = [
-        ("operation", "{row.op}"),
-        ("E, T, N, K", "{row.experts}, {row.rows}, {row.n}, {row.k}"),
-        ("ms", "{row.ms:.4f}"),
-        ("cold over tuned", "{row.cold_over_tuned:.3f}"),
-        ("configuration", "`{row.config}`"),
+    headings = ["operation", "E, T, N, K", "ms", "cold over tuned", "configuration"]
+    lines = [
+        [
+            row.op,
+            f"{row.experts}, {row.rows}, {row.n}, {row.k}",
+            f"{row.ms:.4f}",
+            f"{row.cold_over_tuned:.3f}",
+            f"`{row.config}`",
+        ]
+        for row in rows
     ]
-    return write_table(folder, "cold_starts", rows, "Cold starts", setting, markdown_table(rows, columns))
+    return write_table(folder, "cold_starts", rows, "Cold starts", setting, markdown_table(headings, lines))

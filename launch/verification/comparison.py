@@ -64,7 +64,7 @@ class Allowed(NamedTuple):
         return off_in(self.differences([pieces_of(found)], wanted))
 
     def differences(self, ranks: Sequence[Sequence[Piece]], wanted: Grads) -> list[Difference]:
-        """Of each parameter in ``wanted``, the farthest first.
+        """The difference of each parameter in ``wanted``, the farthest first.
 
         ranks  what each rank holds. Several ranks may hold the same piece: the worst of them counts
         """

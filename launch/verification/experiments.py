@@ -32,7 +32,7 @@ class Experiment(NamedTuple):
     cause: Cause
     evidence: str
     change: Prepare = as_it_is
-    """Of each copy of the model, before it runs."""
+    """The change of each copy of the model, before it runs."""
     in_one_process: bool = False
     """One process runs the parts of all ranks."""
     setting: Mapping[str, Any] = {}

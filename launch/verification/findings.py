@@ -12,66 +12,107 @@ __all__ = ["NOTES", "Cause", "Finding", "Verification", "VerificationError", "Wa
 class Cause(StrEnum):
     """Why gradients differ. The value is the name in reports and in ``accept``."""
 
+    remedy: str
+    """What to do about it."""
+
+    def __new__(cls, value: str, remedy: str) -> "Cause":
+        """The cause whose value is its name."""
+        cause = str.__new__(cls, value)
+        cause._value_, cause.remedy = value, remedy
+        return cause
+
     # Of the program: plain PyTorch shows them.
-    NOT_FINITE = "not_finite"
-    SUM = "sum"
-    WEIGHTED_MEAN = "weighted_mean"
-    RANDOM = "random"
-    NOT_REPRODUCIBLE = "not_reproducible"
-    STATE = "state"
-    RANK = "rank"
-    HOOK = "hook"
-    BATCH_STATISTICS = "batch_statistics"
-    MIXED_ROWS = "mixed_rows"
-    UNUSED = "unused"
-    BUFFERS = "buffers"
+    NOT_FINITE = (
+        "not_finite",
+        "find the operation (torch.autograd.detect_anomaly), or keep such rows out of the batch",
+    )
+    SUM = (
+        "sum",
+        "return the mean over the batch; or keep the sum, set calculate_per_token_loss=True and call set_num_tokens(n)",
+    )
+    WEIGHTED_MEAN = (
+        "weighted_mean",
+        "return the sum over what is counted (tokens), set calculate_per_token_loss=True and call "
+        "set_num_tokens(num_tokens); or divide by the mean number over all ranks and microbatches",
+    )
+    RANDOM = (
+        "random",
+        "none needed where each rank is seeded by its number: ranks then draw their own numbers. What ranks "
+        "must draw alike takes a generator that all seed alike",
+    )
+    NOT_REPRODUCIBLE = (
+        "not_reproducible",
+        "draw from torch's default generators, seeded; keep state in the model's buffers; "
+        "torch.use_deterministic_algorithms(True) names operations that are not deterministic",
+    )
+    STATE = (
+        "state",
+        "make forward independent of earlier calls, or keep the state in a buffer that changes once a step",
+    )
+    RANK = (
+        "rank",
+        "let all ranks compute the same function of their rows; what a rank must know goes into the batch. A "
+        "loss over gathered rows is that of the whole batch with num_microbatches=1 alone",
+    )
+    HOOK = (
+        "hook",
+        "clip and scale .grad after the last backward, not the gradient of one microbatch in a hook",
+    )
+    BATCH_STATISTICS = (
+        "batch_statistics",
+        "use GroupNorm or LayerNorm, or statistics over all ranks (SyncBatchNorm); or accept that "
+        "each microbatch has its own: accept=['batch_statistics']",
+    )
+    MIXED_ROWS = (
+        "mixed_rows",
+        "let each row's loss depend on this row alone, gather over ranks what a row needs of others, or "
+        "accept that it sees the rows of its own microbatch: accept=['mixed_rows']",
+    )
+    UNUSED = (
+        "unused",
+        "none needed: the gradient is zero on all ranks, but weight decay still acts, as it does not in a "
+        "stock optimizer without .grad. Otherwise connect it to the loss, freeze it, or remove it",
+    )
+    BUFFERS = (
+        "buffers",
+        "none needed for gradients. Each rank has its own values, and a checkpoint has the first rank's: "
+        "average them over ranks before saving where that matters",
+    )
     # Of the program together with a wrapper.
-    REPLACED = "replaced"
-    READ_ELSEWHERE = "read_elsewhere"
-    EXPERT_RANKS = "expert_ranks"
-    SHARED_MEMORY = "shared_memory"
-    NOT_RECOMPUTABLE = "not_recomputable"
+    REPLACED = (
+        "replaced",
+        "make every parameter in __init__ and change values in place (param.data.copy_) or by functions",
+    )
+    READ_ELSEWHERE = (
+        "read_elsewhere",
+        "call the module that owns the parameter, or make one unit (fully_shard) of a module that contains both",
+    )
+    EXPERT_RANKS = (
+        "expert_ranks",
+        "take the mark allreduce = False off, or pass as expert_process_group all ranks that hold this expert",
+    )
+    SHARED_MEMORY = (
+        "shared_memory",
+        "register one Parameter in both modules: b.weight = a.weight",
+    )
+    NOT_RECOMPUTABLE = (
+        "not_recomputable",
+        "make the recomputed forward repeatable: no caches, no state that it changes, no random "
+        "state outside torch's default generators",
+    )
     # Of neither.
-    REFUSED = "refused"
-    LIBRARY = "library"
+    REFUSED = (
+        "refused",
+        "do as the message says, or leave this way out (ways=...)",
+    )
+    LIBRARY = (
+        "library",
+        "this is a fault of maingrad: please report it with the program",
+    )
 
 
 NOTES = frozenset({Cause.RANDOM, Cause.UNUSED, Cause.BUFFERS})
 """Worth knowing, and no gradient is wrong because of them."""
-
-_REMEDIES: dict[Cause, str] = {
-    Cause.NOT_FINITE: "find the operation (torch.autograd.detect_anomaly), or keep such rows out of the batch",
-    Cause.SUM: "return the mean over the batch; or keep the sum, set calculate_per_token_loss=True and call "
-    "set_num_tokens(n)",
-    Cause.WEIGHTED_MEAN: "return the sum over what is counted (tokens), set calculate_per_token_loss=True and call "
-    "set_num_tokens(num_tokens); or divide by the mean number over all ranks and microbatches",
-    Cause.RANDOM: "none needed where each rank is seeded by its number: ranks then draw their own numbers. What ranks "
-    "must draw alike takes a generator that all seed alike",
-    Cause.NOT_REPRODUCIBLE: "draw from torch's default generators, seeded; keep state in the model's buffers; "
-    "torch.use_deterministic_algorithms(True) names operations that are not deterministic",
-    Cause.STATE: "make forward independent of earlier calls, or keep the state in a buffer that changes once a step",
-    Cause.RANK: "let all ranks compute the same function of their rows; what a rank must know goes into the batch. A "
-    "loss over gathered rows is that of the whole batch with num_microbatches=1 alone",
-    Cause.HOOK: "clip and scale .grad after the last backward, not the gradient of one microbatch in a hook",
-    Cause.BATCH_STATISTICS: "use GroupNorm or LayerNorm, or statistics over all ranks (SyncBatchNorm); or accept that "
-    "each microbatch has its own: accept=['batch_statistics']",
-    Cause.MIXED_ROWS: "let each row's loss depend on this row alone, gather over ranks what a row needs of others, or "
-    "accept that it sees the rows of its own microbatch: accept=['mixed_rows']",
-    Cause.UNUSED: "none needed: the gradient is zero on all ranks, but weight decay still acts, as it does not in a "
-    "stock optimizer without .grad. Otherwise connect it to the loss, freeze it, or remove it",
-    Cause.BUFFERS: "none needed for gradients. Each rank has its own values, and a checkpoint has the first rank's: "
-    "average them over ranks before saving where that matters",
-    Cause.REPLACED: "make every parameter in __init__ and change values in place (param.data.copy_) or by functions",
-    Cause.READ_ELSEWHERE: "call the module that owns the parameter, or make one unit (fully_shard) of a module that "
-    "contains both",
-    Cause.EXPERT_RANKS: "take the mark allreduce = False off, or pass as expert_process_group all ranks that hold this "
-    "expert",
-    Cause.SHARED_MEMORY: "register one Parameter in both modules: b.weight = a.weight",
-    Cause.NOT_RECOMPUTABLE: "make the recomputed forward repeatable: no caches, no state that it changes, no random "
-    "state outside torch's default generators",
-    Cause.REFUSED: "do as the message says, or leave this way out (ways=...)",
-    Cause.LIBRARY: "this is a fault of maingrad: please report it with the program",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +143,7 @@ class Finding:
     @property
     def remedy(self) -> str:
         """What to do about it."""
-        return _REMEDIES[self.cause]
+        return self.cause.remedy
 
     @property
     def is_note(self) -> bool:
@@ -157,7 +198,7 @@ class Verification:
     ranks: int
     num_microbatches: int
     rows: int
-    """Of the batch that was used."""
+    """Rows of the batch that was used."""
 
     @property
     def ok(self) -> bool:

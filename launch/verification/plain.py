@@ -50,7 +50,7 @@ class Plain(NamedTuple):
     is_random: bool = False
     """Forward has moved a default generator."""
     eps: float = 0.0
-    """Of the half precision in which autograd has saved a tensor, as under autocast; 0 without."""
+    """The precision of the half dtype in which autograd has saved a tensor, as under autocast; 0 without."""
 
 
 class Part(NamedTuple):

@@ -6,12 +6,10 @@ program's own doing. 3. Each way (``ways.py``) runs the same parts (``judge.py``
 and the wrapper, or is the library's fault. Experiments find the cause of a difference (``experiments.py``).
 """
 
-import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import nn
 
 from ...ddp.collectives.world import Ranks, WorldOfOne
 from ..parallelizing.blocks import default_units
+from ..simulation.simulate import frames_outside
 from ..simulation.state import ProcessState
 from .batches import count_rows, cut, own_copy
 from .comparison import Difference, Piece, allowed_between, distance, norm_of, off_in, pieces_of, total_norm
@@ -35,8 +34,6 @@ __all__ = [
     "Verification",
     "VerificationError",
     "WayResult",
-    "check_arguments",
-    "check_options",
     "verify",
 ]
 
@@ -82,7 +79,7 @@ def verify(
     output that is no loss, and for a model without trainable parameters. Raises what the program raises in plain
     PyTorch.
     """
-    check_options(ways, accept, ranks, num_microbatches)
+    _check_options(ways, accept, ranks, num_microbatches)
     program = Program(model, loss, step, seed)
     state = ProcessState.capture()
     try:
@@ -91,31 +88,15 @@ def verify(
                 program, own_copy(batch), ranks, num_microbatches, ways or WAYS, Setting(units, expert_process_group)
             )
     except Exception as error:
-        raise error.with_traceback(_from_the_program_on(error.__traceback__)) from error.__cause__
+        # From the program's first frame on; all frames where the library itself has raised.
+        trace = frames_outside(error, "maingrad.", "torch.") or error.__traceback__
+        raise error.with_traceback(trace) from error.__cause__
     finally:
         state.restore()
     return found.accepting(accept)
 
 
-def _from_the_program_on(trace: TracebackType | None) -> TracebackType | None:
-    """The frames of an error from the program's first on; all of them where the library itself has raised."""
-    found = trace
-    while found is not None and found.tb_frame.f_globals.get("__name__", "").startswith(("maingrad.", "torch.")):
-        found = found.tb_next
-    return found or trace
-
-
-def check_arguments(target: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for an argument that ``verify`` does not have.
-
-    target  what has returned the arguments
-    """
-    unknown = sorted(set(arguments) - set(inspect.signature(verify).parameters))
-    if unknown:
-        raise ValueError(f"{target} returned a dict with '{unknown[0]}', which is no argument of verify")
-
-
-def check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
+def _check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
     """Raise ``ValueError`` for an unknown way or cause, or too few ways, ranks or microbatches."""
     for what, given, known in (("way", ways or (), list(WAYS)), ("cause", accept, list(Cause))):
         for each in given:

@@ -284,7 +284,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         a gradient.
         """
         recipe = self.recipe_now() if recipes.may_be_any or self._has_been_quantized else -1
-        return [recipe, in_transform(), *map(_taker, self.__dict__["_parameters"].values())]
+        return [recipe, in_transform(), can_compile(), *map(_taker, self.__dict__["_parameters"].values())]
 
     def deliver_wgrad(self, product: int, operands: Sequence[Any]) -> None:
         """In a compiled backward: the weight gradients of a product, for gradient of the output and input."""

@@ -9,18 +9,18 @@ from tables import Measurement
 
 
 def test_the_report_of_host_times_has_all_four_tables(tmp_path: Path) -> None:
-    tables = [
-        [Measurement(name="nn.Linear", microseconds=9.0, over_plain=1.0)],
-        [Measurement(name="us", parameters="fused", problem="not measured")],
-        [Measurement(name="chain", modules_per_bucket=3, bare_us=1.0, idle_us=2.0, guard_us=3.0, in_flight_us=4.0)],
-        [Measurement(name="maingrad ZeRO-3", problem="not measured")],
-    ]
-    text = host.write_report(*tables, tmp_path)
-    named = {"host": "nn.Linear", "host_hooks": "us", "host_gathers": "chain", "host_units": "maingrad ZeRO-3"}
-    for file, name in named.items():
+    gathers = {"modules_per_bucket": 3, "bare_us": 1.0, "idle_us": 2.0, "guard_us": 3.0, "in_flight_us": 4.0}
+    tables = {
+        "host": [Measurement(name="nn.Linear", microseconds=9.0, over_plain=1.0)],
+        "host_hooks": [Measurement(name="us", parameters="fused", problem="not measured")],
+        "host_gathers": [Measurement(name="chain", **gathers)],
+        "host_units": [Measurement(name="maingrad ZeRO-3", problem="not measured")],
+    }
+    text = host.write_report(tables, tmp_path)
+    for file, (row,) in tables.items():
         with (tmp_path / f"{file}.csv").open() as table:
-            assert [row["name"] for row in csv.DictReader(table)] == [name]
-        assert f"| {name} |" in text
+            assert [each["name"] for each in csv.DictReader(table)] == [row.name]
+        assert f"| {row.name} |" in text
 
 
 @pytest.mark.slow  # differences of microseconds: for a machine with nothing else to do

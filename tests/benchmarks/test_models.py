@@ -8,13 +8,15 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture, Shape, decoder_layers
+from architectures import ARCHITECTURES, Architecture, Shape
 from contenders import Row
 from models import ROWS, Case, ModelsBench, bench_models, choose, peak_tflops, sections_of, write_report
 from ranks import Ranks
 from scripts_of_benchmarks import under_torchrun
 from tables import Measurement, odd_losses, read_csv
 from torch import nn
+
+from maingrad.launch.parallelizing.blocks import default_units
 
 TINY = ["--model", "tiny", "--backend", "aot_eager", "--num-steps", "2", "--num-rounds", "1", "--num-warmup-steps", "1"]
 CPU = torch.device("cpu")
@@ -136,7 +138,7 @@ def test_every_row_starts_from_the_same_weights_and_keeps_rotary_frequencies_in_
         assert torch.equal(ours.bfloat16(), theirs), name
     assert rounded.lm_head.weight is rounded.model.embed_tokens.weight
     assert {buffer.dtype for buffer in rounded.buffers()} == {torch.float32}
-    assert decoder_layers(rounded) == list(rounded.model.layers)
+    assert list(default_units(rounded)) == list(rounded.model.layers)
     assert torch.equal(tiny.tokens(Shape(2, 4), 3, 1, CPU), tiny.tokens(Shape(2, 4), 3, 1, CPU))
     assert not torch.equal(tiny.tokens(Shape(2, 4), 3, 1, CPU), tiny.tokens(Shape(2, 4), 3, 0, CPU))
 

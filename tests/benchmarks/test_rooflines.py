@@ -169,7 +169,7 @@ def test_ours_failing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ops", "grouped_lineer"], "there is no 'grouped_lineer'; choose from grouped_linear"),
+        (["--ops", "grouped_lineer"], "unknown operation 'grouped_lineer': it is one of grouped_linear"),
         (["--shapes", "64x2048x2048"], "'64x2048x2048' is not EXPERTSxROWSxNxK"),
         (["--shapes", "4x64x0x16"], "'4x64x0x16' is not EXPERTSxROWSxNxK"),
         (["--shapes", "4x60x32x16"], "needs rows and N in multiples of 16"),

@@ -557,6 +557,23 @@ def test_a_foreign_provider_gets_its_placeholder() -> None:
     assert {name for name, _ in provider.placeholders} == {"first.weight", "second.weight"}
 
 
+def test_compiled_autograd_may_be_switched_on_for_code_that_is_compiled_already() -> None:
+    """The layers leave the graph for as long: their operator would be dropped in silence."""
+    model = Pair()
+    wrap(model)
+    run = torch.compile(lambda x: model.second(model.first(x)), backend="aot_eager")
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    run(batch())
+    assert not breaks
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        run(batch())
+    found = dict(breaks)
+    assert found, "each layer is a break"
+    run(batch())
+    assert breaks == found, "and in the graph again"
+
+
 @pytest.mark.slow  # half a minute: compiled autograd traces the wrapper's hooks as well
 @pytest.mark.parametrize("kind", ["Linear", "GroupedMLP"])
 def test_compiled_autograd_makes_a_layer_a_break(kind: str) -> None:

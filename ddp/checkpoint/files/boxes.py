@@ -60,7 +60,7 @@ class Part(NamedTuple):
     name: str
     """Name in the checkpoint."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     dtypes: tuple[tuple[str, torch.dtype], ...]
     """What is there, "model", "master" or "state.KEY" of the optimizer, and the dtype that a save rounds it to."""

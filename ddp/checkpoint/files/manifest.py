@@ -61,7 +61,7 @@ class StoredBox(NamedTuple):
     """A box of a tensor in a data file."""
 
     rank: int
-    """Of the group that wrote: ``rank_file.file_name`` says in which file."""
+    """The rank, in the group that wrote: ``rank_file.file_name`` says in which file."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -80,7 +80,7 @@ class SavedTensor:
     """"model": the tensor itself. "master": in fp32, beside a parameter in half precision. "state.KEY": elementwise
     state of the optimizer; none before the first step."""
     boxes: tuple[StoredBox, ...]
-    """Of each of these: all are cut alike."""
+    """The boxes of each of these: all are cut alike."""
     is_buffer: bool
     group: int | None = None
     """Index of the parameter group; None without an optimizer, and for buffers and frozen parameters."""

@@ -163,7 +163,7 @@ class Entry(NamedTuple):
     box: Box
     dtype: torch.dtype
     position: int
-    """Of its first byte in the file."""
+    """Place of its first byte in the file."""
     checksum: str
     """CRC-32 of its bytes when they were written."""
     wanted: list[tuple[Box, Tensor]]
@@ -216,7 +216,7 @@ def _say(error: Exception) -> str:
 
 
 def _entry_name(part: Part, section: str, box: Box) -> str:
-    """Of a box of the tensor of which ``part`` is one."""
+    """Name of the entry of a box of the tensor of which ``part`` is another."""
     name = f"{section}.{part.name}"
     if box.sizes == part.shape and not name.endswith("]"):
         return name

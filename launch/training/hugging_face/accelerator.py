@@ -1,7 +1,6 @@
 """accelerate's ``Accelerator``, which leaves wrapping and reductions to maingrad."""
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import accelerate
@@ -42,11 +41,9 @@ class ModelLeavingAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # 
             model = model.module
         return super().unwrap_model(model, *args, **kwargs)  # type: ignore[no-any-return]
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """The model's own, also in a world of one. The Trainer enters it for a step's microbatches but the last."""
-        with model.no_sync():  # type: ignore[operator]
-            yield
+        return model.no_sync()  # type: ignore[operator,no-any-return]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The state dict with whole tensors, on the CPU. Collective where the model is sharded; alike on all ranks."""

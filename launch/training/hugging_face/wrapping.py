@@ -93,7 +93,8 @@ def _ends(model: nn.Module) -> Iterator[nn.Module]:
 
 
 _FORWARD = "forward"
-"""Of one module alone. Programs put it there for a loss that is fused with the last product, which takes the weight."""
+"""The forward of one module alone. Programs put it there for a loss that is fused with the last product, which takes
+the weight."""
 
 
 def _modules_around(model: nn.Module, inner: Any) -> Iterator[nn.Module]:

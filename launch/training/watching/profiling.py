@@ -3,33 +3,36 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ...config.run import Config
+from ...config.run import Config, ProfileConfig
 from ..runtime import Runtime
 
-__all__ = ["StepProfiler"]
+__all__ = ["StepProfiler", "check_profile"]
 
 _MOST_EVENTS = 1_000_000
-"""Of a snapshot: allocations and frees, the newest."""
+"""The newest allocations and frees that a snapshot holds."""
+
+
+def check_profile(settings: ProfileConfig, world_size: int, device: str) -> None:
+    """Raise ``ConfigError`` for a memory snapshot on a CPU, and for a rank that the run does not have.
+
+    device  its type; "auto": not known yet
+    """
+    remedy = f"records CUDA's allocator, and this run is on {device}; leave it out"
+    settings.require(not settings.memory or device != "cpu", "memory", remedy)
+    missing = [rank for rank in settings.ranks if rank >= world_size]
+    settings.require(settings.first_step is None or not missing, "ranks", f"names rank(s) {missing} of {world_size}")
 
 
 class StepProfiler:
-    """Profiles steps [``first_step``, ``first_step + num_steps``) on this rank; a context manager around the run.
-
-    Raises ``ConfigError`` for a memory snapshot without CUDA, and for a rank that the run does not have.
-    """
+    """Profiles steps [``first_step``, ``first_step + num_steps``) on this rank. Raises like ``check_profile``."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         settings = config.profile
-        remedy = f"records CUDA's allocator, and this run is on {runtime.device.type}; leave it out"
-        settings.require(not settings.memory or runtime.device.type == "cuda", "memory", remedy)
-        missing = [rank for rank in settings.ranks if rank >= runtime.world_size]
-        remedy = f"names rank(s) {missing} of {runtime.world_size}"
-        settings.require(settings.first_step is None or not missing, "ranks", remedy)
+        check_profile(settings, runtime.world_size, runtime.device.type)
         self._settings, self._runtime = settings, runtime
         self._folder = Path(config.train.out_dir) / "profile"
         self._steps = range(0)
@@ -41,23 +44,14 @@ class StepProfiler:
         """The first recorded step; later than ``first_step`` where a run is resumed among the profiled steps. None:
         nothing is being recorded."""
 
-    def __enter__(self) -> "StepProfiler":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop("" if error is None else "-failed")
-
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """A step of the run, counted from 0. The files are written after the last profiled step, or where a step
-        fails."""
+        """A step of the run, counted from 0. The files are written after the last profiled step, or by ``stop``."""
         if step in self._steps and self._first_taken is None:
             self._start(step)
         yield
         if step + 1 == self._steps.stop:
-            self._stop("")
+            self.stop()
 
     def _start(self, step: int) -> None:
         self._first_taken = step
@@ -71,8 +65,8 @@ class StepProfiler:
             self._profiler = profile(activities=activities, record_shapes=True)
             self._profiler.start()
 
-    def _stop(self, ending: str) -> None:
-        """Write what was recorded."""
+    def stop(self, ending: str = "") -> None:
+        """Write what was recorded, unless it was written before: at the end of the run, or where it fails."""
         if self._first_taken is None:
             return
         stem = f"step-{self._first_taken}-rank-{self._runtime.rank}{ending}"

@@ -1,8 +1,8 @@
 """What a person sees while a run trains: a line for each record; rank 0 only."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-__all__ = ["Display", "Status", "format_duration", "format_rate", "make_display"]
+__all__ = ["Display", "Status", "format_duration", "format_rate"]
 
 
 class Status(NamedTuple):
@@ -30,29 +30,18 @@ class Status(NamedTuple):
         )
 
 
-class Display(Protocol):
-    """What the training loop reports to."""
+class Display:
+    """What the training loop reports to. This one prints lines; silent unless ``is_main``."""
 
-    def update(self, status: Status) -> None:
-        """Called with each record of a step."""
-
-    def message(self, text: str) -> None:
-        """Print a line."""
-
-
-def make_display(*, is_main: bool = True) -> Display:
-    """Prints lines, on rank 0; silent on other ranks."""
-    return _Lines(is_main)
-
-
-class _Lines:
-    def __init__(self, is_main: bool) -> None:
+    def __init__(self, *, is_main: bool = True) -> None:
         self._is_main = is_main
 
     def update(self, status: Status) -> None:
+        """Called with each record of a step."""
         self.message(str(status))
 
     def message(self, text: str) -> None:
+        """Called with each other line."""
         if self._is_main:
             print(text, flush=True)
 

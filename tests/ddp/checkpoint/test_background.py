@@ -150,6 +150,7 @@ def test_ctrl_c_ends_a_save_and_leaves_the_checkpoint_of_before(
 ) -> None:
     model = filled(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), 1.0)
     save_checkpoint(tmp_path / "c", model, extra=1)
+    threads = set(threading.enumerate())
     original, calls = zlib.crc32, []
 
     def interrupted(*args: Any) -> int:
@@ -163,7 +164,7 @@ def test_ctrl_c_ends_a_save_and_leaves_the_checkpoint_of_before(
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path / "c", filled(model, 2.0), extra=2)
     filled(model, 3.0)
-    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+    for thread in set(threading.enumerate()) - threads:
         thread.join(5.0)
     monkeypatch.undo()
     assert load_checkpoint(tmp_path / "c", model) == 1

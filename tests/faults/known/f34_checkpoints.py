@@ -333,8 +333,8 @@ FAULTS = [
             Change(
                 "maingrad.launch.training.run_state",
                 "RunSaver._delete",
-                "newer = [step for step in self._steps() if number < step <= newest]",
-                "newer = [step for step in {*self._steps(), newest} if number < step <= newest]",
+                "newer = [step for step in complete if number < step <= newest]",
+                "newer = [step for step in {*complete, newest} if number < step <= newest]",
             ),
         ],
     ),

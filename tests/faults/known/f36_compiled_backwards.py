@@ -114,8 +114,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.dense.linear_module",
                 "LinearModule.decides_way",
-                'return [recipe, in_transform(), *map(_taker, self.__dict__["_parameters"].values())]',
-                'return [in_transform(), *map(_taker, self.__dict__["_parameters"].values())]',
+                'return [recipe, in_transform(), can_compile(), *map(_taker, self.__dict__["_parameters"].values())]',
+                'return [in_transform(), can_compile(), *map(_taker, self.__dict__["_parameters"].values())]',
             ),
         ],
     ),

@@ -11,13 +11,13 @@ FAULTS = [
             Change(
                 "maingrad.launch.training.hugging_face.accelerator",
                 "ModelLeavingAccelerator",
-                "@contextlib.contextmanager",
+                "def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:",
                 '''
                 def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
                     """Divided by the number of microbatches."""
                     super().backward(loss / 2, **kwargs)
 
-                @contextlib.contextmanager
+                def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
                 ''',
             ),
         ],

@@ -89,7 +89,7 @@ FAULTS = [
         tests=[f"{_STRANGERS}::test_a_report_replaces_links_and_not_what_they_link_to"],
         changes=[
             Change(
-                "maingrad.launch.training.watching.replacing",
+                "maingrad.launch.data.replacing",
                 "replacing",
                 "os.replace(staging, path)",
                 "path.write_bytes(staging.read_bytes())",

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maingrad.launch.config.run import DataConfig
+from maingrad.launch.config.run import DataConfig, TrainConfig
 from maingrad.launch.data import tokens as token_files
 from maingrad.launch.data.batches import (
     Batch,
@@ -37,7 +37,7 @@ def batch(
     settings = {"seed": 1, "global_batch_size": 24, "sequence_length": 10, **changes}
     rows = settings["global_batch_size"] // (num_microbatches * world_size)
     first = (microbatch * world_size + rank) * rows
-    sampler = Sampler([ALPHABET], (), order="random", documents="join", **settings)
+    sampler = Sampler([ALPHABET], DataConfig(), TrainConfig(**settings))
     return sampler.batch(step, slice(first, first + rows))
 
 
@@ -122,7 +122,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path):
 
 
 def sample_of(body: Body) -> Batch:
-    sampler = Sampler([body], (), order="random", documents="join", seed=0, sequence_length=8, global_batch_size=64)
+    sampler = Sampler([body], DataConfig(), TrainConfig(seed=0, sequence_length=8, global_batch_size=64))
     return sampler.batch(0, slice(0, 64))
 
 

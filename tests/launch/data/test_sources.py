@@ -3,6 +3,7 @@
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from maingrad.__main__ import main
 from maingrad.launch import simulate
 from maingrad.launch.config.data import DataConfig
 from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.config.train import TrainConfig
 from maingrad.launch.data import indexed
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.indexed import read_indexed, write_indexed
@@ -32,8 +34,12 @@ def body() -> Body:
 
 
 def sampler(bodies: list[Body], weights: tuple[float, ...] = (), **changes: object) -> Sampler:
-    settings = {"order": "epochs", "documents": "join", "seed": 3, "sequence_length": 4, "global_batch_size": 6}
-    return Sampler(bodies, weights, **settings | changes)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"order": "epochs", "documents": "join", "seed": 3}
+    settings |= {"sequence_length": 4, "global_batch_size": 6} | changes
+    about_data = {key: settings.pop(key) for key in ("order", "documents")}
+    # The bodies are given: the paths are there for the weights, and say that documents are known.
+    data = DataConfig(source="megatron", paths=("a",) * max(1, len(weights)), weights=weights, **about_data)
+    return Sampler(bodies, data, TrainConfig(**settings))
 
 
 def run_of(each: Sampler, steps: int, size: int) -> Batch:
@@ -66,7 +72,6 @@ def test_a_document_longer_than_an_int32_is_several_sequences(tmp_path: Path, mo
     lengths = indexed._sequences_of(2**31), indexed._sequences_of(2**32)
     assert lengths == ([2**31 - 1, 1], [2**31 - 1, 2**31 - 1, 2])
     monkeypatch.setattr(indexed, "_LONGEST", 5)  # 2**31 tokens would take minutes
-    monkeypatch.setattr(indexed, "_BLOCK", 3)
     write_indexed(tmp_path / "set", DOCUMENTS, dtype="uint16")
     tokens, starts = read_indexed(tmp_path / "set")
     assert (tokens[:].tolist(), starts.tolist()) == (TOKENS, [0, 7, 8, 21, 25])
@@ -345,9 +350,9 @@ def test_the_mean_is_over_all_counted_tokens(tmp_path: Path, documents: str):
     # The first loss is that of all counted targets of the batch.
     config = megatron_config(tmp_path, "one", data=data)
     from maingrad.launch.model.gpt import build_model
-    from maingrad.launch.training.loading import make_sampler
 
-    batch = make_sampler(config, load_corpus(config.data, sequence_length=24)).batch(0, slice(0, 24))
+    corpus = load_corpus(config.data, sequence_length=24)
+    batch = Sampler(corpus.bodies, config.data, config.train).batch(0, slice(0, 24))
     logits = build_model(config.model, seed=0)(batch.inputs, positions=batch.positions)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
     assert one.losses[0] == pytest.approx(float(expected), rel=1e-5)

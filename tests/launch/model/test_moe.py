@@ -301,7 +301,7 @@ def test_meta_device_allocates_nothing():
     ("changes", "message"),
     [
         ({"num_experts": 0}, "model.top_k = 2: has no effect without model.num_experts"),
-        ({"num_experts": -1}, "model.num_experts = -1: must be at least 1"),
+        ({"num_experts": -1}, "model.num_experts = -1: must not be negative"),
         ({"top_k": 0}, "model.top_k = 0: must be at least 1"),
         ({"top_k": 5}, "model.top_k = 5: must be at most model.num_experts = 4"),
         ({"expert_ffn_dim": 0}, "model.expert_ffn_dim = 0: must be at least 1"),

@@ -44,7 +44,7 @@ class Allocated(NamedTuple):
 
 
 def allocate(config: Config) -> Allocated:
-    model = DistributedDataParallel(build_model(config.model, seed=0), config.wrapper_config)
+    model = DistributedDataParallel(build_model(config.model, seed=0), config.ddp)
     optimizer = DistributedOptimizer(model)
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     with model.record_timeline() as timeline:

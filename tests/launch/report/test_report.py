@@ -12,7 +12,7 @@ from maingrad.launch.report.page import print_report
 from maingrad.launch.report.run_folder import read_runs
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.train import train
-from maingrad.launch.training.watching.progress import Status, format_duration, format_rate, make_display
+from maingrad.launch.training.watching.progress import Display, Status, format_duration, format_rate
 
 
 def test_records_are_whole_lines_at_once(tmp_path: Path):
@@ -60,7 +60,7 @@ STATUS = Status(step=50, steps=200, fraction=0.25, elapsed=60.0, loss=2.5, lr=1e
 
 
 def test_each_record_is_a_line(capsys: pytest.CaptureFixture[str]):
-    display = make_display()
+    display = Display()
     display.message("data: a text")
     display.update(STATUS)
     display.update(STATUS._replace(step=200, fraction=1.0))
@@ -71,7 +71,7 @@ def test_each_record_is_a_line(capsys: pytest.CaptureFixture[str]):
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]):
-    display = make_display(is_main=False)
+    display = Display(is_main=False)
     display.update(STATUS)
     display.message("hello")
     assert capsys.readouterr() == ("", "")

@@ -12,8 +12,8 @@ from tiny_run import tiny_config
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
 from maingrad.launch.data.batches import load_corpus
+from maingrad.launch.data.sequences import Sampler
 from maingrad.launch.model.gpt import build_model
-from maingrad.launch.training.loading import make_sampler
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.pace import lr_factor
 from maingrad.launch.training.train import train
@@ -54,7 +54,7 @@ def plain_losses(config: Config) -> list[float]:
     if kind is not torch.optim.Rprop:
         options["weight_decay"] = config.optimizer.weight_decay
     optimizer = kind(model.parameters(), lr=config.optimizer.lr, **options)
-    sampler = make_sampler(config, load_corpus(config.data, sequence_length=24))
+    sampler = Sampler(load_corpus(config.data, sequence_length=24).bodies, config.data, config.train)
     settings, found = config.train, []
     for step in range(settings.steps):
         warmup = min(1.0, (step + 1) / config.optimizer.warmup_steps)

@@ -189,7 +189,7 @@ def resume_and_die(folder: Path, at: int) -> bool:
 
     sys.addaudithook(audit)
     writer = MetricsWriter(folder / "metrics.jsonl")
-    writer.resume(4)
+    writer.resumed_at = 4
     writer.write("step", step=5, loss=0.5)
     os._exit(0)
 

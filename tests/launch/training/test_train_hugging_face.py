@@ -13,9 +13,9 @@ from maingrad.launch import simulate
 from maingrad.launch.cli import main
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
+from maingrad.launch.data.sequences import Sampler
 from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
 from maingrad.launch.plan.plan import plan_run
-from maingrad.launch.training.loading import make_sampler
 from maingrad.launch.training.train import train
 from maingrad.te_integration import Float8CurrentScaling, autocast
 
@@ -107,7 +107,7 @@ def test_pretrained_weights_begin_with_their_own_loss(tmp_path: Path):
     trained = tmp_path / "trained"
     config = config_for(tmp_path, trained, model={"pretrained": True})
     corpus = load_corpus(config.data, sequence_length=24)
-    batch = make_sampler(config, corpus).batch(0, slice(0, 24))
+    batch = Sampler(corpus.bodies, config.data, config.train).batch(0, slice(0, 24))
     expected = F.cross_entropy(logits_of(trained, batch.inputs).flatten(0, 1), batch.targets.flatten())
     assert train(config).losses[0] == pytest.approx(float(expected), rel=1e-5)
 

@@ -15,8 +15,8 @@ from maingrad.kernels import grouped_linear
 from maingrad.kernels.tuning import Problem, parse_table
 from maingrad.launch.cli import main
 from maingrad.launch.tuning import tune as tune_kernels
-from maingrad.launch.tuning.problems import DENSE_OPS, GroupedOperands
-from maingrad.launch.tuning.tune import DENSE_SHAPES, GROUPED_SHAPES, Timing, Tuning, cold_rows, write_cold_report
+from maingrad.launch.tuning.problems import DENSE_OPS, GROUPED_OPS, GroupedOperands
+from maingrad.launch.tuning.tune import DENSE_SHAPES, GROUPED_SHAPES, Timing, cold_rows, plan_work, write_cold_report
 
 CPU = torch.device("cpu")
 OP = "grouped_linear"
@@ -29,15 +29,15 @@ def timings_of(shape: tuple[int, ...], **milliseconds: float) -> list[Timing]:
 
 
 def test_by_default_every_shape_of_the_table_has_its_operations() -> None:
-    work = list(Tuning().work())
+    work = plan_work((), ())
     assert [shape for shape, _ in work] == [*GROUPED_SHAPES, *DENSE_SHAPES]
     assert all(set(ops) == set(DENSE_OPS) for shape, ops in work if shape[0] == 1)
     assert all(OP in ops and not set(ops) & set(DENSE_OPS) for shape, ops in work if shape[0] > 1)
 
 
 def test_given_shapes_replace_the_tables() -> None:
-    bench = Tuning(shapes=("4x64x32x16", "1x64x32x16"), ops=(OP, "wgrad_overwrite"))
-    assert list(bench.work()) == [((4, 64, 32, 16), (OP,)), ((1, 64, 32, 16), ("wgrad_overwrite",))]
+    work = plan_work((OP, "wgrad_overwrite"), ("4x64x32x16", "1x64x32x16"))
+    assert work == [((4, 64, 32, 16), (OP,)), ((1, 64, 32, 16), ("wgrad_overwrite",))]
 
 
 def test_a_run_that_is_stopped_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,9 +51,9 @@ def test_a_run_that_is_stopped_leaves_what_it_measured(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(tune_kernels, "_checked", lambda op, operands, runs: runs)
     monkeypatch.setattr(tune_kernels, "_time_all", stopped_at_the_second)
-    bench = Tuning(shapes=("4x64x32x16", "1x128x32x16"), ops=(OP, "wgrad_overwrite"))
+    work = plan_work((OP, "wgrad_overwrite"), ("4x64x32x16", "1x128x32x16"))
     with pytest.raises(KeyboardInterrupt):
-        tune_kernels.tune(bench, CPU, tmp_path)
+        tune_kernels.tune(work, CPU, tmp_path)
     assert asked == [Problem(OP, "bfloat16", 4, 64, 32, 16), Problem("wgrad_overwrite", "bfloat16", 1, 128, 32, 16)]
     (row,) = parse_table((tmp_path / "tuned.csv").read_text(), "tuned.csv")
     assert (row.problem, row.config, row.ms) == (Problem(OP, "bfloat16", 4, 64, 32, 16), "block_m=98", 1.0)
@@ -77,12 +77,12 @@ def test_configurations_that_do_not_fit_the_gpu_are_passed_over(
 
     monkeypatch.setattr(tune_kernels, "_grouped_runs", runs)
     monkeypatch.setattr(tune_kernels, "_time_all", time_all)
-    tune_kernels.tune(Tuning(shapes=("4x64x32x16",), ops=(OP,)), CPU, tmp_path)
+    tune_kernels.tune(plan_work((OP,), ("4x64x32x16",)), CPU, tmp_path)
     assert timed == [["block_m=64"]]
 
     monkeypatch.setattr(tune_kernels, "_grouped_runs", lambda op, operands: [("block_m=256", too_large)])
     with pytest.raises(RuntimeError, match="no configuration fits"):
-        tune_kernels.tune(Tuning(shapes=("4x64x32x16",), ops=(OP,)), CPU, tmp_path)
+        tune_kernels.tune(plan_work((OP,), ("4x64x32x16",)), CPU, tmp_path)
 
 
 def test_cold_starts_are_listed_with_the_worst_first(tmp_path: Path) -> None:
@@ -130,10 +130,10 @@ def test_mistakes_are_answered_in_a_line(
 @pytest.mark.gpu
 @pytest.mark.timeout(600)  # every configuration is compiled
 def test_on_a_gpu_every_configuration_is_right_and_timed(tmp_path: Path) -> None:
-    bench = Tuning(shapes=("4x512x256x128", "4x1024x256x128", "1x512x256x128"))
-    timings = tune_kernels.tune(bench, torch.device("cuda"), tmp_path)
+    work = plan_work((), ("4x512x256x128", "4x1024x256x128", "1x512x256x128"))
+    timings = tune_kernels.tune(work, torch.device("cuda"), tmp_path)
     rows = parse_table((tmp_path / "tuned.csv").read_text(), "tuned.csv")
     assert {row.gpu for row in rows} == {torch.cuda.get_device_name()}
     assert {row.problem for row in rows} == {timing.problem for timing in timings}
-    assert {row.problem.op for row in rows} == set(Tuning().ops)
+    assert {row.problem.op for row in rows} == {*GROUPED_OPS, *DENSE_OPS}
     assert cold_rows(timings, torch.device("cuda"))

@@ -15,7 +15,7 @@ from maingrad.kernels.tuning import CUBLAS, Problem, gpu_name, load_tuning_table
 from maingrad.kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from maingrad.launch.tuning import tune as tune_kernels
 from maingrad.launch.tuning.problems import GroupedOperands, error_of
-from maingrad.launch.tuning.tune import Timing, Tuning, cold_rows, describe, fastest, tune, write_tuning
+from maingrad.launch.tuning.tune import Timing, cold_rows, describe, fastest, plan_work, tune, write_tuning
 
 CPU = torch.device("cpu")
 OP = "grouped_wgrad_accumulate"
@@ -174,7 +174,7 @@ def test_tuning_times_the_candidates_and_its_table_is_used(tmp_path: Path) -> No
     device = torch.device("cuda")
     lines: list[str] = []
     ops = ("grouped_linear", OP, "wgrad_overwrite")
-    timings = tune(Tuning(shapes=("4x1024x256x128", "1x512x256x128"), ops=ops), device, tmp_path, lines.append)
+    timings = tune(plan_work(ops, ("4x1024x256x128", "1x512x256x128")), device, tmp_path, lines.append)
     timed = {op: [timing for timing in timings if timing.problem.op == op] for op in ops}
     for op, candidates in zip(ops, (GEMM_CANDIDATES, WGRAD_CANDIDATES), strict=False):
         # Fewer where a GPU's shared memory is too small for some.
@@ -201,4 +201,4 @@ def test_a_wrong_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(tune_kernels, "grouped_wgrad_triton", lambda *_: None)
     monkeypatch.setattr(tune_kernels, "cublas_wgrad", lambda *_, overwrite: None)
     with pytest.raises(RuntimeError, match=r"overwrite \(\d, 64, 32, 16\) .*: relative error nan"):
-        tune(Tuning(shapes=(shape,), ops=("grouped_wgrad_overwrite", "wgrad_overwrite")), CPU, tmp_path)
+        tune(plan_work(("grouped_wgrad_overwrite", "wgrad_overwrite"), (shape,)), CPU, tmp_path)

@@ -83,7 +83,7 @@ def test_status_1(program: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("{}", (), "is not FILE.py:FUNCTION"),
         ("{}x:right", (), "is not FILE.py:FUNCTION"),
         ("{}:nothing", (), "returned a int: return (model, batch)"),
-        ("{}:misspelt", (), "returned a dict with 'rank', which is no argument of verify"),
+        ("{}:misspelt", (), "unexpected keyword argument 'rank'"),
         ("{}:odd", (), "a batch of 7 rows cannot be divided over 2 ranks"),
         ("{}:without_a_loss", (), "pass loss(output, batch) or step(model, batch)"),
         ("{}:right", ("--ways", "zero"), "'zero' is no way"),
