@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ddp.collectives.agreement import alike
+from ..ddp.collectives.agreement import run_on_all_ranks
 from ..ddp.collectives.failure_report import FailureReporter
 from ..ddp.collectives.in_flight import backends_of
 from ..ddp.collectives.mapped_memory import check_copy_engines
@@ -16,7 +16,7 @@ from ..ddp.collectives.rank_grid import RankGrid, make_grid
 from ..ddp.collectives.reduction import GradReduction
 from ..ddp.collectives.world import Ranks
 from ..ddp.config import with_names_meant
-from ..ddp.contract.module import note_shard
+from ..ddp.contract.module import record_shard
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts
 from ..ddp.plan.parallel_marks import check_marks, is_marked_expert
@@ -38,10 +38,10 @@ from .unit_checks import (
     check_placements,
     compare_units,
     device_of,
-    note_ignored,
     own_modules,
     own_params,
     policy_of,
+    record_ignored,
     row_of,
 )
 
@@ -131,7 +131,7 @@ def fully_shard(
     ignored = {id(param) for param in ignored_params}
     failures = FailureReporter()
     grid = make_grid(mesh, option="mesh")
-    note_ignored(ignored_params, grid)
+    record_ignored(ignored_params, grid)
 
     def prepare() -> _Prepared:
         wanted = _Wanted(
@@ -140,7 +140,7 @@ def fully_shard(
         return _prepare(module, wanted, grid, mesh, device, init_fn, ignored, copy_engines=copy_engine_gather)
 
     name = type(module).__name__
-    prepared = alike(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
+    prepared = run_on_all_ranks(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
     buckets = _make_buckets(name, prepared, grid, ignored, failures, named=mesh is not None)
     unit = Unit(module, name, buckets, policy, grid, prepared.device, prepared.inside, reshard_after_forward)
     unit.copy_engines, unit.writes.served = copy_engine_gather, forward_writes == "alike" or grid.size == 1
@@ -273,7 +273,7 @@ def _take_over(module: nn.Module, unit: Unit) -> None:
         watch_steps(bucket)
         for pair in bucket.pairs:
             mark_replaced(pair.before, unit.label)
-            note_shard(pair.whole, pair.sharded)
+            record_shard(pair.whole, pair.sharded)
     unit.registered.show_whole_to_foreign_delays()
     unit.registered.register_shards()
     make_unit(module, unit)

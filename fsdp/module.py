@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ddp.buckets.iteration_ends import note_model
+from ..ddp.buckets.iteration_ends import record_model
 from ..ddp.collectives.timeline import Timeline, recorded_on
 from .iteration.parts import RootParts, syncing
 from .iteration.root import Root
@@ -60,7 +60,7 @@ class FSDPModule(nn.Module):
         unit.registered.check_replaced()  # reshard() would put the shards back, and lose what the program has put there
         root.gathers.notice_changes()
         root.gathers.gather(unit)
-        root.gathers.arrive(unit)
+        root.gathers.wait(unit)
         unit.num_unshards += 1
         unit.registered.show_whole()
 
@@ -78,7 +78,7 @@ class FSDPModule(nn.Module):
             unit.registered.show_shards()
             unit.writes.note()
             for bucket in unit.buckets:
-                bucket.note_whole_changed()
+                bucket.record_whole_changed()
         if not unit.registered.shows_whole:
             root_of(self).gathers.release(unit, was_read=was_read)
 
@@ -196,7 +196,7 @@ def root_of(module: FSDPModule) -> Root:
 
 def make_unit(module: nn.Module, unit: Unit) -> None:
     """Put ``FSDPModule`` before the module's class."""
-    note_model(module)
+    record_model(module)
     module.__dict__[_UNIT] = unit
     module.__class__ = _class_of(type(module))  # type: ignore[arg-type]  # classes are hashable
 

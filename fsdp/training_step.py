@@ -164,7 +164,7 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
         vars(self._optimizer).pop("found_inf", None)
 
     def _after_replay(self, variant: Variant) -> None:
-        self._root.gathers.note_replay()
+        self._root.gathers.record_replay()
 
 
 def check_graphable(root: Root, optimizer: Optimizer) -> None:

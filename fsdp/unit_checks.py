@@ -30,10 +30,10 @@ __all__ = [
     "check_placements",
     "compare_units",
     "device_of",
-    "note_ignored",
     "own_modules",
     "own_params",
     "policy_of",
+    "record_ignored",
     "row_of",
 ]
 
@@ -149,7 +149,7 @@ def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
     return owned
 
 
-def note_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> None:
+def record_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> None:
     """Warn of ignored DTensors that are trained, and that ranks of the unit hold copies of.
 
     A plain ignored parameter is the program's own. A DTensor's mesh looks as if somebody reduced its gradients.

@@ -114,7 +114,7 @@ def save_safetensors(
     _check_one_model(num_expert_sets)
     found: dict[str, Tensor] = {}
     if optimizer is not None:
-        optimizer.settle()
+        optimizer.prepare_state()
         if dtype is not None and ranks.writes:
             optimizer.refresh_masters()
             found = {name: master.cpu() for name, master in _gather_masters(optimizer)}
@@ -127,7 +127,7 @@ def save_safetensors(
             rounded = {name: _rounded(weight, dtype).cpu() for name, weight in weights.items()}
             _write(path, {**rounded, **tensors.buffers}, tensors.tied)
 
-    ranks.alike(write, f"the writing of '{path}'")
+    ranks.run_on_all_ranks(write, f"the writing of '{path}'")
 
 
 @torch.no_grad()
@@ -148,9 +148,9 @@ def load_safetensors(
     ranks, tensors = whole.ranks, whole.tensors
     path, *_ = check_same_call(source, optimizer, ranks, None, "load_safetensors")
     present: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
-    stored_as = ranks.alike(lambda: _match(path, tensors, present), f"the opening of '{path}'")
+    stored_as = ranks.run_on_all_ranks(lambda: _match(path, tensors, present), f"the opening of '{path}'")
     if optimizer is not None:
-        optimizer.settle()
+        optimizer.prepare_state()
     slices = {} if optimizer is None else {part.name: part for part in optimizer.slices}
 
     def read() -> None:
@@ -162,7 +162,7 @@ def load_safetensors(
                 elif part.start < part.end:
                     part.master.copy_(file.get_tensor(stored_as[name]).flatten()[part.start : part.end])
 
-    ranks.alike(read, f"the reading of '{path}'")
+    ranks.run_on_all_ranks(read, f"the reading of '{path}'")
     if optimizer is not None:
         optimizer.mark_loaded()
 

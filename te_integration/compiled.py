@@ -32,9 +32,9 @@ from .torch_internals import (
     make_effectful_op,
 )
 
-__all__ = ["CompilableModule", "Way", "WgradHandle", "can_compile", "weights_wanted", "wgrad"]
+__all__ = ["CompilableModule", "ExecutionMode", "WgradHandle", "can_compile", "weights_wanted", "wgrad"]
 
-Way: TypeAlias = Literal["graph", "break", "autograd"]
+ExecutionMode: TypeAlias = Literal["graph", "break", "autograd"]
 """How a product runs in traced code: in the graph with a ``wgrad`` operator, in a graph break, or by plain autograd."""
 
 
@@ -49,14 +49,14 @@ class CompilableModule(Protocol):
                   grouped products
         """
 
-    def way_now(self, product: int, delayed: bool) -> Way:
+    def execution_mode(self, product: int, delayed: bool) -> ExecutionMode:
         """How a product runs in traced code. A compiler runs this method and does not trace it."""
 
     def recipe_now(self, dtype: torch.dtype | None = None) -> int:
         """The number of the recipe by which a product in traced code is quantised; -1: none. Below: a graph break."""
 
-    def decides_way(self) -> list[Any]:
-        """What ``way_now`` depends on. A compiler runs this method before compiled code."""
+    def mode_guards(self) -> list[Any]:
+        """What ``execution_mode`` depends on. A compiler runs this method before compiled code."""
 
     def describe(self) -> str:
         """The module's name in error messages."""
@@ -70,9 +70,10 @@ _numbers = itertools.count()
 class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
     """A module as compiled code sees it. The handle holds the module weakly.
 
-    Traced code asks for the ``way`` of a product, and is compiled again where ``guarded`` changes. A compiler runs both
-    as they are: tracing what they read would take as long as tracing a plain layer. The operator gets ``key`` instead
-    of the handle: graphs save tensors from forward to backward wherever they save anything, under recompute too.
+    Traced code asks for the ``mode`` of a product, and is compiled again where ``guarded`` changes. A compiler runs
+    both as they are: tracing what they read would take as long as tracing a plain layer. The operator gets ``key``
+    instead of the handle: graphs save tensors from forward to backward wherever they save anything, under recompute
+    too.
 
     Each module makes its own handle. A copy of a module makes a new one.
     """
@@ -93,11 +94,11 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         """The module; None where it was freed."""
         return self._module()
 
-    def way(self, product: int, delayed: bool) -> Way:
-        """``way_now`` of the module. Traced code calls this."""
+    def mode(self, product: int, delayed: bool) -> ExecutionMode:
+        """``execution_mode`` of the module. Traced code calls this."""
         module = self._module()
         assert module is not None, "it is being traced"
-        return module.way_now(product, delayed)
+        return module.execution_mode(product, delayed)
 
     def recipe(self, dtype: torch.dtype) -> int:
         """``recipe_now`` of the module. Traced code calls this."""
@@ -106,9 +107,9 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         return module.recipe_now(dtype)
 
     def guarded(self) -> list[Any]:
-        """``decides_way`` of the module: other values compile the code again."""
+        """``mode_guards`` of the module: other values compile the code again."""
         module = self._module()
-        return [] if module is None else module.decides_way()
+        return [] if module is None else module.mode_guards()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
         # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
@@ -152,7 +153,7 @@ def _quantized(tensors: Sequence[Tensor], recipe: int, columns: int) -> list[Qua
 _ARGUMENTS = "Tensor[] operands, Tensor key, int product, int recipe=-1, SymInt columns=0"
 wgrad = (
     make_effectful_op("wgrad", _ARGUMENTS, _deliver)
-    if let_traces_call(WgradHandle, ("way", "recipe"), guarded=WgradHandle.guarded)
+    if let_traces_call(WgradHandle, ("mode", "recipe"), guarded=WgradHandle.guarded)
     else None
 )
 """``wgrad(operands, key, product)``: the operator. None where this torch cannot compile it: see ``can_compile``.

@@ -22,11 +22,11 @@ __all__ = [
     "forward_number",
     "is_in_wrapper",
     "is_watched",
-    "note_forward",
-    "note_model",
-    "note_optimizer",
-    "note_step",
     "num_changes",
+    "record_forward",
+    "record_model",
+    "record_optimizer",
+    "record_step",
     "was_trained_in",
     "watch_iterations",
 ]
@@ -89,7 +89,7 @@ def is_watched() -> bool:
     return bool(_watchers)
 
 
-def note_model(model: nn.Module) -> None:
+def record_model(model: nn.Module) -> None:
     """``model`` is in a wrapper from now on, which ends its iterations."""
     global _num_changes
     _models.add(model)
@@ -114,7 +114,7 @@ def is_in_wrapper(module: nn.Module) -> bool:
     return any(part is module for model in list(_models) for part in model.modules())
 
 
-def note_forward() -> None:
+def record_forward() -> None:
     """A wrapper's forward begins, or has ended: modules that run before and after it belong to different ones."""
     global _num_forwards
     _num_forwards += 1
@@ -133,12 +133,12 @@ def end_iteration(model: nn.Module, grid: RankGrid, failures: FailureReporter, t
             watcher.ended(model, axes, trained)
 
 
-def note_optimizer(model: nn.Module) -> None:
+def record_optimizer(model: nn.Module) -> None:
     """An optimizer is seen to train ``model``: in an iteration without a step, that step was skipped from now on."""
     _optimized.add(model)
 
 
-def note_step(model: nn.Module, found_inf: Tensor | None = None) -> None:
+def record_step(model: nn.Module, found_inf: Tensor | None = None) -> None:
     """See ``IterationWatcher.stepped``."""
     for watcher in _watchers:
         _optimized.add(model)

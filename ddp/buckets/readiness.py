@@ -23,7 +23,7 @@ from ..stock.shown_params import ShownGrads
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .bucket import Bucket, Phase
 from .graph_walk import differentiable_tensors, walk_graph
-from .iteration_ends import TrainedBackwards, is_watched, note_forward
+from .iteration_ends import TrainedBackwards, is_watched, record_forward
 from .launcher import BucketLauncher
 from .model_watch import ModelWatch
 from .wiring import WiredParam
@@ -106,7 +106,7 @@ class Readiness:
 
         trains  the model is in training mode
         """
-        note_forward()
+        record_forward()
         self._counts = False
         watches = self._overlap or self._launcher.observer.recording
         tensors = differentiable_tensors(outputs)
@@ -122,7 +122,7 @@ class Readiness:
         here = weakref.ref(self)
         noted = trains and any(tensor.grad_fn is not None for tensor in tensors)
         if noted:
-            self._steps.note_forward()
+            self._steps.record_forward()
 
         def backward_enters(_: Tensor) -> None:
             nonlocal noted
@@ -131,7 +131,7 @@ class Readiness:
                 return
             if noted:
                 noted = False
-                live._steps.note_use()
+                live._steps.record_use()
             live._on_backward_start()
 
         for tensor in tensors:
@@ -226,7 +226,7 @@ class Readiness:
         if counts and self.sync and self.completes is None:
             self._check_once()
             if self._overlap:
-                self._launcher.note_all_came()
+                self._launcher.record_all_came()
             self._shown.show()
 
     def on_delayed_wgrad(self, bucket: Bucket, record: GradRecord) -> None:
@@ -236,7 +236,7 @@ class Readiness:
             self._shown.show_late(record)
         if record.awaits_delayed and not record.pending:
             self._mark_ready(bucket, record)
-        self._launcher.note_delayed()
+        self._launcher.record_delayed()
 
     def complete(self, wired: WiredParam) -> None:
         """No further backward of this iteration reaches this parameter."""
@@ -288,7 +288,7 @@ class Readiness:
         bucket.mark_ready(record)
         if bucket.phase is Phase.READY:
             self._check_once()
-            self._launcher.note_ready(bucket)
+            self._launcher.record_ready(bucket)
 
     def _check_once(self) -> None:
         """Before an iteration's first launch: the model is what it was."""

@@ -151,9 +151,9 @@ class PendingSave:
         self._staging.complete()
 
     def _finish(self, write: Callable[[], None], complete: Callable[[], None]) -> None:
-        self._ranks.alike(write, f"the writing of checkpoint '{self.path}'")
+        self._ranks.run_on_all_ranks(write, f"the writing of checkpoint '{self.path}'")
         self._appears_by = time.monotonic() + _DELAY
-        self._ranks.alike(complete, f"the completion of checkpoint '{self.path}'")
+        self._ranks.run_on_all_ranks(complete, f"the completion of checkpoint '{self.path}'")
 
     def _wait_for_own(self) -> None:
         self._written.wait()

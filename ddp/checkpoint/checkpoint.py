@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..collectives.agreement import saying
+from ..collectives.agreement import with_more_text
 from ..collectives.failure_report import CollectiveError
 from ..plan.parallel_marks import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory, wait_for_memory
@@ -96,7 +96,7 @@ def save_checkpoint(
 
     with ExitStack() as stack:
         stack.enter_context(staging)
-        (parts, _, saved, written_extra), all_notes = ranks.alike_telling(
+        (parts, _, saved, written_extra), all_notes = ranks.run_and_gather(
             prepare, lambda prepared: prepared[1], f"the preparation of checkpoint '{target}'"
         )
 
@@ -107,10 +107,10 @@ def save_checkpoint(
                 manifest = make_manifest(writers, all_notes, sets, saved, written_extra, save_id)
             return PendingSave(staging, ranks, save_id, _chosen(parts, writers, ranks.place), manifest)
 
-        pending = ranks.alike(plan, f"the plan of checkpoint '{target}'")
+        pending = ranks.run_on_all_ranks(plan, f"the plan of checkpoint '{target}'")
         if background:
             wait_for_memory(model)
-            ranks.alike(pending.copy_to_host, f"the copying of checkpoint '{target}'")
+            ranks.run_on_all_ranks(pending.copy_to_host, f"the copying of checkpoint '{target}'")
             stack.pop_all()
             pending.start(model)
         else:
@@ -166,7 +166,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         return open_checkpoint(target, choose), state, on_demand
 
     for _ in range(MOST_TRIES):
-        (opened, state, on_demand), ids = ranks.alike_telling(
+        (opened, state, on_demand), ids = ranks.run_and_gather(
             prepare, lambda load: load[0].manifest.save_id, f"the opening of checkpoint '{target}'"
         )
         if len(set(ids)) == 1:
@@ -176,10 +176,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             f"ranks opened different checkpoints at '{target}', {MOST_TRIES} times: load it when nothing saves there"
         )
     try:
-        ranks.alike(opened.read, f"the reading of checkpoint '{target}'")
+        ranks.run_on_all_ranks(opened.read, f"the reading of checkpoint '{target}'")
     except Exception as error:
         cause = error.__cause__ if isinstance(error, CollectiveError) else error
-        raise saying(error, "; the model is partly overwritten, do not go on with it") from cause
+        raise with_more_text(error, "; the model is partly overwritten, do not go on with it") from cause
     on_demand.finish()
     if state is not None:
         state.finish()
@@ -212,7 +212,7 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
         names = ExpertSets(*experts).names(holding)
         return parts_of_model(holding, names, ranks.place, ranks.num_writers) if ranks.writes else {}
 
-    parts, held = ranks.alike_telling(prepare, lambda parts: [*parts], "the listing of what is saved")
+    parts, held = ranks.run_and_gather(prepare, lambda parts: [*parts], "the listing of what is saved")
     reserve_memory(model, _chosen(parts, assign(held), ranks.place))
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ..collectives.agreement import alike, alike_telling, gather
+from ..collectives.agreement import gather, run_and_gather, run_on_all_ranks
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
 from .files.manifest import new_id
@@ -25,7 +25,7 @@ class CheckpointRanks(NamedTuple):
     axes: tuple[dist.ProcessGroup, ...]
     """Groups of more than one rank that join the ranks: inside an instance, then across. Empty without a wrapper."""
     place: int
-    """Index of this rank in the order in which ``alike_telling`` returns what the ranks tell."""
+    """Index of this rank in the order in which ``run_and_gather`` returns what the ranks tell."""
     num_writers: int
     """The first so many ranks write: one instance, which holds all of the model and the optimizer, or all ranks."""
     failures: FailureReporter | None
@@ -58,13 +58,13 @@ class CheckpointRanks(NamedTuple):
         place = grid.outer_rank * grid.inner_size + grid.inner_rank
         return cls(tuple(grid.axes), place, grid.inner_size if instances_alike else grid.size, failures)
 
-    def alike(self, action: Callable[[], T], what: str) -> T:
+    def run_on_all_ranks(self, action: Callable[[], T], what: str) -> T:
         """Run ``action`` on every rank. Where it raises on one rank, all raise; see ``agreement.alike``."""
-        return alike(action, self.axes, self.failures, what)
+        return run_on_all_ranks(action, self.axes, self.failures, what)
 
-    def alike_telling(self, action: Callable[[], T], telling: Callable[[T], U], what: str) -> tuple[T, list[U]]:
-        """``alike``, and return what every rank tells of its result; see ``agreement.alike_telling``."""
-        return alike_telling(action, telling, self.axes, self.failures, what)
+    def run_and_gather(self, action: Callable[[], T], telling: Callable[[T], U], what: str) -> tuple[T, list[U]]:
+        """``alike``, and return what every rank tells of its result; see ``agreement.run_and_gather``."""
+        return run_and_gather(action, telling, self.axes, self.failures, what)
 
 
 def check_same_call(
@@ -93,7 +93,7 @@ def check_same_call(
             raise ValueError(f"{what} was given '' as its path: name a folder")
         return os.path.realpath(path), optimizer is not None, new_id(), experts
 
-    _, calls = ranks.alike_telling(call, lambda said: said, f"the beginning of {what}")
+    _, calls = ranks.run_and_gather(call, lambda said: said, f"the beginning of {what}")
     paths, has_optimizer, ids, all_experts = zip(*calls, strict=True)
     other = next((each for each in paths if each != paths[0]), None)
     if other is not None:

@@ -88,7 +88,7 @@ class WrapperSource:
         if saving and isinstance(self._model, DistributedDataParallel):
             self._model.steps.read()  # weights of ranks that have taken different steps are not saved
         if held is not None:
-            held.settle()
+            held.prepare_state()
             if saving:
                 held.refresh_masters()
         tensors = self.tensors

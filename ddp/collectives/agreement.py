@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .failure_report import CollectiveError, FailureReporter
 
-__all__ = ["alike", "alike_telling", "gather", "saying"]
+__all__ = ["gather", "run_and_gather", "run_on_all_ranks", "with_more_text"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -44,22 +44,24 @@ def gather(value: T, axes: Iterable[dist.ProcessGroup], failures: FailureReporte
     return values
 
 
-def alike(action: Callable[[], T], axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str) -> T:
+def run_on_all_ranks(
+    action: Callable[[], T], axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str
+) -> T:
     """Run ``action`` on every rank. If it raises on some ranks, all ranks raise the first such rank's error.
 
     what  the action, for the ``CollectiveError`` of ranks that get no answer; ``axes``, ``failures`` as in ``gather``
     """
-    return alike_telling(action, lambda _: None, axes, failures, what)[0]
+    return run_and_gather(action, lambda _: None, axes, failures, what)[0]
 
 
-def alike_telling(
+def run_and_gather(
     action: Callable[[], T],
     telling: Callable[[T], U],
     axes: Iterable[dist.ProcessGroup],
     failures: FailureReporter | None,
     what: str,
 ) -> tuple[T, list[U]]:
-    """``alike``, and an all-gather of what each rank tells about its result, in the same order on all ranks.
+    """``run_on_all_ranks``, and an all-gather of what each rank tells about its result, in the same order on all ranks.
 
     telling  called with ``action``'s result; returns the object that the other ranks get
     """
@@ -89,7 +91,7 @@ def _kind_of(error: BaseException) -> int:
     return next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
 
 
-def saying(error: BaseException, more: str) -> BaseException:
+def with_more_text(error: BaseException, more: str) -> BaseException:
     """``error`` with the text ``more`` added, as an error of the same class. ``KeyboardInterrupt`` stays as it is."""
     if isinstance(error, CollectiveError):
         report = f"{error}\n  {more.lstrip('; ')}"

@@ -96,15 +96,15 @@ class GroupLog:
         self.entries = [_Entries() for _ in _KINDS]
 
     def add_name(self, name: str) -> int:
-        """Returns the name's index, for ``note_gather`` and ``note_reduction``."""
+        """Returns the name's index, for ``record_gather`` and ``record_reduction``."""
         self.names.append(name)
         return len(self.names) - 1
 
-    def note_gather(self, index: int) -> None:
+    def record_gather(self, index: int) -> None:
         """An all-gather is issued."""
         self.entries[0].add(index)
 
-    def note_reduction(self, index: int) -> None:
+    def record_reduction(self, index: int) -> None:
         """A reduction is issued."""
         self.entries[1].add(index)
 
@@ -180,19 +180,19 @@ class StepCheck:
             self._logs.insert(len(self._logs) - len(list(self._grid.axes)), log)  # the model's own ranks come last
         return log
 
-    def note_forward(self) -> None:
+    def record_forward(self) -> None:
         """A forward of the model that trains has ended."""
         self._forwards += 1
 
-    def note_use(self) -> None:
+    def record_use(self) -> None:
         """A backward has reached the outputs of such a forward."""
         self._used += 1
 
-    def note_update(self) -> None:
+    def record_update(self) -> None:
         """An optimizer steps."""
         self._updates += 1
 
-    def note_given_up(self) -> None:
+    def record_given_up(self) -> None:
         """All ranks have given the iteration up, each at a point of its own."""
         self._forwards = self._used = 0
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .delayed import DelayedWgrad, settle
+from .delayed import DelayedWgrad, absorb_late_sum
 from .main_grad import accumulator_of, add_to_grad, hand_over, open_for_write, record_of
 
 __all__ = ["BackwardCapture", "Delivery", "FirstWrites", "Kept", "noting", "open_deliveries", "settle_kept"]
@@ -123,7 +123,7 @@ class Delivery:
             for weight, gradient in zip(self.weights, self.gradients, strict=True):
                 if gradient is not None:
                     add_to_grad(weight, gradient.clone(), record_of(weight))
-                settle(weight, record_of(weight), entry)
+                absorb_late_sum(weight, record_of(weight), entry)
 
         records = [record for record in map(record_of, self.weights) if record is not None]
         entry = DelayedWgrad(write, operands, records, self.owner, backward, lambda: self.weights)

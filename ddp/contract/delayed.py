@@ -12,18 +12,18 @@ from torch import Tensor
 
 from ...kernels.wgrad import GroupedWgradOperand, WgradOperand, tensors_of
 from ..torch_internals import checkpointed_region
-from .late_grads import note_lost, note_over, note_waiting
+from .late_grads import record_lost, record_over, record_waiting
 from .main_grad import hand_over_sum
 from .record import GradRecord, PendingWgrad
 
 __all__ = [
     "DelayedWgrad",
+    "absorb_late_sum",
     "compute_pending",
     "current_checkpoint",
     "delay_blocks",
     "delaying_into",
     "queue_of_block",
-    "settle",
 ]
 
 _sequence = itertools.count()
@@ -73,7 +73,7 @@ class DelayedWgrad:
         for record in records:
             record.pending.append(self.pending)
         if not records:
-            note_waiting(self)
+            record_waiting(self)
 
     @property
     def owner(self) -> str:
@@ -124,14 +124,14 @@ class DelayedWgrad:
             self._done = torch.cuda.Event()
             self._done.record(current)
         if not self._records:
-            note_over(self)
+            record_over(self)
         for record in self._records:
             record.delayed_wgrad_done(self.pending)
 
     def drop(self) -> None:
         """Give the gradient up, because its iteration is abandoned."""
         self._operands = None
-        note_over(self)
+        record_over(self)
         for record in self._records:
             record.pending.remove(self.pending)
 
@@ -140,7 +140,7 @@ class DelayedWgrad:
         self._operands = None
         self.pending.lost = True
         if not self._records:
-            note_lost(self)
+            record_lost(self)
 
     @property
     def waits(self) -> bool:
@@ -161,7 +161,7 @@ def compute_pending(records: Iterable[GradRecord]) -> None:
             pending.compute()
 
 
-def settle(weight: Tensor, record: GradRecord | None, entry: DelayedWgrad) -> None:
+def absorb_late_sum(weight: Tensor, record: GradRecord | None, entry: DelayedWgrad) -> None:
     """After a delayed gradient was written: absorb the sum that unfused owners of a tied weight have added to."""
     if record is not None and record.late_sum is not None and entry.is_last_of(record):
         hand_over_sum(record)

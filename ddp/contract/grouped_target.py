@@ -11,7 +11,7 @@ from ...kernels.wgrad import GroupedWgradOperand as Operand
 from ...kernels.wgrad import grouped_wgrad, wgrad_features
 from . import capturing
 from .capturing import BackwardCapture, Delivery
-from .delayed import DelayedWgrad, settle
+from .delayed import DelayedWgrad, absorb_late_sum
 from .main_grad import add_to_grad, hand_over, open_for_write, record_of
 from .target import Place, WgradQueueLike, WgradTarget, live_queue
 
@@ -162,7 +162,7 @@ class GroupedWgradTarget:
                     add_to_grad(place.weight, gradient, record_of(place.weight))
         for place in places:
             if place is not None:
-                settle(place.weight, record_of(place.weight), entry)
+                absorb_late_sum(place.weight, record_of(place.weight), entry)
 
     def _accumulate(
         self,

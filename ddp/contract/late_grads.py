@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["note_lost", "note_over", "note_waiting"]
+__all__ = ["record_lost", "record_over", "record_waiting"]
 
 
 class Waiting(Protocol):
@@ -36,18 +36,18 @@ _waiting: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _lost: list[_Lost] = []
 
 
-def note_waiting(entry: Waiting) -> None:
-    """Refuse steps over the entry's weights until ``note_over``."""
+def record_waiting(entry: Waiting) -> None:
+    """Refuse steps over the entry's weights until ``record_over``."""
     _register_once()
     _waiting.add(entry)
 
 
-def note_over(entry: Waiting) -> None:
+def record_over(entry: Waiting) -> None:
     """The entry was computed, or given up."""
     _waiting.discard(entry)
 
 
-def note_lost(entry: Waiting) -> None:
+def record_lost(entry: Waiting) -> None:
     """The entry's queue was freed: refuse the next step over its weights, which lacks this gradient for good."""
     _waiting.discard(entry)
     _lost.append(_Lost(entry.owner, entry.weights))

@@ -10,7 +10,14 @@ from torch.utils.weak import TensorWeakRef
 from .main_grad import is_delayed, mark_delayed, take_grad_of_backward_dw
 from .record import GradRecord
 
-__all__ = ["DelayedWgradModule", "FusedWgradModule", "forms_of", "has_shard", "listen_to_foreign_delays", "note_shard"]
+__all__ = [
+    "DelayedWgradModule",
+    "FusedWgradModule",
+    "forms_of",
+    "has_shard",
+    "listen_to_foreign_delays",
+    "record_shard",
+]
 
 _SHARD = "_maingrad_shard"
 
@@ -69,7 +76,7 @@ class DelayedWgradModule(FusedWgradModule):
         self.__dict__.setdefault("_after_backward_dw", []).append(fn)
 
 
-def note_shard(whole: Tensor, shard: Tensor) -> None:
+def record_shard(whole: Tensor, shard: Tensor) -> None:
     """Remember that outside of forwards modules register ``shard`` in place of the parameter ``whole``."""
     setattr(whole, _SHARD, TensorWeakRef(shard))
 

@@ -109,7 +109,7 @@ class GradRecord:
             f"save state_dict(), or copy.deepcopy(model) first, which gives a plain model"
         )
 
-    def note_version(self) -> None:
+    def record_version(self) -> None:
         """What ``view`` holds now was not written by the program."""
         self.version = self.view._version
 
@@ -117,7 +117,7 @@ class GradRecord:
         """Nothing was written in this iteration: zero what the program has put into ``view`` by hand."""
         if self.view._version != self.version:
             self.view.zero_()
-            self.note_version()
+            self.record_version()
 
     def open_for_write(self, *, written_already: bool = False) -> bool:
         """Call before each write to ``view``. Returns whether the write overwrites (beta = 0) or adds.
@@ -174,7 +174,7 @@ class GradRecord:
 
     def reset(self) -> None:
         """Start a new iteration."""
-        self.note_version()
+        self.record_version()
         self.written = self.ready = self.passed = self.awaits_delayed = False
         self.closed = self.of_weight = None
 

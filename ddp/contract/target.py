@@ -11,7 +11,7 @@ from ...kernels.wgrad import WgradOperand, wgrad_accumulate, wgrad_product
 from ..torch_internals import has_tensor_hooks
 from . import capturing
 from .capturing import BackwardCapture, Delivery
-from .delayed import DelayedWgrad, settle
+from .delayed import DelayedWgrad, absorb_late_sum
 from .main_grad import (
     accumulator_of,
     add_to_grad,
@@ -209,7 +209,7 @@ class WgradTarget:
             wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, entry.backward))
         else:
             add_to_grad(weight, wgrad_product(dy, x, weight.dtype), record)
-        settle(weight, record, entry)
+        absorb_late_sum(weight, record, entry)
 
     def _refuse_hook_on_delayed(self) -> None:
         if self._queue is not None:

@@ -25,7 +25,7 @@ __all__ = [
     "check_not_collected",
     "check_not_inside",
     "in_torch_ddp",
-    "note_without_grad",
+    "record_without_grad",
     "refuse_delay",
     "refuse_delay_in_recompute",
 ]
@@ -86,7 +86,7 @@ _without_grad: "weakref.WeakKeyDictionary[object, weakref.ref[TorchDDP]]" = weak
 its first forward so; the recompute runs in backward, where no wrapper's forward is active."""
 
 
-def note_without_grad(module: object) -> None:
+def record_without_grad(module: object) -> None:
     """Called by a module that delays, in a forward without grad mode."""
     wrapper = active_torch_ddp()
     if wrapper is not None and not torch.compiler.is_compiling():

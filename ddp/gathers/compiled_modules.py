@@ -37,7 +37,7 @@ def _waiting(compiled: Callable[..., Any], gathers: Sequence["weakref.ref[ParamG
         for reference in gathers:
             gather = reference()
             if gather is not None:
-                gather.arrive()
+                gather.wait()
         return compiled(*args, **kwargs)
 
     setattr(call, _WAITS, True)

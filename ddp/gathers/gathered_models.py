@@ -4,7 +4,7 @@ import threading
 import weakref
 from typing import Protocol
 
-__all__ = ["GatheredModel", "gathered_models", "note_gathered_model"]
+__all__ = ["GatheredModel", "gathered_models", "record_gathered_model"]
 
 
 class GatheredModel(Protocol):
@@ -19,7 +19,7 @@ class GatheredModel(Protocol):
     def end_capture(self) -> None:
         """Note that capture is over. Nothing of it has run."""
 
-    def note_replay(self) -> None:
+    def record_replay(self) -> None:
         """A captured step was replayed, which may have changed the model: no version counter tells."""
 
 
@@ -32,7 +32,7 @@ _thread = _Thread()
 """Each simulated rank is a thread."""
 
 
-def note_gathered_model(model: GatheredModel) -> None:
+def record_gathered_model(model: GatheredModel) -> None:
     """This thread uses ``model``, which is referred to weakly."""
     _thread.models.add(model)
 

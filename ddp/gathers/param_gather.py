@@ -142,7 +142,7 @@ class ParamGather:
             have_wait(param, self)
         return True
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Order the current stream (CUDA) or this thread (CPU) behind the gather, and make parameters plain again.
 
         Several threads may call this at once; each returns when the gather is complete for that thread.
@@ -166,14 +166,14 @@ class ParamGather:
         """``refusal`` is over: parameters and modules that it has guarded are plain again."""
         if self.refusal is not None:
             self.refusal = None
-            self.arrive()
+            self.wait()
 
     def wait_in_graph(self) -> None:
-        """At the start of a capture: wait here where no read of a parameter will (see ``arrive``)."""
+        """At the start of a capture: wait here where no read of a parameter will; ``wait`` does not in a capture."""
         if self._event is not None and not (self.under_way and self.guards):
             current_stream(self.flat.device).wait_event(self._event)
 
-    def note_replay(self, observer: Observer = UNOBSERVED) -> None:
+    def record_replay(self, observer: Observer = UNOBSERVED) -> None:
         """The gather was launched by the replay of a graph that has captured ``start``."""
         flight = self._captured
         assert flight is not None, "captured before"
@@ -253,13 +253,13 @@ def guard_reads(modules: Iterable[nn.Module], gathers: Sequence[ParamGather], re
     for gather in gathers:
         gather.refusal = refusal and refusal.format(name=gather.name)
         if not gather.guard() and refusal is None:
-            gather.arrive()
+            gather.wait()
     for module in modules:
         params = registered_params(module)
         waiting = gathers_of(params.values())
         if waiting and isinstance(module, torch.jit.ScriptModule):
             for gather in waiting if refusal is None else ():  # TorchScript reads in C++, where nothing here is asked
-                gather.arrive()
+                gather.wait()
         elif waiting:
             have_module_wait(module, params)
             reference = weakref.ref(module)

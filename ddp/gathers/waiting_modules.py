@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .waiting_params import arrived, gathers_of
+from .waiting_params import after_gather, gathers_of
 
 __all__ = ["have_module_wait", "is_waiting_hook", "let_module_go", "registered_params"]
 
@@ -68,7 +68,7 @@ def _is_of_torch(cls: type) -> bool:
 
 def _wait_before_forward(module: nn.Module, _: Any) -> None:
     for param in list(registered_params(module).values()):
-        arrived(param)
+        after_gather(param)
 
 
 class _WaitingParameters(MutableMapping[str, Any]):
@@ -81,7 +81,7 @@ class _WaitingParameters(MutableMapping[str, Any]):
         """The module's own dict."""
 
     def __getitem__(self, name: str) -> Any:
-        return arrived(self.plain[name])
+        return after_gather(self.plain[name])
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.plain[name] = value

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, make_subclass, tree_leaves
 
-__all__ = ["Gather", "arrived", "gathers_of", "have_wait", "let_go", "reads_no_values", "waiting_class"]
+__all__ = ["Gather", "after_gather", "gathers_of", "have_wait", "let_go", "reads_no_values", "waiting_class"]
 
 _GATHER = "_maingrad_gather"
 
@@ -23,7 +23,7 @@ _GATHER = "_maingrad_gather"
 class Gather(Protocol):
     """What a parameter waits for; ``ParamGather`` is one."""
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Return when the parameters may be read, and have their own class again."""
         ...
 
@@ -41,10 +41,10 @@ def let_go(param: Tensor) -> None:
     param.__dict__.pop(_GATHER, None)
 
 
-def arrived(value: Any) -> Any:
+def after_gather(value: Any) -> Any:
     """``value``, after its gather where it is a parameter that waits."""
     if isinstance(value, _WaitsForGather):
-        value.__dict__[_GATHER].arrive()
+        value.__dict__[_GATHER].wait()
     return value
 
 
@@ -72,16 +72,16 @@ class _WaitsForGather:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for value in list(_waiting_among((args, kwargs))) or tree_leaves((args, kwargs)):
-            arrived(value)
+            after_gather(value)
         return func(*args, **kwargs)
 
     # Copies and pickles are made of type(self), which must be the parameter's own class then.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(arrived(self), memo)
+        return copy.deepcopy(after_gather(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return arrived(self).__reduce_ex__(protocol)
+        return after_gather(self).__reduce_ex__(protocol)
 
 
 def _waiting_among(value: Any) -> Iterator[Any]:

@@ -37,7 +37,7 @@ class StaticInputs:
                 static.copy_(leaf, non_blocking=True)
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
 
-    def note_effects(self) -> None:
+    def record_effects(self) -> None:
         """The function has run in Python on ``args``: note what it has done to them, for ``hand_back``."""
         tensors = [(place, self._leaves[place]) for place in set(self._first)]
         tensors = [(place, static) for place, static in tensors if isinstance(static, Tensor)]

@@ -88,7 +88,7 @@ class RecordedLaunch:
         self._work: Any = None
         graph.calls.append(self._launch)
 
-    def note_wait(self) -> None:
+    def record_wait(self) -> None:
         """The program waits for the operation now: replays do too."""
         if getattr(_local, "graph", None) is self._graph:
             self._graph.calls.append(lambda: self._work.wait())

@@ -116,7 +116,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
             elif variant.num_eager < self._num_warmup_steps:
                 variant.outputs = self._run(variant)
                 variant.num_eager += 1
-                self._options.note_state()
+                self._options.record_state()
             else:
                 self._capture(variant)
             outputs: T = detached_copies(variant.outputs, self._name)
@@ -158,7 +158,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
         args, kwargs = variant.inputs.args
         with self._one_iteration():
             outputs = self._train_step(*args, **kwargs)
-            variant.inputs.note_effects()
+            variant.inputs.record_effects()
         return outputs
 
     def _capture(self, variant: V) -> None:
@@ -195,7 +195,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
     def _finish_replay(self, variant: V) -> None:
         for model in gathered_models():  # the step may have written to others (a sharded average of weights)
             if model is not self._gathers:
-                model.note_replay()
+                model.record_replay()
         for module, mode in variant.modes:
             module.training = mode
         self._after_replay(variant)

@@ -79,7 +79,7 @@ class StepOptions:
         """No captured kernel reads the state any more."""
         self._state = []
 
-    def note_state(self) -> None:
+    def record_state(self) -> None:
         """After an eager step: these tensors are the state that captured kernels read and write."""
         self._state = [
             (master, name, value)

@@ -199,12 +199,12 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
             self._optimizer.finish_param_sync()  # on CPUs threads wait for collectives, and no operation does
 
     def _note_replay(self) -> None:
-        self._model.note_replay()
+        self._model.record_replay()
 
     def _after_replay(self, variant: _Variant) -> None:
         if variant.grad_norm is not None:
             self._optimizer.grad_norm = variant.grad_norm.clone()
-        self._optimizer.note_written(variant.written)
+        self._optimizer.record_written(variant.written)
         sync = self._optimizer.param_sync
         if variant.gathers is None:
             sync.start_replayed(variant.updates)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..buckets.nan_check import unscale
-from ..collectives.agreement import alike
+from ..collectives.agreement import run_on_all_ranks
 from ..collectives.streams import is_capturing
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step
@@ -140,9 +140,9 @@ class DistributedOptimizer(AroundOptimizer):
                 "on the host; make a GraphedTrainingStep for each optimizer, and call them in turn"
             )
         self.model.start_for_step()
-        self.model.steps.note_update()
+        self.model.steps.record_update()
         if not (self.model.is_reduced or self.model.ddp_config.can_wait_by_bucket):
-            self.model.settle("optimizer.step()")  # checks need all gradients at once, as clipping does
+            self.model.finish_reduction("optimizer.step()")  # checks need all gradients at once, as clipping does
         self.finish_param_sync()
         self.refresh_masters()
         divisor, found_inf = self._grad_divisor(), self._found_inf()
@@ -153,8 +153,8 @@ class DistributedOptimizer(AroundOptimizer):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
             self._update(flats, divisor, found_inf)
             self._round(flats)
-            self.param_sync.note_updated(flats)
-        self.model.grad_parts.note_step(found_inf)
+            self.param_sync.record_updated(flats)
+        self.model.grad_parts.record_step(found_inf)
         self._masters.note()
         self.param_sync.publish()
         return loss
@@ -195,7 +195,7 @@ class DistributedOptimizer(AroundOptimizer):
         """Indices of ``slices`` whose parameter a program has changed since the step, or since it was read."""
         return [index for index, param in enumerate(self._params) if param._version != self._versions[index]]
 
-    def note_written(self, indices: Iterable[int]) -> None:
+    def record_written(self, indices: Iterable[int]) -> None:
         """A replay has changed these parameters after the update (``written_since`` its capture): masters follow."""
         for index in indices:
             self._versions[index] = -1
@@ -213,7 +213,7 @@ class DistributedOptimizer(AroundOptimizer):
         vars(self).pop("grad_scale", None)
         vars(self).pop("found_inf", None)
 
-    def settle(self) -> None:
+    def prepare_state(self) -> None:
         """Prepare masters and state for reading or writing: wait for gathers.
 
         Raises ``RuntimeError`` where another ``DistributedOptimizer`` has replaced this one.
@@ -251,7 +251,7 @@ class DistributedOptimizer(AroundOptimizer):
         """
         self._check_in_charge()
         refuse_scaler(self.model)
-        self.model.settle("unscaling")
+        self.model.finish_reduction("unscaling")
         found_inf = torch.zeros((), dtype=torch.float32, device=self.model.device)
         unscale([flat.grads for flat in self._flats], inv_scale, found_inf)
         with self.model.failures.watch("the search for Inf in scaled gradients"):
@@ -263,7 +263,7 @@ class DistributedOptimizer(AroundOptimizer):
 
         ``save_checkpoint`` writes checkpoints that fit any.
         """
-        self.settle()
+        self.prepare_state()
         self.refresh_masters()
         state = super().state_dict()
         state["masters"] = [flat.master.detach() for flat in self._flats]
@@ -277,7 +277,9 @@ class DistributedOptimizer(AroundOptimizer):
         Collective over the model's ranks. All ranks raise ``ValueError`` where one rank's dict does not fit.
         """
         axes = self.model.grids["dense"].axes
-        alike(lambda: self._check_loadable(state_dict), axes, self.model.failures, "the check of optimizer states")
+        run_on_all_ranks(
+            lambda: self._check_loadable(state_dict), axes, self.model.failures, "the check of optimizer states"
+        )
         state = self.state
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         loaded, self.state = self.state, state  # slices refer to this mapping
@@ -366,7 +368,7 @@ class DistributedOptimizer(AroundOptimizer):
         return layout_key(self.optimizer_class, self.model.plan, self.segments)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
-        self.settle()
+        self.prepare_state()
         lengths = {"state": None, "param_groups": len(self.param_groups), "masters": len(self._flats)}
         check_fits(state_dict, self._layout_key(), shard_of_how_many(self.model), lengths)
 

@@ -117,7 +117,7 @@ class ParamSlice(NamedTuple):
         """
         parts = None if self.wired.record.parts is None else self.wired.record.parts()
         if parts is not None:
-            parts.settle()
+            parts.finish_reduction()
         grads = self.wired.record.view.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 
@@ -288,7 +288,7 @@ def _shown_grad(here: "weakref.ref[Any]", index: int) -> Tensor | None:
     if optimizer is None or optimizer.is_stepping or not optimizer.model.shown.active:
         return None
     model, segment = optimizer.model, optimizer.segments[index]
-    model.settle_for_optimizer("a read of gradients")
+    model.finish_for_optimizer("a read of gradients")
     grads, layout = segment.grads, segment.flat.bucket.layout
     info = ShardInfo(
         segment.flat.bucket.name, tuple(grads.shape), 0, grads.numel(), model.grids[layout.grid_name],

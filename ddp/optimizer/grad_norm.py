@@ -21,7 +21,7 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
     how buckets and shards are cut. Padding is zeros. Squares of shards are summed over ranks: an element that several
     ranks hold counts once; elements that differ between ranks (experts) all count.
     """
-    model.settle("the gradient norm")
+    model.finish_reduction("the gradient norm")
     refuse_norm(model, "the norm of gradients")
     squares, widest = [], torch.float32
     summed = False  # whether some ranks hold other elements than this rank
@@ -74,7 +74,7 @@ def clip_grad_norm(
     if not models:
         raise ValueError("clip_grad_norm: no wrapper was given; every rank of a pipeline has a stage")
     for each in models:
-        each.settle_changes("clip_grad_norm()")
+        each.finish_and_take_changes("clip_grad_norm()")
         check_scalable(each.wired, "clip_grad_norm()")
     norms = [global_grad_norm(each) for each in models]
     norm = norms[0]

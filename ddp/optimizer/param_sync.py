@@ -7,7 +7,7 @@ import torch
 
 from ..collectives.placements import placements_of
 from ..gathers.compiled_modules import wait_before_compiled_code
-from ..gathers.gathered_models import note_gathered_model
+from ..gathers.gathered_models import record_gathered_model
 from ..gathers.param_gather import ParamGather, guard_reads
 from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket
@@ -57,9 +57,9 @@ class ParamSync:
     def begin_step(self) -> None:
         """A step begins."""
         self._started = []
-        note_gathered_model(self)
+        record_gathered_model(self)
 
-    def note_updated(self, flats: Sequence[FlatBucket]) -> None:
+    def record_updated(self, flats: Sequence[FlatBucket]) -> None:
         """These buckets are up to date on this rank. If the next forward reads one first, start its gather."""
         mine = [gather for gather in self.gathers if any(gather.flat is flat.params for flat in flats)]
         if self._captured is not None:
@@ -101,7 +101,7 @@ class ParamSync:
     def finish(self) -> None:
         """Wait for the gathers under way."""
         for gather in self.gathers:
-            gather.arrive()
+            gather.wait()
 
     def begin_capture(self) -> None:
         """See ``GatheredModel``. All gathers have ended, and a captured read has none to wait for."""
@@ -109,7 +109,7 @@ class ParamSync:
     def end_capture(self) -> None:
         """See ``GatheredModel``."""
 
-    def note_replay(self) -> None:
+    def record_replay(self) -> None:
         """See ``GatheredModel``. Nothing is gathered at a forward, but after this model's own update."""
 
     # ---- Captured steps: all but the gathers is in the graph. ----
@@ -159,7 +159,7 @@ class ParamSync:
         if launch is not None:
             launch()
             for gather in self.gathers:
-                gather.note_replay(self._model.observer)
+                gather.record_replay(self._model.observer)
             self._started = self.gathers
         self._publish(guarded=guarded)
 

@@ -115,8 +115,8 @@ def _begin(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
             )
     for parts in _parts_of(ours):
         parts.prepare_stock_step()
-        parts.note_update()
-        parts.note_step(vars(optimizer).get("found_inf"))
+        parts.record_update()
+        parts.record_step(vars(optimizer).get("found_inf"))
 
 
 def _have_main_grad_cleared(optimizer: Optimizer) -> None:

@@ -41,8 +41,8 @@ __all__ = [
 
 
 class _Sums(Protocol):
-    def arrive(self) -> None: ...
-    def note_scaler(self) -> None: ...
+    def wait(self) -> None: ...
+    def record_scaler(self) -> None: ...
 
 
 being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -118,7 +118,7 @@ class ShardedGrad(Tensor):
             _arrive((args, kwargs))
         if func in NORMS:
             for sums in _live_sums(args[0]) if func is _UNSCALE else ():
-                sums.note_scaler()  # an optimizer is to step, unless the scaler skips its step
+                sums.record_scaler()  # an optimizer is to step, unless the scaler skips its step
             found = NORMS[func](func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
@@ -186,7 +186,7 @@ def _live_sums(given: Any) -> "Iterator[_Sums]":
 def _arrive(given: Any) -> None:
     """Wait for reductions into the sums of which the arguments are views."""
     for sums in _live_sums(given):
-        sums.arrive()
+        sums.wait()
 
 
 def _as_shard(

@@ -81,7 +81,7 @@ class ShownGrad(Tensor):
         """The reduced gradient: a plain tensor, or a ``ShardedGrad``. Collective where it is not reduced yet."""
         owner = self.owner()
         if self.reduced is None and owner is not None:
-            owner.settle(self)
+            owner.finish_reduction(self)
         if self.reduced is None:
             raise RuntimeError(
                 f"this gradient of parameter '{self.of}' was kept over its iteration's end and is read now for the "

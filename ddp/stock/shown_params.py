@@ -85,14 +85,14 @@ class ShownParam:
 class ShownGrads:
     """``.grad`` of all parameters of one wrapper.
 
-    settle  finishes the iteration's reduction; holds the wrapper weakly
+    finish_reduction  finishes the iteration's reduction; holds the wrapper weakly
     """
 
-    def __init__(self, params: Iterable[ShownParam], settle: Callable[[], None]) -> None:
+    def __init__(self, params: Iterable[ShownParam], finish_reduction: Callable[[], None]) -> None:
         self.params = tuple(params)
         self.active = False
         """A backward outside ``no_sync`` has left gradients in ``.grad`` in this iteration."""
-        self._settle = settle
+        self._finish_reduction = finish_reduction
         self._by_record = {id(each.record): each for each in self.params}
         self._cleared: list[ShownParam] = []  # when the backward under way began
         self._arrived: list[ShownParam] = []  # in the backward under way
@@ -207,10 +207,10 @@ class ShownGrads:
 
     # ---- Reading. ----
 
-    def settle(self, grad: ShownGrad) -> None:
+    def finish_reduction(self, grad: ShownGrad) -> None:
         """A program reads ``grad``: give all of this iteration's gradients their values."""
         if any(each.grad is grad for each in self.params):
-            self._settle()
+            self._finish_reduction()
             self.fill()
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from ..buckets.iteration_ends import discard_iteration, forget_model, note_model
+from ..buckets.iteration_ends import discard_iteration, forget_model, record_model
 from ..buckets.wiring import WiredParam
 from ..collectives.rank_grid import RankGrid
 from ..contract.main_grad import attach, detach, forget_failed_backward
@@ -50,7 +50,7 @@ def attach_params(
         references = tuple(weakref.ref(module) for module in owners)
         attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))
     guard_stock_optimizers(wrapper)
-    note_model(wrapper.module)
+    record_model(wrapper.module)
     dropped = any(grid.size > 1 for grid in grids.values())
     end = weakref.finalize(wrapper, _take_back, attached, hooks, weakref.ref(wrapper.module), dropped=dropped)
     end.atexit = False

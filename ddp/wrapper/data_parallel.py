@@ -40,7 +40,7 @@ from ..torch_internals import check_wrappers_can_run
 from .attachment import attach_params, detach_params
 from .comparison import broadcast_tensors, check_same_config, check_same_model
 from .iteration import BucketIteration
-from .own_ranks import note_own_ranks
+from .own_ranks import record_own_ranks
 from .parts import BucketParts
 from .setup_checks import check_arguments, grids_of, plan_on_each_rank
 from .whose_experts import check_whose_experts
@@ -137,7 +137,7 @@ class DistributedDataParallel(BucketIteration):
         self.buckets, self.wired = allocate_buckets(self.plan, trainable, self.device)
         """Trainable parameters with their buckets and records, in the order of the buffers."""
         self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self.wired)
-        note_own_ranks(self.wired, self.grids)
+        record_own_ranks(self.wired, self.grids)
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
         dense = self.reductions["dense"]
@@ -153,7 +153,7 @@ class DistributedDataParallel(BucketIteration):
         self._watch = ModelWatch(self.wired, module)
         here = weakref.ref(self)
         self.shown = ShownGrads(
-            self._shown_params(), partial(tell, here, type(self).settle_for_optimizer, "a read of .grad")
+            self._shown_params(), partial(tell, here, type(self).finish_for_optimizer, "a read of .grad")
         )
         enter = partial(tell, here, type(self)._enter_backward)
         self.readiness = Readiness(
@@ -237,7 +237,7 @@ class DistributedDataParallel(BucketIteration):
     @torch.compiler.disable
     def _finish_gathers(self) -> None:
         for gather in self._gathers:
-            gather.arrive()
+            gather.wait()
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:

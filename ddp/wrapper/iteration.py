@@ -2,7 +2,8 @@
 
     backward    hooks launch complete buckets (``buckets/readiness.py``), its end the others, but for those that wait
                 for delayed gradients (``buckets/launcher.py``); then ``.grad`` is shown
-    settle      a first read of ``.grad``, or a step: launches what is left, waits, compares ranks, once an iteration
+    reduction   ``finish_reduction``, by a first read of ``.grad``, or a step: launches what is left, waits, compares
+                ranks, once an iteration
     clearing    every ``.grad`` is None: the next forward or backward begins a new iteration
 
 ``start_grad_sync``, ``finish_grad_sync``, ``zero_grad_buffer`` and ``expose_grads`` do the same when a program says so,
@@ -22,7 +23,7 @@ from ..buckets.checks import (
     check_scalable,
     check_whole,
 )
-from ..buckets.iteration_ends import end_iteration, note_optimizer
+from ..buckets.iteration_ends import end_iteration, record_optimizer
 from ..buckets.launcher import BucketLauncher
 from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
@@ -143,7 +144,7 @@ class BucketIteration(AroundModule):
         self._reduce_all("finish_grad_sync()")
 
     @torch.no_grad()
-    def settle(self, caller: str) -> None:
+    def finish_reduction(self, caller: str) -> None:
         """Have all gradients of the iteration reduced, once: for the first read of ``.grad``, and for a step.
 
         Collective. Raises what ``finish_grad_sync`` raises, and ``RuntimeError`` where there is no gradient.
@@ -165,15 +166,16 @@ class BucketIteration(AroundModule):
         if not self.grad_parts.num_open:
             compute_pending(self.records)
 
-    def settle_changes(self, caller: str) -> None:
-        """``settle``, and what the program has put into ``.grad`` is the gradient."""
-        self.settle(caller)
+    def finish_and_take_changes(self, caller: str) -> None:
+        """``finish_reduction``, and what the program has put into ``.grad`` is the gradient."""
+        self.finish_reduction(caller)
         self.shown.take_changes()
 
-    def settle_for_optimizer(self, caller: str) -> None:
-        """``settle``, where a program reads ``.grad``: an optimizer trains the model, even if its step is skipped."""
-        note_optimizer(self.module)
-        self.settle(caller)
+    def finish_for_optimizer(self, caller: str) -> None:
+        """``finish_reduction`` where a program reads ``.grad``: an optimizer trains the model, even if its step is
+        skipped."""
+        record_optimizer(self.module)
+        self.finish_reduction(caller)
 
     def _reduce_all(self, caller: str) -> None:
         check_num_tokens(self._num_tokens, wanted=self.ddp_config.calculate_per_token_loss)
@@ -301,17 +303,17 @@ class BucketIteration(AroundModule):
 
     def _reduce_given_up(self) -> None:
         """Other ranks may have launched more buckets, or have come to their step: bring all ranks to one point."""
-        self.steps.note_given_up()
+        self.steps.record_given_up()
         if self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()
             self.steps.start()
         self._launcher.wait()
 
-    def note_replay(self) -> None:
+    def record_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""
         self.iteration += 1
         for record in self.records if self.device.type == "cpu" else ():  # replays run operations, and raise versions
-            record.note_version()
+            record.record_version()
 
     def forget_iteration(self) -> None:
         """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""
@@ -326,7 +328,7 @@ class BucketIteration(AroundModule):
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
         if self.shown.active:
-            self.settle_changes("scale_gradients()")
+            self.finish_and_take_changes("scale_gradients()")
         check_scalable(self.wired, "scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
         self.shown.copy_again()
@@ -341,7 +343,7 @@ class BucketIteration(AroundModule):
         until a step reads them. Raises ``RuntimeError`` where gradients are sharded.
         """
         check_whole(self.ddp_config, "expose_grads()")
-        self.settle_for_optimizer("expose_grads()")
+        self.finish_for_optimizer("expose_grads()")
         for each in self.shown.params:
             if each.part is None:  # else its norms cover other ranks until a step reads it
                 self.shown.expose(each, dtype or each.dtype)
@@ -351,7 +353,7 @@ class BucketIteration(AroundModule):
         """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""
         self.readiness.check_backward_over("optimizer.step()")
         if self.is_clear or self.shown.is_changed:
-            self.settle_changes("optimizer.step()")  # raises where nothing is there
+            self.finish_and_take_changes("optimizer.step()")  # raises where nothing is there
         elif not self._launched:
             self._compute_pending()
             self._start("optimizer.step()")
@@ -361,7 +363,7 @@ class BucketIteration(AroundModule):
         self.readiness.check_backward_over("optimizer.step()")
         if self.is_clear:
             return
-        self.settle("optimizer.step()")
+        self.finish_reduction("optimizer.step()")
         check_whole(self.ddp_config, "optimizer.step()")
         for each in self.shown.params:
             if not each.record.exposed:  # else the program has chosen its dtype
@@ -385,7 +387,7 @@ class BucketIteration(AroundModule):
         After ``start_grad_sync`` alone, and between microbatches, they are not reduced yet.
         """
         if self.shown.active and not self._launched:
-            self.settle("reading reduced_grads()")
+            self.finish_reduction("reading reduced_grads()")
         wanted = [bucket for bucket in self.buckets if grid_name in (None, bucket.layout.grid_name)]
         return [bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in wanted]
 

@@ -10,10 +10,10 @@ from ..buckets.wiring import WiredParam
 from ..collectives.rank_grid import RankGrid
 from ..plan.parallel_marks import is_slice
 
-__all__ = ["note_own_ranks"]
+__all__ = ["record_own_ranks"]
 
 
-def note_own_ranks(wired: Iterable[WiredParam], grids: Mapping[str, RankGrid]) -> None:
+def record_own_ranks(wired: Iterable[WiredParam], grids: Mapping[str, RankGrid]) -> None:
     """Set ``all_ranks`` in the records of experts that not all ranks hold, and ``sliced`` in those of slices."""
     all_ranks = grids["dense"]
     for entry in wired:

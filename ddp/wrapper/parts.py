@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..buckets.checks import check_nothing_bypassed
-from ..buckets.iteration_ends import note_step
+from ..buckets.iteration_ends import record_step
 from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
 
@@ -163,10 +163,10 @@ class BucketParts(Parts):
         if not self._open:
             wrapper.shown.show()
 
-    def settle(self) -> None:
+    def finish_reduction(self) -> None:
         """A program reads gradients of the wrapper's parameters."""
         if self.host.shown.active:
-            self.host.settle_for_optimizer("a read of gradients")
+            self.host.finish_for_optimizer("a read of gradients")
 
     def clear_hidden(self, records: Sequence[GradRecord]) -> None:
         """An optimizer over ``records`` clears gradients: discard those that ``.grad`` does not show.
@@ -189,9 +189,9 @@ class BucketParts(Parts):
         """A stock optimizer is about to read ``.grad`` of the wrapper's parameters."""
         self.host.prepare_stock_step()
 
-    def note_step(self, found_inf: Tensor | None) -> None:
+    def record_step(self, found_inf: Tensor | None) -> None:
         """An optimizer takes its step; the device skips it where ``found_inf`` is not 0."""
-        note_step(self.host.module, found_inf)
+        record_step(self.host.module, found_inf)
 
     @property
     def iteration(self) -> int:
@@ -207,9 +207,9 @@ class BucketParts(Parts):
         """See ``Parts``."""
         return self.host.no_sync()
 
-    def note_update(self) -> None:
+    def record_update(self) -> None:
         """A stock optimizer steps over parameters of the wrapper."""
-        self.host.steps.note_update()
+        self.host.steps.record_update()
 
     def _abandon(self) -> None:
         self.host.abandon_iteration()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..collectives.agreement import alike
+from ..collectives.agreement import run_on_all_ranks
 from ..collectives.failure_report import FailureReporter
 from ..collectives.in_flight import backends_of
 from ..collectives.mapped_memory import check_copy_engines
@@ -136,4 +136,4 @@ def plan_on_each_rank(
         check_marks([(each.name, each.param) for each in trainable], grids["dense"], config)
         return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
 
-    return alike(plan, grids["dense"].axes, failures, "the planning of gradients")
+    return run_on_all_ranks(plan, grids["dense"].axes, failures, "the planning of gradients")

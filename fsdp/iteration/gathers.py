@@ -11,7 +11,7 @@ import torch
 from ...ddp.collectives.mapped_memory import MappedPool
 from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.collectives.timeline import UNOBSERVED, Observer
-from ...ddp.gathers.gathered_models import note_gathered_model
+from ...ddp.gathers.gathered_models import record_gathered_model
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import Meter
 from ..unit.unit import Unit
@@ -51,15 +51,15 @@ class UnitGathers:
             self._freed.clear()
         unit.gathered = True
         if self.log is not None:
-            self.log.note_gather(unit)
+            self.log.record_gather(unit)
         for bucket in unit.buckets:
             bucket.start_gather(self.stream, self.observer)
 
-    def arrive(self, unit: Unit) -> None:
+    def wait(self, unit: Unit) -> None:
         """Have the current stream (CUDA), or this thread (CPU), wait for the unit's gather."""
         for bucket in unit.buckets:
             if bucket.gather is not None:
-                bucket.gather.arrive()
+                bucket.gather.wait()
 
     def release(self, unit: Unit, *, was_read: bool = False) -> None:
         """Free the whole parameters, after all work of the current stream so far.
@@ -69,7 +69,7 @@ class UnitGathers:
         """
         if not (unit.gathered and unit.releasable) or unit.num_unshards:
             return
-        self.arrive(unit)
+        self.wait(unit)
         unit.gathered = False
         for bucket in unit.buckets:
             if was_read:
@@ -83,7 +83,7 @@ class UnitGathers:
         """Free the whole parameters of every unit that is not in ``but``."""
         for unit in self._units:
             if unit not in but:
-                self.arrive(unit)  # also an unused gather: it reads shards, which the optimizer changes
+                self.wait(unit)  # also an unused gather: it reads shards, which the optimizer changes
                 self.release(unit)
 
     def expect_step(self) -> None:
@@ -93,39 +93,39 @@ class UnitGathers:
         """
         for bucket in self._buckets:
             if bucket.trainable:
-                bucket.note_whole_changed()
+                bucket.record_whole_changed()
 
     def notice_changes(self) -> None:
         """Discard gathers that are older than a change of their shards, so that the next use gathers again.
 
         Units between ``unshard()`` and ``reshard()`` are gathered at once.
         """
-        note_gathered_model(self)
+        record_gathered_model(self)
         if not any(bucket.changed for bucket in self._buckets):
             return
         if self.stream is not None:
             self.stream.wait_stream(current_stream(self._device))
         for unit in self._units:
             if unit.gathered and any(bucket.changed for bucket in unit.buckets):
-                self.arrive(unit)
+                self.wait(unit)
                 self.release(unit)
                 unit.gathered = False
                 if unit.num_unshards:
                     self.gather(unit)
-                    self.arrive(unit)
+                    self.wait(unit)
 
     # ---- Captures (``GatheredModel``). ----
 
     def finish(self) -> None:
         """Wait for the gathers under way."""
         for unit in self._units:
-            self.arrive(unit)
+            self.wait(unit)
 
     def begin_capture(self) -> None:
         """Free all whole parameters; the captured forwards gather each anew."""
         self.release_all()
         for bucket in self._buckets:
-            bucket.note_change()
+            bucket.record_change()
         self._freed.clear()  # the capture begins when all work is done
 
     def end_capture(self) -> None:
@@ -133,14 +133,14 @@ class UnitGathers:
         for bucket in self._buckets:
             assert bucket.gather is not None, "connected"
             bucket.gather.forget_capture()
-            bucket.note_change()
+            bucket.record_change()
         self.release_all()
         self._freed.clear()
 
-    def note_replay(self) -> None:
+    def record_replay(self) -> None:
         """A captured iteration was replayed: the shards may have new values, on all ranks alike."""
         for bucket in self._buckets:
-            bucket.note_change()
+            bucket.record_change()
 
     def map_memory(self, num_units: int) -> None:
         """Reserve memory that copy engines can reach, for the units that are gathered at the same time.

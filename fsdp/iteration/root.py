@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...ddp.buckets.iteration_ends import is_watched, note_forward
+from ...ddp.buckets.iteration_ends import is_watched, record_forward
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
 from ...ddp.collectives.timeline import Observer
@@ -98,7 +98,7 @@ class Root:
                 self.gathers.gather(other)
         elif following is not None:
             self.gathers.gather(following)
-        self.gathers.arrive(unit)
+        self.gathers.wait(unit)
         around = tuple(running.unit for running in self._running)
         hooks = BackwardHooks(UnitForward(unit, around), self._trace_of(task))
         # A recompute sees what is frozen now, as it does without units.
@@ -132,7 +132,7 @@ class Root:
         module = self.module()
         if trace.has_graph and not self._frozen and module is not None and module.training:
             trace.awaits_backward = True
-            self.grads.steps.note_forward()
+            self.grads.steps.record_forward()
 
     def _trace_of(self, task: int) -> ForwardTrace:
         """The trace of the forward under way, or of the recomputes in this graph task so far."""
@@ -149,7 +149,7 @@ class Root:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # a forward gathers
         self._check_units(unit)
-        note_forward()
+        record_forward()
         if self.grads.were_mixed:
             self._forget_mixed()
         self.forward_order.begin()
@@ -161,7 +161,7 @@ class Root:
         self.grads.were_mixed = False
         self.forward_order = ForwardOrder()
         for bucket in self.buckets:
-            bucket.note_change()
+            bucket.record_change()
 
     def _check_units(self, unit: Unit) -> None:
         """In an outermost forward: raise for what the program has changed in the model since it was sharded.
@@ -198,7 +198,7 @@ class Root:
         unit = forward.unit
         if trace.awaits_backward:
             trace.awaits_backward = False
-            self.grads.steps.note_use()
+            self.grads.steps.record_use()
         trains = forward.trains and (delivers or self._is_named_in(task))
         backward = self._enter(unit, task, trains=trains, delays=forward.delays)
         forwards = backward.entered[unit].forwards
@@ -207,7 +207,7 @@ class Root:
         if all(other is unit or other in forward.around for other in backward.entered):
             # If backward is still in another unit, that unit is passed first, and frees memory and prefetches then.
             self._prefetch(forward, trace, task, 1)
-        self.gathers.arrive(unit)
+        self.gathers.wait(unit)
         unit.registered.show_in_backward(frozen=not any(entered.trains for entered in forwards))
         if torch.is_grad_enabled():
             backward.keeps_graph = True

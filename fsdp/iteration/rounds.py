@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
-from ...ddp.buckets.iteration_ends import TrainedBackwards, discard_iteration, end_iteration, is_watched, note_optimizer
+from ...ddp.buckets.iteration_ends import (
+    TrainedBackwards,
+    discard_iteration,
+    end_iteration,
+    is_watched,
+    record_optimizer,
+)
 from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.in_flight import InFlight, in_stages
@@ -56,7 +62,7 @@ class GradRounds:
         """Bytes of whole gradients."""
         for bucket in buckets:
             bucket.grads.meter = self.meter
-            bucket.grad_shard.settle = _settling(self, bucket)
+            bucket.grad_shard.finish_reduction = _finishing(self, bucket)
         self.launcher = BucketLauncher(
             [bucket.grad_bucket for bucket in buckets if bucket.grad_bucket is not None],
             [bucket.reduction for bucket in buckets],
@@ -113,7 +119,7 @@ class GradRounds:
 
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give the bucket's whole gradients memory. If a reduction still uses the memory, wait for it first."""
-        self._settle(bucket)
+        self._finish_reduction(bucket)
         assert bucket.grad_bucket is not None, "trainable"
         if not bucket.grads.resident:
             self._bound_pool(bucket)
@@ -296,7 +302,7 @@ class GradRounds:
         """``.grad`` of all shards were set to None after an iteration."""
         if (model := self._outermost.module()) is not None:
             if any(bucket.grad_shard.has_scaler for bucket in self._buckets):
-                note_optimizer(model)
+                record_optimizer(model)
             discard_iteration(model)
 
     def _notice_all_cleared(self) -> None:
@@ -309,7 +315,7 @@ class GradRounds:
     def _notice_cleared(self, grad_set: GradSet) -> None:
         for bucket in grad_set.buckets:
             if bucket.grad_shard.was_cleared:
-                self._settle(bucket)
+                self._finish_reduction(bucket)
                 bucket.discard_grads()
 
     # ---- One reduction. ----
@@ -334,7 +340,7 @@ class GradRounds:
             self._bound_pool(bucket)
         self._sending = True
         if self.log is not None:
-            self.log.note_reduction(bucket, inside=inside, across=across)
+            self.log.record_reduction(bucket, inside=inside, across=across)
         adds_to_total = self._claim(bucket)
         self.launcher.launch(
             bucket.grad_bucket, partial(_reduce, bucket, adds_to_total=adds_to_total, inside=inside, across=across)
@@ -357,14 +363,14 @@ class GradRounds:
     def _bound_pool(self, bucket: ShardedBucket) -> None:
         """Wait for the oldest reductions, until the bucket's memory fits into the pool."""
         for other in self._pool.must_end_before(bucket):
-            self._settle(other)
+            self._finish_reduction(other)
 
     def _settle_all(self) -> None:
         """Wait for all reductions, in one order on all ranks: without streams the second collective begins here."""
         for bucket in self._buckets:
-            self._settle(bucket)
+            self._finish_reduction(bucket)
 
-    def _settle(self, bucket: ShardedBucket) -> None:
+    def _finish_reduction(self, bucket: ShardedBucket) -> None:
         """Wait for the bucket's reduction, if one was launched, and free the memory of whole gradients."""
         if bucket.grad_bucket is None or bucket.grad_bucket.phase not in (Phase.REDUCING, Phase.REDUCED):
             return
@@ -380,15 +386,15 @@ class GradRounds:
             bucket.grads.release()
 
 
-def _settling(rounds: GradRounds, bucket: ShardedBucket) -> Callable[[], None]:
+def _finishing(rounds: GradRounds, bucket: ShardedBucket) -> Callable[[], None]:
     references = weakref.ref(rounds), weakref.ref(bucket)
 
-    def settle() -> None:
+    def finish_reduction() -> None:
         alive = references[0](), references[1]()
         if alive[0] is not None and alive[1] is not None:
-            alive[0]._settle(alive[1])
+            alive[0]._finish_reduction(alive[1])
 
-    return settle
+    return finish_reduction
 
 
 def _reduce(bucket: ShardedBucket, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool) -> InFlight:

@@ -34,21 +34,21 @@ class UnitLog:
         self._outer = {unit: _place(unit, unit.grid.outer, steps) for unit in units}
         self._unit_of = {id(bucket): unit for unit in units for bucket in unit.buckets}
 
-    def note_gather(self, unit: Unit) -> None:
+    def record_gather(self, unit: Unit) -> None:
         """The unit's gathers are issued next."""
         if (inner := self._inner[unit]) is not None and unit.buckets:
-            inner.log.note_gather(inner.number)
+            inner.log.record_gather(inner.number)
         outer = self._outer[unit]
         if outer is not None and any(bucket.gathers_across for bucket in unit.buckets):
-            outer.log.note_gather(outer.number)
+            outer.log.record_gather(outer.number)
 
-    def note_reduction(self, bucket: ShardedBucket, *, inside: bool, across: bool) -> None:
+    def record_reduction(self, bucket: ShardedBucket, *, inside: bool, across: bool) -> None:
         """A reduction of the bucket's gradients is issued: inside the instance, across instances, or both."""
         unit = self._unit_of[id(bucket)]
         if inside and (inner := self._inner[unit]) is not None:
-            inner.log.note_reduction(inner.number)
+            inner.log.record_reduction(inner.number)
         if across and (outer := self._outer[unit]) is not None:
-            outer.log.note_reduction(outer.number)
+            outer.log.record_reduction(outer.number)
 
 
 def _place(unit: Unit, group: dist.ProcessGroup | None, steps: StepCheck) -> _Place | None:

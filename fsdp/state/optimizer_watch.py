@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...ddp.buckets.iteration_ends import is_watched, note_step
+from ...ddp.buckets.iteration_ends import is_watched, record_step
 from ...ddp.optimizer.param_groups import is_elementwise, why_not_over
 from ...ddp.stock.optimizer import after_closure
 from ...ddp.stock.sharded_grad import step_began, step_ended
@@ -106,7 +106,7 @@ def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
         if bucket.round is not None:
             bucket.round.had_delays = False
     for model in _models_of(buckets) if is_watched() else ():
-        note_step(model, vars(optimizer).get("found_inf"))
+        record_step(model, vars(optimizer).get("found_inf"))
     if buckets or any(isinstance(param, ShardedParameter) for param in _params_of(optimizer)):
         step_began(optimizer)
 
@@ -139,6 +139,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     step_ended(optimizer)
     buckets = _buckets_of(optimizer)
     for bucket in buckets:
-        bucket.note_change()
+        bucket.record_change()
     for steps in {bucket.steps for bucket in buckets if bucket.steps is not None}:
-        steps.note_update()
+        steps.record_update()

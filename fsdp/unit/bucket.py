@@ -175,11 +175,11 @@ class ShardedBucket:
         """Whether the next gather begins with a gather across instances."""
         return self._instance is not None and self.changed
 
-    def note_change(self) -> None:
+    def record_change(self) -> None:
         """The shard may have other values. Fused optimizers do not raise the version of what they write."""
         self._gathered_version = -1
 
-    def note_whole_changed(self) -> None:
+    def record_whole_changed(self) -> None:
         """Gather again before the next use, if whole parameters are kept: the user may have written to them."""
         if self.whole_params_at_rest:
             self._gathered_version = -1

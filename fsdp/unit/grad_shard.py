@@ -54,7 +54,7 @@ class GradShard:
         self._numel = numel
         self._dtype = dtype
         self._device = device
-        self.settle: Callable[[], None] | None = None
+        self.finish_reduction: Callable[[], None] | None = None
         """Waits for the bucket's reduction. ``GradRounds`` sets it; the function refers to ``GradRounds`` weakly."""
         self.has_scaler = False
         """A loss scaler has unscaled ``.grad``: an optimizer steps, unless the scaler skips its step."""
@@ -164,12 +164,12 @@ class GradShard:
         """The reduction into the sums has ended."""
         being_reduced.discard(self)
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for a reduction into the sums, because the program is about to read or change ``.grad``."""
-        if self in being_reduced and self.settle is not None:
-            self.settle()
+        if self in being_reduced and self.finish_reduction is not None:
+            self.finish_reduction()
 
-    def note_scaler(self) -> None:
+    def record_scaler(self) -> None:
         """A loss scaler unscales ``.grad``."""
         self.has_scaler = True
 

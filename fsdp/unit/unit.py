@@ -166,7 +166,7 @@ class Unit:
         except RuntimeError:
             self.forward_failed(root)
             for bucket in self.buckets:
-                bucket.note_change()  # the next forward gathers what was there before the write
+                bucket.record_change()  # the next forward gathers what was there before the write
             raise
         self._end_forward()
         if self.policy.output_dtype is not None:
@@ -184,7 +184,7 @@ class Unit:
         self._end_forward()
         root.leave_forward(self, None)
         for bucket in self.buckets if refused else ():
-            bucket.note_change()  # the next forward gathers what was there before the write
+            bucket.record_change()  # the next forward gathers what was there before the write
 
     def _end_forward(self) -> None:
         self.registered.show_shards()

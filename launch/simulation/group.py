@@ -66,7 +66,7 @@ class SimulatedWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         if self.recorded is not None:
-            self.recorded.note_wait()
+            self.recorded.record_wait()
         for pending in self._pending:
             self._group.scheduler.wait(self._group.own_rank(), pending)
         return True

@@ -14,12 +14,12 @@ from ...ddp.contract.delayed import queue_of_block
 from ...ddp.contract.main_grad import check_delayable, is_foreign, is_fusable, record_of
 from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.contract.target import WgradTarget
-from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
+from ...ddp.contract.torch_ddp import record_without_grad, refuse_delay_in_recompute
 from ...ddp.torch_internals import current_backward
 from ...kernels.quantized import Quantized
 from ...kernels.wgrad import WgradOperand
 from .. import recipes
-from ..compiled import Way, WgradHandle, can_compile, weights_wanted
+from ..compiled import ExecutionMode, WgradHandle, can_compile, weights_wanted
 from ..scaling.delayed_scaling import ScaledModule
 from ..te_arguments import drop_extra_state
 from ..wgrad_queue import WgradQueue
@@ -124,14 +124,14 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         """
         if torch.compiler.is_compiling():
             product = operator.index(product)  # a graph that begins here, behind a break, would take it for a variable
-            way, recipe_number = self.way(weights, queue, product), -1
+            mode, recipe_number = self.mode(weights, queue, product), -1
             if recipes.may_be_any:
-                way, recipe_number = self._way_of_recipe(way, weights, input)
-            if way == "break":
+                mode, recipe_number = self._mode_under_recipe(mode, weights, input)
+            if mode == "break":
                 arguments = (input, weights, bias, queue, product, only_save)
                 output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
                 return output
-            if way == "autograd":
+            if mode == "autograd":
                 return None
             self._check_input(input, weights[0])
             return compiled_linear(
@@ -142,7 +142,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
             return self._quantized_product(input, weights, bias, queue, product, only_save, recipe)
         if not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
             if queue is not None:
-                note_without_grad(self)
+                record_without_grad(self)
             return None
         needing = [weight for weight in weights if weight.requires_grad]
         if not needing or in_transform() or not all(map(is_fusable, needing)):
@@ -184,7 +184,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         self._check_input(input, weights[0])
         trains = torch.is_grad_enabled()
         if queue is not None and not trains:
-            note_without_grad(self)
+            record_without_grad(self)
         needing = [weight for weight in weights if weight.requires_grad]
         fused = self.fuse_wgrad_accumulation or queue is not None
         writes = trains and fused and bool(needing) and all(map(is_fusable, needing))
@@ -207,7 +207,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
                 f"{self.describe()}: the input is {input.dtype} and the weight {weight.dtype}; cast one or use autocast"
             )
 
-    def way(self, weights: Sequence[Tensor], queue: WgradQueue | None, product: int) -> Way:
+    def mode(self, weights: Sequence[Tensor], queue: WgradQueue | None, product: int) -> ExecutionMode:
         """In traced code: how a product of these weights runs, whose gradients go into ``queue``.
 
         The queue of a ``delayed_wgrad`` block is a graph break: it may be another one in each forward, while a module's
@@ -215,17 +215,19 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         """
         if not (self.fuse_wgrad_accumulation or queue is not None):
             return "autograd"
-        way: Way = self._wgrad_handle.way(product, queue is not None)
-        if way == "graph":
+        mode: ExecutionMode = self._wgrad_handle.mode(product, queue is not None)
+        if mode == "graph":
             if queue is not self.wgrad_queue:
                 return "break"
             for weight in weights:
                 if not isinstance(weight, nn.Parameter):  # torch.func.functional_call brought another one
                     return "autograd"
-        return way
+        return mode
 
-    def _way_of_recipe(self, way: Way, weights: Sequence[Tensor], input: Tensor) -> tuple[Way, int]:
-        """In traced code, where a recipe may be on: how a product runs whose ``way`` is given, and the recipe's number.
+    def _mode_under_recipe(
+        self, mode: ExecutionMode, weights: Sequence[Tensor], input: Tensor
+    ) -> tuple[ExecutionMode, int]:
+        """In traced code, where a recipe may be on: how a product of this ``mode`` runs, and the recipe's number.
 
         Breaks: a block that the traced code itself enters (what a compiler does not trace cannot see it), and products
         that autograd delivers. Products in fp32, and empty ones, are computed as without a recipe.
@@ -234,10 +236,10 @@ class LinearModule(ScaledModule, DelayedWgradModule):
             return "break", -1
         number: int = self._wgrad_handle.recipe(dtype_of_products(input))
         if number == -1 or (number >= 0 and input.numel() == 0):
-            return way, -1
-        if way == "autograd" and not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
-            way = "graph"  # no weight gradient will come
-        if number < 0 or way != "graph":
+            return mode, -1
+        if mode == "autograd" and not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
+            mode = "graph"  # no weight gradient will come
+        if number < 0 or mode != "graph":
             return "break", -1
         return "graph", number
 
@@ -257,7 +259,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
             return _HAS_STATE
         return recipes.number_of(recipe)
 
-    def way_now(self, product: int, delayed: bool) -> Way:
+    def execution_mode(self, product: int, delayed: bool) -> ExecutionMode:
         """How a product runs in traced code, as far as the module's parameters and torch's modes decide it.
 
         Breaks: a foreign provider needs a placeholder as the gradient. Delayed gradients without our provider need
@@ -270,21 +272,21 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         own, names = self.__dict__["_parameters"], self.weights_of(product)
         if not all(name in own for name in names):
             return "break"
-        needing = {_taker(own[name]) for name in names} - {"nobody"}
+        needing = {_grad_receiver(own[name]) for name in names} - {"nobody"}
         if not needing or "autograd" in needing:
             return "autograd"
         if not can_compile() or "foreign" in needing or (delayed and "unknown" in needing):
             return "break"
         return "graph"
 
-    def decides_way(self) -> list[Any]:
-        """What ``way_now`` depends on, but for the grad mode, at which compilers look themselves.
+    def mode_guards(self) -> list[Any]:
+        """What ``execution_mode`` depends on, but for the grad mode, at which compilers look themselves.
 
         Compilers do not look at hooks. torch 2.11 does not look whether a parameter was thawed, and would go on without
         a gradient.
         """
         recipe = self.recipe_now() if recipes.may_be_any or self._has_been_quantized else -1
-        return [recipe, in_transform(), can_compile(), *map(_taker, self.__dict__["_parameters"].values())]
+        return [recipe, in_transform(), can_compile(), *map(_grad_receiver, self.__dict__["_parameters"].values())]
 
     def deliver_wgrad(self, product: int, operands: Sequence[Any]) -> None:
         """In a compiled backward: the weight gradients of a product, for gradient of the output and input."""
@@ -365,7 +367,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         )
 
 
-def _taker(param: Tensor | None) -> str:
+def _grad_receiver(param: Tensor | None) -> str:
     """Who takes the gradient of a parameter: "nobody"; "autograd" alone; "ours", "foreign", "unknown" providers."""
     if param is None or not param.requires_grad:
         return "nobody"

@@ -38,9 +38,9 @@ __all__ = [
     "arguments_of",
     "bias_grads",
     "fused_grouped_linear",
-    "note_call",
     "parts_of",
     "per_expert",
+    "record_product",
     "weight_grads",
     "weights_wanted",
     "without_autocast",
@@ -244,7 +244,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
             *(weights if needs_dx else ()),
             *(biases if needs_ds else ()),
         )
-        note_call(ctx, input, use, call, tensors)
+        record_product(ctx, input, use, call, tensors)
         x = cast(input, call.dtype)
         with without_autocast(x.device.type):
             y = grouped_linear(
@@ -270,7 +270,7 @@ _apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
 watch_prehooks(_FusedGroupedLinear)
 
 
-def note_call(ctx: Any, input: Tensor, use: GroupedUse, call: GroupedCall, tensors: Sequence[Any]) -> None:
+def record_product(ctx: Any, input: Tensor, use: GroupedUse, call: GroupedCall, tensors: Sequence[Any]) -> None:
     """In forward: what backward needs beside tensors."""
     biases, scale = tensors[call.num_weights : -1], tensors[-1]
     ctx.use, ctx.call = use, call._replace(out=None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp.contract.main_grad import check_delayable, is_fusable
-from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
+from ...ddp.contract.torch_ddp import record_without_grad, refuse_delay_in_recompute
 from ...ddp.torch_internals import current_backward
 from .. import recipes
 from ..compiled import weights_wanted
@@ -111,7 +111,7 @@ class GroupedModule(LinearModule, nn.Module):
         if torch.compiler.is_compiling():
             refuse_in_transform(self.describe())
             product = self.expert_layers.index(layer)
-            key = self._wgrad_key if self.way(weights, queue, product) == "graph" else None
+            key = self._wgrad_key if self.mode(weights, queue, product) == "graph" else None
             return compiled_grouped_linear(
                 rows, weights, biases, offsets, key, product, bias_scale=bias_scales, transposed=self.transposed
             )
@@ -144,7 +144,7 @@ class GroupedModule(LinearModule, nn.Module):
             if torch.is_grad_enabled():
                 refuse_delay_in_recompute(self, self.describe)
             else:
-                note_without_grad(self)
+                record_without_grad(self)
         fused, queue = self._delivery(weights, queue)
         return self._use_of(layer, weights, fused, queue)
 
@@ -187,7 +187,7 @@ class GroupedModule(LinearModule, nn.Module):
             return False
         queue = self.queue_now()
         return all(
-            self.way(self.parameters_named(layer.weight_names), queue, product) != "break"
+            self.mode(self.parameters_named(layer.weight_names), queue, product) != "break"
             for product, layer in enumerate(self.expert_layers)
         )
 

@@ -31,8 +31,8 @@ from .fused_grouped_linear import (
     GroupedUse,
     arguments_of,
     bias_grads,
-    note_call,
     per_expert,
+    record_product,
     weight_grads,
     weights_wanted,
     without_autocast,
@@ -109,7 +109,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
             *(biases if needs_ds else ()),
             *(() if columns is None else columns.tensors),
         )
-        note_call(ctx, x, use, call, tensors)
+        record_product(ctx, x, use, call, tensors)
         y = scaled_grouped_product(
             rows,
             of_weights,

@@ -81,7 +81,7 @@ class CapturedOrder:
                 self._next += 1
         return self._next
 
-    def note_delayed(self, entry: DelayedWgrad) -> None:
+    def record_delayed(self, entry: DelayedWgrad) -> None:
         """A replay has queued a delayed weight gradient, which a later step computes."""
         self._entries = [*self.pending, entry]
 

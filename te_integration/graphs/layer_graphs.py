@@ -275,7 +275,7 @@ class LayerGraphs:
             delivery.put(self._compute_delayed, self._read_by_wgrad(), backward) for delivery in self._later
         ]
         for entry in self._entries:
-            self._order.note_delayed(entry)
+            self._order.record_delayed(entry)
         handed: dict[int, Tensor] = {}
         for delivery in (*self._now, *self._later):
             for weight, given in zip(delivery.weights, delivery.hand_over(), strict=True):

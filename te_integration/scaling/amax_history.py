@@ -102,7 +102,7 @@ class _AtEnd:
     def __call__(self) -> None:
         commit((history, row) for _, history, row, _ in self.rows)
         for use, _, row, frozen in self.rows:
-            use.note_recorded(row, frozen=frozen)
+            use.record_row(row, frozen=frozen)
         self.rows.clear()
 
 

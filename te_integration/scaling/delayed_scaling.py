@@ -158,7 +158,7 @@ class ScaledModule:
             _, scales, history = self.scaling_state(stored[BUFFERS[1]].shape[0], before.device)
             scales.copy_(stored[BUFFERS[0]])
             history.copy_(stored[BUFFERS[1]])
-            vars(self)["_scaling_use"].note_loaded()
+            vars(self)["_scaling_use"].record_loaded()
         elif scales is not None and history is not None:
             scales.fill_(1.0)
             history.zero_()[0] = NONE_YET
@@ -177,7 +177,7 @@ class ScaledModule:
         device = next((weight.device for weight in _weights(self)), None)
         scales = self._buffers.get(BUFFERS[0])
         if device is not None and self.fits_stored(shapes):
-            self.scaling_state(shapes[BUFFERS[1]][0], device if scales is None else scales.device)[0].note_loaded()
+            self.scaling_state(shapes[BUFFERS[1]][0], device if scales is None else scales.device)[0].record_loaded()
         elif not shapes and scales is not None:
             # A state of before the recipe, or of weights alone: nothing is missing, and scales stay.
             state_dict |= {prefix + name: self._buffers[name] for name in BUFFERS}
@@ -274,7 +274,7 @@ def _merge_rows(modules: Sequence[ScaledModule], trained: Collection[int]) -> No
     for _, use in running:
         for row in use.rows:
             if row in belonging:
-                use.note_recorded(row)
+                use.record_row(row)
         use.rows = [row for row in use.rows if row.waits]
 
 

@@ -67,7 +67,7 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     found_inf: Tensor | None = vars(optimizer).get("found_inf")
     for use, history in _trained_by(optimizer):
-        use.note_step()
+        use.record_step()
         if found_inf is not None:
             with torch.no_grad():
                 history[0].masked_fill_(found_inf.to(history.device) != 0, NONE_YET)

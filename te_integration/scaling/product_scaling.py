@@ -62,7 +62,7 @@ class ScalingUse:
             self._many = 2 * len(self.rows) + 64
         self.rows.append(row)
 
-    def note_recorded(self, row: AmaxRow, *, frozen: bool = False) -> None:
+    def record_row(self, row: AmaxRow, *, frozen: bool = False) -> None:
         """A row is in row 0 of the history now."""
         self.frozen = frozen and (self.frozen or not self.recorded)
         self.recorded = True
@@ -71,11 +71,11 @@ class ScalingUse:
         shows = bool(weights) and all(weight.grad is not None for weight in weights)
         self.weights_before = versions_of(weights) if shows else None
 
-    def note_step(self) -> None:
+    def record_step(self) -> None:
         """An optimizer steps over the module's weights."""
         self.optimized, self.weights_before = True, None
 
-    def note_loaded(self) -> None:
+    def record_loaded(self) -> None:
         """Other amaxes are in row 0."""
         self.recorded, self.frozen, self.weights_before = True, False, None
         self.rows = [row for row in self.rows if row.waits]
@@ -161,7 +161,7 @@ class ProductScaling:
         if not self._waits:
             assert self._history is not None and self._use is not None, "it records"
             commit([(self._history, self._row)])
-            self._use.note_recorded(self._row, frozen=True)
+            self._use.record_row(self._row, frozen=True)
 
     def enter_backward(self, *, trains: bool, frozen: bool) -> None:
         """A backward is about to record.

@@ -167,7 +167,7 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
                 "ScaledModule._load_from_state_dict",
-                ".note_loaded()",
+                ".record_loaded()",
                 "",
             ),
         ],
@@ -181,7 +181,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.scaling.product_scaling",
-                "ScalingUse.note_loaded",
+                "ScalingUse.record_loaded",
                 """
                 self.rows = [row for row in self.rows if row.waits]
                 """,

@@ -41,7 +41,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.unit.unit",
                 "Unit.after_forward",
-                "bucket.note_change()",
+                "bucket.record_change()",
                 "pass",
             ),
         ],

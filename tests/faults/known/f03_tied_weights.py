@@ -91,12 +91,12 @@ FAULTS = [
                 """
                 else:
                     add_to_grad(weight, wgrad_product(dy, x, weight.dtype), record)
-                settle(weight, record, entry)
+                absorb_late_sum(weight, record, entry)
                 """,
                 """
                 else:
                     add_to_grad(weight, wgrad_product(dy, x, weight.dtype), record)
-                    settle(weight, record, entry)
+                    absorb_late_sum(weight, record, entry)
                 """,
             ),
         ],

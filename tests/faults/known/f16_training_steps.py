@@ -11,7 +11,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.training_step",
                 "GraphedTrainingStep._after_replay",
-                "self._root.gathers.note_replay()",
+                "self._root.gathers.record_replay()",
                 "pass",
             ),
         ],
@@ -29,7 +29,7 @@ FAULTS = [
                 """
                 self.release_all()
                 for bucket in self._buckets:
-                    bucket.note_change()
+                    bucket.record_change()
                 """,
                 "",
             ),
@@ -65,7 +65,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.graphs.step_graphs",
                 "StepGraphs._finish_replay",
-                "model.note_replay()",
+                "model.record_replay()",
                 "pass",
             ),
         ],
@@ -159,7 +159,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.graphs.training_step",
                 "GraphedTrainingStep._note_replay",
-                "self._model.note_replay()",
+                "self._model.record_replay()",
                 "pass",
             ),
         ],
@@ -345,7 +345,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.graphs.training_step",
                 "GraphedTrainingStep._after_replay",
-                "self._optimizer.note_written(variant.written)",
+                "self._optimizer.record_written(variant.written)",
                 "",
             ),
         ],

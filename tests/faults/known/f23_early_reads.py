@@ -43,7 +43,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.state.optimizer_watch",
                 "_after_step",
-                "bucket.note_change()",
+                "bucket.record_change()",
                 "del bucket",
             ),
         ],
@@ -60,7 +60,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.enter_forward",
-                "self.gathers.arrive(unit)",
+                "self.gathers.wait(unit)",
                 "",
             ),
         ],
@@ -80,7 +80,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.enter_backward",
-                "self.gathers.arrive(unit)",
+                "self.gathers.wait(unit)",
                 "",
             ),
         ],
@@ -160,10 +160,10 @@ FAULTS = [
             Change(
                 "maingrad.ddp.optimizer.distributed_optimizer",
                 "DistributedOptimizer.step",
-                "self.param_sync.note_updated(flats)",
+                "self.param_sync.record_updated(flats)",
                 """
                 if flats[-1] is self._flats[-1]:
-                    self.param_sync.note_updated(self._flats)
+                    self.param_sync.record_updated(self._flats)
                 """,
             ),
         ],
@@ -177,7 +177,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.gathers.param_gather",
-                "ParamGather.arrive",
+                "ParamGather.wait",
                 """
                 self._wait_for(flight)
                 with _LOCK:
@@ -230,7 +230,7 @@ FAULTS = [
                 "guard_reads",
                 """
                 if not gather.guard() and refusal is None:
-                    gather.arrive()
+                    gather.wait()
                 """,
                 "gather.guard()",
             ),
@@ -264,7 +264,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.optimizer.distributed_optimizer",
-                "DistributedOptimizer.settle",
+                "DistributedOptimizer.prepare_state",
                 "self.finish_param_sync()",
                 "",
             ),

@@ -21,7 +21,7 @@ FAULTS = [
             "tests/ddp/wrapper/test_plain_loop.py::test_each_optimizer_trains_as_in_plain_pytorch[ddp-2-sgd-1]",
         ],
         changes=[
-            Change("maingrad.ddp.stock.shown_params", "ShownGrads.settle", "self._settle()", ""),
+            Change("maingrad.ddp.stock.shown_params", "ShownGrads.finish_reduction", "self._finish_reduction()", ""),
         ],
     ),
     Fault(
@@ -70,7 +70,12 @@ FAULTS = [
             "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-replaced-before_clip]",
         ],
         changes=[
-            Change("maingrad.ddp.wrapper.iteration", "BucketIteration.settle_changes", "self.shown.take_changes()", ""),
+            Change(
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration.finish_and_take_changes",
+                "self.shown.take_changes()",
+                "",
+            ),
         ],
     ),
     Fault(
@@ -122,7 +127,7 @@ FAULTS = [
             "tests/ddp/buckets/test_end_of_backward.py::test_a_collective_of_the_program_comes_behind_all_reductions"
         ],
         changes=[
-            Change("maingrad.ddp.buckets.readiness", "Readiness._show", "self._launcher.note_all_came()", "pass"),
+            Change("maingrad.ddp.buckets.readiness", "Readiness._show", "self._launcher.record_all_came()", "pass"),
         ],
     ),
     Fault(

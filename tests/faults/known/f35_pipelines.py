@@ -167,7 +167,7 @@ FAULTS = [
                 "DelayedWgrad.__init__",
                 """
                 if not records:
-                    note_waiting(self)
+                    record_waiting(self)
                 """,
                 "",
             ),

@@ -61,7 +61,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.linear_module",
-                "_taker",
+                "_grad_receiver",
                 """
                 if not is_fusable(param):
                     return "autograd"
@@ -113,9 +113,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.linear_module",
-                "LinearModule.decides_way",
-                'return [recipe, in_transform(), can_compile(), *map(_taker, self.__dict__["_parameters"].values())]',
-                'return [in_transform(), can_compile(), *map(_taker, self.__dict__["_parameters"].values())]',
+                "LinearModule.mode_guards",
+                'return [recipe, in_transform(), can_compile(), *map(_grad_receiver, self.__dict__["_parameters"].values())]',
+                'return [in_transform(), can_compile(), *map(_grad_receiver, self.__dict__["_parameters"].values())]',
             ),
         ],
     ),
@@ -128,7 +128,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.linear_module",
-                "LinearModule.way_now",
+                "LinearModule.execution_mode",
                 """
                 if self.recipe_now() == _FORGOTTEN:
                     return "break"

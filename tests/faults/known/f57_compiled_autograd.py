@@ -29,7 +29,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.linear_module",
-                "LinearModule.decides_way",
+                "LinearModule.mode_guards",
                 "return [recipe, in_transform(), can_compile(), *map",
                 "return [recipe, in_transform(), *map",
             ),

@@ -23,8 +23,8 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.unit_log",
-                "UnitLog.note_gather",
-                "inner.log.note_gather(inner.number)",
+                "UnitLog.record_gather",
+                "inner.log.record_gather(inner.number)",
                 "pass",
             ),
         ],
@@ -49,7 +49,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.collectives.step_check",
-                "StepCheck.note_forward",
+                "StepCheck.record_forward",
                 "self._forwards += 1",
                 "pass",
             ),
@@ -65,7 +65,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.collectives.step_check",
-                "StepCheck.note_update",
+                "StepCheck.record_update",
                 "self._updates += 1",
                 "pass",
             ),
@@ -92,7 +92,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root._forget_mixed",
-                "bucket.note_change()",
+                "bucket.record_change()",
                 "pass",
             ),
         ],
