@@ -57,7 +57,7 @@ FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors", re.ASCII)
 _OF, _CHECKSUMS = "maingrad.of", "maingrad.crc32"
 _ALIGNMENT = 64
 _BLOCK = 2**18
-"""Bytes that are read and then checked: few enough to stay in a core's cache meanwhile."""
+"""Bytes that are read or written, and checked, at a time: few enough to stay in a core's cache meanwhile."""
 _LONGEST_HEADER = 10**8
 """In bytes; the format's own limit."""
 
@@ -97,8 +97,12 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
 
 def _append(file: BinaryIO, content: Any) -> int:
     """Write the bytes. Returns their checksum."""
-    file.write(content)
-    return zlib.crc32(content)
+    checksum = 0
+    for at in range(0, len(content), _BLOCK):
+        block = content[at : at + _BLOCK]
+        checksum = zlib.crc32(block, checksum)
+        file.write(block)
+    return checksum
 
 
 def check_size(path: Path, nbytes: int) -> None:
