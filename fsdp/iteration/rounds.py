@@ -11,15 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...ddp.buckets import iteration_ends
 from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
-from ...ddp.buckets.iteration_ends import (
-    TrainedBackwards,
-    discard_iteration,
-    end_iteration,
-    is_watched,
-    record_optimizer,
-)
+from ...ddp.buckets.iteration_ends import TrainedBackwards
 from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.in_flight import InFlight, in_stages
@@ -103,7 +98,7 @@ class GradRounds:
         if not self.under_way:
             for bucket in self._buckets:
                 bucket.grad_shard.free_if_cleared()
-            if is_watched() and all(bucket.grad_shard.is_cleared for bucket in self._buckets):
+            if iteration_ends.is_watched() and all(bucket.grad_shard.is_cleared for bucket in self._buckets):
                 self.discarded()
 
     def backward_began(self) -> None:
@@ -191,7 +186,7 @@ class GradRounds:
         self._due = None
         self._in_backward = False
         self.trained.clear()
-        self._settle_all()
+        self._finish_reductions()
         for grad_set in self._all:
             grad_set.round.give_up()
             for bucket in grad_set.buckets:
@@ -239,7 +234,7 @@ class GradRounds:
             current_stream(self._device).synchronize()  # offloaded: the optimizer reads .grad on the host
         with torch.no_grad():
             if (model := self._outermost.module()) is not None:
-                end_iteration(model, self._outermost.grid, self._failures, self.trained)
+                iteration_ends.end_iteration(model, self._outermost.grid, self._failures, self.trained)
             self.trained.clear()
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
 
@@ -248,7 +243,7 @@ class GradRounds:
         try:
             self.steps.start()
             self.steps.next_iteration()
-            self._settle_all()  # before the host waits: without streams some collectives begin in the wait
+            self._finish_reductions()  # before the host waits: without streams some collectives begin in the wait
             self.steps.finish()
         except RuntimeError as error:
             if not isinstance(error, CollectiveError):
@@ -302,8 +297,8 @@ class GradRounds:
         """``.grad`` of all shards were set to None after an iteration."""
         if (model := self._outermost.module()) is not None:
             if any(bucket.grad_shard.has_scaler for bucket in self._buckets):
-                record_optimizer(model)
-            discard_iteration(model)
+                iteration_ends.record_optimizer(model)
+            iteration_ends.discard_iteration(model)
 
     def _notice_all_cleared(self) -> None:
         if self.trained and self.is_clear:
@@ -365,7 +360,7 @@ class GradRounds:
         for other in self._pool.must_end_before(bucket):
             self._finish_reduction(other)
 
-    def _settle_all(self) -> None:
+    def _finish_reductions(self) -> None:
         """Wait for all reductions, in one order on all ranks: without streams the second collective begins here."""
         for bucket in self._buckets:
             self._finish_reduction(bucket)

@@ -54,7 +54,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.wrapper.own_ranks",
-                "note_own_ranks",
+                "record_own_ranks",
                 "all_ranks.leaves_ranks_out and is_slice(entry.owned.param)",
                 "is_slice(entry.owned.param)",
             ),

@@ -104,7 +104,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.gathers.waiting_modules",
                 "_WaitingParameters.__getitem__",
-                "return arrived(self.plain[name])",
+                "return after_gather(self.plain[name])",
                 "return self.plain[name]",
             ),
         ],
@@ -206,12 +206,12 @@ FAULTS = [
                 "_WaitsForGather.__torch_function__",
                 """
                 for value in list(_waiting_among((args, kwargs))) or tree_leaves((args, kwargs)):
-                    arrived(value)
+                    after_gather(value)
                 return func(*args, **kwargs)
                 """,
                 """
                 for value in list(_waiting_among(args)) or tree_leaves(args):
-                    arrived(value)
+                    after_gather(value)
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
                 """,

@@ -94,7 +94,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.linear_module",
-                "LinearModule.way",
+                "LinearModule.mode",
                 """
                 for weight in weights:
                     if not isinstance(weight, nn.Parameter):  # torch.func.functional_call brought another one

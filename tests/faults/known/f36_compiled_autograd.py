@@ -2,7 +2,7 @@ from fault import Change, Fault
 
 FAULTS = [
     Fault(
-        "57a-compiled-autograd-is-asked-for-once",
+        "36j-compiled-autograd-is-asked-for-once",
         sentence="Whether compiled autograd is on is remembered from the first compilation of the process: later its "
         "backwards drop weight gradients of compiled layers, in silence.",
         tests=[
@@ -19,7 +19,7 @@ FAULTS = [
         ],
     ),
     Fault(
-        "57b-compiled-code-stays-when-compiled-autograd-comes",
+        "36k-compiled-code-stays-when-compiled-autograd-comes",
         sentence="Code that was compiled before compiled autograd was switched on keeps its operators, which are then "
         "dropped in silence.",
         tests=[
