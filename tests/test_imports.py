@@ -25,11 +25,12 @@ MAY_IMPORT = {
     "ddp": {"ddp", "kernels"},
     "kernels": {"kernels"},
 }
-LIBRARY_MAY_IMPORT = {"torch", "triton", "einops", "safetensors", *sys.stdlib_module_names}
+LIBRARY_MAY_IMPORT = {"torch", "triton", "einops", *sys.stdlib_module_names}
 LAUNCH_ONLY = (
     "tyro",
     "rich",
     "matplotlib",
+    "safetensors",
     "tensorboard",
     "transformers",
     "accelerate",
