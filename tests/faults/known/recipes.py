@@ -81,7 +81,14 @@ FAULTS = [
         "53j-a-scaler-over-shards-is-not-seen",
         sentence="Under fully_shard, a first step that the host skips leaves its amaxes: no optimizer was seen before.",
         tests=[f"{GIVEN_UP}::test_a_scaler_that_skips_a_step_skips_its_amaxes[zero3]"],
-        changes=[Change("maingrad.fsdp.iteration.rounds", "GradRounds.discarded", "iteration_ends.record_optimizer(model)", "pass")],
+        changes=[
+            Change(
+                "maingrad.fsdp.iteration.rounds",
+                "GradRounds.discarded",
+                "iteration_ends.record_optimizer(model)",
+                "pass",
+            )
+        ],
     ),
     Fault(
         "53h-a-frozen-first-layer-has-no-amax",
