@@ -205,8 +205,12 @@ class Entry(NamedTuple):
         checksum, content = 0, memoryview(_bytes_of(memory))
         for at in range(0, len(content), _BLOCK):
             block = content[at : at + _BLOCK]
-            if os.preadv(self.file.descriptor, [block], self.position + at) < len(block):
-                raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
+            filled = 0
+            while filled < len(block):  # a network's file system may give fewer bytes than it has
+                count = os.preadv(self.file.descriptor, [block[filled:]], self.position + at + filled)
+                if count == 0:
+                    raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
+                filled += count
             checksum = zlib.crc32(block, checksum)
         if f"{checksum:08x}" != self.checksum:
             raise ValueError(

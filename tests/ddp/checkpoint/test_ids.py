@@ -215,6 +215,21 @@ def test_ranks_that_opened_different_checkpoints_open_them_again(
     assert sorted(folder.name for folder in reads) == ["step-0", *3 * ["step-1"]], "each rank opened it twice"
 
 
+def test_a_file_system_that_gives_few_bytes_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "c", Everything(seed=1), extra="first")
+    original, calls = os.preadv, []
+
+    def few(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return original(descriptor, [buffers[0][:100]], offset)
+
+    monkeypatch.setattr(os, "preadv", few)
+    model = Everything()
+    assert load_checkpoint(tmp_path / "c", model) == "first"
+    assert_same(weights(model), weights(Everything(seed=1)))
+    assert len(set(calls)) > len(list(model.parameters()))
+
+
 # ---- Two jobs. ----
 
 
