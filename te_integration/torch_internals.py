@@ -40,7 +40,8 @@ _compiled_autograd = on_first_use("torch._dynamo.compiled_autograd", loss=_GRAPH
 def is_compiled_autograd_on() -> bool:
     """Whether backwards will be captured by compiled autograd, as ``torch._dynamo.config.compiled_autograd`` asks for.
 
-    Compiled autograd drops operators whose results nobody reads, also those with an effect. Call this in traced code.
+    Compiled autograd drops operators whose results nobody reads, also those with an effect. Traced code asks when it is
+    compiled, and guards of compiled code ask at each call: the program may switch it on and off.
     """
     asked_for = getattr(_dynamo_config(), "compiled_autograd", True)
     return bool(asked_for or getattr(_compiled_autograd(), "compiled_autograd_enabled", True))
