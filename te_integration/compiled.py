@@ -45,8 +45,8 @@ class CompilableModule(Protocol):
         """In a compiled backward: write the weight gradients of a product.
 
         product   index of the product in the module
-        operands  gradient of the output and input of the forward, [..., N] and [..., K], or both quantised; more for
-                  grouped products
+        operands  gradient of the output [T, N] and input of the forward [T, K], or both quantised; of grouped products
+                  the experts' offsets too
         """
 
     def execution_mode(self, product: int, delayed: bool) -> ExecutionMode:
@@ -84,8 +84,6 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         """A 0-dim tensor with a number that no other handle has, on the CPU: reading it waits for no device."""
         _handles[number] = self
         self._module = weakref.ref(module)
-        self.targets: dict[Any, Any] = {}
-        """Where the module's gradients go, for the module's own use."""
         self.places: dict[int, int] = {}
         """Number of a weight -> index of its node among those that the compiled backward leads to."""
 
@@ -114,7 +112,7 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
         # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
         copy = object.__new__(WgradHandle)
-        copy._module, copy.key, copy.targets, copy.places = self._module, self.key, {}, {}
+        copy._module, copy.key, copy.places = self._module, self.key, {}
         return copy
 
     def __reduce__(self) -> Any:

@@ -45,7 +45,7 @@ hypothesis.settings.register_profile("full", max_examples=1000, deadline=None, p
 hypothesis.settings.load_profile("quick")
 
 
-MOST = 2
+MOST = 1
 """Combinations of one matrix in ``make test``; ``sampled`` says fewer where one takes long."""
 
 

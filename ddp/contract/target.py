@@ -1,14 +1,26 @@
-"""``WgradTarget``: where a weight gradient goes. The consumer's side of the contract, in the right order."""
+"""``WgradTarget``: where the weight gradients of one product go. The consumer's side of the contract, in order.
 
+A module's backward passes through four steps here, and ``main_grad.py`` has what each touches:
+
+    1. demand()               who asks for each weight's gradient: this backward, a caller of autograd.grad, nobody
+    2. WgradTarget.resolve    where it goes; raises before any product is computed
+    3. WgradTarget.deliver    dW: into main_grad now, or into a queue (``delayed.py``), or a capture (``capturing.py``)
+    4. hand_over              the flag, and what autograd gets
+"""
+
+import enum
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from ...kernels.wgrad import WgradOperand, wgrad_accumulate, wgrad_product
-from ..torch_internals import has_tensor_hooks
+from ...kernels.quantized import Quantized
+from ...kernels.wgrad import GroupedWgradOperand, WgradOperand, wgrad_accumulate, wgrad_product
+from ..torch_internals import has_tensor_hooks, will_execute
 from . import capturing
 from .capturing import BackwardCapture, Delivery
 from .delayed import DelayedWgrad, absorb_late_sum
@@ -25,25 +37,92 @@ from .main_grad import (
 from .torch_ddp import refuse_delay
 from .torch_fsdp import TorchShards
 
-__all__ = ["Place", "WgradQueueLike", "WgradTarget", "live_queue"]
+__all__ = ["Demand", "DenseWgrad", "Operands", "Place", "WgradProduct", "WgradQueueLike", "WgradTarget", "demand"]
+
+Operands = Sequence[WgradOperand | GroupedWgradOperand]
+"""What a product's weight gradients are computed from: ``dy`` [T, N] and ``x`` [T, K], or both quantised; of a grouped
+product the experts' offsets [E + 1] too."""
 
 
-class WgradQueueLike(Protocol):
-    """A queue of delayed weight gradients."""
+class Demand(enum.Enum):
+    """What the running backward does with a weight's gradient."""
 
-    def put(self, entry: DelayedWgrad) -> None:
-        """Append ``entry``."""
+    ACCUMULATE = "backward(): deliver it to the parameter"
+    NOTHING = "the gradient is not asked for: autograd.grad(loss, inputs), backward(inputs=...)"
+    RETURN = "autograd.grad(loss, weight), or create_graph=True: return it to the caller, without a side effect"
 
 
-def live_queue(queue: "weakref.ref[WgradQueueLike]", owner: str) -> WgradQueueLike:
-    """The queue; raises ``RuntimeError`` where it was freed."""
-    live = queue()
-    if live is None:
-        raise RuntimeError(
-            f"{owner}: the WgradQueue that this forward delayed into was let go before backward, and nobody would "
-            f"compute what it delays: keep the queue until it is drained"
-        )
-    return live
+def demand(weight_node: Any) -> Demand:
+    """Ask the engine what it will do with a weight's gradient; ``weight_node`` is ``ctx.next_functions[i][0]``.
+
+    Only ``ACCUMULATE`` allows a write to ``main_grad``. A backward that is captured asks for every gradient of its
+    layer, and each replay asks the engine again.
+    """
+    if capturing.active is not None:
+        return Demand.ACCUMULATE
+    if torch.is_grad_enabled():
+        return Demand.RETURN  # create_graph=True: the gradient itself must be differentiable
+    try:
+        wanted = will_execute(weight_node)
+    except RuntimeError:
+        return Demand.RETURN  # the engine raises exactly where autograd.grad captures this leaf
+    return Demand.ACCUMULATE if wanted else Demand.NOTHING
+
+
+class WgradProduct(Protocol):
+    """How the weight gradients of one product are computed: ``DenseWgrad``, or ``GroupedWgrad`` for experts."""
+
+    rows_apart: bool
+    """``main_grad`` need not be contiguous: see ``accumulator_of``."""
+
+    def accumulate(self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], *operands: Any) -> None:
+        """``main_grad (+)= dW`` for each weight; weights with None are left out."""
+
+    def gradients(self, wanted: Sequence[bool], dtype: torch.dtype, *operands: Any) -> list[Tensor | None]:
+        """``dW`` of each wanted weight as a new tensor of ``dtype``; None for the rest."""
+
+
+class DenseWgrad:
+    """``dW = dy^T x``; of several weights, which are slices of one along N, each takes its columns of ``dy``.
+
+    features  N of each weight
+    """
+
+    rows_apart = False
+
+    def __init__(self, features: Sequence[int]) -> None:
+        self._features = list(features)
+
+    def accumulate(
+        self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], dy: WgradOperand, x: WgradOperand
+    ) -> None:
+        """See ``WgradProduct``: one GEMM for each weight."""
+        for part, main_grad, over in zip(self._parts(dy), main_grads, overwrite, strict=True):
+            if main_grad is not None:
+                wgrad_accumulate(part, x, main_grad, overwrite=over)
+
+    def gradients(
+        self, wanted: Sequence[bool], dtype: torch.dtype, dy: WgradOperand, x: WgradOperand
+    ) -> list[Tensor | None]:
+        """See ``WgradProduct``."""
+        parts = zip(self._parts(dy), wanted, strict=True)
+        return [wgrad_product(part, x, dtype) if want else None for part, want in parts]
+
+    def _parts(self, dy: WgradOperand) -> Sequence[WgradOperand]:
+        if len(self._features) == 1:
+            return (dy,)
+        if isinstance(dy, Tensor):
+            return list(dy.split(self._features, dim=1))
+        return _rows(dy, self._features)
+
+
+def _rows(dy: Quantized, features: Sequence[int]) -> list[WgradOperand]:
+    parts: list[WgradOperand] = []
+    start = 0
+    for size in features:
+        parts.append(dy.rows(start, start + size))  # transposed, so that features are rows
+        start += size
+    return parts
 
 
 class Place(NamedTuple):
@@ -55,72 +134,206 @@ class Place(NamedTuple):
     """The checked ``main_grad``; None where this backward does not write it."""
 
 
+Places = Sequence[Place | None]
+"""One for each weight of a product; None: autograd delivers that gradient, or nobody asked for it."""
+
+
+class WgradQueueLike(Protocol):
+    """A queue of delayed weight gradients."""
+
+    def put(self, entry: DelayedWgrad) -> None:
+        """Append ``entry``."""
+
+
 class WgradTarget:
-    """Where the gradient of one weight goes. In backward, ``resolve`` runs before any GEMM, ``deliver`` after ``dx``.
+    """Where the gradients of one product's weights go.
 
-    A target refers to the weight's Python object weakly. An autograd graph must not keep a weight alive, and the object
-    that ``ctx.saved_tensors`` returns may be a copy without attributes (saved-tensor hooks, recompute, offload).
+    A target refers to the weights' Python objects weakly. An autograd graph must not keep a weight alive, and the
+    object that ``ctx.saved_tensors`` returns may be a copy without attributes (saved-tensor hooks, recompute, offload).
+    Each weight has its own flag and record, may be frozen alone, and its own first write overwrites.
 
-    owner       the module, for errors
-    fused       the gradient goes into ``main_grad``; False (delayed weight gradients only): into ``.grad``
-    queue       the gradient is delayed into this queue, which is held weakly; None: it is computed in backward
-    rows_apart  ``main_grad`` need not be contiguous: see ``accumulator_of``
+    weights  of the product
+    names    of the weights, for errors
+    product  computes the gradients
+    owner    the module, for errors
+    fused    the gradients go into ``main_grad``; False (delayed ones only): into ``.grad``
+    queue    they are delayed into this queue, which is held weakly; None: backward computes them
 
-    Under torch's FSDP2 the accumulator is FSDP2's: see ``TorchShards``. A queue raises ``RuntimeError`` there.
+    Under torch's FSDP2 the accumulators are FSDP2's: see ``TorchShards``. A queue raises ``RuntimeError`` there.
     """
 
-    __slots__ = ("_fused", "_owner", "_queue", "_rows_apart", "_torch_shards", "_weight")
+    __slots__ = ("_fused", "_owner", "_product", "_queue", "_weights")
 
     def __init__(
         self,
-        weight: Tensor,
+        weights: Sequence[Tensor],
+        names: Sequence[str],
+        product: WgradProduct,
         owner: str,
         *,
         fused: bool = True,
         queue: WgradQueueLike | None = None,
-        rows_apart: bool = False,
     ) -> None:
-        self._weight = TensorWeakRef(weight)
+        self._weights = tuple(
+            _Weight(weight, f"{owner}, {name}", fused=fused, delayed=queue is not None, rows_apart=product.rows_apart)
+            for weight, name in zip(weights, names, strict=True)
+        )
+        self._product = product
         self._owner = owner
         self._fused = fused
         self._queue = None if queue is None else weakref.ref(queue)
-        self._rows_apart = rows_apart
-        self._torch_shards = None if has_main_grad(weight) else TorchShards.of(weight)
-        if queue is not None and self._torch_shards is not None:
-            raise self._torch_shards.refuse_delay(owner)
-        if queue is not None and not has_main_grad(weight):
-            refuse_delay(owner, weight)
 
-    def refers_to(self, weight: Tensor) -> bool:
-        """Whether this is the target of ``weight``."""
-        return self._weight() is weight
+    @property
+    def delays(self) -> bool:
+        """Whether weight gradients wait in a queue."""
+        return self._queue is not None
 
-    def serves(self, weight: Tensor, fused: bool) -> bool:
-        """Whether this is the target of ``weight`` with this option."""
-        return self._weight() is weight and self._fused is fused
+    def refers_to(self, weights: Sequence[Tensor]) -> bool:
+        """Whether this is the target of ``weights``, in this order."""
+        return len(weights) == len(self._weights) and all(map(_Weight.refers_to, self._weights, weights))
 
-    def alive(self) -> tuple[Tensor, ...]:
-        """The weight in a tuple; an empty tuple where the weight was freed."""
-        weight = self._weight()
-        return () if weight is None else (weight,)
-
-    def resolve(self) -> Place | None:
-        """Where this backward's gradient goes; None: autograd delivers it.
+    def resolve(self, wanted: Sequence[bool]) -> list[Place | None]:
+        """Where this backward's gradients go. None for weights that are not wanted, and where autograd delivers.
 
         Raises ``RuntimeError`` that names the module: for a weight that was freed, for a missing or unfit ``main_grad``
         (see ``accumulator_of``), and for a tensor hook on a weight whose gradient is delayed.
         """
+        return [weight.resolve() if want else None for weight, want in zip(self._weights, wanted, strict=True)]
+
+    def deliver(self, places: Places, operands: Operands, backward: int) -> list[Tensor | None]:
+        """In backward: ``main_grad (+)= dW``, now or later, and the flags; returns what autograd gets.
+
+        places    from ``resolve``; weights with None are left out
+        backward  number of the running backward; in reentrant recompute of the backward around it
+        """
+        if capturing.active is not None:
+            return self._leave_to(capturing.active, places, operands)
+        records = [None if place is None else record_of(place.weight) for place in places]
+        if self._queue is None:
+            self._accumulate(places, operands, backward)
+        else:
+            mine = [place is not None for place in places]
+            known = [record for record in records if record is not None]
+            compute, alive = partial(self._compute, mine), partial(self._alive, mine)
+            entry = DelayedWgrad(compute, tuple(operands), known, self._owner, backward, alive)
+            _live(self._queue, self._owner).put(entry)
+        return [
+            None
+            if place is None
+            else hand_over(place.weight, record, delayed=self._queue is not None, fused=self._fused)
+            for place, record in zip(places, records, strict=True)
+        ]
+
+    def gradients(self, wanted: Sequence[bool], dtype: torch.dtype, operands: Operands) -> list[Tensor | None]:
+        """``dW`` of each wanted weight as a new tensor: for autograd."""
+        return self._product.gradients(wanted, dtype, *operands)
+
+    def deliver_in_graph(self, wanted: Sequence[bool], operands: Operands, backward: int) -> None:
+        """``resolve`` and ``deliver`` in a compiled backward, which returns no gradient to autograd.
+
+        Raises ``RuntimeError`` where autograd must have the gradient, for a reason that came after the compilation.
+        """
+        wanted = [
+            want and weight.check_in_graph().requires_grad  # False: frozen after the forward
+            for weight, want in zip(self._weights, wanted, strict=True)
+        ]
+        places = self.resolve(wanted)
+        unwritten = [want and place is None for want, place in zip(wanted, places, strict=True)]
+        if True in unwritten:  # FSDP2 has no accumulator, and takes ``.grad`` after this graph
+            weights = [weight.alive() for weight in self._weights]
+            self._add_to_grads(weights, self.gradients(unwritten, weights[0].dtype, operands), ours=False)
+        if any(place is not None for place in places):
+            self.deliver(places, operands, backward)
+
+    def _accumulate(self, places: Places, operands: Operands, backward: int) -> None:
+        overwrite = [
+            place is not None and open_for_write(place.weight, record_of(place.weight), backward) for place in places
+        ]
+        self._product.accumulate([place and place.accumulator for place in places], overwrite, *operands)
+
+    def _compute(self, mine: Sequence[bool], entry: DelayedWgrad, *operands: Any) -> None:
+        """Compute the delayed gradients ``entry``."""
+        places = self._places_for_write(mine)
+        if self._fused:
+            self._accumulate(places, operands, entry.backward)
+        else:
+            weights = [place and place.weight for place in places]
+            dtype = next(weight.dtype for weight in weights if weight is not None)
+            self._add_to_grads(weights, self.gradients(mine, dtype, operands), ours=True)
+        for place in places:
+            if place is not None:
+                absorb_late_sum(place.weight, record_of(place.weight), entry)
+
+    def _leave_to(self, capture: BackwardCapture, places: Places, operands: Operands) -> list[Tensor | None]:
+        """``deliver`` in a backward that is captured."""
+        mine = [place is not None for place in places]
+        if self._fused:
+            places = self._places_for_write(mine)
+        weights = [place.weight for place in places if place is not None]
+
+        def compute(overwrite: Sequence[bool]) -> list[Tensor | None]:
+            if not self._fused:
+                found = self.gradients(mine, weights[0].dtype, operands)
+                return [gradient for gradient, own in zip(found, mine, strict=True) if own]
+            betas = iter(overwrite)
+            accumulators = [place and place.accumulator for place in places]
+            self._product.accumulate(accumulators, [own and next(betas) for own in mine], *operands)
+            return [None] * len(weights)
+
+        capture.note(Delivery(self._owner, weights, fused=self._fused, queue=self._queue, compute=compute))
+        return [None] * len(places)
+
+    def _places_for_write(self, mine: Sequence[bool]) -> list[Place | None]:
+        return [weight.resolve_for_write() if own else None for weight, own in zip(self._weights, mine, strict=True)]
+
+    def _add_to_grads(
+        self, weights: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, ours: bool
+    ) -> None:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if weight is not None and gradient is not None:
+                add_to_grad(weight, gradient, record_of(weight) if ours else None)
+
+    def _alive(self, mine: Sequence[bool]) -> list[Tensor]:
+        found = [weight.reference() for weight, own in zip(self._weights, mine, strict=True) if own]
+        return [weight for weight in found if weight is not None]
+
+
+class _Weight:
+    """One weight of a target, held weakly, and where its gradient goes. The arguments are those of ``WgradTarget``."""
+
+    __slots__ = ("_delayed", "_fused", "_owner", "_rows_apart", "_torch_shards", "reference")
+
+    def __init__(self, weight: Tensor, owner: str, *, fused: bool, delayed: bool, rows_apart: bool) -> None:
+        self.reference = TensorWeakRef(weight)
+        self._owner, self._fused, self._delayed, self._rows_apart = owner, fused, delayed, rows_apart
+        self._torch_shards = None
+        if not has_main_grad(weight):
+            self._torch_shards = TorchShards.of(weight)
+            if delayed:
+                if self._torch_shards is not None:
+                    raise self._torch_shards.refuse_delay(owner)
+                refuse_delay(owner, weight)
+
+    def refers_to(self, weight: Tensor) -> bool:
+        return self.reference() is weight
+
+    def alive(self) -> Tensor:
+        weight: Tensor | None = self.reference()
+        if weight is None:
+            raise RuntimeError(f"{self._owner}: the weight was freed between forward and backward")
+        return weight
+
+    def resolve(self) -> Place | None:
+        weight = self.alive()
         if self._torch_shards is not None:
-            weight = self._alive_weight()
             accumulator = self._torch_shards.accumulator(weight)
             return None if accumulator is None else Place(weight, accumulator)
-        weight = self._alive_weight()
         if has_tensor_hooks(weight):  # registered after the forward: the hook must get the gradient
             self._refuse_hook_on_delayed()
             return None
         if not weight.requires_grad:  # frozen after the forward: autograd drops the gradient
             return None
-        if self._fused and self._queue is None:
+        if not self._delayed:
             return self.resolve_for_write()
         if self._fused:
             check_provided(weight, self._owner)
@@ -128,70 +341,12 @@ class WgradTarget:
 
     def resolve_for_write(self) -> Place:
         """``resolve`` for a gradient that is written right after: in backward, or when a delayed one is computed."""
-        weight = self._alive_weight()
+        weight = self.alive()
         return Place(weight, accumulator_of(weight, self._owner, rows_apart=self._rows_apart) if self._fused else None)
-
-    def deliver(
-        self, weight: Tensor, main_grad: Tensor | None, dy: WgradOperand, x: WgradOperand, backward: int
-    ) -> Tensor | None:
-        """In backward: ``main_grad (+)= dy^T x``, now or in the queue, and the flag; returns what autograd gets.
-
-        weight, main_grad  [N, K] both: the ``Place`` that ``resolve`` returned
-        dy, x              [T, N] and [T, K]: gradient of the output, input of the forward; or both quantised
-        backward           number of the running backward; in reentrant recompute of the backward around it
-        """
-        if capturing.active is not None:
-            self._note(capturing.active, weight, main_grad, dy, x)
-            return None
-        record = record_of(weight)
-        if self._queue is not None:
-            records = () if record is None else (record,)
-            queue = live_queue(self._queue, self._owner)
-            queue.put(DelayedWgrad(self._write, (dy, x), records, self._owner, backward, self.alive))
-        elif main_grad is not None:
-            wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, backward))
-        return hand_over(weight, record, delayed=self._queue is not None, fused=self._fused)
-
-    def _note(
-        self,
-        capture: BackwardCapture,
-        weight: Tensor,
-        main_grad: Tensor | None,
-        dy: WgradOperand,
-        x: WgradOperand,
-    ) -> None:
-        """``deliver`` in a backward that is captured."""
-        if self._fused and main_grad is None:
-            main_grad = self.resolve_for_write().accumulator
-
-        def compute(overwrite: Sequence[bool]) -> list[Tensor | None]:
-            if main_grad is None:
-                return [wgrad_product(dy, x, weight.dtype)]
-            wgrad_accumulate(dy, x, main_grad, overwrite=overwrite[0])
-            return [None]
-
-        capture.note(Delivery(self._owner, (weight,), fused=self._fused, queue=self._queue, compute=compute))
-
-    def deliver_in_graph(self, dy: WgradOperand, x: WgradOperand, backward: int) -> None:
-        """``resolve`` and ``deliver`` in a compiled backward, which returns no gradient to autograd.
-
-        Raises ``RuntimeError`` where autograd must have the gradient, for a reason that came after the compilation.
-        """
-        weight = self.check_in_graph()
-        if not weight.requires_grad:
-            return  # frozen after the forward
-        if self._torch_shards is None and self._fused and self._queue is None:
-            self.deliver(*self.resolve_for_write(), dy, x, backward)
-            return
-        place = self.resolve()
-        if place is not None:
-            self.deliver(*place, dy, x, backward)
-        else:  # FSDP2 has no accumulator, and takes ``.grad`` when backward has passed the module's inputs
-            add_to_grad(weight, wgrad_product(dy, x, weight.dtype), None)
 
     def check_in_graph(self) -> Tensor:
         """The weight; raises ``RuntimeError`` where a compiled backward cannot deliver its gradient."""
-        weight = self._alive_weight()
+        weight = self.alive()
         hooked = has_tensor_hooks(weight)
         if hooked or is_foreign(weight):
             what = "a hook (register_hook)" if hooked else "a main_grad of others"
@@ -201,26 +356,20 @@ class WgradTarget:
             )
         return weight
 
-    def _write(self, entry: DelayedWgrad, dy: WgradOperand, x: WgradOperand) -> None:
-        """Compute the delayed gradient ``entry``."""
-        weight, main_grad = self.resolve_for_write()
-        record = record_of(weight)
-        if main_grad is not None:
-            wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, entry.backward))
-        else:
-            add_to_grad(weight, wgrad_product(dy, x, weight.dtype), record)
-        absorb_late_sum(weight, record, entry)
-
     def _refuse_hook_on_delayed(self) -> None:
-        if self._queue is not None:
+        if self._delayed:
             raise RuntimeError(
                 f"{self._owner}: a hook on the weight (register_hook) wants to see its gradient in backward, and that "
                 f"is delayed; remove the hook and change .grad or main_grad before the step, or let this module "
                 f"compute its gradients in backward"
             )
 
-    def _alive_weight(self) -> Tensor:
-        weight: Tensor | None = self._weight()
-        if weight is None:
-            raise RuntimeError(f"{self._owner}: the weight was freed between forward and backward")
-        return weight
+
+def _live(queue: "weakref.ref[WgradQueueLike]", owner: str) -> WgradQueueLike:
+    live = queue()
+    if live is None:
+        raise RuntimeError(
+            f"{owner}: the WgradQueue that this forward delayed into was let go before backward, and nobody would "
+            f"compute what it delays: keep the queue until it is drained"
+        )
+    return live

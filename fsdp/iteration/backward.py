@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ...ddp.contract.demand import Demand, demand
+from ...ddp.contract.target import Demand, demand
 from ..unit.forwards import ForwardTrace, UnitForward
 from ..unit.unit import Unit
 

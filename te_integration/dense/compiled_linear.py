@@ -79,7 +79,7 @@ class _CompiledLinear(torch.autograd.Function):
         db = rows_of(dy).sum(0, dtype=ctx.bias_dtype) if needs_db else None
         if True in needs_dw:
             assert wgrad is not None, "can_compile was asked"
-            wgrad([dy, x], key, ctx.product)
+            wgrad([rows_of(dy), cast(rows_of(x), dy.dtype)], key, ctx.product)
         return (dx, None, None, None, db, *[None] * len(weights))
 
 

@@ -5,50 +5,68 @@ Legend: T rows (all leading dims of the input together), K input features, N out
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from ...ddp.contract.demand import Demand, demand
-from ...ddp.contract.target import Place, WgradTarget
+from ...ddp.contract.target import Demand, Operands, Place, WgradProduct, WgradTarget, demand
 from ...ddp.contract.torch_ddp import in_torch_ddp
-from ...ddp.torch_internals import current_backward
+from ...ddp.torch_internals import are_transforms_active, current_backward
 from ..torch_internals import watch_prehooks
 from ..wgrad_queue import WgradQueue
 
 __all__ = [
-    "LinearUse",
+    "ProductUse",
     "cast",
     "dtype_of_products",
     "fused_linear",
+    "in_transform",
     "input_grad",
     "linear_product",
+    "refuse_in_transform",
     "refuse_split_backward",
     "rows_of",
     "run_outside_graph",
+    "wanted_and_places",
+    "weight_grads",
 ]
 
 
-class LinearUse:
+class ProductUse:
     """The options of one product, all but the tensors. Forwards with equal options share one object.
 
+    weights              of the product, for which ``product`` computes the gradients
+    names                of the weights in error messages
     owner                name of the module in error messages
-    fused                True: each ``dW_i = dy_i^T x`` is one GEMM into the weight's ``main_grad``. False, with a
-                         ``queue``: it is added to the weight's ``.grad``
+    fused                each weight gradient is one GEMM into the weight's ``main_grad``. False, with a ``queue``: it
+                         is added to the weight's ``.grad``. False without a queue: autograd delivers it
     queue                delayed weight gradients wait there; None: backward computes them
-    transposed           the single weight and its ``main_grad`` are [K, N]: ``y = x W + b``, ``dW = x^T dy``
+    transposed           weights and their ``main_grad`` are [K, N] each: ``y = x W + b``, ``dW = x^T dy``
     save_original_input  save the input itself for backward instead of the copy that autocast made; this saves memory
                          if another operation keeps the input anyway
     only_save            save what backward needs and skip the product: for a recompute whose output is not read
     """
 
-    __slots__ = ("_queue", "fused", "only_save", "owner", "save_original_input", "targets", "transposed")
+    __slots__ = (
+        "_queue",
+        "fused",
+        "only_save",
+        "owner",
+        "packed",
+        "product",
+        "save_original_input",
+        "target",
+        "transposed",
+    )
 
     def __init__(
         self,
         weights: Sequence[Tensor],
+        names: Sequence[str],
+        product: WgradProduct,
         owner: str,
         *,
         fused: bool = True,
@@ -60,12 +78,12 @@ class LinearUse:
         self.owner, self.fused, self.transposed = owner, fused, transposed
         self._queue = None if queue is None else weakref.ref(queue)  # weak: modules must not keep a queue alive
         self.save_original_input, self.only_save = save_original_input, only_save
-        self.targets = tuple(WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights)
-
-    @property
-    def delays(self) -> bool:
-        """Whether weight gradients wait in a queue."""
-        return self._queue is not None
+        self.product = product
+        self.packed = weights[0].dim() == 3
+        """All experts' weights are one [E, N, K]."""
+        self.target: WgradTarget | None = None
+        if fused or queue is not None:
+            self.target = WgradTarget(weights, names, product, owner, fused=fused, queue=queue)
 
     def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
         """Whether a forward with these arguments may reuse this object.
@@ -76,15 +94,14 @@ class LinearUse:
             (queue is None if self._queue is None else queue is not None and self._queue() is queue)
             and not (queue is not None and in_torch_ddp())
             and self.fused is fused
-            and len(self.targets) == len(weights)
-            and all(map(WgradTarget.refers_to, self.targets, weights))
+            and (self.target is None or self.target.refers_to(weights))
         )
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied module has other weights, and creates its own object
 
 
-def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: LinearUse) -> Tensor:
+def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: ProductUse) -> Tensor:
     """``y = x W^T + b``. Backward: ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` as ``use`` says.
 
     =======  ======================  ==============================================================
@@ -134,6 +151,20 @@ def dtype_of_products(input: Tensor) -> torch.dtype:
     return dtype
 
 
+def in_transform() -> bool:
+    """Whether a transform or forward-mode AD is active, for any tensor."""
+    return are_transforms_active() or forward_ad._current_level >= 0
+
+
+def refuse_in_transform(owner: str) -> None:
+    """Raise ``RuntimeError`` if a transform is active: ``owner`` implements backward only."""
+    if in_transform():
+        raise RuntimeError(
+            f"{owner} has no rules for torch.func's transforms (grad, vmap, jvp, ...), nor for forward-mode "
+            f"derivatives; use torch.autograd.grad and loops here, or a Linear for each expert, which has them"
+        )
+
+
 def linear_product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, *, transposed: bool) -> Tensor:
     """``x W^T + b`` in the dtype of x, to which autocast has weights and bias cast: see ``fused_linear``."""
     weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
@@ -149,30 +180,20 @@ def input_grad(dy: Tensor, weights: Sequence[Tensor], *, transposed: bool) -> Te
     return dy @ (weight.t() if transposed else weight)
 
 
-class _Like(NamedTuple):
-    """What backward needs of a weight if the input needs no gradient."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class _FusedLinear(torch.autograd.Function):
     """See ``fused_linear``. ``apply`` takes input, use, dtype of the products, one or more weights, and bias."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, use: LinearUse, dtype: torch.dtype, *weights_and_bias: Any) -> Tensor:
+    def forward(ctx: Any, input: Tensor, use: ProductUse, dtype: torch.dtype, *weights_and_bias: Any) -> Tensor:
         *weights, bias = weights_and_bias
         x = cast(input, dtype)
         needs_dw = True in ctx.needs_input_grad[3:-1]
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(input if needs_dw else None, *weights)
-        else:  # backward needs shapes and dtypes only, so the weights may change in place before it
-            ctx.save_for_backward(input if needs_dw else None)
-            ctx.likes = [_Like(weight.shape, weight.dtype) for weight in weights]
+        # Weights whose values backward does not read may change in place before it.
+        ctx.save_for_backward(input if needs_dw else None, *(weights if ctx.needs_input_grad[0] else ()))
         ctx.use = use
         # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
         ctx.outer_backward = current_backward()
-        ctx.input_dtype = input.dtype
+        ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         if use.only_save:
             return x.new_empty(0)
@@ -182,30 +203,22 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0]
         x, *weights = ctx.saved_tensors
-        weights = weights or ctx.likes
-        use: LinearUse = ctx.use
+        use: ProductUse = ctx.use
         needs_dx, _, _, *needs_dw, needs_db = ctx.needs_input_grad
-        # Find out who asks for each gradient and where it goes, so that errors are raised before any product.
-        # next_functions lists the tensor inputs only: the input, then the weights.
-        nodes = ctx.next_functions
-        wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs_dw)]
-        if use.fused and Demand.ACCUMULATE not in wanted:
-            refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
-        places = [use.targets[i].resolve() if want is Demand.ACCUMULATE else None for i, want in enumerate(wanted)]
-
+        # 1. Who asks for each weight gradient, and where it goes: errors are raised before any product.
+        wanted, places = wanted_and_places(ctx, needs_dw)
+        # 2. The gradients of input and bias.
         dx = None
         if needs_dx:
             dx = cast(input_grad(dy, weights, transposed=use.transposed), ctx.input_dtype)
         dy_rows = rows_of(dy)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
+        # 3. The weight gradients: into main_grad, into a queue, or to autograd.
         if x is None:
-            return (dx, None, None, *[None] * len(weights), db)
+            return (dx, None, None, *[None] * len(needs_dw), db)
         x_rows = cast(rows_of(x), dy.dtype)
-        if len(weights) == 1:
-            return dx, None, None, _weight_grad(ctx, 0, weights[0], wanted[0], places[0], dy_rows, x_rows), db
-        parts = dy_rows.split([weight.shape[0] for weight in weights], dim=1)
-        dws = [_weight_grad(ctx, i, weight, wanted[i], places[i], parts[i], x_rows) for i, weight in enumerate(weights)]
-        return (dx, None, None, *dws, db)
+        operands = (x_rows, dy_rows) if use.transposed else (dy_rows, x_rows)
+        return (dx, None, None, *weight_grads(ctx, wanted, places, operands), db)
 
 
 # Function.apply in Python only adds support for torch.func transforms, which never get here. Its C++ base saves a tiny
@@ -213,26 +226,41 @@ class _FusedLinear(torch.autograd.Function):
 _apply_directly = super(torch.autograd.Function, _FusedLinear).apply
 
 
-def _weight_grad(
-    ctx: Any,
-    index: int,
-    weight: Tensor | _Like,
-    want: Demand,
-    place: Place | None,
-    dy: Tensor,
-    x: Tensor,
-) -> Tensor | None:
-    """What backward returns for one weight: dy [T, N_i], x [T, K]."""
-    use: LinearUse = ctx.use
-    if place is None:
-        if want is Demand.NOTHING:
-            return None
-        return cast(x.t() @ dy if use.transposed else dy.t() @ x, weight.dtype)
-    if use.delays:
-        x = x.detach()  # the queue must not keep the graph of x, which keeps the weights
+def wanted_and_places(ctx: Any, needs_dw: Sequence[bool]) -> tuple[list[Demand], list[Place | None]]:
+    """In the backward of a product: what becomes of each weight's gradient, and where it goes if ours to deliver.
+
+    ``ctx.next_functions`` lists the tensor inputs only: the input, then the weights.
+    """
+    use: ProductUse = ctx.use
+    nodes = ctx.next_functions
+    wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs_dw)]
+    if use.target is None:
+        return wanted, [None] * len(wanted)
+    if use.fused and Demand.ACCUMULATE not in wanted:
+        refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
+    return wanted, use.target.resolve([want is Demand.ACCUMULATE for want in wanted])
+
+
+def weight_grads(
+    ctx: Any, wanted: Sequence[Demand], places: Sequence[Place | None], operands: Operands
+) -> list[Tensor | None]:
+    """What backward returns for each weight of a product; gradients that have a place are delivered there.
+
+    operands  what ``ctx.use.product`` takes
+    """
+    use: ProductUse = ctx.use
+    returned = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
+    results: list[Tensor | None] = [None] * len(wanted)
+    if True in returned:
+        results = use.product.gradients(returned, ctx.weight_dtype, *operands)
+    if use.target is None or all(place is None for place in places):
+        return results
+    if use.target.delays:  # the queue must not keep the graph of the input, which keeps the weights
+        operands = [each.detach() if isinstance(each, Tensor) else each for each in operands]
+    # The nested backward of a reentrant recompute counts as part of the backward around it.
     backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
-    left, right = (x, dy) if use.transposed else (dy, x)
-    return use.targets[index].deliver(*place, left, right, backward)
+    delivered = use.target.deliver(places, operands, backward)
+    return [result if place is None else given for result, given, place in zip(results, delivered, places, strict=True)]
 
 
 def refuse_split_backward(ctx: Any, returns: bool) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..te_arguments import refuse_unsupported
+from .linear import ParametersSplit, SplitLinear
 from .linear_module import InitMethod, one_dtype
 from .normalization import NormalizingModule
-from .split_linear import ParametersSplit, SplitLinear
 
 __all__ = ["LayerNormLinear"]
 

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from ...ddp.collectives.streams import capture_number
-from ...ddp.contract.demand import Demand, demand
 from ...ddp.contract.main_grad import record_of
-from ...ddp.contract.target import Place
+from ...ddp.contract.target import Demand
 from ...ddp.torch_internals import current_backward, delivers_to_all
 from ...kernels.quantized import Quantized, lacking, quantize_both, restored, scaled_product
-from ...kernels.wgrad import wgrad_product
 from ..recipes import Operand, Recipe
 from ..scaling.product_scaling import ProductScaling
 from ..torch_internals import watch_prehooks
-from .fused_linear import LinearUse, cast, dtype_of_products, refuse_split_backward, rows_of
+from .fused_linear import ProductUse, cast, dtype_of_products, rows_of, wanted_and_places, weight_grads
 
 __all__ = [
     "HALF",
@@ -71,17 +69,15 @@ def warn_of_dtype(recipe: Recipe, dtype: torch.dtype, owner: str) -> None:
 
 
 def quantized_linear(
-    input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: LinearUse, recipe: Quantizing, writes: bool
+    input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: ProductUse, recipe: Quantizing
 ) -> Tensor:
     """``y = x W^T + b``; arguments as those of ``fused_linear``. All three products take quantised operands.
-
-    writes  gradients of weights go where ``use`` says; False: autograd delivers them
 
     Saved for backward is the input's transposed quantised copy: half of bf16's bytes, or a quarter. Raises
     ``RuntimeError`` for second derivatives.
     """
     trains = torch.is_grad_enabled()  # in the function it is off, and ``needs_input_grad`` does not tell
-    output: Tensor = _QuantizedLinear.apply(input, use, recipe, writes, trains, *weights, bias)
+    output: Tensor = _QuantizedLinear.apply(input, use, recipe, trains, *weights, bias)
     if input.dim() == 2 or use.only_save:
         return output
     return output.view(*input.shape[:-1], output.shape[1])  # here: a view made in the function refuses in-place changes
@@ -92,20 +88,20 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, use: LinearUse, recipe: Quantizing, writes: bool, trains: bool, *weights_and_bias: Any
+        ctx: Any, input: Tensor, use: ProductUse, recipe: Quantizing, trains: bool, *weights_and_bias: Any
     ) -> Tensor:
         *weights, bias = weights_and_bias
         dtype = dtype_of_products(input)
         x = cast(rows_of(input), dtype)
-        needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[5:-1]
+        needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[4:-1]
         empty = x.numel() == 0 or not any(weight.numel() for weight in weights)
         rows = columns = None
         if not empty:
             rows, columns = copies(recipe, "input", x, rows=not use.only_save, columns=needs_dw)
         ctx.x_kind = None if columns is None else (columns.spec, columns.columns)
         ctx.save_for_backward(*weights, *(() if columns is None else columns.tensors))
-        ctx.use, ctx.recipe, ctx.writes, ctx.dtype = use, recipe, writes, dtype
-        ctx.input_shape, ctx.input_dtype = input.shape, input.dtype
+        ctx.use, ctx.recipe, ctx.dtype = use, recipe, dtype
+        ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weights[0].dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
         ctx.outer_backward = current_backward()
@@ -129,24 +125,17 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        use: LinearUse = ctx.use
+        use: ProductUse = ctx.use
         recipe: Quantizing = ctx.recipe
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{use.owner}: second derivatives (create_graph=True) of quantised products are not defined; run this "
                 f"forward under autocast(enabled=False)"
             )
-        needs_dx, _, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
+        needs_dx, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         saved = ctx.saved_tensors
         weights = saved[: len(needs_dw)]
-        nodes = ctx.next_functions  # of the tensor inputs only: the input, then the weights
-        wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs_dw)]
-        if ctx.writes and use.fused and Demand.ACCUMULATE not in wanted:
-            refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
-        places = [
-            use.targets[i].resolve() if ctx.writes and want is Demand.ACCUMULATE else None
-            for i, want in enumerate(wanted)
-        ]
+        wanted, places = wanted_and_places(ctx, needs_dw)
         dy = cast(rows_of(grads[0]), ctx.dtype)
         db = dy.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         dy = overflow_as_nan(dy)
@@ -166,48 +155,18 @@ class _QuantizedLinear(torch.autograd.Function):
                 assert of_weight is not None
                 dx = cast(scaled_product(rows, of_weight, ctx.dtype), ctx.input_dtype).view(ctx.input_shape)
         dws: list[Tensor | None] = [None] * len(weights)
-        if any(needs_dw):
-            dws = _weight_grads(ctx, weights, saved[len(weights) :], wanted, places, dy, columns)
-        return (dx, None, None, None, None, *dws, db)
-
-
-def _weight_grads(
-    ctx: Any,
-    weights: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    wanted: Sequence[Demand],
-    places: Sequence[Place | None],
-    dy: Tensor,
-    columns: Quantized | None,
-) -> list[Tensor | None]:
-    """What backward returns for each weight; ``columns`` is the transposed copy of dy."""
-    use: LinearUse = ctx.use
-    x: Tensor | Quantized
-    grad: Tensor | Quantized
-    if ctx.x_kind is None:  # no tokens, or no features
-        x = dy.new_zeros(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
-        grad = dy
-    else:
-        spec, count = ctx.x_kind
-        x = restored(saved, spec, count)
-        assert columns is not None, "the input has elements, and so has dy"
-        grad = columns
-    backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
-    found: list[Tensor | None] = []
-    start = 0
-    for index, weight in enumerate(weights):
-        size = weight.shape[1 if use.transposed else 0]
-        part = grad.rows(start, start + size) if isinstance(grad, Quantized) else grad[:, start : start + size]
-        start += size
-        left, right = (x, part) if use.transposed else (part, x)
-        place: Place | None = places[index]
-        if place is not None:
-            found.append(use.targets[index].deliver(place.weight, place.accumulator, left, right, backward))
-        elif wanted[index] is Demand.NOTHING:
-            found.append(None)
-        else:
-            found.append(wgrad_product(left, right, weight.dtype))
-    return found
+        if True in needs_dw:
+            of_input: Tensor | Quantized
+            of_grad: Tensor | Quantized | None
+            if ctx.x_kind is None:  # no tokens, or no features
+                of_input = dy.new_zeros(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
+                of_grad = dy
+            else:
+                of_input, of_grad = restored(saved[len(weights) :], *ctx.x_kind), columns
+            assert of_grad is not None, "where the input has elements, dy has some too"
+            operands = (of_input, of_grad) if use.transposed else (of_grad, of_input)
+            dws = weight_grads(ctx, wanted, places, operands)
+        return (dx, None, None, None, *dws, db)
 
 
 def _whole(weights: Sequence[Tensor], dtype: torch.dtype, *, transposed: bool) -> Tensor:

@@ -100,13 +100,12 @@ class _CompiledGroupedLinear(torch.autograd.Function):
             db = grouped_bias_grad_op(dy, offsets, scale, biases[0].dtype)
             dbs = parts_of(db, biases[0].dim() == 2, needs_db)
         dws: list[Tensor | None] = [None] * len(weights)
-        left, right = dy, cast(x, dy.dtype)
-        if ctx.transposed:
-            left, right = right, left
+        x = cast(x, dy.dtype)
         if True in needs_dw and key is not None:
             assert wgrad is not None, "can_compile was asked"
-            wgrad([left, right, offsets], key, ctx.product)
+            wgrad([dy, x, offsets], key, ctx.product)
         elif True in needs_dw:
+            left, right = (x, dy) if ctx.transposed else (dy, x)
             dtype = weights[0].dtype if weights[0].dtype in (torch.float32, dy.dtype) else dy.dtype
             dw = cast(grouped_wgrad_op(left, right, offsets, dtype), weights[0].dtype)
             dws = parts_of(dw, weights[0].dim() == 3, needs_dw)

@@ -4,7 +4,6 @@ Legend: E experts, T rows, K input features, N output features. Expert e has the
 including, offsets[e + 1]. Rows from offsets[E] on are padding.
 """
 
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -12,18 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ddp.contract.demand import Demand, demand
-from ...ddp.contract.grouped_target import GroupedWgradTarget, fresh_grouped_wgrads
-from ...ddp.contract.target import Place
-from ...ddp.contract.torch_ddp import in_torch_ddp
+from ...ddp.contract.target import Demand, Place
 from ...ddp.torch_internals import current_backward
 from ...kernels import PerExpert, grouped_bias_grad, grouped_dgrad, grouped_linear, grouped_scale_grad
-from ...kernels.wgrad import GroupedWgradOperand
-from ..dense.fused_linear import cast, dtype_of_products, refuse_split_backward
-from ..dense.transforms import refuse_in_transform
+from ..dense.fused_linear import (
+    ProductUse,
+    cast,
+    dtype_of_products,
+    refuse_in_transform,
+    wanted_and_places,
+    weight_grads,
+)
 from ..recipes import Recipe
 from ..torch_internals import watch_prehooks
-from ..wgrad_queue import WgradQueue
 from .grouped_products import (
     differentiable_bias_grad,
     differentiable_dgrad,
@@ -34,66 +34,16 @@ from .grouped_products import (
 
 __all__ = [
     "GroupedCall",
-    "GroupedUse",
     "arguments_of",
     "bias_grads",
     "fused_grouped_linear",
+    "needs_dw_of",
     "parts_of",
     "per_expert",
     "record_product",
-    "weight_grads",
-    "weights_wanted",
     "without_autocast",
     "written",
 ]
-
-
-class GroupedUse:
-    """The options of one grouped product, all but the tensors: ``LinearUse`` for experts.
-
-    weights              E weights [N, K], or one packed weight [E, N, K]
-    names                names of the weights in error messages
-    transposed           weights and their ``main_grad`` are [K, N] each: ``y[t] = x[t] W_e``, ``dW_e = x_e^T dy_e``
-    fused, queue         where weight gradients go, as in ``LinearUse``. False and None: autograd delivers them
-    save_original_input  as in ``LinearUse``
-    """
-
-    __slots__ = ("_queue", "fused", "owner", "packed", "save_original_input", "target", "transposed")
-
-    def __init__(
-        self,
-        weights: Sequence[Tensor],
-        names: Sequence[str],
-        owner: str,
-        *,
-        fused: bool = True,
-        queue: WgradQueue | None = None,
-        transposed: bool = False,
-        save_original_input: bool = False,
-    ) -> None:
-        self.owner, self.fused, self.transposed = owner, fused, transposed
-        self._queue = None if queue is None else weakref.ref(queue)  # weak: modules must not keep a queue alive
-        self.save_original_input = save_original_input
-        self.packed = weights[0].dim() == 3
-        self.target: GroupedWgradTarget | None = None
-        if fused or queue is not None:
-            self.target = GroupedWgradTarget(weights, names, owner, packed=self.packed, fused=fused, queue=queue)
-
-    @property
-    def delays(self) -> bool:
-        """Whether weight gradients wait in a queue."""
-        return self._queue is not None
-
-    def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
-        """Whether a forward with these arguments may reuse this object: see ``LinearUse``."""
-        if queue is not None and in_torch_ddp():
-            return False
-        if not (queue is None if self._queue is None else queue is not None and self._queue() is queue):
-            return False
-        return self.fused is fused and (self.target is None or self.target.refers_to(weights))
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a copied module has other weights, and creates its own object
 
 
 class GroupedCall(NamedTuple):
@@ -117,7 +67,7 @@ def fused_grouped_linear(
     weights: PerExpert,
     bias: PerExpert | None,
     offsets: Tensor,
-    use: GroupedUse,
+    use: ProductUse,
     *,
     bias_scale: Tensor | None = None,
     out: Tensor | None = None,
@@ -156,7 +106,7 @@ def arguments_of(
     weights: PerExpert,
     bias: PerExpert | None,
     offsets: Tensor,
-    use: GroupedUse,
+    use: ProductUse,
     bias_scale: Tensor | None,
     out: Tensor | None,
     grad_input: Tensor | None,
@@ -176,7 +126,7 @@ def arguments_of(
     return input, call, (*experts, *biases, bias_scale)
 
 
-def _features(weights: PerExpert, use: GroupedUse) -> int:
+def _features(weights: PerExpert, use: ProductUse) -> int:
     return (weights if isinstance(weights, Tensor) else weights[0]).shape[-1 if use.transposed else -2]
 
 
@@ -232,7 +182,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
     """See ``fused_grouped_linear``. ``apply`` takes input, use, call, weights, biases, and the scale of the bias."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, use: GroupedUse, call: GroupedCall, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, input: Tensor, use: ProductUse, call: GroupedCall, *tensors: Any) -> Tensor:
         count = call.num_weights
         weights, biases, scale = tensors[:count], tensors[count:-1], tensors[-1]
         needs_dx, _, _, *needs = ctx.needs_input_grad
@@ -260,9 +210,11 @@ class _FusedGroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = weights_wanted(ctx)
+        wanted, places = wanted_and_places(ctx, needs_dw_of(ctx))
         with without_autocast(grads[0].device.type):
-            return (_gradients_with_graph if torch.is_grad_enabled() else _gradients)(ctx, grads[0], wanted)
+            if torch.is_grad_enabled():
+                return _gradients_with_graph(ctx, grads[0], wanted)
+            return _gradients(ctx, grads[0], wanted, places)
 
 
 # Its C++ base is faster: see ``dense/fused_linear.py``. torch.func's transforms are refused.
@@ -270,7 +222,7 @@ _apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
 watch_prehooks(_FusedGroupedLinear)
 
 
-def record_product(ctx: Any, input: Tensor, use: GroupedUse, call: GroupedCall, tensors: Sequence[Any]) -> None:
+def record_product(ctx: Any, input: Tensor, use: ProductUse, call: GroupedCall, tensors: Sequence[Any]) -> None:
     """In forward: what backward needs beside tensors."""
     biases, scale = tensors[call.num_weights : -1], tensors[-1]
     ctx.use, ctx.call = use, call._replace(out=None)
@@ -281,27 +233,21 @@ def record_product(ctx: Any, input: Tensor, use: GroupedUse, call: GroupedCall, 
     ctx.scale_dtype = None if scale is None else scale.dtype
 
 
-def weights_wanted(ctx: Any) -> list[Demand]:
-    """In backward: what becomes of each weight's gradient."""
-    # next_functions lists the tensor inputs only: the input, then the weights.
-    nodes, needs = ctx.next_functions, ctx.needs_input_grad[3 : 3 + ctx.call.num_weights]
-    wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs)]
-    if ctx.use.fused and Demand.ACCUMULATE not in wanted:
-        refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
-    return wanted
+def needs_dw_of(ctx: Any) -> Sequence[bool]:
+    """Whether autograd needs each weight's gradient, in the order of ``apply``'s arguments."""
+    needs: Sequence[bool] = ctx.needs_input_grad[3 : 3 + ctx.call.num_weights]
+    return needs
 
 
-def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, dy: Tensor, wanted: Sequence[Demand], places: Sequence[Place | None]
+) -> tuple[Tensor | None, ...]:
     """What backward returns for each argument of ``apply``: dy [T, N]."""
     call: GroupedCall = ctx.call
-    use: GroupedUse = ctx.use
+    use: ProductUse = ctx.use
     x, offsets, scale, *others = ctx.saved_tensors
     needs_dx = ctx.needs_input_grad[0]
     weights = others[: call.num_weights] if needs_dx else ()
-    # Decide where each gradient goes first, so that errors are raised before any product.
-    places: list[Place | None] = [None] * len(wanted)
-    if use.target is not None:
-        places = use.target.resolve([want is Demand.ACCUMULATE for want in wanted])
 
     dx = None
     if needs_dx:
@@ -312,8 +258,7 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
     dws: list[Tensor | None] = [None] * len(wanted)
     if x is not None:
         x = cast(x, dy.dtype)
-        # The queue must not keep the graph of x, which keeps the weights.
-        dws = weight_grads(ctx, dy, x.detach() if use.delays else x, offsets, wanted, places)
+        dws = weight_grads(ctx, wanted, places, (x, dy, offsets) if use.transposed else (dy, x, offsets))
     return (dx, None, None, *dws, *dbs_and_ds)
 
 
@@ -331,29 +276,6 @@ def bias_grads(
     if needs_ds:
         ds = cast(grouped_scale_grad(dy, per_expert(biases, call.packed_bias, dy.dtype), offsets), ctx.scale_dtype)
     return [*dbs, ds]
-
-
-def weight_grads(
-    ctx: Any,
-    dy: GroupedWgradOperand,
-    x: GroupedWgradOperand,
-    offsets: Tensor,
-    wanted: Sequence[Demand],
-    places: Sequence[Place | None],
-) -> list[Tensor | None]:
-    """What backward returns for each weight: dy [T, N], x [T, K], or both quantised."""
-    use: GroupedUse = ctx.use
-    if use.transposed:
-        dy, x = x, dy
-    results: list[Tensor | None] = [None] * len(wanted)
-    plain = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
-    if True in plain:
-        results = fresh_grouped_wgrads(dy, x, offsets, plain, ctx.weight_dtype, packed=use.packed)
-    if use.target is None or all(place is None for place in places):
-        return results
-    backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
-    delivered = use.target.deliver(places, dy, x, offsets, backward)
-    return [result if place is None else given for result, given, place in zip(results, delivered, places, strict=True)]
 
 
 def _gradients_with_graph(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:

@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...ddp.contract.main_grad import check_delayable, is_fusable
-from ...ddp.contract.torch_ddp import record_without_grad, refuse_delay_in_recompute
-from ...ddp.torch_internals import current_backward
+from ...ddp.contract.grouped_wgrad import GroupedWgrad
+from ...ddp.contract.target import WgradProduct
 from .. import recipes
-from ..compiled import weights_wanted
+from ..dense.fused_linear import refuse_in_transform
 from ..dense.linear_module import InitMethod, LinearModule, reset_linear
-from ..dense.transforms import refuse_in_transform
 from ..wgrad_queue import WgradQueue
 from .compiled_grouped_linear import compiled_grouped_linear
-from .fused_grouped_linear import GroupedUse, fused_grouped_linear
+from .fused_grouped_linear import fused_grouped_linear
 from .quantized_grouped_linear import quantized_grouped_linear
 
 __all__ = ["ExpertLayer", "GroupedModule"]
@@ -108,9 +106,9 @@ class GroupedModule(LinearModule, nn.Module):
                 f"{self.describe()}: bias_scales must be [{rows.shape[0]}], one for each row; got "
                 f"{tuple(bias_scales.shape)}"
             )
+        product = self.expert_layers.index(layer)
         if torch.compiler.is_compiling():
             refuse_in_transform(self.describe())
-            product = self.expert_layers.index(layer)
             key = self._wgrad_key if self.mode(weights, queue, product) == "graph" else None
             return compiled_grouped_linear(
                 rows, weights, biases, offsets, key, product, bias_scale=bias_scales, transposed=self.transposed
@@ -124,7 +122,7 @@ class GroupedModule(LinearModule, nn.Module):
             weights[0] if layer.packed_weight else weights,
             None if not biases else biases[0] if layer.packed_bias else biases,
             offsets,
-            self._grouped_use(layer, weights, queue),
+            self._use(product, weights, *self._delivery(weights, queue)),
             bias_scale=bias_scales,
             out=out,
             grad_input=grad_input,
@@ -138,44 +136,9 @@ class GroupedModule(LinearModule, nn.Module):
                 f"{self.describe()}: the input is {rows.dtype} and the parameters {found}; cast one or use autocast"
             )
 
-    def _grouped_use(self, layer: ExpertLayer, weights: Sequence[Tensor], queue: WgradQueue | None) -> GroupedUse:
-        """The object of the last forward if nothing has changed."""
-        if queue is not None:
-            if torch.is_grad_enabled():
-                refuse_delay_in_recompute(self, self.describe)
-            else:
-                record_without_grad(self)
-        fused, queue = self._delivery(weights, queue)
-        return self._use_of(layer, weights, fused, queue)
-
-    def _use_of(
-        self, layer: ExpertLayer, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None
-    ) -> GroupedUse:
-        uses: dict[tuple[str, bool], GroupedUse | None] = self.__dict__.setdefault("_uses", {})
-        key = layer.prefix, fused
-        use = uses.get(key)
-        if use is None or not use.serves(weights, fused, queue):
-            use = uses[key] = GroupedUse(
-                weights,
-                layer.weight_names,
-                self.describe(),
-                fused=fused,
-                queue=queue,
-                transposed=self.transposed,
-                save_original_input=self.save_original_input,
-            )
-        return use
-
-    def _delivery(self, weights: Sequence[Tensor], queue: WgradQueue | None) -> tuple[bool, WgradQueue | None]:
-        """Whether this forward's weight gradients go into ``main_grad``, and the queue that they wait in."""
-        fused = self.fuse_wgrad_accumulation
-        if fused or queue is not None:
-            needing = [weight for weight in weights if weight.requires_grad]
-            if not needing or not torch.is_grad_enabled() or not all(map(is_fusable, needing)):
-                return False, None
-            if queue is not None and queue is not self.wgrad_queue:
-                check_delayable(needing, self.describe())
-        return fused, queue
+    def wgrad_product(self, weights: Sequence[Tensor]) -> WgradProduct:
+        """What computes the gradients of these weights of one product."""
+        return GroupedWgrad(weights)
 
     def runs_in_graph(self, m_splits: Any, *buffers: Tensor | None) -> bool:
         """Whether ``torch.compile`` takes this forward whole. If not, the forward is a graph break, as under a recipe.
@@ -194,17 +157,6 @@ class GroupedModule(LinearModule, nn.Module):
     def weights_of(self, product: int) -> tuple[str, ...]:
         """Names of the weights of one of the module's products."""
         return self.expert_layers[product].weight_names
-
-    def deliver_wgrad(self, product: int, operands: Sequence[Tensor]) -> None:
-        """In a compiled backward: the weight gradients of a layer, for gradient of the output, input and offsets."""
-        names = self.weights_of(product)
-        registered = [self.__dict__["_parameters"][name] for name in names]
-        wanted = weights_wanted(self._wgrad_handle, registered, product * len(names))
-        weights = [param if weight is None else weight for param, weight in zip(registered, wanted, strict=True)]
-        use = self._use_of(self.expert_layers[product], weights, *self._graph_delivery())
-        assert use.target is not None, "the forward was fused or delayed"
-        dy, x, offsets = operands
-        use.target.deliver_in_graph([weight is not None for weight in wanted], dy, x, offsets, current_backward())
 
     def _load_from_state_dict(
         self,

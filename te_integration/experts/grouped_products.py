@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.contract.grouped_target import fresh_grouped_wgrads
+from ...ddp.contract.grouped_wgrad import grouped_gradients
 from ...kernels import grouped_dgrad, grouped_linear
 
 __all__ = [
@@ -99,7 +99,7 @@ class _Wgrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(y, x, offsets)
-        (result,) = fresh_grouped_wgrads(y, x, offsets, [True], y.dtype, packed=True)
+        (result,) = grouped_gradients(y, x, offsets, [True], y.dtype, packed=True)
         assert result is not None, "it is wanted"
         return result
 

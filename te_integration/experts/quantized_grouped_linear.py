@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.contract.demand import Demand
-from ...ddp.contract.target import Place
+from ...ddp.contract.target import Demand, Place
 from ...kernels import PerExpert
 from ...kernels.quantized import (
     GroupedQuantized,
@@ -22,19 +21,17 @@ from ...kernels.quantized import (
     restored,
     scaled_grouped_product,
 )
-from ..dense.fused_linear import cast
+from ..dense.fused_linear import ProductUse, cast, wanted_and_places, weight_grads
 from ..dense.quantized_linear import Moment, kept_copies, overflow_as_nan
 from ..recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from ..torch_internals import watch_prehooks
 from .fused_grouped_linear import (
     GroupedCall,
-    GroupedUse,
     arguments_of,
     bias_grads,
+    needs_dw_of,
     per_expert,
     record_product,
-    weight_grads,
-    weights_wanted,
     without_autocast,
     written,
 )
@@ -49,7 +46,7 @@ def quantized_grouped_linear(
     weights: PerExpert,
     bias: PerExpert | None,
     offsets: Tensor,
-    use: GroupedUse,
+    use: ProductUse,
     *,
     recipe: Recipe,
     bias_scale: Tensor | None = None,
@@ -88,7 +85,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
     """See ``quantized_grouped_linear``. ``apply`` takes what that of ``fused_grouped_linear`` takes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, use: GroupedUse, call: GroupedCall, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, use: ProductUse, call: GroupedCall, *tensors: Any) -> Tensor:
         count = call.num_weights
         weights, biases, scale = tensors[:count], tensors[count:-1], tensors[-1]
         needs_dx, _, _, *needs = ctx.needs_input_grad
@@ -127,27 +124,26 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
                 f"{ctx.use.owner}: second derivatives (create_graph=True) of quantised products are not defined; run "
                 f"this forward under autocast(enabled=False)"
             )
+        wanted, places = wanted_and_places(ctx, needs_dw_of(ctx))
         with without_autocast(grads[0].device.type):
-            return _gradients(ctx, grads[0], weights_wanted(ctx))
+            return _gradients(ctx, grads[0], wanted, places)
 
 
 watch_prehooks(_QuantizedGroupedLinear)
 
 
-def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, dy: Tensor, wanted: Sequence[Demand], places: Sequence[Place | None]
+) -> tuple[Tensor | None, ...]:
     """What backward returns for each argument of ``apply``: dy [T, N]."""
     call: GroupedCall = ctx.call
-    use: GroupedUse = ctx.use
+    use: ProductUse = ctx.use
     assert call.recipe is not None, "of quantised products"
     offsets, scale, *others = ctx.saved_tensors
     needs_dx, needs_ds = ctx.needs_input_grad[0], ctx.needs_input_grad[-1]
     num_weights = call.num_weights if needs_dx else 0
     num_biases = len(ctx.needs_input_grad) - 4 - call.num_weights if needs_ds else 0
     weights, biases = others[:num_weights], others[num_weights : num_weights + num_biases]
-    # Decide where each gradient goes first, so that errors are raised before any product.
-    places: list[Place | None] = [None] * len(wanted)
-    if use.target is not None:
-        places = use.target.resolve([want is Demand.ACCUMULATE for want in wanted])
 
     dbs_and_ds = bias_grads(ctx, dy, offsets, scale, biases)
     dy = overflow_as_nan(dy)
@@ -166,12 +162,12 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
         assert grad is not None
         *of_matrix, segments = others[num_weights + num_biases :]
         x = GroupedQuantized(restored(of_matrix, *ctx.x_kind), segments, transposed=True)
-        dws = weight_grads(ctx, grad, x, offsets, wanted, places)
+        dws = weight_grads(ctx, wanted, places, (x, grad, offsets) if use.transposed else (grad, x, offsets))
     return (dx, None, None, *dws, *dbs_and_ds)
 
 
 def _copies_of_weights(
-    weights: Sequence[Tensor], use: GroupedUse, call: GroupedCall, *, rows: bool, columns: bool, moment: Moment
+    weights: Sequence[Tensor], use: ProductUse, call: GroupedCall, *, rows: bool, columns: bool, moment: Moment
 ) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
     """[N, K] of each expert, and their transposes."""
     recipe = call.recipe

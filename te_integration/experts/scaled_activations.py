@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ...kernels import scaled_glu, scaled_glu_backward
 from ..dense.activations import activation_named
-from ..dense.fused_linear import cast, dtype_of_products
-from ..dense.transforms import in_transform
+from ..dense.fused_linear import cast, dtype_of_products, in_transform
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSwiGLU", "glu_options", "scaled_activation"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.contract.demand import Demand, demand
+from ...ddp.contract.target import Demand, demand
 from ...ddp.torch_internals import NO_BACKWARD, current_backward
 from .captured_order import ReplayError
 from .layer_graphs import LayerGraphs

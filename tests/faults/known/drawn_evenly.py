@@ -133,13 +133,10 @@ FAULTS = [
         tests=["tests/te_integration/recipes/test_compiled.py::test_a_layer_whose_weight_is_stored_transposed"],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
-                "LinearModule.deliver_wgrad",
-                """
-                if self.transposed:
-                    left, right = right, left
-                """,
-                "",
+                "maingrad.te_integration.dense.compilable_linear",
+                "CompilableLinear.deliver_wgrad",
+                "(x, dy) if self.transposed else (dy, x)",
+                "dy, x",
             ),
         ],
     ),
@@ -148,9 +145,7 @@ FAULTS = [
         sentence="A slice of a weight that is saved or freed takes the other slices along.",
         tests=["tests/te_integration/dense/test_split_hooks.py::test_a_slice_has_memory_of_its_own"],
         changes=[
-            Change(
-                "maingrad.te_integration.dense.split_linear", "SplitLinear.split_parameters", "part.clone()", "part"
-            ),
+            Change("maingrad.te_integration.dense.linear", "SplitLinear.split_parameters", "part.clone()", "part"),
         ],
     ),
     Fault(

@@ -87,17 +87,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.contract.target",
-                "WgradTarget._write",
-                """
-                else:
-                    add_to_grad(weight, wgrad_product(dy, x, weight.dtype), record)
-                absorb_late_sum(weight, record, entry)
-                """,
-                """
-                else:
-                    add_to_grad(weight, wgrad_product(dy, x, weight.dtype), record)
-                    absorb_late_sum(weight, record, entry)
-                """,
+                "WgradTarget._compute",
+                "if place is not None:",
+                "if place is not None and not self._fused:",
             ),
         ],
     ),

@@ -32,7 +32,7 @@ FAULTS = [
                 "maingrad.te_integration.dense.fused_linear",
                 "_FusedLinear.backward",
                 "db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None",
-                "db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db and not use.delays else None",
+                "db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db and not use.target.delays else None",
             ),
         ],
     ),

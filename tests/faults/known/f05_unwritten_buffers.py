@@ -38,12 +38,12 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.grouped_target",
-                "GroupedWgradTarget.deliver",
-                "delayed = self._queue is not None",
+                "maingrad.ddp.contract.target",
+                "WgradTarget.deliver",
+                "_live(self._queue, self._owner).put(entry)",
                 """
-                delayed = self._queue is not None
-                if delayed and not self._fused:
+                _live(self._queue, self._owner).put(entry)
+                if not self._fused:
                     return [None if place is None else torch.full_like(place[0], torch.nan) for place in places]
                 """,
             ),

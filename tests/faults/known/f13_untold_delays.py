@@ -66,9 +66,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.contract.target",
-                "WgradTarget.__init__",
+                "_Weight.__init__",
                 """
-                if queue is not None and self._torch_shards is not None:
+                if self._torch_shards is not None:
                     raise self._torch_shards.refuse_delay(owner)
                 """,
                 "",
@@ -123,17 +123,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.experts.fused_grouped_linear",
-                "GroupedUse.serves",
-                """
-                if queue is not None and in_torch_ddp():
-                    return False
-                """,
-                "",
-            ),
-            Change(
                 "maingrad.te_integration.dense.fused_linear",
-                "LinearUse.serves",
+                "ProductUse.serves",
                 "and not (queue is not None and in_torch_ddp())",
                 "",
             ),

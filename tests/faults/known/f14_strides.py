@@ -40,12 +40,12 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.grouped_target",
-                "GroupedWgradTarget._write_products",
-                "main_grads = [None if place is None else place.accumulator for place in places]",
+                "maingrad.ddp.contract.grouped_wgrad",
+                "GroupedWgrad.accumulate",
+                "if self._packed:",
                 """
-                main_grads = [None if place is None else place.accumulator for place in places]
                 main_grads = [None if each is None else each.contiguous() for each in main_grads]
+                if self._packed:
                 """,
             ),
         ],

@@ -51,12 +51,12 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.grouped_target",
-                "GroupedWgradTarget._accumulate",
-                "self._write_products(places, overwrite, dy, x, offsets)",
+                "maingrad.ddp.contract.grouped_wgrad",
+                "GroupedWgrad.accumulate",
+                "if self._packed:",
                 """
-                overwrite = overwrite[:1] * len(overwrite)
-                self._write_products(places, overwrite, dy, x, offsets)
+                overwrite = list(overwrite[:1]) * len(overwrite)
+                if self._packed:
                 """,
             ),
         ],
@@ -70,7 +70,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.linear_module",
-                "LinearModule.fused_product",
+                "LinearModule._delivery",
                 "if not needing or in_transform() or not all(map(is_fusable, needing)):",
                 "if not needing or in_transform() or not is_fusable(needing[0]):",
             ),

@@ -10,7 +10,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.fused_linear",
-                "_FusedLinear.backward",
+                "wanted_and_places",
                 """
                 if use.fused and Demand.ACCUMULATE not in wanted:
                     refuse_split_backward(ctx, returns=Demand.RETURN in wanted)

@@ -11,9 +11,12 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.fused_linear",
-                "_weight_grad",
-                "return use.targets[index].deliver(*place, left, right, backward)",
-                "return use.targets[index].deliver(weight, place[1], left, right, backward)",
+                "weight_grads",
+                "delivered = use.target.deliver(places, operands, backward)",
+                """
+                copies = [place and Place(copy, place[1]) for place, copy in zip(places, ctx.saved_tensors[1:])]
+                delivered = use.target.deliver(copies, operands, backward)
+                """,
             ),
         ],
     ),

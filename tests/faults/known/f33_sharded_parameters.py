@@ -121,7 +121,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.contract.target",
-                "WgradTarget.resolve",
+                "_Weight.resolve",
                 "if has_tensor_hooks(weight):  # registered after the forward: the hook must get the gradient",
                 "if False:  # registered after the forward: the hook must get the gradient",
             ),

@@ -198,7 +198,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.fused_linear",
-                "LinearUse.__init__",
+                "ProductUse.__init__",
                 "weakref.ref(queue)  # weak: modules must not keep a queue alive",
                 "lambda: queue",
             ),

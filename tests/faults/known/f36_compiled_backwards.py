@@ -42,8 +42,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
-                "LinearModule.__setstate__",
+                "maingrad.te_integration.dense.compilable_linear",
+                "CompilableLinear.__setstate__",
                 """
                 if "_wgrad_handle" in state:
                     self.make_handle()  # a copy is a module of its own
@@ -60,7 +60,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
+                "maingrad.te_integration.dense.compilable_linear",
                 "_grad_receiver",
                 """
                 if not is_fusable(param):
@@ -93,8 +93,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
-                "LinearModule.mode",
+                "maingrad.te_integration.dense.compilable_linear",
+                "CompilableLinear.mode",
                 """
                 for weight in weights:
                     if not isinstance(weight, nn.Parameter):  # torch.func.functional_call brought another one
@@ -112,8 +112,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
-                "LinearModule.mode_guards",
+                "maingrad.te_integration.dense.compilable_linear",
+                "CompilableLinear.mode_guards",
                 'return [recipe, in_transform(), can_compile(), *map(_grad_receiver, self.__dict__["_parameters"].values())]',
                 'return [in_transform(), can_compile(), *map(_grad_receiver, self.__dict__["_parameters"].values())]',
             ),
@@ -127,8 +127,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
-                "LinearModule.execution_mode",
+                "maingrad.te_integration.dense.compilable_linear",
+                "CompilableLinear.execution_mode",
                 """
                 if self.recipe_now() == _FORGOTTEN:
                     return "break"

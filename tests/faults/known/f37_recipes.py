@@ -123,8 +123,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
-                "LinearModule.recipe_now",
+                "maingrad.te_integration.dense.compilable_linear",
+                "CompilableLinear.recipe_now",
                 "recipe = recipes.recipe_now()",
                 "recipe = recipes._state.recipe",
             ),

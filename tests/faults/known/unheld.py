@@ -114,37 +114,27 @@ FAULTS = [
     Fault(
         "59a-a-delayed-gradient-keeps-the-graph",
         sentence="A queue keeps the graph of a product's input, and with it the weights of the layers before.",
-        tests=["tests/te_integration/delayed/test_queue_edges.py::test_a_queue_keeps_nothing_of_the_layers_before"],
-        changes=[
-            Change("maingrad.te_integration.dense.fused_linear", "_weight_grad", "x = x.detach()", "pass"),
-        ],
-    ),
-    Fault(
-        "59b-delayed-gradients-of-experts-keep-the-graph",
-        sentence="A queue keeps the graph of the experts' input, and with it the weights of the layers before.",
         tests=[
+            "tests/te_integration/delayed/test_queue_edges.py::test_a_queue_keeps_nothing_of_the_layers_before",
             "tests/te_integration/experts/test_grouped_linear_contract.py::"
-            "test_a_group_that_waits_keeps_nothing_of_the_layers_before"
+            "test_a_group_that_waits_keeps_nothing_of_the_layers_before",
         ],
         changes=[
-            Change(
-                "maingrad.te_integration.experts.fused_grouped_linear",
-                "_gradients",
-                "x.detach() if use.delays else x",
-                "x",
-            ),
+            Change("maingrad.te_integration.dense.fused_linear", "weight_grads", "if use.target.delays:", "if False:"),
         ],
     ),
     Fault(
         "21e-each-recomputed-block-is-a-microbatch",
-        sentence="Experts that two reentrant checkpoints run need two calls of backward_dw().",
+        sentence="A layer, or experts, that two reentrant checkpoints run need two calls of backward_dw().",
         tests=[
             "tests/te_integration/experts/test_grouped_linear_contract.py::"
-            "test_uses_in_two_recomputed_blocks_are_one_microbatch"
+            "test_uses_in_two_recomputed_blocks_are_one_microbatch",
+            f"{RECOMPUTED}[False]",
+            f"{RECOMPUTED}[True]",
         ],
         changes=[
             Change(
-                "maingrad.te_integration.experts.fused_grouped_linear",
+                "maingrad.te_integration.dense.fused_linear",
                 "weight_grads",
                 "ctx.outer_backward if ctx.outer_backward != -1 else current_backward()",
                 "current_backward()",
@@ -294,32 +284,6 @@ FAULTS = [
                 "AmaxRow.__init__",
                 "(len(OPERANDS),), NONE_YET,",
                 "(len(OPERANDS),), 0.0,",
-            ),
-        ],
-    ),
-    Fault(
-        "21f-each-recomputed-block-of-a-layer-is-a-microbatch",
-        sentence="A layer that two reentrant checkpoints run needs two calls of backward_dw().",
-        tests=[f"{RECOMPUTED}[False]"],
-        changes=[
-            Change(
-                "maingrad.te_integration.dense.fused_linear",
-                "_weight_grad",
-                "ctx.outer_backward if ctx.outer_backward != -1 else current_backward()",
-                "current_backward()",
-            ),
-        ],
-    ),
-    Fault(
-        "21g-each-recomputed-block-of-a-quantised-layer-is-a-microbatch",
-        sentence="Under a recipe a layer that two reentrant checkpoints run needs two calls of backward_dw().",
-        tests=[f"{RECOMPUTED}[True]"],
-        changes=[
-            Change(
-                "maingrad.te_integration.dense.quantized_linear",
-                "_weight_grads",
-                "ctx.outer_backward if ctx.outer_backward != -1 else current_backward()",
-                "current_backward()",
             ),
         ],
     ),

@@ -248,7 +248,7 @@ def test_autograd_passes_over_a_fused_weights_gradient_nowhere(
     called: list[tuple[int, ...]] = []
     gemm, grouped = (
         "maingrad.ddp.contract.target.wgrad_accumulate",
-        "maingrad.ddp.contract.grouped_target.grouped_wgrad",
+        "maingrad.ddp.contract.grouped_wgrad.grouped_wgrad",
     )
     monkeypatch.setattr(gemm, lambda dy, x, grad, **_: called.append(grad.shape))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
 from maingrad.kernels.quantized import dequantize, quantize
 from maingrad.launch import simulate
 from maingrad.te_integration import (
@@ -24,7 +25,7 @@ from maingrad.te_integration import (
     autocast,
     delayed_wgrad,
 )
-from maingrad.te_integration.experts.fused_grouped_linear import GroupedUse
+from maingrad.te_integration.dense.fused_linear import ProductUse
 from maingrad.te_integration.experts.quantized_grouped_linear import quantized_grouped_linear
 from maingrad.te_integration.recipes import Operand, Recipe
 
@@ -430,7 +431,7 @@ def test_gpus_without_a_kernel_are_refused(
         with FakeTensorMode():
             weights = torch.empty(2, 64, 64, dtype=torch.bfloat16, device="cuda")
             x, offsets = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda"), torch.empty(3, device="cuda")
-            use = GroupedUse([weights], ["weight"], "GroupedLinear", fused=False)
+            use = ProductUse([weights], ["weight"], GroupedWgrad([weights]), "GroupedLinear", fused=False)
             with pytest.raises(RuntimeError, match=r"GroupedLinear: .* with experts on a GPU needs .*emulate=True"):
                 quantized_grouped_linear(x, weights, None, offsets, use, recipe=recipe)
 
