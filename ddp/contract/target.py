@@ -208,20 +208,19 @@ class WgradTarget:
         """
         if capturing.active is not None:
             return self._leave_to(capturing.active, places, operands)
-        records = [None if place is None else record_of(place.weight) for place in places]
+        delayed = self._queue is not None
         if self._queue is None:
             self._accumulate(places, operands, backward)
         else:
             mine = [place is not None for place in places]
+            records = [record_of(place.weight) for place in places if place is not None]
             known = [record for record in records if record is not None]
             compute, alive = partial(self._compute, mine), partial(self._alive, mine)
             entry = DelayedWgrad(compute, tuple(operands), known, self._owner, backward, alive)
             _live(self._queue, self._owner).put(entry)
         return [
-            None
-            if place is None
-            else hand_over(place.weight, record, delayed=self._queue is not None, fused=self._fused)
-            for place, record in zip(places, records, strict=True)
+            place and hand_over(place.weight, record_of(place.weight), delayed=delayed, fused=self._fused)
+            for place in places
         ]
 
     def gradients(self, wanted: Sequence[bool], dtype: torch.dtype, operands: Operands) -> list[Tensor | None]:
@@ -246,10 +245,11 @@ class WgradTarget:
             self.deliver(places, operands, backward)
 
     def _accumulate(self, places: Places, operands: Operands, backward: int) -> None:
-        overwrite = [
-            place is not None and open_for_write(place.weight, record_of(place.weight), backward) for place in places
-        ]
-        self._product.accumulate([place and place.accumulator for place in places], overwrite, *operands)
+        main_grads, overwrite = [], []
+        for place in places:
+            main_grads.append(place and place.accumulator)
+            overwrite.append(place is not None and open_for_write(place.weight, record_of(place.weight), backward))
+        self._product.accumulate(main_grads, overwrite, *operands)
 
     def _compute(self, mine: Sequence[bool], entry: DelayedWgrad, *operands: Any) -> None:
         """Compute the delayed gradients ``entry``."""

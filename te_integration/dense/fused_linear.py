@@ -249,18 +249,23 @@ def weight_grads(
     operands  what ``ctx.use.product`` takes
     """
     use: ProductUse = ctx.use
-    returned = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
-    results: list[Tensor | None] = [None] * len(wanted)
-    if True in returned:
-        results = use.product.gradients(returned, ctx.weight_dtype, *operands)
-    if use.target is None or all(place is None for place in places):
-        return results
+    results: list[Tensor | None] = []
+    if None in places:
+        returned = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
+        if True in returned:
+            results = use.product.gradients(returned, ctx.weight_dtype, *operands)
+    if use.target is None or not any(places):
+        return results or [None] * len(wanted)
     if use.target.delays:  # the queue must not keep the graph of the input, which keeps the weights
         operands = [each.detach() if isinstance(each, Tensor) else each for each in operands]
     # The nested backward of a reentrant recompute counts as part of the backward around it.
     backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
     delivered = use.target.deliver(places, operands, backward)
-    return [result if place is None else given for result, given, place in zip(results, delivered, places, strict=True)]
+    return (
+        [given if place else own for given, place, own in zip(delivered, places, results, strict=True)]
+        if results
+        else delivered
+    )
 
 
 def refuse_split_backward(ctx: Any, returns: bool) -> None:

@@ -259,7 +259,9 @@ def test_errors_name_the_layer() -> None:
     ):
         layer(batch()).sum().backward()
     named = LayerNormLinear(FEATURES, 4, fuse_wgrad_accumulation=True, name="decoder.3.qkv")
-    with pytest.raises(RuntimeError, match=r"decoder.3.qkv, weight: fuse_wgrad_accumulation=True needs weight.main_grad"):
+    with pytest.raises(
+        RuntimeError, match=r"decoder.3.qkv, weight: fuse_wgrad_accumulation=True needs weight.main_grad"
+    ):
         named(batch()).sum().backward()
     with pytest.raises(RuntimeError, match=r"8"):
         layer(torch.randn(3, 7))
