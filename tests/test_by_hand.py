@@ -215,3 +215,18 @@ def test_the_program_runs_as_the_page_prints_it(programs: list[Program], monkeyp
     assert losses[0] > 5.0, "nothing is known of 256 bytes"
     assert sum(losses[-5:]) / 5 < 3.0
     assert losses[:STEPS] == [round(iteration.loss.item(), 3) for iteration in programs[0].iterations], "as simulated"
+
+
+ROWS = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]+) \|", ARCHITECTURE, re.M)
+
+
+def test_the_library_names_each_step_where_it_happens() -> None:
+    """In the first file of the step's row in docs/architecture.md, a comment has the step's number."""
+    for step, files in ROWS:
+        file = re.search(r"`([\w/]+\.py)`", files)
+        assert file is not None
+        assert re.search(rf"# [Ss]tep {step} of docs/by_hand\.py", (ROOT / file[1]).read_text()), file[1]
+
+
+def test_every_step_has_a_row() -> None:
+    assert [step for step, _ in ROWS] == re.findall(r"# (\d+)\. ", SOURCE)

@@ -113,7 +113,7 @@ class Bucket:
         if record.ready:
             return
         record.ready = True
-        self._num_ready += 1
+        self._num_ready += 1  # step 5 of docs/by_hand.py
         if self._num_ready == len(self.records):
             self.phase = Phase.READY
 

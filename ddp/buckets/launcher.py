@@ -162,6 +162,7 @@ class BucketLauncher:
         self.launch(bucket)
 
     def _launch(self, bucket: Bucket, start: Callable[[Tensor], InFlight]) -> None:
+        # Step 6 of docs/by_hand.py: the reduction starts, and backward goes on.
         bucket.phase = Phase.REDUCING
         if not self._streams:
             with self._watch(bucket):

@@ -187,6 +187,7 @@ class Readiness:
             self.trained.add(current_backward())
         if bucket.idle or self._raw_stream is not None:
             self._note_write(bucket)
+        # Step 5 of docs/by_hand.py: in the last microbatch the bucket counts its parameters.
         if not (self.sync and self._overlap) or not self._is_last(record):
             return
         nested = self._outer_task is not None and current_backward() != self._outer_task

@@ -65,6 +65,7 @@ def allocate_buckets(
     """Allocate the plan's buffers; returns the buckets, in launch order, and the parameters, in the buffers' order."""
     by_name = {owned.name: owned for owned in trainable}
     buckets, wired = [], []
+    # Step 1 of docs/by_hand.py: one flat tensor for each buffer of the plan. A parameter's main_grad is a view of it.
     for buffer_layout in plan.buffers:
         buffer = FlatBuffer(buffer_layout, buffer_layout.grad_dtype, device)
         for layout in buffer_layout.buckets:

@@ -106,6 +106,7 @@ class GradReduction:
 
     def start(self, grads: Tensor) -> InFlight:
         """Reduce ``grads`` [n] in place, asynchronously. Outside ``owned_range`` the result is undefined."""
+        # Step 6 of docs/by_hand.py, where the table above says which collectives.
         return in_stages(self._stages(grads), (grads,))
 
     def inside(self, grads: Tensor, into: Tensor | None = None) -> Generator[Any, None, Tensor]:

@@ -75,6 +75,7 @@ def attach(param: Tensor, record: GradRecord) -> None:
     Call ``check_unattached`` for all of a model's parameters before the first is attached.
     """
     check_unattached(param, record.name)
+    # Step 1 of docs/by_hand.py: what consumers of the contract find on the parameter.
     param.main_grad = record.view  # type: ignore[attr-defined]
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     setattr(param, _RECORD, record)
@@ -148,6 +149,7 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
     ====================  =====  =================================================================================
     """
     grad = param.grad
+    # Step 4 of docs/by_hand.py: with the flag, the gradient is in main_grad already.
     flag = getattr(param, "grad_added_to_main_grad", False)
     if flag:
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]

@@ -209,6 +209,7 @@ class WgradTarget:
         if capturing.active is not None:
             return self._leave_to(capturing.active, places, operands)
         delayed = self._queue is not None
+        # Step 3 of docs/by_hand.py: the product into main_grad, then the flag.
         if self._queue is None:
             self._accumulate(places, operands, backward)
         else:

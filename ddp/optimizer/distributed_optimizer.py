@@ -151,7 +151,7 @@ class DistributedOptimizer(AroundOptimizer):
         reduced, gathers = self.model.is_reduced, self.param_sync.overlaps
         for flats in step_order(self._flats, reduced=reduced, gathers=gathers, at_once=at_once):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
-            self._update(flats, divisor, found_inf)
+            self._update(flats, divisor, found_inf)  # step 8 of docs/by_hand.py
             self._round(flats)
             self.param_sync.record_updated(flats)
         self.model.grad_parts.record_step(found_inf)

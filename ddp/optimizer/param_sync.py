@@ -168,7 +168,7 @@ class ParamSync:
         self._started = [*self._started, *gathers]
         if after is not None and self.stream is not None:
             self.stream.wait_event(after)
-        for gather in gathers:
+        for gather in gathers:  # step 9 of docs/by_hand.py
             gather.start(self.stream, self._model.observer, ordered=after is not None)
 
 

@@ -180,7 +180,7 @@ class BucketIteration(AroundModule):
     def _reduce_all(self, caller: str) -> None:
         check_num_tokens(self._num_tokens, wanted=self.ddp_config.calculate_per_token_loss)
         self._start(caller)
-        self._launcher.wait()
+        self._launcher.wait()  # step 7 of docs/by_hand.py
         self.steps.finish()
         if self._nan_check is not None:
             with self.failures.watch("the search for NaN and Inf"):
@@ -247,7 +247,7 @@ class BucketIteration(AroundModule):
         check_nothing_under_way(self.buckets)
         self.steps.next_iteration()
         self.shown.hide()  # before buckets are emptied: what the program keeps is copied
-        self._empty_buckets()
+        self._empty_buckets()  # step 10 of docs/by_hand.py
         discard_grads(self.wired, self.module if self._ended else None)
         self.readiness.reset()
         self._launched = self._finished = self._settled = self._ended = False

@@ -188,7 +188,8 @@ class _FusedLinear(torch.autograd.Function):
         *weights, bias = weights_and_bias
         x = cast(input, dtype)
         needs_dw = True in ctx.needs_input_grad[3:-1]
-        # Weights whose values backward does not read may change in place before it.
+        # Step 2 of docs/by_hand.py: what the two products of backward need. Weights are left out where no dx is wanted:
+        # they may then change in place before backward.
         ctx.save_for_backward(input if needs_dw else None, *(weights if ctx.needs_input_grad[0] else ()))
         ctx.use = use
         # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
@@ -205,15 +206,16 @@ class _FusedLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         use: ProductUse = ctx.use
         needs_dx, _, _, *needs_dw, needs_db = ctx.needs_input_grad
-        # 1. Who asks for each weight gradient, and where it goes: errors are raised before any product.
+        # Step 3 of docs/by_hand.py, in three. Who asks for each weight gradient, and where it goes: errors are raised
+        # before any product.
         wanted, places = wanted_and_places(ctx, needs_dw)
-        # 2. The gradients of input and bias.
+        # The gradients of input and bias.
         dx = None
         if needs_dx:
             dx = cast(input_grad(dy, weights, transposed=use.transposed), ctx.input_dtype)
         dy_rows = rows_of(dy)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        # 3. The weight gradients: into main_grad, into a queue, or to autograd.
+        # The weight gradients: into main_grad, into a queue, or to autograd.
         if x is None:
             return (dx, None, None, *[None] * len(needs_dw), db)
         x_rows = cast(rows_of(x), dy.dtype)
