@@ -173,6 +173,7 @@ def _grouped_gemm_kernel(
     TRANSPOSED: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     # The weight is [F, C] if TRANSPOSED (forward), else [C, F] (dgrad). What may be absent is None.
@@ -210,7 +211,7 @@ def _grouped_gemm_kernel(
                 acc = _products(x, weight, row, end, column, F, C, CONFIG, TRANSPOSED, QUANTIZED, PRECISION)
                 if QUANTIZED:
                     acc *= tl.load(x_scale + expert) * tl.load(weight_scale + expert)
-            if biases is not None:
+            if BIAS:  # Triton 3.6 does not compare a tuple with None
                 b = tl.load(expert_pointer(biases, expert, False) + f, mask=inside_f, other=0.0)
                 b = b.to(tl.float32)[None, :]
                 if bias_scale is not None:
@@ -253,7 +254,8 @@ def grouped_gemm_triton(
     sides = [config.block_f, config.block_c] if transposed else [config.block_c, config.block_f]
     strides = x.stride(0), experts.base.stride(0), out.stride(0)
     counts = num_experts, rows, features, contracted, *strides, tiles_f
-    forms = transposed, experts.aligned, x_scale is not None and x_scale.dim() == 2, dot_precision()
+    blocks = x_scale is not None and x_scale.dim() == 2
+    forms = transposed, experts.aligned, blocks, biases is not None, dot_precision()
     key = (
         x.get_device(),
         config,

@@ -37,14 +37,15 @@ def sum_of_blocks(
 
     Scales are those of 1 x 128 of x, [blocks, T], and of 128 x 128 of W_e, [E, blocks, blocks].
     """
+    BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_F: tl.constexpr = CONFIG.block_f
     tl.static_assert(CONFIG.block_c == 128 and 128 % BLOCK_F == 0)
-    m = row + tl.arange(0, CONFIG.block_m)
+    m = row + tl.arange(0, BLOCK_M)
     inside_m = m < end
     blocks_c = tl.cdiv(C, 128)
     blocks_f = tl.cdiv(F, 128)
     scales = weight_scale + (expert * blocks_f + column // 128) * blocks_c
-    acc = tl.zeros((CONFIG.block_m, BLOCK_F), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
     for block in tl.range(0, blocks_c):
         x = x_desc.load([row, block * 128])
         w = weight_desc.load([expert, column, block * 128]).reshape(BLOCK_F, 128)
@@ -75,11 +76,13 @@ def sum_of_quantized(
     The sum is over the tokens of whole blocks, start to end, and of the rest.
     BLOCKS: each 128 tokens of a feature have a scale; those of the rest have the number ``rest // 128 + expert``.
     """
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_K: tl.constexpr = CONFIG.block_k
     _, _, dy_desc, dy_rest, dy_last, dy_scale = dy
     _, _, x_desc, x_rest, x_last, x_scale = x
-    n = row + tl.arange(0, CONFIG.block_n)
-    k = column + tl.arange(0, CONFIG.block_k)
-    acc = tl.zeros((CONFIG.block_n, CONFIG.block_k), tl.float32)
+    n = row + tl.arange(0, BLOCK_N)
+    k = column + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     if BLOCKS:
         for block in tl.range(start // 128, end // 128):
             product = tl.dot(dy_desc.load([row, block * 128]), x_desc.load([column, block * 128]).T)
@@ -89,13 +92,13 @@ def sum_of_quantized(
             acc = tl.dot(dy_desc.load([row, t]), x_desc.load([column, t]).T, acc, max_num_imprecise_acc=128)
     if rest < rest_end:
         # Fewer than 128 tokens, with zeros up to a multiple of 16.
-        product = tl.zeros((CONFIG.block_n, CONFIG.block_k), tl.float32)
+        product = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         whole = rest + (rest_end - rest) // 32 * 32
         for t in tl.range(rest, whole, 32):
             product = tl.dot(dy_rest.load([row, t]), x_rest.load([column, t]).T, product)
         if whole < rest_end:
-            of_dy = dy_last.load([whole // 16, row, 0]).reshape(CONFIG.block_n, 32)
-            of_x = x_last.load([whole // 16, column, 0]).reshape(CONFIG.block_k, 32)
+            of_dy = dy_last.load([whole // 16, row, 0]).reshape(BLOCK_N, 32)
+            of_x = x_last.load([whole // 16, column, 0]).reshape(BLOCK_K, 32)
             product = tl.dot(of_dy, of_x.T, product)
         if BLOCKS:
             product = _scaled(product, dy_scale, x_scale, rest // 128 + expert, n, k, N, K)

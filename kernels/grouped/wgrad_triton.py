@@ -94,11 +94,13 @@ def _products(
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """``dy^T x`` over rows start to end: the tile [BLOCK_N, BLOCK_K] from (row, column) on, fp32."""
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_T: tl.constexpr = CONFIG.block_t
     dy_desc, x_desc = dy[2], x[2]
-    n = row + tl.arange(0, CONFIG.block_n)
-    k = column + tl.arange(0, CONFIG.block_k)
-    acc = tl.zeros((CONFIG.block_n, CONFIG.block_k), tl.float32)
+    n = row + tl.arange(0, BLOCK_N)
+    k = column + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     if dy_desc is not None:
         whole = start + (end - start) // BLOCK_T * BLOCK_T
         for token in tl.range(start, whole, BLOCK_T):

@@ -32,7 +32,7 @@ _GEMM = {
     "offsets_ptr": "*i64/16", "E": "i32", "T": "i32", "F": "i32/16", "C": "i32/16", "stride_x": "i32/16",
     "stride_weight": "i32/16", "stride_out": "i32/16", "tiles_f": "i32",
     "CONFIG": "=GemmConfig(64, 64, 64, 4, 3, tma=True)", "BLOCK_E": 16, "TRANSPOSED": True, "ALIGNED": True,
-    "BLOCKS": False, "PRECISION": "=tf32",
+    "BLOCKS": False, "BIAS": True, "PRECISION": "=tf32",
 }  # fmt: skip
 _SCALED_GEMM = {
     **_GEMM, "x_ptr": "*fp8e4nv/16", "x_desc": "tensordesc<fp8e4nv[128,128]>", "x_scale": "*fp32/16",
@@ -87,7 +87,7 @@ KERNELS = {
         "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
     },
     "grouped.gemm_triton._grouped_gemm_kernel#bf16": _GEMM,
-    "grouped.gemm_triton._grouped_gemm_kernel#experts": {**_SCALED_GEMM, "biases": None, "bias_scale": None},
+    "grouped.gemm_triton._grouped_gemm_kernel#experts": {**_SCALED_GEMM, "biases": None, "BIAS": False},
     "grouped.gemm_triton._grouped_gemm_kernel#blocks": {
         **_SCALED_GEMM, "x_desc": "tensordesc<fp8e4nv[64,128]>", "BLOCKS": True,
         "CONFIG": "=GemmConfig(64, 128, 128, 4, 3, tma=True)",
