@@ -21,24 +21,34 @@ class Experts(NamedTuple):
     """The tensor of expert e starts at ``base + (first + step * e) * stride`` elements, or at ``table[e]``.
 
     base        [rows, columns] or [columns]: the tensor at the lowest address; all have its dtype and row stride
+    table       [experts] int64 byte addresses on the device, 0 for an expert without tensor. None: evenly spaced
     stride      elements between adjacent experts in memory
     first, step  0 and 1, or number of experts - 1 and -1
-    table       [experts] int64 byte addresses on the device, 0 for an expert without tensor. None: evenly spaced
     aligned     every address and row is a multiple of 16 bytes
     """
 
     base: Tensor
+    table: Tensor | None
     stride: int
     first: int
     step: int
-    table: Tensor | None
     aligned: bool
+
+    @property
+    def argument(self) -> tuple[Tensor, Tensor | None, int, int, int]:
+        """What ``expert_pointer`` takes: one argument of a kernel."""
+        return self[:5]
+
+    @property
+    def form(self) -> tuple[bool, int, int, int, bool]:
+        """For a key of ``Launches``."""
+        return self.table is None, *self[2:]
 
 
 def locate_experts(tensors: Tensor | Sequence[Tensor | None]) -> Experts:
     """Locate tensors of equal shape, dtype and row stride; at least one is not None."""
     if isinstance(tensors, Tensor):
-        spaced = Experts(tensors[0], tensors.stride(0), 0, 1, None, aligned=False)
+        spaced = Experts(tensors[0], None, tensors.stride(0), 0, 1, aligned=False)
     else:
         spaced = _locate_discrete(tensors)
     return spaced._replace(aligned=_is_aligned(spaced, tensors))
@@ -55,8 +65,8 @@ def _locate_discrete(tensors: Sequence[Tensor | None]) -> Experts:
             backwards = distance < 0
             base = present[-1] if backwards else base
             last = len(addresses) - 1
-            return Experts(base, abs(distance) // size, last * backwards, -1 if backwards else 1, None, aligned=False)
-    return Experts(base, 0, 0, 1, device_table(tuple(addresses), base.device), aligned=False)
+            return Experts(base, None, abs(distance) // size, last * backwards, -1 if backwards else 1, aligned=False)
+    return Experts(base, device_table(tuple(addresses), base.device), 0, 0, 1, aligned=False)
 
 
 def _is_aligned(spaced: Experts, tensors: Tensor | Sequence[Tensor | None]) -> bool:

@@ -24,15 +24,8 @@ __all__ = [
     "prefetch_to_l2",
     "takes_tma",
     "tile_of",
-    "triton_dtype",
+    "tiles_of_experts",
 ]
-
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The Triton dtype for a torch dtype."""
-    return _TRITON_DTYPES[dtype]
 
 
 def is_interpreted() -> bool:
@@ -104,13 +97,13 @@ _MOST_FORMS = 4096
 
 
 def takes_tma(tensor: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address ``tensor`` [..., columns]: sm90, 16-byte rows, half precision.
+    """Whether the tensor memory accelerator can address ``tensor`` [..., columns]: sm90, 16-byte rows, 16 or 8 bits.
 
     The interpreter supports descriptors on every device.
     """
     size = tensor.element_size()
     if (
-        size != 2
+        size > 2
         or not tensor.numel()
         or tensor.data_ptr() % 16
         or any(stride * size % 16 for stride in tensor.stride()[:-1])
@@ -149,25 +142,41 @@ def tile_of(index: tl.tensor, tiles_rows: tl.tensor, tiles_columns: tl.tensor, G
 
 
 @triton.jit
-def expert_pointer(
-    base_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    expert: tl.tensor,
-    first: tl.tensor,
-    step: tl.tensor,
-    stride: tl.tensor,
-    DTYPE: tl.constexpr,
-    SCATTERED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> tl.tensor:
-    """Address of the expert's tensor: see ``Experts``."""
-    if SCATTERED:
-        pointer = tl.load(table_ptr + expert).to(tl.pointer_type(DTYPE))
+def expert_pointer(experts: tl.tuple, expert: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
+    """Address of the expert's tensor. experts: ``Experts.argument``."""
+    base, table, stride, first, step = experts
+    if table is not None:
+        pointer = tl.load(table + expert).to(base.dtype)
         if ALIGNED:
             pointer = tl.multiple_of(pointer, 16)
     else:
-        pointer = base_ptr + (first + step * expert).to(tl.int64) * stride
+        pointer = base + (first + step * expert).to(tl.int64) * stride
     return pointer
+
+
+@triton.jit
+def tiles_of_experts(
+    program: tl.tensor,
+    offsets: tl.tensor,
+    E: tl.tensor,
+    T: tl.tensor,
+    across: tl.tensor,
+    BLOCK_E: tl.constexpr,
+    HEIGHT: tl.constexpr,
+) -> tl.tensor:
+    """The expert of a program: each expert's rows are cut into tiles of HEIGHT rows, and ``across`` tiles lie abreast.
+
+    Also [BLOCK_E] of the experts: numbers, first rows, ends of rows, tiles along the rows, and those up to the expert's
+    end. Expert E stands for the rows behind the last expert. A program without a tile gets an expert above E.
+    """
+    groups = tl.arange(0, BLOCK_E)
+    starts = tl.load(offsets + groups, mask=groups <= E, other=0).to(tl.int32)
+    ends = tl.load(offsets + groups + 1, mask=groups < E, other=0).to(tl.int32)
+    ends = tl.where(groups == E, T, ends)
+    tiles = tl.where(groups <= E, (ends - starts + HEIGHT - 1) // HEIGHT, 0)
+    tiles_until = tl.cumsum(tiles, 0)
+    expert = tl.sum((tiles_until * across <= program).to(tl.int32), 0)
+    return expert, groups, starts, ends, tiles, tiles_until
 
 
 @triton.jit

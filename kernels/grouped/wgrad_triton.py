@@ -1,4 +1,4 @@
-"""Triton kernel of the grouped weight gradient: ``G_e = beta_e G_e + dy_e^T x_e``.
+"""Triton kernel of the grouped weight gradient: ``G_e = beta_e G_e + dy_e^T x_e``, in half precision, fp32 or 8 bits.
 
 Legend: E experts, T rows, N output features, K input features.
 
@@ -11,6 +11,8 @@ or three programs share a multiprocessor (small tiles, few registers): products 
 of another. The tile of G is prefetched into L2 before the products. Stores of G bypass the caches (``.cs``), which
 leaves L2 to the operands. On an H200 with 64 experts of 512 rows, N = K = 2048: 0.87 ms, and 0.94 ms with plain stores
 and two programs.
+
+Quantised operands are transposed copies: see ``quantized_triton.py``.
 """
 
 from collections.abc import Sequence
@@ -34,32 +36,37 @@ from ..triton_support import (
     prefetch_to_l2,
     takes_tma,
     tile_of,
-    triton_dtype,
 )
 from ..wgrad_config import WgradConfig
+from .quantized_triton import sum_of_quantized
 
-__all__ = ["beta_of", "grouped_wgrad_triton", "update_in_parts"]
+__all__ = ["grouped_wgrad_triton"]
 
 
 @triton.jit
 def _update(
     part: tl.tensor,
-    grad: tl.tensor,
-    grad_desc: tl.tensor,
-    place: tl.tensor,
+    target: tl.tuple,
     row: tl.tensor,
     column: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
-    stride: tl.tensor,
-    reads: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BETA: tl.constexpr,
-    REDUCE: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
-    """Add ``part`` [ROWS, COLUMNS] fp32, a block of columns of the tile, to G at (row, column), or store it there."""
-    if REDUCE:
+    """Add ``part`` [rows, columns] fp32 to G at (row, column), or store it there, in PARTS blocks of columns.
+
+    target  G's address; a descriptor to add by, or None; the expert's place in it; row stride; whether G is read
+    """
+    ROWS: tl.constexpr = part.shape[0]
+    COLUMNS: tl.constexpr = part.shape[1]
+    grad, grad_desc, place, stride, reads = target
+    if PARTS > 1:
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = part.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
+        _update(left, target, row, column, N, K, BETA, PARTS // 2)
+        _update(right, target, row, column + HALF, N, K, BETA, PARTS // 2)
+    elif grad_desc is not None:
         grad_desc.atomic_add([place, row, column], part.reshape(1, ROWS, COLUMNS))
     else:
         n = row + tl.arange(0, ROWS)
@@ -74,169 +81,125 @@ def _update(
 
 
 @triton.jit
-def update_in_parts(
-    acc: tl.tensor,
-    grad: tl.tensor,
-    grad_desc: tl.tensor,
-    place: tl.tensor,
+def _products(
+    dy: tl.tuple,
+    x: tl.tuple,
+    start: tl.tensor,
+    end: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
-    stride: tl.tensor,
-    reads: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BETA: tl.constexpr,
-    PARTS: tl.constexpr,
-    REDUCE: tl.constexpr,
-) -> None:
-    """Write the tile [ROWS, COLUMNS] to G at (row, column), in PARTS blocks of columns."""
-    # fmt: off
-    if PARTS == 1:
-        _update(acc, grad, grad_desc, place, row, column, N, K, stride, reads, ROWS, COLUMNS, BETA, REDUCE)
+    CONFIG: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """``dy^T x`` over rows start to end: the tile [BLOCK_N, BLOCK_K] from (row, column) on, fp32."""
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    BLOCK_T: tl.constexpr = CONFIG.block_t
+    dy_desc, x_desc = dy[2], x[2]
+    n = row + tl.arange(0, BLOCK_N)
+    k = column + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    if dy_desc is not None:
+        whole = start + (end - start) // BLOCK_T * BLOCK_T
+        for token in tl.range(start, whole, BLOCK_T):
+            of_dy = dy_desc.load([token, row])  # [BLOCK_T, BLOCK_N]
+            of_x = x_desc.load([token, column])  # [BLOCK_T, BLOCK_K]
+            acc = tl.dot(of_dy.T, of_x, acc, input_precision=PRECISION)
+        if whole < end:
+            # Later rows are the next expert's, or padding with any values: both operands read 0 instead.
+            acc = _add_masked(acc, dy, x, whole, end, n, k, N, K, BLOCK_T, PRECISION)
     else:
-        H: tl.constexpr = COLUMNS // 2
-        left, right = acc.reshape(ROWS, 2, H).permute(0, 2, 1).split()
-        if PARTS == 2:
-            _update(left, grad, grad_desc, place, row, column, N, K, stride, reads, ROWS, H, BETA, REDUCE)
-            _update(right, grad, grad_desc, place, row, column + H, N, K, stride, reads, ROWS, H, BETA, REDUCE)
-        else:
-            Q: tl.constexpr = COLUMNS // 4
-            a, b = left.reshape(ROWS, 2, Q).permute(0, 2, 1).split()
-            c, d = right.reshape(ROWS, 2, Q).permute(0, 2, 1).split()
-            _update(a, grad, grad_desc, place, row, column, N, K, stride, reads, ROWS, Q, BETA, REDUCE)
-            _update(b, grad, grad_desc, place, row, column + Q, N, K, stride, reads, ROWS, Q, BETA, REDUCE)
-            _update(c, grad, grad_desc, place, row, column + 2 * Q, N, K, stride, reads, ROWS, Q, BETA, REDUCE)
-            _update(d, grad, grad_desc, place, row, column + 3 * Q, N, K, stride, reads, ROWS, Q, BETA, REDUCE)
-    # fmt: on
+        for token in tl.range(start, end, BLOCK_T):
+            acc = _add_masked(acc, dy, x, token, end, n, k, N, K, BLOCK_T, PRECISION)
+    return acc
 
 
 @triton.jit
-def _products(
-    dy_ptr: tl.tensor,
-    dy_desc: tl.tensor,
-    stride_dy: tl.tensor,
-    x_ptr: tl.tensor,
-    x_desc: tl.tensor,
-    stride_x: tl.tensor,
-    start: tl.tensor,
+def _add_masked(
+    acc: tl.tensor,
+    dy: tl.tuple,
+    x: tl.tuple,
+    token: tl.tensor,
     end: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
-    tile_n: tl.tensor,
-    tile_k: tl.tensor,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """``dy^T x`` over rows start to end: [BLOCK_N, BLOCK_K] fp32."""
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    """Add the product of the rows from ``token`` on."""
+    dy_ptr, stride_dy, _, _, _, _ = dy
+    x_ptr, stride_x, _, _, _, _ = x
     t = tl.arange(0, BLOCK_T)
-    if TMA:
-        whole = start + (end - start) // BLOCK_T * BLOCK_T
-        for row in tl.range(start, whole, BLOCK_T):
-            dy = dy_desc.load([row, tile_n * BLOCK_N])  # [BLOCK_T, BLOCK_N]
-            x = x_desc.load([row, tile_k * BLOCK_K])  # [BLOCK_T, BLOCK_K]
-            acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
-        if whole < end:
-            # Later rows are the next expert's, or padding with any values: both operands read 0 instead.
-            rows = (whole + t).to(tl.int64)[:, None]
-            inside = (whole + t < end)[:, None]
-            dy = tl.load(dy_ptr + rows * stride_dy + n[None, :], mask=inside & (n < N)[None, :], other=0.0)
-            x = tl.load(x_ptr + rows * stride_x + k[None, :], mask=inside & (k < K)[None, :], other=0.0)
-            acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
-    else:
-        for row in tl.range(start, end, BLOCK_T):
-            rows = (row + t).to(tl.int64)[:, None]
-            inside = (row + t < end)[:, None]
-            dy = tl.load(dy_ptr + rows * stride_dy + n[None, :], mask=inside & (n < N)[None, :], other=0.0)
-            x = tl.load(x_ptr + rows * stride_x + k[None, :], mask=inside & (k < K)[None, :], other=0.0)
-            acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
-    return acc
+    rows = (token + t).to(tl.int64)[:, None]
+    inside = (token + t < end)[:, None]
+    of_dy = tl.load(dy_ptr + rows * stride_dy + n[None, :], mask=inside & (n < N)[None, :], other=0.0)
+    of_x = tl.load(x_ptr + rows * stride_x + k[None, :], mask=inside & (k < K)[None, :], other=0.0)
+    return tl.dot(of_dy.T, of_x, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _one_tile(
-    program: tl.tensor,
-    dy_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    dy_desc: tl.tensor,
-    x_desc: tl.tensor,
-    grad_ptr: tl.tensor,
+    tile: tl.tensor,
+    dy: tl.tuple,
+    x: tl.tuple,
+    grads: tl.tuple,
     grad_desc: tl.tensor,
-    table_ptr: tl.tensor,
-    beta_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    T: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    stride_dy: tl.tensor,
-    stride_x: tl.tensor,
-    stride_expert: tl.tensor,
-    stride_grad: tl.tensor,
-    first: tl.tensor,
-    step: tl.tensor,
-    tiles_n: tl.tensor,
-    tiles_k: tl.tensor,
-    DTYPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    TMA: tl.constexpr,
-    REDUCE: tl.constexpr,
+    betas: tl.tensor,
+    offsets: tl.tensor,
+    sizes: tl.tuple,
+    CONFIG: tl.constexpr,
     BETA: tl.constexpr,
-    SCATTERED: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREFETCH: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    # BETA: 0 overwrites, 1 accumulates, 2 reads a value per expert from beta_ptr [E]: 0, 1, or -1 for frozen.
+    """dy, x: pointer, row stride, descriptors and scales, as ``_grouped_wgrad_kernel`` packs them."""
+    E, T, N, K, stride_grad, tiles_n, tiles_k = sizes
     tiles = tiles_n * tiles_k
-    expert = program // tiles
-    tile_n, tile_k = tile_of(program % tiles, tiles_n, tiles_k, GROUP)
+    expert = tile // tiles
+    tile_n, tile_k = tile_of(tile % tiles, tiles_n, tiles_k, CONFIG.group)
     start = 0
     end = T
-    if offsets_ptr is not None:
-        start = tl.load(offsets_ptr + expert).to(tl.int32)
-        end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
-    live = (BETA == 0) | (start < end)
+    if offsets is not None:
+        start = tl.load(offsets + expert).to(tl.int32)
+        end = tl.load(offsets + expert + 1).to(tl.int32)
+    has_rows = start < end
+    if QUANTIZED:
+        rest = tl.load(offsets + E + expert).to(tl.int32)
+        rest_end = tl.load(offsets + E + expert + 1).to(tl.int32)
+        has_rows = has_rows | (rest < rest_end)
+    live = (BETA == 0) | has_rows
     reads = BETA == 1
     if BETA == 2:
-        beta = tl.load(beta_ptr + expert)
+        beta = tl.load(betas + expert)
         reads = beta == 1
-        live = (beta == 0) | (reads & (start < end))
+        live = (beta == 0) | (reads & has_rows)
     if live:
-        grad = expert_pointer(grad_ptr, table_ptr, expert, first, step, stride_expert, DTYPE, SCATTERED, ALIGNED)
-        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        grad = expert_pointer(grads, expert, ALIGNED)
+        row = tile_n * CONFIG.block_n
+        column = tile_k * CONFIG.block_k
         if PREFETCH:
             # One address per cache line of 128 bytes; one per row in a narrow tile.
-            bits: tl.constexpr = BLOCK_K * DTYPE.primitive_bitwidth
+            bits: tl.constexpr = CONFIG.block_k * grad.dtype.element_ty.primitive_bitwidth
             lines: tl.constexpr = bits // 1024 if bits > 1024 else 1
-            line = tile_k * BLOCK_K + tl.arange(0, lines) * (BLOCK_K // lines)
+            n = row + tl.arange(0, CONFIG.block_n)
+            line = column + tl.arange(0, lines) * (CONFIG.block_k // lines)
             # Clamp addresses to the matrix: a prefetch outside does not fault, but costs bandwidth.
             at = tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride_grad + tl.minimum(line, K - 1)[None, :]
             prefetch_to_l2(grad + at)
-        # fmt: off
-        acc = _products(
-            dy_ptr, dy_desc, stride_dy, x_ptr, x_desc, stride_x, start, end, n, k, N, K, tile_n, tile_k,
-            BLOCK_N, BLOCK_K, BLOCK_T, TMA, PRECISION
-        )
-        # fmt: on
-        # With REDUCE, the place is an index in the descriptor; else ``grad`` is the address.
-        place = first + step * expert if REDUCE else 0
-        row = tile_n * BLOCK_N
-        column = tile_k * BLOCK_K
-        update_in_parts(
-            acc, grad, grad_desc, place, row, column, N, K, stride_grad, reads, BLOCK_N, BLOCK_K, BETA, PARTS, REDUCE
-        )
+        if QUANTIZED:
+            acc = sum_of_quantized(dy, x, expert, start, end, rest, rest_end, row, column, N, K, CONFIG, BLOCKS)
+        else:
+            acc = _products(dy, x, start, end, row, column, N, K, CONFIG, PRECISION)
+        _, _, _, first, step = grads
+        target = grad, grad_desc, first + step * expert, stride_grad, reads
+        _update(acc, target, row, column, N, K, BETA, CONFIG.parts)
 
 
 @triton.jit
@@ -245,53 +208,49 @@ def _grouped_wgrad_kernel(
     x_ptr: tl.tensor,
     dy_desc: tl.tensor,
     x_desc: tl.tensor,
-    grad_ptr: tl.tensor,
+    dy_rest: tl.tensor,
+    x_rest: tl.tensor,
+    dy_last: tl.tensor,
+    x_last: tl.tensor,
+    dy_scale: tl.tensor,
+    x_scale: tl.tensor,
+    grads: tl.tuple,
     grad_desc: tl.tensor,
-    table_ptr: tl.tensor,
-    beta_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
+    betas: tl.tensor,
+    offsets: tl.tensor,
+    E: tl.tensor,
     T: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
     stride_dy: tl.tensor,
     stride_x: tl.tensor,
-    stride_expert: tl.tensor,
     stride_grad: tl.tensor,
-    first: tl.tensor,
-    step: tl.tensor,
     tiles_n: tl.tensor,
     tiles_k: tl.tensor,
-    DTYPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    TMA: tl.constexpr,
-    REDUCE: tl.constexpr,
+    CONFIG: tl.constexpr,
     BETA: tl.constexpr,
-    SCATTERED: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREFETCH: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    E: tl.tensor,
 ) -> None:
+    # BETA: 0 overwrites, 1 accumulates, 2 reads a value per expert from betas [E]: 0, 1, or -1 for frozen.
+    # What may be absent is None. BLOCKS: scales, if given, are those of blocks, else of experts.
+    QUANTIZED: tl.constexpr = dy_scale is not None
+    dy = dy_ptr, stride_dy, dy_desc, dy_rest, dy_last, dy_scale
+    x = x_ptr, stride_x, x_desc, x_rest, x_last, x_scale
+    sizes = E, T, N, K, stride_grad, tiles_n, tiles_k
     # fmt: off
-    if PERSISTENT:
+    if CONFIG.persistent > 0:
         for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, tl.num_programs(0), flatten=True):
             _one_tile(
-                tile,
-                dy_ptr, x_ptr, dy_desc, x_desc, grad_ptr, grad_desc, table_ptr, beta_ptr, offsets_ptr, T, N, K,
-                stride_dy, stride_x, stride_expert, stride_grad, first, step, tiles_n, tiles_k, DTYPE, BLOCK_N,
-                BLOCK_K, BLOCK_T, GROUP, PARTS, TMA, REDUCE, BETA, SCATTERED, ALIGNED, PREFETCH, PRECISION
+                tile, dy, x, grads, grad_desc, betas, offsets, sizes,
+                CONFIG, BETA, ALIGNED, PREFETCH, QUANTIZED, BLOCKS, PRECISION,
             )
     else:
         _one_tile(
-            tl.program_id(0),
-            dy_ptr, x_ptr, dy_desc, x_desc, grad_ptr, grad_desc, table_ptr, beta_ptr, offsets_ptr, T, N, K,
-            stride_dy, stride_x, stride_expert, stride_grad, first, step, tiles_n, tiles_k, DTYPE, BLOCK_N,
-            BLOCK_K, BLOCK_T, GROUP, PARTS, TMA, REDUCE, BETA, SCATTERED, ALIGNED, PREFETCH, PRECISION
+            tl.program_id(0), dy, x, grads, grad_desc, betas, offsets, sizes,
+            CONFIG, BETA, ALIGNED, PREFETCH, QUANTIZED, BLOCKS, PRECISION,
         )
     # fmt: on
 
@@ -303,85 +262,83 @@ def grouped_wgrad_triton(
     offsets: Tensor | None,
     overwrite: bool | Sequence[bool],
     config: WgradConfig,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """See ``grouped_wgrad_accumulate``, which checks the arguments. dy [T, N] and x [T, K] have adjacent columns.
 
     All accumulators that are not None have one dtype and one row stride. ``offsets`` None: one expert has all rows.
+
+    scales  of dy and x where these are transposed copies of ``kernels.quantized``: of experts, or of blocks
     """
     num_experts = len(main_grads)
     (rows, n), k = dy.shape, x.shape[1]
+    if scales is not None:
+        (n, rows), k = dy.shape, x.shape[0]
     experts = locate_experts(main_grads)
-    beta, betas = beta_of(main_grads, overwrite, dy.device)
+    beta, betas = _beta_of(main_grads, overwrite, dy.device)
     tma = config.tma and rows > 0 and takes_tma(dy) and takes_tma(x)
     evenly = experts.table is None and experts.aligned
     reduce = tma and config.reduce and beta == 1 and evenly and experts.base.dtype is torch.float32
-    grad_desc = (
-        experts_descriptor(experts, num_experts, [1, config.block_n, config.block_k // config.parts])
-        if reduce
-        else None
-    )
+    box = [1, config.block_n, config.block_k // config.parts]
     tiles_n, tiles_k = -(-n // config.block_n), -(-k // config.block_k)
     programs = num_experts * tiles_n * tiles_k
     if config.persistent:
         programs = min(programs, config.persistent * num_multiprocessors(dy.device))
     nvidia = torch.version.hip is None and not is_interpreted()
     registers = {"maxnreg": config.max_registers} if nvidia and config.max_registers is not None else {}
-    counts = (
-        rows,
-        n,
-        k,
-        dy.stride(0),
-        x.stride(0),
-        experts.stride,
-        experts.base.stride(0),
-        experts.first,
-        experts.step,
-        tiles_n,
-        tiles_k,
-    )
+    strides = dy.stride(0), x.stride(0), experts.base.stride(0)
+    counts = num_experts, rows, n, k, *strides, tiles_n, tiles_k
     prefetches = nvidia and beta != 0 and not reduce
-    forms = tma, reduce, beta, experts.table is not None, experts.aligned, prefetches, dot_precision()
-    key = dy.get_device(), num_experts, config, counts, forms, kinds_of(dy, x, experts.base, offsets)
+    forms = beta, experts.aligned, prefetches, scales is not None and scales[0].dim() == 2, dot_precision()
+    key = dy.get_device(), config, counts, forms, experts.form, tma, reduce, kinds_of(dy, x, experts.base, offsets)
     with device_of(dy):
         _launch(
             key,
             (programs, 1, 1),
             dy,
             x,
-            TensorDescriptor.from_tensor(dy, [config.block_t, config.block_n]) if tma else None,
-            TensorDescriptor.from_tensor(x, [config.block_t, config.block_k]) if tma else None,
-            experts.base,
-            grad_desc,
-            experts.table,
+            *_descriptors(dy, x, config, tma=tma, quantized=scales is not None),
+            *(scales or (None, None)),
+            experts.argument,
+            experts_descriptor(experts, num_experts, box) if reduce else None,
             betas,
             offsets,
             *counts,
-            triton_dtype(experts.base.dtype),
-            config.block_n,
-            config.block_k,
-            config.block_t,
-            config.group,
-            config.parts,
+            config,
             *forms,
-            config.persistent > 0,
-            num_experts,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **registers,
         )
 
 
-def beta_of(
+def _descriptors(
+    dy: Tensor, x: Tensor, config: WgradConfig, *, tma: bool, quantized: bool
+) -> tuple[TensorDescriptor | None, ...]:
+    """Descriptors of dy and x in turn: of all; and of quantised ones' rest, and of their last 16 tokens."""
+    if not tma:
+        return (None,) * 6
+    sides = (dy, config.block_n), (x, config.block_k)
+    if not quantized:
+        whole = [TensorDescriptor.from_tensor(operand, [config.block_t, side]) for operand, side in sides]
+        return *whole, None, None, None, None
+    found = [TensorDescriptor.from_tensor(copy, [side, width]) for width in (128, 32) for copy, side in sides]
+    for copy, side in sides:
+        # Number, row, column: the matrix of 16 columns with each number, in boxes of 32 columns. The last 16 are zeros.
+        shape = [copy.shape[1] // 16, copy.shape[0], 16]
+        found.append(TensorDescriptor(copy, shape, [16, copy.stride(0), 1], [1, side, 32]))
+    return tuple(found)
+
+
+def _beta_of(
     main_grads: Tensor | Sequence[Tensor | None], overwrite: bool | Sequence[bool], device: torch.device
 ) -> tuple[int, Tensor | None]:
     """BETA of the kernel; if experts differ, also the table of their values: 0, 1, or -1 for a frozen expert."""
-    frozen = not isinstance(main_grads, Tensor) and any(grad is None for grad in main_grads)
-    if not frozen:
-        if isinstance(overwrite, bool):
-            return int(not overwrite), None
-        if len(set(overwrite)) == 1:
-            return int(not overwrite[0]), None
     bits = [overwrite] * len(main_grads) if isinstance(overwrite, bool) else overwrite
+    frozen = not isinstance(main_grads, Tensor) and any(grad is None for grad in main_grads)
+    if not frozen and len(set(bits)) == 1:
+        return int(not bits[0]), None
     betas = [-1 if grad is None else int(not once) for grad, once in zip(main_grads, bits, strict=True)]
     return 2, device_table(tuple(betas), device)
 

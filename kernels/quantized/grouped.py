@@ -26,8 +26,7 @@ __all__ = [
     "GroupedQuantized",
     "QuantizedExperts",
     "dequantize_grouped",
-    "empty_columns",
-    "empty_rows",
+    "most_columns",
     "quantize_grouped",
     "rows_of_experts",
 ]
@@ -124,40 +123,11 @@ def rows_of_experts(q: GroupedQuantized, dtype: torch.dtype = torch.float32) -> 
     return in_order, torch.nn.functional.pad(sizes.cumsum(0, dtype=q.offsets.dtype), (1, 0))
 
 
-def _most_columns(rows: int, num_experts: int, spec: QuantSpec) -> int:
+def most_columns(rows: int, num_experts: int, spec: QuantSpec) -> int:
     """The columns of a transposed copy of ``rows`` rows at most, whatever the split sizes are."""
     width = _width(spec)
     columns = (rows + (width - 1) * min(num_experts, rows)) // width * width
     return -(-columns // _LINE) * _LINE  # so that each row begins at a cache line
-
-
-def _most_blocks(columns: int, num_experts: int, spec: QuantSpec) -> int:
-    """The scales of each row of a transposed copy at most, where the spec has blocks."""
-    assert spec.block is not None
-    return -(-columns // spec.block[1]) + num_experts
-
-
-def empty_rows(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
-    """Memory for a copy of x [T, C] as it is."""
-    height, width = x.shape
-    data = x.new_empty(height, -(-width // 16) * 16, dtype=spec.element.dtype)
-    if spec.block is None:
-        scale = x.new_empty(num_experts, dtype=torch.float32)
-    else:  # those of a block column lie together: a tile of a product reads them for its rows
-        scale = x.new_empty(-(-width // spec.block[1]), height, dtype=torch.float32).t()
-    return Quantized(data, scale, None, spec, width)
-
-
-def empty_columns(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
-    """Memory for a transposed copy of x [T, C]."""
-    height, width = x.shape
-    columns = _most_columns(height, num_experts, spec)
-    data = x.new_empty(width, columns, dtype=spec.element.dtype)
-    if spec.block is None:
-        scale = x.new_empty(num_experts, dtype=torch.float32)
-    else:
-        scale = x.new_empty(_most_blocks(columns, num_experts, spec), width, dtype=torch.float32).t()
-    return Quantized(data, scale, None, spec, columns)
 
 
 def _width(spec: QuantSpec) -> int:
@@ -174,7 +144,7 @@ def _segments(offsets: Tensor, rows: int, spec: QuantSpec) -> tuple[Tensor, Tens
     whole = sizes.div(_LINE, rounding_mode="floor") * _LINE
     rest = (sizes - whole + (width - 1)).div(width, rounding_mode="floor") * width
     parts = torch.nn.functional.pad(torch.cat([whole, rest]).cumsum(0, dtype=offsets.dtype), (1, 0))
-    column = torch.arange(_most_columns(rows, experts, spec), device=offsets.device, dtype=offsets.dtype)
+    column = torch.arange(most_columns(rows, experts, spec), device=offsets.device, dtype=offsets.dtype)
     part = torch.searchsorted(parts[1:], column, right=True).clamp(max=2 * experts - 1)
     expert = part % experts
     row = column - parts[part] + offsets[expert] + torch.where(part < experts, 0, whole[expert])
@@ -210,7 +180,7 @@ class _Experts(Parts):
         return torch.where(self.owner == self._experts[:, None], each, 0.0).amax(1)
 
     def block_amax(self, values: Tensor, block: tuple[int, int]) -> Tensor:
-        """Transposed [R, ``_most_blocks``]: those behind an expert's last block are 0."""
+        """Transposed [R, number of blocks]: those behind an expert's last block are 0."""
         if not self._transposed:
             return super().block_amax(values, block)
         number, part = self._blocks(block)
@@ -226,7 +196,7 @@ class _Experts(Parts):
         return each[None] if self._transposed else each[:, None]
 
     def to_blocks(self, per_part: Tensor, block: tuple[int, int]) -> Tensor:
-        """[E] -> [T, 1]; transposed [1, ``_most_blocks``]."""
+        """[E] -> [T, 1]; transposed [1, number of blocks]."""
         if not self._transposed:
             return self.to_elements(per_part)
         return self._padded(per_part)[self._owners[self._blocks(block)[1]]][None]

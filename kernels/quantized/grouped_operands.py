@@ -15,7 +15,7 @@ from .spec import Quantized, QuantSpec
 
 if HAS_TRITON:
     from ..triton_support import capability_of
-    from .grouped_quantize_triton import quantize_experts_triton, quantize_grouped_triton
+    from .quantize_triton import quantize_experts_triton, quantize_grouped_triton
 
 __all__ = ["has_grouped_kernels", "lacking_for_experts", "quantize_experts", "quantize_grouped_both"]
 

@@ -17,8 +17,9 @@ from .quantize import dequantize
 from .spec import Quantized
 
 if HAS_TRITON:
-    from .grouped_gemm_triton import default_scaled_gemm_config, scaled_grouped_gemm_triton
-    from .grouped_wgrad_triton import scaled_grouped_wgrad_triton
+    from ..grouped.gemm_triton import default_scaled_gemm_config, grouped_gemm_triton
+    from ..grouped.wgrad_triton import grouped_wgrad_triton
+    from ..wgrad_config import SCALED_WGRAD_CONFIG
 
 __all__ = ["scaled_grouped_product", "scaled_grouped_wgrad_accumulate"]
 
@@ -50,10 +51,17 @@ def scaled_grouped_product(
     if has_grouped_kernels(x.matrix.spec, x.offsets.device):
         rows, features = x.matrix.shape[0], weights.data.shape[1]
         y = out if out is not None and out.stride(1) == 1 else x.matrix.data.new_empty(rows, features, dtype=dtype)
-        config = default_scaled_gemm_config(rows / len(weights.data), blocks=x.matrix.spec.block is not None)
-        biases = None if bias is None else alike(bias)
-        scale = None if bias_scale is None else bias_scale.contiguous()
-        scaled_grouped_gemm_triton(x, weights, y, config, bias=biases, bias_scale=scale)
+        grouped_gemm_triton(
+            x.matrix.data,
+            weights.data,
+            x.offsets,
+            y,
+            default_scaled_gemm_config(rows / len(weights.data), blocks=x.matrix.spec.block is not None),
+            transposed=True,
+            bias=None if bias is None else alike(bias),
+            bias_scale=None if bias_scale is None else bias_scale.contiguous(),
+            scales=(x.matrix.scale, weights.scale),
+        )
         return y if out is None or out is y else out.copy_(y)
     together = None
     if bias is not None:
@@ -108,11 +116,11 @@ def _run_kernels(
     main_grads: Tensor | Sequence[Tensor | None],
     overwrite: bool | Sequence[bool],
 ) -> None:
-    if isinstance(main_grads, Tensor):
-        scaled_grouped_wgrad_triton(dy, x, main_grads, overwrite)
-        return
-    for here in by_layout(main_grads):
-        scaled_grouped_wgrad_triton(dy, x, here, overwrite)
+    scales = dy.matrix.scale, x.matrix.scale
+    for here in [main_grads] if isinstance(main_grads, Tensor) else by_layout(main_grads):
+        grouped_wgrad_triton(
+            dy.matrix.data, x.matrix.data, here, dy.offsets, overwrite, SCALED_WGRAD_CONFIG, scales=scales
+        )
 
 
 def _check(a: Quantized, b: Quantized | QuantizedExperts) -> None:

@@ -9,57 +9,49 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-# The type of each argument, with the number that divides it ("*bf16/16": a pointer to whole 16 bytes). What is no
-# string, or starts with "=", is a constexpr; "=tl." is one of Triton's dtypes. What follows "#" tells forms apart.
+# The type of each argument, with the number that divides it ("*bf16/16": a pointer to whole 16 bytes); a list: those of
+# a tuple's elements. What is no string, or starts with "=", is a constexpr; "=Config(...)" is evaluated in the kernel's
+# module. What follows "#" tells forms apart.
 _NUMBERS = {"alpha": "fp32", "limit": "fp32", "offset": "fp32"}
-_GROUPED = {
-    "weight_ptr": "*bf16/16", "weight_desc": "tensordesc<bf16[1,64,64]>", "weight_table": None,
-    "offsets_ptr": "*i64/16",
-    "E": "i32", "T": "i32", "F": "i32/16", "C": "i32/16", "stride_expert": "i32/16", "stride_weight": "i32/16",
-    "first": "i32", "step": "i32", "tiles_f": "i32", "DTYPE": "=tl.bfloat16", "BLOCK_E": 64, "BLOCK_M": 64,
-    "BLOCK_F": 64, "BLOCK_C": 64, "GROUP": 8, "TMA_WEIGHT": True, "SCATTERED": False, "ALIGNED": True,
-    "PRECISION": "=tf32",
+_EXPERT_BIASES = ["*bf16/16", None, "i32/16", "i32", "i32"]
+_COPIES = {
+    "x": "*bf16/16", "by_rows": "*fp8e4nv/16", "row_scales": "*fp32/16", "rows_stride": "i32/16",
+    "by_columns": "*fp8e4nv/16", "column_scales": "*fp32/16", "columns_stride": "i32/16",
+    "R": "i32/16", "C": "i32/16", "stride": "i32/16", "MAX": 448.0, "EXPONENT": 8,
 }  # fmt: skip
-_QUANTISED = {
-    "x": "*bf16/16",
-    "by_rows": "*fp8e4nv/16",
-    "row_scales": "*fp32/16",
-    "by_columns": "*fp8e4nv/16",
-    "column_scales": "*fp32/16",
-    "rows": "i32/16",
-    "columns": "i32/16",
-    "stride": "i32/16",
-    "rows_stride": "i32/16",
-    "columns_stride": "i32/16",
-    "MAX": 448.0,
-    "EXPONENT": 8,
-    "ROWS": True,
-    "COLUMNS": True,
-}
-_EXPERTS = {
-    "x": "*bf16/16", "offsets": "*i64/16", "amax": "*i32/16", "by_rows": "*fp8e4nv/16", "by_columns": "*fp8e4nv/16",
-    "scales": "*fp32/16", "row_scales": "*fp32/16", "column_scales": "*fp32/16", "segments": "*i64/16",
-    "base": "*bf16/16", "table": None, "first": "i32", "step": "i32", "stride_expert": "i32/16", "tiles": "i32",
-    "DTYPE": "=tl.bfloat16", "SCATTERED": False, "ALIGNED": True, "E": "i32", "T": "i32", "R": "i32/16", "C": "i32/16",
-    "stride": "i32/16", "rows_stride": "i32/16", "columns_stride": "i32/16", "ROWS": True, "COLUMNS": True,
-    "MAX": 448.0, "EXPONENT": 8, "BLOCK_E": 16, "GROUPS": 8, "LANES": 32,
+_TILES = {**_COPIES, "largest": None, "PARTIALS": 0, "given": None, "amax": None, "EXPERTS": False, "ALIGNED": False}
+_MATRICES = {"x": ["*bf16/16", None, "i32/16", "i32", "i32"], "ALIGNED": True}
+_ROWS = {
+    **_COPIES, "R": "i32", "amax": "*i32/16", "offsets": "*i64/16", "segments": "*i64/16", "E": "i32", "BLOCK_E": 16,
 }  # fmt: skip
-_AMAX = {"HEIGHT": 8, "WIDTH": 256, "CHUNK": 1024}
+_AMAX = {**_ROWS, "CHUNK": 1024, "ALIGNED": False}
+_GEMM = {
+    "x_ptr": "*bf16/16", "x_desc": "tensordesc<bf16[64,64]>", "x_scale": None,
+    "weights": ["*bf16/16", None, "i32/16", "i32", "i32"], "weight_desc": "tensordesc<bf16[1,64,64]>",
+    "weight_scale": None, "biases": _EXPERT_BIASES, "bias_scale": "*fp32/16", "out_ptr": "*bf16/16",
+    "offsets_ptr": "*i64/16", "E": "i32", "T": "i32", "F": "i32/16", "C": "i32/16", "stride_x": "i32/16",
+    "stride_weight": "i32/16", "stride_out": "i32/16", "tiles_f": "i32",
+    "CONFIG": "=GemmConfig(64, 64, 64, 4, 3, tma=True)", "BLOCK_E": 16, "TRANSPOSED": True, "ALIGNED": True,
+    "BLOCKS": False, "BIAS": True, "PRECISION": "=tf32",
+}  # fmt: skip
 _SCALED_GEMM = {
-    "x_desc": "tensordesc<fp8e4nv[128,128]>", "x_scale": "*fp32/16", "weight_desc": "tensordesc<fp8e4nv[1,128,128]>",
-    "weight_scale": "*fp32/16", "bias_ptr": "*bf16/16", "bias_table": None, "bias_scale": "*fp32/16",
-    "out_ptr": "*bf16/16", "offsets_ptr": "*i64/16", "E": "i32", "T": "i32", "F": "i32/16", "C": "i32/16",
-    "stride_x_scale": "i32", "stride_weight_scale": "i32", "stride_bias": "i32/16", "stride_out": "i32/16",
-    "bias_first": "i32", "bias_step": "i32", "tiles_f": "i32", "DTYPE": "=tl.bfloat16", "BLOCK_E": 16, "BLOCK_M": 128,
-    "BLOCK_F": 128, "BLOCK_C": 128, "GROUP": 8, "BIAS": True, "BIAS_SCATTERED": False, "BIAS_SCALE": True,
+    **_GEMM, "x_ptr": "*fp8e4nv/16", "x_desc": "tensordesc<fp8e4nv[128,128]>", "x_scale": "*fp32/16",
+    "weights": ["*fp8e4nv/16", None, "i32/16", "i32", "i32"], "weight_desc": "tensordesc<fp8e4nv[1,128,128]>",
+    "weight_scale": "*fp32/16", "CONFIG": "=GemmConfig(128, 128, 128, 4, 3, tma=True)",
+}  # fmt: skip
+_WGRAD = {
+    "dy_ptr": "*bf16/16", "x_ptr": "*bf16/16", "dy_desc": "tensordesc<bf16[64,64]>",
+    "x_desc": "tensordesc<bf16[64,128]>", "dy_rest": None, "x_rest": None, "dy_last": None, "x_last": None,
+    "dy_scale": None, "x_scale": None, "grads": ["*fp32/16", None, "i64/16", "i32", "i32"], "grad_desc": None,
+    "betas": "*i64/16", "offsets": "*i64/16", "E": "i32", "T": "i32", "N": "i32/16", "K": "i32/16",
+    "stride_dy": "i32/16", "stride_x": "i32/16", "stride_grad": "i32/16", "tiles_n": "i32", "tiles_k": "i32",
+    "CONFIG": "=WgradConfig(64, 128, 64, 4, 3, tma=True, parts=2)", "BETA": 2, "ALIGNED": True, "PREFETCH": True,
+    "BLOCKS": False, "PRECISION": "=tf32",
 }  # fmt: skip
 _SCALED_WGRAD = {
-    "x_desc": "tensordesc<fp8e4nv[128,128]>", "x_rest": "tensordesc<fp8e4nv[128,32]>",
-    "x_last": "tensordesc<fp8e4nv[1,128,32]>", "dy_scale": "*fp32/16", "x_scale": "*fp32/16", "grad_ptr": "*fp32/16",
-    "table_ptr": None, "beta_ptr": "*i64/16", "offsets_ptr": "*i64/16", "N": "i32/16", "K": "i32/16",
-    "stride_expert": "i64/16", "stride_grad": "i32/16", "first": "i32", "step": "i32", "tiles_n": "i32",
-    "tiles_k": "i32", "DTYPE": "=tl.float32", "BLOCK_N": 64, "BLOCK_K": 128, "GROUP": 8, "PARTS": 2, "BETA": 2,
-    "SCATTERED": False, "ALIGNED": True,
+    **_WGRAD, "x_ptr": "*fp8e4nv/16", "x_desc": "tensordesc<fp8e4nv[128,128]>",
+    "x_rest": "tensordesc<fp8e4nv[128,32]>", "x_last": "tensordesc<fp8e4nv[1,128,32]>", "dy_scale": "*fp32/16",
+    "x_scale": "*fp32/16", "CONFIG": "=WgradConfig(64, 128, 128, 4, 3, tma=True, parts=2)",
 }  # fmt: skip
 _GLU_TILE = {"FUNCTION": "=gelu", "CLAMPED": True, "SCALED": True, "BLOCK_T": 4, "BLOCK_F": 512}
 KERNELS = {
@@ -94,48 +86,40 @@ KERNELS = {
         "rows": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_rows": "i32/16",
         "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
     },
-    "quantized.quantize_triton._amax_kernel": {
-        "x": "*bf16/16", "partial": "*i32/16", "rows": "i32/16", "columns": "i32/16", "stride": "i32/16",
-        "tiles": "i32", "HEIGHT": 32, "WIDTH": 256,
+    "grouped.gemm_triton._grouped_gemm_kernel#bf16": _GEMM,
+    "grouped.gemm_triton._grouped_gemm_kernel#experts": {**_SCALED_GEMM, "biases": None, "BIAS": False},
+    "grouped.gemm_triton._grouped_gemm_kernel#blocks": {
+        **_SCALED_GEMM, "x_desc": "tensordesc<fp8e4nv[64,128]>", "BLOCKS": True,
+        "CONFIG": "=GemmConfig(64, 128, 128, 4, 3, tma=True)",
     },
-    "quantized.quantize_triton._tile_kernel#tensor": {
-        **_QUANTISED, "partial": "*i32/16", "PARTIALS": 512, "given": None, "amax": None, "HEIGHT": 128, "WIDTH": 64,
+    "grouped.wgrad_triton._grouped_wgrad_kernel#bf16": _WGRAD,
+    "grouped.wgrad_triton._grouped_wgrad_kernel#experts": {
+        **_SCALED_WGRAD, "dy_ptr": "*fp8e5/16", "dy_desc": "tensordesc<fp8e5[64,128]>",
+        "dy_rest": "tensordesc<fp8e5[64,32]>", "dy_last": "tensordesc<fp8e5[1,64,32]>", "betas": None, "BETA": 0,
+        "PREFETCH": False,
     },
-    "quantized.quantize_triton._tile_kernel#given": {
-        **_QUANTISED, "partial": None, "PARTIALS": 0, "given": "*fp32", "amax": None, "HEIGHT": 128, "WIDTH": 64,
+    "grouped.wgrad_triton._grouped_wgrad_kernel#blocks": {
+        **_SCALED_WGRAD, "dy_ptr": "*fp8e4nv/16", "dy_desc": "tensordesc<fp8e4nv[64,128]>",
+        "dy_rest": "tensordesc<fp8e4nv[64,32]>", "dy_last": "tensordesc<fp8e4nv[1,64,32]>", "BLOCKS": True,
     },
-    "quantized.quantize_triton._tile_kernel#recorded": {
-        **_QUANTISED, "partial": None, "PARTIALS": 0, "given": "*fp32", "amax": "*fp32", "HEIGHT": 128, "WIDTH": 64,
+    "quantized.quantize_kernels.amax_kernel": {
+        "x": "*bf16/16", "partial": "*i32/16", "R": "i32/16", "C": "i32/16", "stride": "i32/16", "tiles": "i32",
     },
-    "quantized.quantize_triton._tile_kernel#square": {
-        **_QUANTISED, "partial": None, "PARTIALS": 0, "given": None, "amax": None, "HEIGHT": 128, "WIDTH": 128,
+    "quantized.quantize_kernels.experts_amax_kernel#rows": _AMAX,
+    "quantized.quantize_kernels.experts_amax_kernel#matrices": {**_AMAX, **_MATRICES, "offsets": None},
+    "quantized.quantize_kernels.tiles_kernel#tensor": {**_TILES, "largest": "*i32/16", "PARTIALS": 512},
+    "quantized.quantize_kernels.tiles_kernel#given": {**_TILES, "given": "*fp32"},
+    "quantized.quantize_kernels.tiles_kernel#recorded": {**_TILES, "given": "*fp32", "amax": "*fp32"},
+    "quantized.quantize_kernels.tiles_kernel#square": _TILES,
+    "quantized.quantize_kernels.tiles_kernel#matrices": {
+        **_TILES, **_MATRICES, "EXPERTS": True, "largest": "*i32/16", "PARTIALS": 1,
     },
-    "quantized.grouped_gemm_triton._scaled_gemm_kernel#experts": {
-        **_SCALED_GEMM, "BLOCKS": False, "bias_ptr": None, "BIAS": False, "bias_scale": None, "BIAS_SCALE": False,
+    "quantized.quantize_kernels.tiles_kernel#squares": {**_TILES, **_MATRICES, "EXPERTS": True},
+    "quantized.quantize_kernels.rows_of_experts_kernel": _ROWS,
+    "quantized.quantize_kernels.blocks_kernel": {
+        **_COPIES, "offsets": None, "segments": None, "E": None, "BLOCK_E": 1,
     },
-    "quantized.grouped_gemm_triton._scaled_gemm_kernel#blocks": {
-        **_SCALED_GEMM, "x_desc": "tensordesc<fp8e4nv[64,128]>", "BLOCK_M": 64, "BLOCKS": True,
-    },
-    "quantized.grouped_quantize_triton._rows_amax_kernel": {**_EXPERTS, **_AMAX},
-    "quantized.grouped_quantize_triton._rows_of_experts_kernel": _EXPERTS,
-    "quantized.grouped_quantize_triton._blocks_of_experts_kernel": _EXPERTS,
-    "quantized.grouped_quantize_triton._matrices_amax_kernel": {**_EXPERTS, **_AMAX},
-    "quantized.grouped_quantize_triton._matrices_kernel#whole": {
-        **_EXPERTS, "WHOLE": True, "HEIGHT": 128, "WIDTH": 64,
-    },
-    "quantized.grouped_quantize_triton._matrices_kernel#squares": {
-        **_EXPERTS, "amax": None, "WHOLE": False, "HEIGHT": 128, "WIDTH": 128,
-    },
-    "quantized.grouped_wgrad_triton._scaled_wgrad_kernel#experts": {
-        **_SCALED_WGRAD, "dy_desc": "tensordesc<fp8e5[64,128]>", "dy_rest": "tensordesc<fp8e5[64,32]>",
-        "dy_last": "tensordesc<fp8e5[1,64,32]>", "BLOCKS": False,
-        "beta_ptr": None, "BETA": 0,
-    },
-    "quantized.grouped_wgrad_triton._scaled_wgrad_kernel#blocks": {
-        **_SCALED_WGRAD, "dy_desc": "tensordesc<fp8e4nv[64,128]>", "dy_rest": "tensordesc<fp8e4nv[64,32]>",
-        "dy_last": "tensordesc<fp8e4nv[1,64,32]>", "BLOCKS": True,
-    },
-    "quantized.quantize_triton._rows_kernel": {**_QUANTISED, "GROUPS": 8, "LANES": 32},
+    "quantized.quantize_kernels.blocks_kernel#experts": _ROWS,
 }  # fmt: skip
 
 # In a process of its own, since Triton decides between compiler and interpreter when it is imported.
@@ -150,17 +134,22 @@ for path, arguments in json.loads(sys.argv[1]).items():
     module, _, name = path.partition("#")[0].rpartition(".")
     kernel = getattr(importlib.import_module(f"maingrad.kernels.{module}"), name)
     signature, constants, aligned = {}, {}, {}
-    for index, argument in enumerate(kernel.arg_names):
-        given = arguments[argument]
+
+    def type_of(given, path):
+        if isinstance(given, list):
+            return tuple(type_of(each, (*path, index)) for index, each in enumerate(given))
         if isinstance(given, str) and not given.startswith("="):
-            signature[argument], _, alignment = given.partition("/")
+            name, _, alignment = given.partition("/")
             if alignment:
-                aligned[(index,)] = [["tt.divisibility", int(alignment)]]
-        else:
-            signature[argument] = "constexpr"
-            text = given.removeprefix("=") if isinstance(given, str) else given
-            dtype = isinstance(text, str) and text.startswith("tl.")
-            constants[(index,)] = getattr(triton.language, text[3:]) if dtype else text
+                aligned[path] = [["tt.divisibility", int(alignment)]]
+            return name
+        text = given.removeprefix("=") if isinstance(given, str) else given
+        is_call = isinstance(text, str) and text.endswith(")")
+        constants[path] = eval(text, vars(importlib.import_module(kernel.fn.__module__))) if is_call else text
+        return "constexpr"
+
+    for index, argument in enumerate(kernel.arg_names):
+        signature[argument] = type_of(arguments[argument], (index,))
     ptx = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     wide = sum(".global." in line and ".v4.b32" in line for line in ptx.splitlines())
     sums = sum(" add" in line and ".f32" in line for line in ptx.replace("\\t", " ").splitlines())
@@ -188,11 +177,11 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "sums"), [("gemm_triton._scaled_gemm_kernel", 128), ("wgrad_triton._scaled_wgrad_kernel", 2 * 64)]
+    ("kernel", "sums"), [("gemm_triton._grouped_gemm_kernel", 128), ("wgrad_triton._grouped_wgrad_kernel", 2 * 64)]
 )
 def test_sums_of_8_bit_products_leave_the_tensor_cores(kernel: str, sums: int) -> None:
     """Hopper's keep 14 bits or so: each sum of the tile, 128 x 128 or 64 x 128, is added by one of 128 threads.
 
     Weight gradients add those of whole blocks, and those of the rest.
     """
-    assert compiled()[f"quantized.grouped_{kernel}#experts"][1] >= sums
+    assert compiled()[f"grouped.{kernel}#experts"][1] >= sums

@@ -309,10 +309,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.kernels.quantized.quantize_triton",
-                "quantize_block",
-                "elements = elements_of(values * encode[None, :, None, :], MAX, by_columns.dtype.element_ty)",
-                "elements = elements_of(values * encode[None, :, None, :] * 2, MAX, by_columns.dtype.element_ty)",
+                "maingrad.kernels.quantized.quantize_kernels",
+                "blocks_kernel",
+                "elements = _elements(values * encode[None, :, None, :], MAX, by_columns)",
+                "elements = _elements(values * encode[None, :, None, :] * 2, MAX, by_columns)",
             ),
         ],
     ),
@@ -324,8 +324,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.kernels.quantized.quantize_triton",
-                "quantize_block",
+                "maingrad.kernels.quantized.quantize_kernels",
+                "blocks_kernel",
                 "tl.store(place, elements, (row < end) & (column < rows_stride))",
                 "tl.store(place, elements, (row < end) & (column < columns))",
             ),
@@ -365,21 +365,21 @@ FAULTS = [
         "37za-sums-stay-in-the-tensor-cores",
         sentence="Sums of 8-bit products stay in the tensor cores, which keep 14 bits of them.",
         tests=[
-            "tests/kernels/test_triton_compiles.py::test_sums_of_8_bit_products_leave_the_tensor_cores[gemm_triton._scaled_gemm_kernel-128]",
-            "tests/kernels/test_triton_compiles.py::test_sums_of_8_bit_products_leave_the_tensor_cores[wgrad_triton._scaled_wgrad_kernel-128]",
+            "tests/kernels/test_triton_compiles.py::test_sums_of_8_bit_products_leave_the_tensor_cores[gemm_triton._grouped_gemm_kernel-128]",
+            "tests/kernels/test_triton_compiles.py::test_sums_of_8_bit_products_leave_the_tensor_cores[wgrad_triton._grouped_wgrad_kernel-128]",
         ],
         changes=[
             Change(
-                "maingrad.kernels.quantized.grouped_gemm_triton",
-                "_scaled_gemm_kernel",
-                "acc = tl.dot(x, w.T, acc, max_num_imprecise_acc=BLOCK_C)",
-                "acc = tl.dot(x, w.T, acc)",
+                "maingrad.kernels.grouped.gemm_triton",
+                "_products",
+                "acc = tl.dot(rows, w, acc, max_num_imprecise_acc=BLOCK_C)",
+                "acc = tl.dot(rows, w, acc)",
             ),
             Change(
-                "maingrad.kernels.quantized.grouped_wgrad_triton",
-                "_sum_of_experts",
-                "acc = tl.dot(dy, x.T, acc, max_num_imprecise_acc=128)",
-                "acc = tl.dot(dy, x.T, acc)",
+                "maingrad.kernels.grouped.quantized_triton",
+                "sum_of_quantized",
+                "acc, max_num_imprecise_acc=128)",
+                "acc)",
             ),
         ],
     ),

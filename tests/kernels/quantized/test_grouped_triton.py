@@ -28,7 +28,7 @@ from maingrad.kernels.quantized import (
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
 from maingrad.kernels.quantized.grouped import rows_of_experts
-from maingrad.kernels.quantized.grouped_quantize_triton import quantize_experts_triton, quantize_grouped_triton
+from maingrad.kernels.quantized.quantize_triton import quantize_experts_triton, quantize_grouped_triton
 
 NAMES = ["current", "current, gradients", "block"]
 _BOUND = 2.0**-10
