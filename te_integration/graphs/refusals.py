@@ -14,6 +14,7 @@ from ...ddp.gathers.waiting_modules import is_waiting_hook
 from ...ddp.torch_internals import has_tensor_hooks
 from ...ddp.wrapper.around_module import AroundModule
 from ..experts.grouped_module import GroupedModule
+from ..pipeline.executor import has_backward_dw
 from ..sequential import Sequential as Ours
 from .weights import hooks_of
 
@@ -65,9 +66,8 @@ def _check_module(module: nn.Module, where: str, device: torch.device) -> None:
             f"{where} has hooks on its forward or backward, which a replay would not call: remove them, or hook the "
             f"callable that make_graphed_callables returns"
         )
-    delays = all(callable(getattr(module, verb, None)) for verb in ("backward_dw", "need_backward_dw"))
     passes_on = any(isinstance(inner, DelayedWgradModule) for inner in list(module.modules())[1:])
-    if delays and not passes_on and not isinstance(module, DelayedWgradModule | Ours | AroundModule):
+    if has_backward_dw(module) and not passes_on and not isinstance(module, DelayedWgradModule | Ours | AroundModule):
         raise ValueError(
             f"{where} delays weight gradients by itself (backward_dw), and no replay would fill what it keeps: leave "
             f"it out of the graphs, or convert it to a module of maingrad.te_integration"
