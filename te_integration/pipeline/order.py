@@ -294,7 +294,7 @@ def _positive(count: int, name: str) -> int:
 def _decode(number: object, index: int) -> tuple[Kind, int]:
     """The kind and the chunk of a number."""
     shown = None
-    if isinstance(number, Real) and not isinstance(number, bool):
+    if not isinstance(number, bool) and isinstance(number, Real):
         value: Any = int(number) if isinstance(number, Integral) else number  # fixed-width ints overflow in abs
         if abs(value) < MAX_CHUNK:  # NaN compares false
             if value % 1 == 0 and value != 0:

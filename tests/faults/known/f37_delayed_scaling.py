@@ -43,7 +43,7 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
                 "ScaledModule.scaling_of",
-                "waits = use.is_in_wrapper(self)",
+                "waits = use.is_in_wrapper()",
                 "waits = False",
             ),
         ],
