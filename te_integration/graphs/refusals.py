@@ -8,11 +8,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.main_grad import is_lazy, record_of
-from ...ddp.contract.module import DelayedWgradModule, forms_of
-from ...ddp.contract.torch_fsdp import is_sharded_by_torch
+from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.gathers.waiting_modules import is_waiting_hook
 from ...ddp.torch_internals import has_tensor_hooks
 from ...ddp.wrapper.around_module import AroundModule
+from ..conversion.convert import is_sharded
 from ..experts.grouped_module import GroupedModule
 from ..pipeline.executor import has_backward_dw
 from ..sequential import Sequential as Ours
@@ -78,8 +78,7 @@ def _check_module(module: nn.Module, where: str, device: torch.device) -> None:
 
 def _check_param(param: nn.Parameter, where: str) -> None:
     record = record_of(param)
-    sharded = is_sharded_by_torch(param) or any(hasattr(form, "shard") for form in forms_of(param))
-    if sharded or is_lazy(param) or (record is not None and record.make_room is not None):
+    if is_sharded(param) or is_lazy(param) or (record is not None and record.make_room is not None):
         raise ValueError(
             f"{where} is sharded (fully_shard, tensor parallelism) or has its main_grad for some time only, and graphs "
             f"need memory that stays: use maingrad.ddp.DistributedDataParallel, or leave the layer out of the graphs"
