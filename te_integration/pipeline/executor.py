@@ -246,14 +246,13 @@ class _Run:
         # For each delaying module: (chunk, microbatch) of its pending weight gradients, oldest first.
         self._pending = {module: deque[tuple[int, int]]() for chunk in chunks for module in chunk.delaying}
         self._parts = {chunk: parts_of(chunk.layers) for chunk in chunks}  # wrappers that reduce its gradients
-        self._hosts = [parts.host for found in self._parts.values() for parts in found]
-        everybody = {parts for found in self._parts.values() for parts in found}
-        self._launches_early = len(everybody) == 1  # several could launch in different orders on replicas
+        self._reduced = [(chunk, parts) for chunk, found in self._parts.items() for parts in found]
+        self._hosts = [parts.host for _, parts in self._reduced]
+        self._launches_early = len({parts for _, parts in self._reduced}) == 1  # several: in one order on replicas
         self._last_dgrads = {step.chunk: step for step in schedule.steps if step.kind is Kind.DGRAD}
         self._last_steps = {step.chunk: step for step in schedule.steps}
-        for chunk, found in self._parts.items():
-            for parts in found:
-                parts.begin(chunk, [param for layer in chunk.layers for param in layer.parameters()])
+        for chunk, parts in self._reduced:
+            parts.begin(chunk, [param for layer in chunk.layers for param in layer.parameters()])
         self._handles: list[RemovableHandle] = []
         for module in dict.fromkeys(module for chunk in chunks for module in chunk.names):
             if module in self._pending or any(True for _ in module.parameters(recurse=False)):
@@ -261,9 +260,8 @@ class _Run:
 
     def fail(self) -> None:
         """Tell the wrappers that the remaining gradients of this run will not come."""
-        for chunk, found in self._parts.items():
-            for parts in found:
-                parts.leave(chunk)
+        for chunk, parts in self._reduced:
+            parts.leave(chunk)
 
     def close(self) -> None:
         """Remove the hooks from the modules, and free graphs."""

@@ -13,7 +13,7 @@ it are merged into row 0 of the history::
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,10 +51,9 @@ class ScalingUse:
         """The recipe of the last forward whose amaxes count; None: there is none yet."""
         self.group: Any = None
         """``amax_reduction_group`` of that forward."""
-        self.recorded = True
-        """Row 0 may hold amaxes: those of this process, or of a state that was loaded."""
-        self.frozen = False
-        """All of these are of backwards in which nothing of the module was trained."""
+        self.row_0: Literal["empty", "frozen", "trained"] = "trained"
+        """Row 0 of the history holds no amax; amaxes of backwards alone in which nothing of the module was trained; or
+        others, perhaps of a state that was loaded."""
         self.is_alone = False
         """The module has run without a wrapper: see ``lone_modules.py``."""
         self.weights_before: Sequence[tuple[int, int]] | None = None
@@ -68,7 +67,6 @@ class ScalingUse:
         self.awaited: weakref.WeakSet[Any] = weakref.WeakSet()
         """Alone: graphs of forwards whose backwards have not come."""
         self._wrapped = (-1, False)
-        self._many = 64
 
     @property
     def is_live(self) -> bool:
@@ -102,15 +100,16 @@ class ScalingUse:
 
     def add(self, row: "AmaxRow") -> None:
         """Keep a row until the end of the iteration. Rows of backwards that train nothing may come without an end."""
-        if len(self.rows) >= self._many and current_backward() == NO_BACKWARD:
-            self.rows = [old for old in self.rows if old.waits or not old.has_graph or was_trained_in(old.backward)]
-            self._many = 2 * len(self.rows) + 64
         self.rows.append(row)
+        if len(self.rows) % 64 == 0 and current_backward() == NO_BACKWARD:
+            self.rows = [old for old in self.rows if old.waits or not old.has_graph or was_trained_in(old.backward)]
 
     def record_row(self, row: "AmaxRow") -> None:
         """A row is in row 0 of the history now."""
-        self.frozen = row.frozen and (self.frozen or not self.recorded)
-        self.recorded = True
+        if not row.frozen:
+            self.row_0 = "trained"
+        elif self.row_0 == "empty":
+            self.row_0 = "frozen"
         self.recipe, self.group = row.recipe, row.group
         weights = self.trained_weights() if self.is_alone else ()
         shows = bool(weights) and all(weight.grad is not None for weight in weights)
@@ -118,7 +117,7 @@ class ScalingUse:
 
     def record_loaded(self) -> None:
         """Other amaxes are in row 0."""
-        self.recorded, self.frozen, self.weights_before = True, False, None
+        self.row_0, self.weights_before = "trained", None
         self.rows = [row for row in self.rows if row.waits]
 
     def __reduce__(self) -> Any:

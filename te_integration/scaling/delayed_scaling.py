@@ -82,21 +82,13 @@ class ScaledModule:
                     f"scales would change between the two forwards: use torch.utils.checkpoint(use_reentrant=False)"
                 )
             watch_steps(use)
-            if use.recorded and not use.awaited:
+            if use.row_0 != "empty" and not use.awaited:  # the iteration of the last backward is over
                 use.recipe, use.group = recipe, amax_group_now()
-                self._end_own_iteration(use)
+                if (use.row_0 == "frozen" and use.trained_weights()) or was_skipped(use):
+                    drop_amaxes(use)
+                else:
+                    update_scales([use], ())
         return ProductScaling(recipe, use.scales, product, use, waits=waits)
-
-    def _end_own_iteration(self, use: ScalingUse) -> None:
-        """Without a wrapper: the iteration of the last backward is over.
-
-        It was none if all was frozen for it alone, or if its step was skipped.
-        """
-        if (use.frozen and use.trained_weights()) or was_skipped(use):
-            drop_amaxes(use)
-        else:
-            update_scales([use], ())
-        use.frozen = False
 
     def scaling_state(self, length: int, device: torch.device) -> ScalingUse:
         """What the host knows. The buffers are made, moved, or resized to ``length`` rows where needed."""
@@ -139,9 +131,9 @@ class ScaledModule:
 
     def fits_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether these are shapes of ``on_demand_buffers``."""
+        scales, history = (shapes.get(name, ()) for name in BUFFERS)
         width = (len(OPERANDS) * self.num_products,)
-        found = tuple(shapes.get(name, ()) for name in BUFFERS)
-        return found[0] == width and len(found[1]) == 2 and found[1][0] > 0 and found[1][1:] == width
+        return len(history) == 2 and history[0] > 0 and scales == history[1:] == width
 
     @torch.no_grad()
     def adopt_stored(self, stored: Mapping[str, Tensor]) -> None:
@@ -240,7 +232,7 @@ def _end_iteration(model: nn.Module, axes: Sequence[dist.ProcessGroup], trained:
     uses = [use for use in uses if use.recipe is not None]
     if not uses:
         return None
-    current = [use for use in uses if use.recorded] or uses
+    current = [use for use in uses if use.row_0 != "empty"] or uses
     first = current[0]
     assert first.recipe is not None
     if any((use.recipe, use.group) != (first.recipe, first.group) for use in current):
@@ -272,7 +264,7 @@ def update_scales(uses: Sequence[ScalingUse], axes: Sequence[dist.ProcessGroup])
     recipe, group = uses[0].recipe, uses[0].group
     assert recipe is not None, "it has run"
     for use in uses:
-        use.recorded = False
+        use.row_0 = "empty"
     histories = [use.history for use in uses]
     rows = [history[0] for history in histories]
     # A NaN has no order, and two backends would reduce it to different values. A state that was loaded may have one.

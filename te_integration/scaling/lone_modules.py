@@ -53,7 +53,7 @@ def was_skipped(use: ScalingUse) -> bool:
 def drop_amaxes(use: ScalingUse) -> None:
     """Forget the amaxes of the last backward."""
     use.history[0].fill_(NONE_YET)
-    use.recorded = False
+    use.row_0 = "empty"
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _trained_by(optimizer: Optimizer) -> Iterator[ScalingUse]:
     """The modules with amaxes of a backward, and with a weight in ``optimizer``."""
-    recorded = [use for use in _watched if use.recorded and use.is_live]
+    recorded = [use for use in _watched if use.row_0 != "empty" and use.is_live]
     if not recorded:
         return
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}

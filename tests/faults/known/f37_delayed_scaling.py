@@ -58,8 +58,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
                 "ScaledModule.scaling_of",
-                "if use.recorded and not use.awaited:",
-                "if use.recorded:",
+                'if use.row_0 != "empty" and not use.awaited:',
+                'if use.row_0 != "empty":',
             ),
         ],
     ),
