@@ -13,7 +13,7 @@ The call runs ``CompilableModule.deliver_wgrad``, which writes as an eager backw
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -83,36 +83,34 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         self.key = torch.tensor(number, dtype=torch.int64, device="cpu")
         """A 0-dim tensor with a number that no other handle has, on the CPU: reading it waits for no device."""
         _handles[number] = self
-        self._module = weakref.ref(module)
+        self.module: Callable[[], CompilableModule | None] = weakref.ref(module)
+        """Returns the module; None where it was freed."""
         self.places: dict[int, int] = {}
         """Number of a weight -> index of its node among those that the compiled backward leads to."""
 
-    @property
-    def module(self) -> CompilableModule | None:
-        """The module; None where it was freed."""
-        return self._module()
-
     def mode(self, product: int, delayed: bool) -> ExecutionMode:
         """``execution_mode`` of the module. Traced code calls this."""
-        module = self._module()
-        assert module is not None, "it is being traced"
-        return module.execution_mode(product, delayed)
+        return self._traced.execution_mode(product, delayed)
 
     def recipe(self, dtype: torch.dtype) -> int:
         """``recipe_now`` of the module. Traced code calls this."""
-        module = self._module()
+        return self._traced.recipe_now(dtype)
+
+    @property
+    def _traced(self) -> CompilableModule:
+        module = self.module()
         assert module is not None, "it is being traced"
-        return module.recipe_now(dtype)
+        return module
 
     def guarded(self) -> list[Any]:
         """``mode_guards`` of the module: other values compile the code again."""
-        module = self._module()
+        module = self.module()
         return [] if module is None else module.mode_guards()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
         # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
         copy = object.__new__(WgradHandle)
-        copy._module, copy.key, copy.places = self._module, self.key, {}
+        copy.module, copy.key, copy.places = self.module, self.key, {}
         return copy
 
     def __reduce__(self) -> Any:
@@ -127,7 +125,7 @@ def _deliver(operands: Sequence[Tensor], key: Tensor, product: int, recipe: int 
             "and capture the whole step with maingrad.ddp.GraphedTrainingStep"
         )
     handle = _handles.get(int(key.item()))
-    module = None if handle is None else handle.module
+    module = None if handle is None else handle.module()
     if module is None:
         raise RuntimeError(
             "a module was freed between its compiled forward and the backward, and its weight gradients have no place: "
@@ -186,31 +184,26 @@ def weights_wanted(handle: WgradHandle, registered: Sequence[Tensor], first: int
 
 
 def _wanted(handle: WgradHandle, number: int, param: Tensor, following: Sequence[tuple[Any, int]]) -> Tensor | None:
-    place = handle.places.get(number, 0)  # where the last backward found the weight: nearly always there again
-    weight = _weight_behind(following, place, param)
-    if weight is None:
-        for place in range(len(following)):
-            weight = _weight_behind(following, place, param)
-            if weight is not None:
-                handle.places[number] = place
-                break
-        else:
-            raise RuntimeError(
-                f"{_owner(handle)}: the compiled backward does not lead to the weight that the module holds "
-                f"now; leave the module's parameters in place between forward and backward"
-            )
+    module = handle.module()
+    assert module is not None, "it delivers its gradients"
+    likely = handle.places.get(number, 0)  # where the last backward found the weight: nearly always there again
+    for place in itertools.chain((likely,), range(len(following))):
+        weight = _weight_behind(following, place, param)
+        if weight is not None:
+            break
+    else:
+        raise RuntimeError(
+            f"{module.describe()}: the compiled backward does not lead to the weight that the module holds now; leave "
+            f"the module's parameters in place between forward and backward"
+        )
+    handle.places[number] = place
     try:
         return weight if will_execute(following[place][0]) else None
     except RuntimeError:
         raise RuntimeError(
-            f"{_owner(handle)}: autograd.grad(loss, weight) of a compiled fused layer, whose weight gradient "
-            f"goes into main_grad; call backward(), or run this forward outside torch.compile"
+            f"{module.describe()}: autograd.grad(loss, weight) of a compiled fused layer, whose weight gradient goes "
+            f"into main_grad; call backward(), or run this forward outside torch.compile"
         ) from None
-
-
-def _owner(handle: WgradHandle) -> str:
-    module = handle.module
-    return "a module that was freed" if module is None else module.describe()
 
 
 def _weight_behind(following: Sequence[tuple[Any, int]], place: int, param: Tensor) -> Tensor | None:

@@ -97,11 +97,8 @@ class Recipe(ComparedByState, ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8CurrentScaling(Recipe):
-    """8 bits and one scale a tensor, from the tensor's own largest magnitude.
-
-    fp8_format  elements: HYBRID, or E4M3 throughout
-    """
+class _Float8TensorScaling(Recipe):
+    """8 bits and one scale a tensor."""
 
     fp8_format: Format = Format.HYBRID
 
@@ -112,7 +109,15 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedScaling(Recipe):
+class Float8CurrentScaling(_Float8TensorScaling):
+    """8 bits and one scale a tensor, from the tensor's own largest magnitude.
+
+    fp8_format  elements: HYBRID, or E4M3 throughout
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(_Float8TensorScaling):
     """8 bits and one scale a tensor, from the tensor's largest magnitudes (amaxes) in earlier iterations.
 
     margin             scales are ``(max / amax) / 2^margin``
@@ -127,7 +132,6 @@ class DelayedScaling(Recipe):
     """
 
     margin: int = 0
-    fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
     reduce_amax: bool = True
@@ -140,11 +144,6 @@ class DelayedScaling(Recipe):
                 f'DelayedScaling: amax_compute_algo is "max", "most_recent" or a function, got '
                 f"{self.amax_compute_algo!r}"
             )
-
-    def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
-        """One scale in fp32, which is given."""
-        element = self.fp8_format.backward if operand == "grad" else self.fp8_format.forward
-        return QuantSpec(element, None, ScaleForm.FP32, emulated=self.emulate)
 
     def new_scales(self, history: Tensor, limit: Tensor, old: Tensor) -> Tensor:
         """[n] the scales after an iteration. An amax of 0, Inf or NaN keeps the old one.
@@ -294,7 +293,7 @@ def autocast(
     ``torch.autocast``, which may be around too. fp32 and fp64 modules compute as without a recipe, and a warning says
     so. What ``torch.utils.checkpoint(use_reentrant=False)`` computes again has the recipe of its first forward.
     """
-    global _num_blocks, may_be_any, blocks_in_trace
+    global _num_blocks, blocks_in_trace
     if calibrating:
         raise ValueError(
             "autocast: calibrating=True (amaxes without quantisation) is not supported; train a few iterations under "
@@ -304,24 +303,24 @@ def autocast(
         raise ValueError("autocast: amax_reduction_group belongs to DelayedScaling; other recipes keep no amaxes")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast takes a recipe of maingrad.te_integration, not {type(recipe).__name__}")
-    if recipe is not None and not torch.compiler.is_compiling():
-        recipe.seal()
     before = _state.recipe, _state.region, _state.group
     is_traced = torch.compiler.is_compiling()
     region = None if is_traced else _region_untraced()
+    if recipe is not None and not is_traced:
+        recipe.seal()
     _state.recipe = (recipe or _DEFAULT) if enabled else None
     _state.group = amax_reduction_group
     _state.region = None if region is None else region[0]
     _num_blocks += enabled
     blocks_in_trace += is_traced
-    may_be_any = _num_blocks > 0 or bool(_regions)
+    _update_may_be_any()
     try:
         yield
     finally:
         _state.recipe, _state.region, _state.group = before
         _num_blocks -= enabled
         blocks_in_trace -= is_traced
-        may_be_any = _num_blocks > 0 or bool(_regions)
+        _update_may_be_any()
 
 
 _DEFAULT = Float8CurrentScaling()
@@ -333,12 +332,12 @@ _regions: "weakref.WeakKeyDictionary[Any, Recipe]" = weakref.WeakKeyDictionary()
 def _note_regions(frames: list[Any], recipe: Recipe) -> None:
     for frame in frames:
         if frame not in _regions:
-            weakref.finalize(frame, _note_end).atexit = False  # references made first are told last
+            weakref.finalize(frame, _update_may_be_any).atexit = False  # references made first are told last
             _regions[frame] = recipe
 
 
-def _note_end() -> None:
-    """A region's graph was freed."""
+def _update_may_be_any() -> None:
+    """A block begins or ends, or a region's graph was freed."""
     global may_be_any
     may_be_any = _num_blocks > 0 or bool(_regions)
 

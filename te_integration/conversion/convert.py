@@ -2,7 +2,6 @@
 
 from typing import cast
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -19,11 +18,9 @@ from ..experts.grouped_mlp import GroupedMLP
 from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts
 from .report import Conversion, linear_weights
 
-__all__ = ["Conversion", "convert_linears", "unconvert"]
+__all__ = ["Conversion", "convert_linears", "is_sharded", "unconvert"]
 
-_OURS = (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP)
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_KNOWN = (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP)
 
 
 def convert_linears(model: nn.Module) -> Conversion:
@@ -104,7 +101,7 @@ def unconvert(model: nn.Module) -> tuple[str, ...]:
 
 def _check_free(name: str, module: LinearModule) -> None:
     for local, weight in module._parameters.items():
-        if weight is not None and _is_sharded(weight):
+        if weight is not None and is_sharded(weight):
             raise ValueError(f"unconvert: '{name}' is sharded already; call unconvert(model) before fully_shard")
         if weight is not None and has_main_grad(weight):
             raise ValueError(
@@ -160,12 +157,10 @@ def _why_not(module: nn.Module) -> str | None:
         return "already fused"
     if any(weight is not None and is_lazy(weight) for weight in weights):
         return f"{cls.__name__} has no weight yet: run one forward, then convert"
-    if not (cls in (nn.Linear, *_OURS) or is_conv1d_class(cls) or is_experts_class(cls)):
-        if any(weight is not None and _is_sharded(weight) for weight in weights):
+    if not _is_known(cls):
+        if any(weight is not None and is_sharded(weight) for weight in weights):
             return f"{cls.__name__} is sharded already (fully_shard): call convert_linears before it"
-        parents = {"nn.Linear": nn.Linear, **{each.__name__: each for each in _OURS[1:]}}
-        foreign = "Conv1D" if any(map(is_conv1d_class, cls.__mro__)) else "experts of transformers"
-        parent = next((name for name, each in parents.items() if isinstance(module, each)), foreign)
+        parent = next(filter(_is_known, cls.__mro__)).__name__
         return f"{cls.__module__}.{cls.__qualname__} is a subclass of {parent} and may use its weight in another way"
     if "forward" in module.__dict__:
         return f"{cls.__name__}'s forward was replaced on this instance"
@@ -173,17 +168,21 @@ def _why_not(module: nn.Module) -> str | None:
     return reason or next(filter(None, (_why_not_weight(cls.__name__, weight) for weight in weights)), None)
 
 
+def _is_known(cls: type) -> bool:
+    return cls in _KNOWN or is_conv1d_class(cls) or is_experts_class(cls)
+
+
 def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:
     if weight is None:
         return f"{module}'s weight is computed from other parameters (weight_norm, spectral_norm, prune)"
     if nn.Parameter not in type(weight).__mro__:
-        before = "; convert before it is sharded (fully_shard, tensor parallelism)" if _is_sharded(weight) else ""
+        before = "; convert before it is sharded (fully_shard, tensor parallelism)" if is_sharded(weight) else ""
         return f"{module}'s weight is a {type(weight).__name__}, whose gradient is not a plain tensor{before}"
-    if weight.dtype not in _DTYPES:
+    if not weight.is_floating_point() or weight.itemsize < 2:
         return f"{module}'s weight is {weight.dtype}: fused weight gradients are floating point of 16 to 64 bits"
     return None
 
 
-def _is_sharded(weight: nn.Parameter) -> bool:
+def is_sharded(weight: nn.Parameter) -> bool:
     """Whether ``maingrad.fsdp`` (which this folder must not import) or torch has sharded the weight."""
     return any(hasattr(form, "shard") for form in forms_of(weight)) or is_sharded_by_torch(weight)

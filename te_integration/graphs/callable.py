@@ -1,19 +1,23 @@
-"""``GraphedCallable``: what ``make_graphed_callables`` returns, a layer for one microbatch."""
+"""``GraphedCallable``: what ``make_graphed_callables`` returns, a layer for one microbatch; and its node of autograd.
 
-import copy
+The layer's parameters are inputs of the node. So autograd's engine reaches them in each backward, their hooks run, and
+everything that a provider of ``main_grad`` does there is done as in an eager backward.
+"""
+
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.contract.delayed import delay_blocks
+from ...ddp.contract.target import Demand, demand
 from ...ddp.contract.module import DelayedWgradModule
+from ...ddp.torch_internals import NO_BACKWARD, current_backward
 from ...ddp.wrapper.around_module import AroundModule
 from ..recipes import Recipe, recipe_now
 from .captured_order import ReplayError
 from .layer_graphs import LayerGraphs
-from .node import replay
 
 __all__ = ["GraphedCallable"]
 
@@ -39,9 +43,9 @@ class GraphedCallable(AroundModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward. In a model that is compiled around it: a graph break."""
         if torch.compiler.is_compiling():
-            return _run_outside_graph(GraphedCallable.forward, self, *args, **kwargs)
+            return _forward_outside_graph(self, *args, **kwargs)
         graphs = self._graphs
-        if graphs is None or not torch.is_grad_enabled() or not graphs.in_modes_of_capture():
+        if graphs is None or not torch.is_grad_enabled() or not graphs.weights.in_modes_of_capture():
             return self.module(*args, **kwargs)
         if is_capturing():
             raise ReplayError(f"{graphs.place} was called while another graph is captured: give that capture the layer")
@@ -52,28 +56,26 @@ class GraphedCallable(AroundModule):
             )
         if _autocast(graphs) != self._autocast:
             raise ReplayError(f"{graphs.place} was captured under another autocast: call it as it was captured")
-        return replay(graphs, args, kwargs)
+        tensors = graphs.signature.tensors(args, kwargs)
+        return graphs.result(_Replay.apply(graphs, *tensors, *graphs.params))
 
     def need_backward_dw(self) -> bool:
         """Whether delayed weight gradients of this callable's microbatch are pending."""
         if self._graphs is None:
             return any(module.need_backward_dw() for module in self._delaying())
-        return self._graphs.is_pending()
+        return bool(self._graphs.pending)
 
     def backward_dw(self) -> None:
         """Compute this microbatch's delayed weight gradients by W; a quiet no-op where none is pending.
 
         Raises ``ReplayError`` where another step comes before it in the captured order.
         """
-        graphs = self._graphs
-        if graphs is None:
-            for module in self._delaying():
+        for module in self._delaying():
+            if self._graphs is None:
                 module.backward_dw()
-        elif graphs.is_pending():
-            graphs.check_turn_of_wgrad()
-            for module in self._delaying():
-                while graphs.is_pending_in(module.wgrad_queue):  # what an eager backward queued before comes first
-                    module.backward_dw()
+            else:
+                while not set(module.wgrad_queue).isdisjoint(self._graphs.pending):
+                    module.backward_dw()  # what an eager backward queued before comes first
 
     def reset(self) -> None:
         """Free the graphs, and run the layer itself from now on. Their memory is free when all of the pool are."""
@@ -98,18 +100,46 @@ class GraphedCallable(AroundModule):
         found = [each for each in self.module.modules() if isinstance(each, DelayedWgradModule)]
         return [module for module in reversed(found) if module.wgrad_queue is not None]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the layer: graphs have captured the memory of this one."""
-        return copy.deepcopy(self.module, memo)
 
-
-def _run(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **kwargs)
-
-
-_run_outside_graph: Any = torch.compiler.disable(_run)
+_forward_outside_graph: Any = torch.compiler.disable(GraphedCallable.forward)
 
 
 def _autocast(graphs: LayerGraphs) -> tuple[bool, torch.dtype, Recipe | None]:
     kind = graphs.device_type
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), recipe_now()
+
+
+class _Replay(torch.autograd.Function):
+    """``apply`` takes the graphs, the tensors among the layer's arguments, and the parameters that get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: LayerGraphs, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.graphs = graphs
+        # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
+        ctx.outer_backward = current_backward()
+        ctx.set_materialize_grads(False)
+        ctx.run, outputs = graphs.replay_forward(tensors[: graphs.num_inputs])
+        ctx.mark_non_differentiable(
+            *(y for y, has_graph in zip(outputs, graphs.have_graph, strict=True) if not has_graph)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        graphs: LayerGraphs = ctx.graphs
+        if torch.is_grad_enabled():
+            raise ReplayError(f"the backward of {graphs.place}: create_graph=True needs the layer itself, not a graph")
+        nodes = [node for node, _ in ctx.next_functions]
+        for number in graphs.written:
+            if demand(nodes[graphs.num_inputs + number]) is not Demand.ACCUMULATE:
+                raise ReplayError(
+                    f"the backward of {graphs.place} computes all gradients of the layer and writes main_grad; "
+                    f"autograd.grad(), backward(inputs=...) and split backwards need the layer itself"
+                )
+        passes_on = [node is not None and node.name() == _NAME for node in nodes[: graphs.num_inputs]]
+        backward = current_backward() if ctx.outer_backward == NO_BACKWARD else ctx.outer_backward
+        of_outputs = [grad for grad, has_graph in zip(grads, graphs.have_graph, strict=True) if has_graph]
+        return None, *graphs.replay_dgrad(ctx.run, of_outputs, passes_on, backward)
+
+
+_NAME = f"{_Replay.__name__}Backward"

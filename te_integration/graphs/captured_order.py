@@ -1,48 +1,24 @@
-"""``CapturedOrder``: the graphs that share memory, in the order of their capture, which replays must keep to.
+"""``CapturedOrder``: what the graphs of one order share, the order of their replays above all.
 
 Memory that is free after one graph serves later ones. A replay out of turn would read what another graph has written.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...ddp.collectives.streams import current_stream
+from ...ddp.contract.capturing import FirstWrites
 from ...ddp.contract.delayed import DelayedWgrad
-from ...ddp.torch_internals import current_raw_stream
-from ..pipeline.order import Kind
+from ...ddp.graphs.capture import GraphPool
 
-__all__ = ["CapturedOrder", "Place", "ReplayError", "Step"]
+__all__ = ["CapturedOrder", "ReplayError", "StaticBuffers"]
 
 
 class ReplayError(RuntimeError):
     """A graphed callable was called with what, or when, its graphs do not allow."""
-
-
-class Place(NamedTuple):
-    """Which forward and backward a graph belongs to."""
-
-    chunk: int
-    """From 1; 0 without an order."""
-    microbatch: int
-    """From 0."""
-    layer: int
-    """From 0, in its chunk; without an order, the index of the module."""
-    type_name: str
-
-    def __str__(self) -> str:
-        if self.chunk == 0:
-            return f"module {self.layer} ({self.type_name})"
-        return f"layer {self.layer} ({self.type_name}) of chunk {self.chunk}, microbatch {self.microbatch}"
-
-
-class Step(NamedTuple):
-    """One graph."""
-
-    kind: Kind
-    place: Place
-
-    def __str__(self) -> str:
-        return f"the {self.kind.value} of {self.place}"
 
 
 class CapturedOrder:
@@ -50,77 +26,108 @@ class CapturedOrder:
 
     The first step may be replayed at any time, because an iteration may be given up, unless delayed weight gradients
     are pending. Replays may be on several streams, each behind all before it.
+
+    pool      memory and stream of the captures
+    is_given  the program gave the order: the first captured write of a weight is the first of each iteration
+    shares    there are several microbatches: their outputs and gradients share memory where the order allows it. That
+              takes a copy at the end of a graph; a copy of each microbatch would stay otherwise
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._index = -1 if device.index is None else device.index
-        self.steps: list[Step] = []
-        self._gone: set[int] = set()
+    def __init__(self, pool: GraphPool, *, is_given: bool, shares: bool) -> None:
+        self.pool = pool
+        self.shares = shares
+        self.buffers = StaticBuffers()
+        self.first_writes = FirstWrites(in_order=is_given)
+        self.steps: list[str] = []
+        """One name for each graph, in the order of their capture. A step is an index of this list."""
+        self._freed: set[int] = set()
         self._next = 0
-        self._stream: int | None = None  # raw stream of the latest replay
-        self._entries: list[DelayedWgrad] = []
+        self._stream: torch.cuda.Stream | None = None  # of the latest replay
+        self._delayed: list[DelayedWgrad] = []
 
-    def append(self, step: Step) -> int:
-        """Add a step that was captured; returns its index."""
-        self.steps.append(step)
+    def append(self, name: str) -> int:
+        """Add a graph that was captured; returns its step."""
+        self.steps.append(name)
         return len(self.steps) - 1
 
-    def remove(self, index: int) -> None:
+    def remove(self, step: int) -> None:
         """The graph was freed: the others are replayed without it."""
-        self._gone.add(index)
+        self._freed.add(step)
 
-    @property
-    def next(self) -> int:
-        """Index of the step whose turn it is."""
-        while self._next in self._gone:
-            self._next += 1
-        if self._next >= len(self.steps):
-            self._next = 0
-            while self._next in self._gone:
-                self._next += 1
-        return self._next
+    def record_delayed(self, entries: Sequence[DelayedWgrad]) -> None:
+        """A replay has queued delayed weight gradients, which a later step computes."""
+        self._delayed = [entry for entry in (*self._delayed, *entries) if entry.waits]
 
-    def record_delayed(self, entry: DelayedWgrad) -> None:
-        """A replay has queued a delayed weight gradient, which a later step computes."""
-        self._entries = [*self.pending, entry]
+    def enter(self, step: int) -> None:
+        """Before a replay: have the current stream wait for the replays before.
 
-    @property
-    def pending(self) -> list[DelayedWgrad]:
-        """Delayed weight gradients that were neither computed nor given up."""
-        return [entry for entry in self._entries if entry.waits]
+        Raises ``ReplayError`` unless it is this step's turn.
+        """
+        if step != self._next:
+            self._check_turn(step)
+        self.wait()
 
-    def check(self, index: int) -> None:
-        """Raise ``ReplayError`` unless it is this step's turn."""
-        expected = self.next
-        if index == expected:
+    def wait(self) -> None:
+        """Have the current stream wait for all replays so far."""
+        if self.pool.stream is not None:
+            stream = current_stream(self.pool.device)
+            if self._stream is not None and self._stream is not stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def leave(self, step: int) -> None:
+        """The graph was replayed."""
+        self._next = (step + 1) % len(self.steps)
+
+    def _from(self, start: int) -> int:
+        """The first step from ``start`` on that was not freed."""
+        count = len(self.steps)
+        return next(step % count for step in range(start, start + count) if step % count not in self._freed)
+
+    def _check_turn(self, step: int) -> None:
+        expected, first = self._from(self._next), self._from(0)
+        if step == expected:
             return
-        step = self.steps[index]
-        if index > 0 and not self._gone.issuperset(range(index)):
+        if step != first:
             raise ReplayError(
-                f"{step} was called where {self.steps[expected]} comes in the captured order; graphs share memory, and "
-                f"are replayed in the order of their capture. After an iteration that was given up, begin with "
-                f"{self.steps[0]}"
+                f"{self.steps[step]} was called where {self.steps[expected]} comes in the captured order: keep to that "
+                f"order, or begin anew with {self.steps[first]} after an iteration that was given up"
             )
-        pending = self.pending
+        pending = [entry for entry in self._delayed if entry.waits]
         if pending:
             raise ReplayError(
-                f"{step} begins anew while {len(pending)} delayed weight gradients are pending, of {pending[0].owner}: "
-                f"call backward_dw() of each callable first, or clear() the queues of its modules to give them up. "
-                f"More microbatches in flight need an order that says so"
+                f"{self.steps[step]} begins anew while {len(pending)} delayed weight gradients are pending, of "
+                f"{pending[0].owner}: call backward_dw() of each callable first, or clear() the queues of its modules"
             )
 
-    def enter(self, index: int) -> None:
-        """Before the work of a step: ``check``, and have the current stream wait for the replays before."""
-        self.check(index)
-        if self._device.type != "cuda":
-            return
-        raw = current_raw_stream(self._index)
-        if self._stream is not None and raw != self._stream:
-            before = torch.cuda.ExternalStream(self._stream, device=self._device)
-            torch.cuda.current_stream(self._device).wait_stream(before)
-        self._stream = raw
 
-    def leave(self, index: int) -> None:
-        """The step was replayed."""
-        self._next = index + 1
+class StaticBuffers:
+    """Memory that eager code fills before a replay. A buffer has a new user when the order needs the last one no more.
+
+    ``take`` and ``give_back`` are called while an order is captured, entry by entry. A buffer that is given back after
+    entry i serves entries behind i. Replays in the captured order then never fill a buffer that is still to be read.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Any, list[Tensor]] = {}
+        self.nbytes = 0
+        """Memory of all buffers."""
+
+    def take(self, like: Tensor) -> Tensor:
+        """A buffer of the shape, strides, dtype and device of ``like``, with any content."""
+        free = self._free.get(_kind(like))
+        if free:
+            return free.pop()
+        with torch.no_grad():
+            buffer = torch.empty_like(like, requires_grad=False)
+        self.nbytes += buffer.nbytes
+        return buffer
+
+    def give_back(self, buffers: Sequence[Tensor]) -> None:
+        """No entry from here on reads these buffers."""
+        for buffer in buffers:
+            self._free.setdefault(_kind(buffer), []).append(buffer)
+
+
+def _kind(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

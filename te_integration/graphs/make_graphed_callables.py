@@ -1,21 +1,21 @@
 """``make_graphed_callables``: layers as CUDA graphs, one microbatch each, in the order of a pipeline schedule."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...ddp.collectives.streams import is_capturing
 from ...ddp.graphs.capture import GraphPool
 from ..pipeline.order import Kind, Schedule, parse_order
 from ..scaling.delayed_scaling import refused
 from .callable import GraphedCallable
-from .captured_order import Place
-from .layer_graphs import CaptureState, LayerGraphs
+from .captured_order import CapturedOrder
+from .layer_graphs import LayerGraphs
 from .refusals import check_capturable, device_of
-from .signature import Signature
+from .signature import Sample, Signature, tensors_in
 from .trial import Trial, run_trials
 
 __all__ = ["make_graphed_callables"]
@@ -58,33 +58,32 @@ def make_graphed_callables(
     hooked, wrapped. On CPUs a stand-in records operations: for tests.
     """
     modules = list(modules)
-    schedule, counts = _schedule(modules, order, num_layers_per_chunk)
-    microbatches = 1 if schedule is None else schedule.num_microbatches
-    samples = _samples(len(modules) * microbatches, sample_args, sample_kwargs)
+    if order is not None:
+        num_layers = len(modules) if num_layers_per_chunk is None else None
+        schedule = parse_order(order, num_layers_per_chunk=num_layers_per_chunk, num_layers=num_layers)
+        groups = [schedule.split_layers(modules)]
+    elif num_layers_per_chunk is not None:
+        raise ValueError("num_layers_per_chunk belongs to an order, and none was given")
+    else:
+        schedule = parse_order([1, -1])
+        groups = [[[module]] for module in modules] if pool is None else [[modules]]
+    samples = _samples(len(modules) * schedule.num_microbatches, sample_args, sample_kwargs)
     if num_warmup_iters < 1:
         raise ValueError(f"num_warmup_iters must be 1 or more, not {num_warmup_iters}: a trial shows what a layer does")
-    if is_capturing():
-        raise RuntimeError("make_graphed_callables in a capture: make the callables before")
     if not torch.is_grad_enabled():
         raise RuntimeError("make_graphed_callables while gradients are disabled: there is no backward to capture")
-    device = device_of(modules, [leaf for args, kwargs in samples for leaf in _tensors(args, kwargs)])
+    device = device_of(modules, tensors_in(samples))
     for index, module in enumerate(modules):
         check_capturable(module, f"module {index} ({type(module).__name__})", device)
 
-    if schedule is None and pool is None:  # every module by itself
-        groups = [_Group([module], [1], None, [sample]) for module, sample in zip(modules, samples, strict=True)]
-        for index, group in enumerate(groups):
-            group.first = index
-    else:
-        groups = [_Group(modules, counts, schedule, samples)]
     made: list[LayerGraphs] = []
+    stream = None if pool is None else pool.stream
     try:
-        first = pool or GraphPool(device)
         with _without_autocast_cache(), refused("make_graphed_callables"):
-            for number, group in enumerate(groups):
-                own = GraphPool(device) if number else first
-                own.stream = first.stream  # cuBLAS keeps a workspace for each stream
-                group.capture(own, num_warmup_iters, made)
+            for chunks in groups:  # graphs of one group share memory
+                shared = pool or GraphPool(device, stream)
+                stream = shared.stream  # one for all: cuBLAS keeps a workspace for each stream
+                _capture(chunks, schedule, samples, shared, num_warmup_iters, made, is_given=order is not None)
     except BaseException as error:
         for graphs in made:
             graphs.reset()
@@ -93,34 +92,12 @@ def make_graphed_callables(
             "may stay with the CUDA allocator until the process ends."
         )
         raise
-    return tuple(GraphedCallable(graphs) for group in groups for graphs in group.in_order_of_samples())
-
-
-def _schedule(
-    modules: Sequence[nn.Module], order: Iterable[float] | None, num_layers_per_chunk: Sequence[int] | None
-) -> tuple[Schedule | None, Sequence[int]]:
-    if not modules:
-        raise ValueError("make_graphed_callables needs at least one module")
-    if order is None:
-        if num_layers_per_chunk is not None:
-            raise ValueError("num_layers_per_chunk belongs to an order, and none was given")
-        return None, [len(modules)]
-    if num_layers_per_chunk is None:
-        schedule = parse_order(order, num_layers=len(modules))
-    else:
-        schedule = parse_order(order, num_layers_per_chunk=num_layers_per_chunk)
-    schedule.split_layers(modules)  # raises where the numbers differ
-    counts = schedule.num_layers_per_chunk
-    assert counts is not None, "given, or computed from the number of modules"
-    return schedule, counts
-
-
-_Sample = tuple[tuple[Any, ...], Mapping[str, Any]]
+    return tuple(map(GraphedCallable, made))
 
 
 def _samples(
     count: int, sample_args: Sequence[tuple[Any, ...]], sample_kwargs: Sequence[Mapping[str, Any]] | None
-) -> list[_Sample]:
+) -> list[Sample]:
     if not all(isinstance(args, tuple | list) for args in sample_args):
         raise TypeError("sample_args is a list of tuples, one tuple of arguments for each callable")
     kwargs = [{} for _ in sample_args] if sample_kwargs is None else list(sample_kwargs)
@@ -130,11 +107,7 @@ def _samples(
                 f"{name} has {found} entries, and there are {count} callables: one for each chunk, microbatch and "
                 f"layer, in this order"
             )
-    return [(tuple(args), each) for args, each in zip(sample_args, kwargs, strict=True)]
-
-
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    return [leaf for leaf in Signature.leaves(args, kwargs) if isinstance(leaf, Tensor)]
+    return [(tuple(args), dict(each)) for args, each in zip(sample_args, kwargs, strict=True)]
 
 
 @contextmanager
@@ -148,79 +121,62 @@ def _without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-class _Group:
-    """Layers whose graphs share memory, in one order."""
+def _capture(
+    chunks: Sequence[Sequence[nn.Module]],
+    schedule: Schedule,
+    samples: Sequence[Sample],
+    pool: GraphPool,
+    num_warmup_iters: int,
+    made: list[LayerGraphs],
+    *,
+    is_given: bool,
+) -> None:
+    """Capture the layers of ``chunks`` in one order. ``made`` gets their graphs, in the order of ``samples``.
 
-    def __init__(
-        self, modules: Sequence[nn.Module], counts: Sequence[int], schedule: Schedule | None, samples: Sequence[_Sample]
-    ) -> None:
-        self._modules, self._counts, self._schedule, self._samples = modules, counts, schedule, samples
-        self._num_microbatches = 1 if schedule is None else schedule.num_microbatches
-        self._trials: dict[Any, Trial] = {}
-        self._made: dict[int, LayerGraphs] = {}  # by index of the sample
-        self.first = 0
-        """Number of the first module, for errors."""
+    is_given  the program gave the order
+    """
+    order = CapturedOrder(pool, is_given=is_given, shares=schedule.num_microbatches > 1)
+    trials: dict[Any, Trial] = {}
+    layers: dict[tuple[int, int], list[LayerGraphs]] = {}  # by chunk and microbatch
+    for chunk, microbatch in itertools.product(range(1, len(chunks) + 1), range(schedule.num_microbatches)):
+        layers[chunk, microbatch] = []
+        for index, module in enumerate(chunks[chunk - 1]):
+            sample, name = samples[len(made)], type(module).__name__
+            place = f"layer {index} ({name}) of chunk {chunk}, microbatch {microbatch}"
+            if not is_given:
+                place = f"module {len(made)} ({name})"
+            signature = Signature(place, sample)
+            key = id(module), tuple(signature.kinds)
+            if key not in trials:
+                trials[key] = run_trials(module, place, signature, tensors_in(sample), pool, num_warmup_iters)
+            made.append(LayerGraphs(module, place, signature, sample, trials[key], order))
+            layers[chunk, microbatch].append(made[-1])
+    for chunk in sorted(schedule.delayed_chunks):
+        _check_wgrads(chunk, [graphs.trial for graphs in layers[chunk, 0]])
+    for step in schedule.steps:
+        graphs_of_step = layers[step.chunk, step.microbatch]
+        backwards = [graphs for graphs in reversed(graphs_of_step) if graphs.trial.has_backward]
+        if step.kind is Kind.FORWARD:
+            for graphs in graphs_of_step:
+                graphs.capture_forward()
+        elif step.kind is Kind.DGRAD:
+            for graphs in backwards:
+                graphs.capture_dgrad()
+            for graphs in backwards:
+                graphs.end_of_dgrads()
+        else:
+            for graphs in backwards:
+                graphs.capture_wgrad()
 
-    def capture(self, pool: GraphPool, num_warmup_iters: int, made: list[LayerGraphs]) -> None:
-        """Capture everything; ``made`` gets the graphs as they come."""
-        state = CaptureState(pool, in_order=self._schedule is not None, shares=self._num_microbatches > 1)
-        for chunk in range(1, len(self._counts) + 1):
-            for microbatch in range(self._num_microbatches):
-                for index, layer in self._layers(chunk, microbatch):
-                    self._made[index] = self._new(index, chunk, microbatch, layer, state, num_warmup_iters)
-                    made.append(self._made[index])
-        order = self._schedule or parse_order([1, -1])
-        self._check_wgrads(order)
-        for step in order.steps:
-            layers = [index for index, _ in self._layers(step.chunk, step.microbatch)]
-            backwards = [self._made[index] for index in reversed(layers) if self._made[index].has_backward]
-            if step.kind is Kind.FORWARD:
-                for index in layers:
-                    self._made[index].capture_forward(_tensors(*self._samples[index]))
-            elif step.kind is Kind.DGRAD:
-                for graphs in backwards:
-                    graphs.capture_dgrad()
-                for graphs in backwards:
-                    graphs.end_of_dgrads()
-            else:
-                for graphs in backwards:
-                    graphs.capture_wgrad()
 
-    def in_order_of_samples(self) -> list[LayerGraphs]:
-        """The graphs in the order of ``sample_args``."""
-        return [graphs for _, graphs in sorted(self._made.items())]
-
-    def _layers(self, chunk: int, microbatch: int) -> list[tuple[int, int]]:
-        """For each layer of a chunk: the index of its sample, and its index in the chunk."""
-        before = sum(self._counts[: chunk - 1]) * self._num_microbatches
-        count = self._counts[chunk - 1]
-        return [(before + microbatch * count + layer, layer) for layer in range(count)]
-
-    def _new(
-        self, index: int, chunk: int, microbatch: int, layer: int, state: CaptureState, num_warmup_iters: int
-    ) -> LayerGraphs:
-        module = self._modules[sum(self._counts[: chunk - 1]) + layer]
-        has_order = self._schedule is not None
-        place = Place(chunk if has_order else 0, microbatch, self.first + layer, type(module).__name__)
-        args, kwargs = self._samples[index]
-        signature = Signature(place, args, kwargs)
-        key = id(module), tuple(signature.kinds)
-        if key not in self._trials:
-            tensors = _tensors(args, kwargs)
-            self._trials[key] = run_trials(module, place, signature, tensors, state.pool, num_warmup_iters)
-        return LayerGraphs(module, place, signature, self._trials[key], state)
-
-    def _check_wgrads(self, order: Schedule) -> None:
-        """Raise ``ValueError`` for wgrad entries of a chunk that has no delayed weight gradient."""
-        for chunk in sorted(order.delayed_chunks):
-            graphs = [self._made[index] for index, _ in self._layers(chunk, 0)]
-            if any(each.delays for each in graphs):
-                continue
-            if not any(each.has_backward for each in graphs):
-                reason = "no output of its layers requires a gradient"
-            else:
-                reason = "none of its layers delays a weight gradient"
-            raise ValueError(
-                f"the order has wgrad entries ({-chunk - 0.5}) of chunk {chunk}, and {reason}: leave these entries "
-                f"out, or build a layer of chunk {chunk} with delay_wgrad_compute=True and weights that are trained"
-            )
+def _check_wgrads(chunk: int, trials: Sequence[Trial]) -> None:
+    """Raise ``ValueError`` for wgrad entries of a chunk that has no delayed weight gradient."""
+    if any(trial.delays for trial in trials):
+        return
+    reason = "no output of its layers requires a gradient"
+    if any(trial.has_backward for trial in trials):
+        reason = "none of its layers delays a weight gradient"
+    raise ValueError(
+        f"the order has wgrad entries ({-chunk - 0.5}) of chunk {chunk}, and {reason}: leave these entries out, or "
+        f"build a layer of chunk {chunk} with delay_wgrad_compute=True and weights that are trained"
+    )

@@ -1,7 +1,6 @@
 """What cannot be captured, or would be replayed wrongly: refused by name before anything is captured."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,17 +8,17 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.main_grad import is_lazy, record_of
-from ...ddp.contract.module import DelayedWgradModule, forms_of
-from ...ddp.contract.torch_fsdp import is_sharded_by_torch
+from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.gathers.waiting_modules import is_waiting_hook
 from ...ddp.torch_internals import has_tensor_hooks
 from ...ddp.wrapper.around_module import AroundModule
+from ..conversion.convert import is_sharded
 from ..experts.grouped_module import GroupedModule
+from ..pipeline.executor import has_backward_dw
 from ..sequential import Sequential as Ours
+from .weights import hooks_of
 
 __all__ = ["check_capturable", "device_of"]
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def device_of(modules: Sequence[nn.Module], samples: Sequence[Tensor]) -> torch.device:
@@ -29,13 +28,10 @@ def device_of(modules: Sequence[nn.Module], samples: Sequence[Tensor]) -> torch.
         tensors += [*module.parameters(), *module.buffers()]
     # A count or a scale on the CPU is refused by the capture where it is read.
     devices = {tensor.device for tensor in tensors}
-    if len(devices) != 1:
+    if len(devices) != 1 or not {"cuda", "cpu"}.issuperset(device.type for device in devices):
         names = ", ".join(sorted(map(str, devices))) or "none"
-        raise ValueError(f"make_graphed_callables captures the work of one device, and the tensors are on {names}")
-    (device,) = devices
-    if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"make_graphed_callables captures CUDA graphs, and the modules are on {device}")
-    return device
+        raise ValueError(f"make_graphed_callables captures work of one device, CUDA or CPU: tensors are on {names}")
+    return devices.pop()
 
 
 def check_capturable(module: nn.Module, where: str, device: torch.device) -> None:
@@ -62,19 +58,16 @@ def _check_module(module: nn.Module, where: str, device: torch.device) -> None:
             f"{where} reduces gradients of its parameters, which is no part of a layer's graphs: give the layers "
             f"inside of the wrapper"
         )
-    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
-        raise ValueError(f"{where} is compiled: capture the layer as it was before torch.compile or torch.jit")
-    if type(module).__module__.startswith("torch._dynamo"):
-        raise ValueError(f"{where} is compiled by torch.compile: capture the layer inside, its ._orig_mod")
-    for table in _HOOKS:
-        hooks: Any = getattr(module, table)
-        if any(not is_waiting_hook(key) for key in hooks):
-            raise ValueError(
-                f"{where} has hooks on its forward or backward, which a replay would not call: remove them, or hook "
-                f"the callable that make_graphed_callables returns"
-            )
-    delays = all(callable(getattr(module, verb, None)) for verb in ("backward_dw", "need_backward_dw"))
-    if delays and not isinstance(module, DelayedWgradModule | Ours | AroundModule) and not _only_passes_on(module):
+    wraps_compiled = type(module).__module__.startswith("torch._dynamo")
+    if wraps_compiled or isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+        raise ValueError(f"{where} is compiled: capture the layer as it was before, or the ._orig_mod inside")
+    if not all(is_waiting_hook(key) for hooks in hooks_of(module) for key in hooks):
+        raise ValueError(
+            f"{where} has hooks on its forward or backward, which a replay would not call: remove them, or hook the "
+            f"callable that make_graphed_callables returns"
+        )
+    passes_on = any(isinstance(inner, DelayedWgradModule) for inner in list(module.modules())[1:])
+    if has_backward_dw(module) and not passes_on and not isinstance(module, DelayedWgradModule | Ours | AroundModule):
         raise ValueError(
             f"{where} delays weight gradients by itself (backward_dw), and no replay would fill what it keeps: leave "
             f"it out of the graphs, or convert it to a module of maingrad.te_integration"
@@ -83,15 +76,9 @@ def _check_module(module: nn.Module, where: str, device: torch.device) -> None:
         raise ValueError(f"{where}: on a CPU the host reads the rows of each expert, and replays would keep the first")
 
 
-def _only_passes_on(module: nn.Module) -> bool:
-    """Whether the module is a container of modules that delay."""
-    return any(isinstance(inner, DelayedWgradModule) for inner in list(module.modules())[1:])
-
-
 def _check_param(param: nn.Parameter, where: str) -> None:
     record = record_of(param)
-    sharded = is_sharded_by_torch(param) or any(hasattr(form, "shard") for form in forms_of(param))
-    if sharded or is_lazy(param) or (record is not None and record.make_room is not None):
+    if is_sharded(param) or is_lazy(param) or (record is not None and record.make_room is not None):
         raise ValueError(
             f"{where} is sharded (fully_shard, tensor parallelism) or has its main_grad for some time only, and graphs "
             f"need memory that stays: use maingrad.ddp.DistributedDataParallel, or leave the layer out of the graphs"

@@ -1,15 +1,39 @@
 """The arguments that a layer was captured with, and what each call must have in common with them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ...ddp.torch_internals import tree_flatten, tree_unflatten
-from .captured_order import Place, ReplayError
+from ...ddp.torch_internals import tree_flatten, tree_leaves, tree_unflatten
+from .captured_order import ReplayError
 
-__all__ = ["Signature", "TensorKind"]
+__all__ = ["Sample", "Signature", "Structure", "tensors_in"]
+
+Sample: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments, and keyword arguments."""
+
+_A_TENSOR = object()
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class Structure:
+    """Nested tuples, lists and dicts without the tensors in them."""
+
+    def __init__(self, value: Any) -> None:
+        leaves, self.spec = tree_flatten(value)
+        self.leaves = [_A_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """The value with these tensors in it."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if leaf is _A_TENSOR else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
 
 
 class TensorKind(NamedTuple):
@@ -31,21 +55,16 @@ class TensorKind(NamedTuple):
 
 
 class Signature:
-    """Arguments of one layer and microbatch: tensors, whose content may change, and everything else, which may not."""
+    """Arguments of one layer and microbatch: tensors, whose content may change, and everything else, which may not.
 
-    def __init__(self, place: Place, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    place  the layer and microbatch, for errors
+    """
+
+    def __init__(self, place: str, sample: Sample) -> None:
         self._place = place
-        self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
-        self._are_tensors = [isinstance(leaf, Tensor) for leaf in self._leaves]
-        self.kinds = [TensorKind.of(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        self._is_plain = all(self._are_tensors) and not kwargs and len(self._leaves) == len(args)
-
-    @staticmethod
-    def leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Everything in the arguments, flat."""
-        found: list[Any] = tree_flatten((tuple(args), dict(kwargs)))[0]
-        return found
+        self._structure = Structure(sample)
+        self.kinds = [TensorKind.of(tensor) for tensor in tensors_in(sample)]
+        self._is_plain = all(isinstance(arg, Tensor) for arg in sample[0]) and not sample[1]
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, checked. Raises ``ReplayError`` that names the argument."""
@@ -62,20 +81,18 @@ class Signature:
         return found
 
     def _among(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-        if spec != self._spec:
+        leaves, spec = tree_flatten((args, kwargs))
+        if spec != self._structure.spec:
             raise ReplayError(f"{self._place}: the arguments have another structure than sample_args and sample_kwargs")
-        for leaf, captured, is_tensor in zip(leaves, self._leaves, self._are_tensors, strict=True):
-            if not is_tensor and leaf is not captured and leaf != captured:
+        found = []
+        for leaf, captured in zip(leaves, self._structure.leaves, strict=True):
+            if captured is _A_TENSOR:
+                found.append(leaf)
+            elif leaf is not captured and leaf != captured:
                 raise ReplayError(f"{self._place}: the argument {captured!r} is part of the graph; got {leaf!r}")
-        return [leaf for leaf, is_tensor in zip(leaves, self._are_tensors, strict=True) if is_tensor]
+        return found
 
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, tensors: Sequence[Tensor]) -> Sample:
         """The arguments of a call with these tensors."""
-        remaining = iter(tensors)
-        leaves = [
-            next(remaining) if is_tensor else leaf
-            for leaf, is_tensor in zip(self._leaves, self._are_tensors, strict=True)
-        ]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        return args, kwargs
+        sample: Sample = self._structure.fill(tensors)
+        return sample

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from ...ddp.contract.capturing import BackwardCapture, FirstWrites, noting
 from ...ddp.contract.main_grad import accumulator_of, forget_failed_backward, has_main_grad
 from ...ddp.graphs.capture import GraphPool
-from ...ddp.torch_internals import tree_leaves
-from .captured_order import Place
-from .signature import Signature
+from .signature import Signature, tensors_in
 
 __all__ = ["Trial", "content_kept", "differentiable", "run_trials"]
 
@@ -30,7 +28,7 @@ class Trial(NamedTuple):
 
 def differentiable(outputs: Any) -> list[Tensor]:
     """The tensors among a layer's outputs through which a backward goes."""
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
 
 
 @contextmanager
@@ -51,10 +49,11 @@ def content_kept(module: nn.Module) -> Iterator[None]:
 
 
 def run_trials(
-    module: nn.Module, place: Place, signature: Signature, samples: Sequence[Tensor], pool: GraphPool, count: int
+    module: nn.Module, place: str, signature: Signature, samples: Sequence[Tensor], pool: GraphPool, count: int
 ) -> Trial:
     """Run forward and backward, weight gradients included. Nothing of it is left behind.
 
+    place  the layer and microbatch, for errors
     count  number of runs whose weight gradients are added to ``main_grad``, as most captured ones are; one more
            overwrites, by other kernels
     """
@@ -65,16 +64,21 @@ def run_trials(
             inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in samples]
             args, kwargs = signature.arguments(inputs)
             outputs = differentiable(module(*args, **kwargs))
-            wanted = [*trained, *(tensor for tensor in inputs if tensor.requires_grad)]
+            wanted = [*trained, *differentiable(inputs)]
             capture = BackwardCapture(first_writes)
-            grads: Sequence[Tensor | None] = [None] * len(wanted)
+            grads: Sequence[Tensor | None] = ()
             if outputs and wanted:
                 with noting(capture):
                     grads = torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)), allow_unused=True)
             delayed = [delivery for delivery in capture.deliveries if delivery.delayed]
             for delivery in delayed:
                 delivery.compute(first_writes)
-            _check_no_other_consumer(trained, place)
+            flags = [forget_failed_backward(param) for param in trained]  # of all parameters: none is left behind
+            if any(flags):
+                raise ValueError(
+                    f"{place} holds a module of others that writes main_grad in its own backward and sets a flag, "
+                    f"which no replay would set: leave that module out of the graphs, or convert it (convert_linears)"
+                )
     delivered = {id(weight) for delivery in capture.deliveries for weight in delivery.weights}
     delivered |= {id(param) for param, grad in zip(trained, grads, strict=False) if grad is not None}
     return Trial(
@@ -82,12 +86,3 @@ def run_trials(
         delays=bool(delayed),
         has_backward=bool(outputs and wanted),
     )
-
-
-def _check_no_other_consumer(trained: Sequence[nn.Parameter], place: Place) -> None:
-    flags = [forget_failed_backward(param) for param in trained]  # of all parameters: none is left behind
-    if any(flags):
-        raise ValueError(
-            f"{place} holds a module of others that writes main_grad in its own backward and sets a flag, which no "
-            f"replay would set: leave that module out of the graphs, or convert it (convert_linears)"
-        )

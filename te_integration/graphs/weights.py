@@ -1,33 +1,39 @@
 """``CapturedWeights``: the parameters and buffers whose places graphs have captured, and the modules that hold them."""
 
+from typing import Any
+
 from torch import nn
 
 from ...ddp.gathers.waiting_modules import is_waiting_hook, registered_params
 from ..dense.linear_module import LinearModule
-from .captured_order import Place, ReplayError
+from .captured_order import ReplayError
 
-__all__ = ["CapturedWeights"]
+__all__ = ["CapturedWeights", "hooks_of"]
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Where the module keeps the hooks on its forward and backward, which no replay calls."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 class CapturedWeights:
-    """Parameters and buffers of a module, each with its address. Reading a parameter waits for its gather."""
+    """Parameters and buffers of a module, each with its address. Reading a parameter waits for its gather.
 
-    def __init__(self, module: nn.Module, place: Place) -> None:
+    place  the layer and microbatch, for errors
+    """
+
+    def __init__(self, module: nn.Module, place: str) -> None:
         self._place = place
-        self._params = [
-            (f"{prefix}.{local}" if prefix else local, owner, local, param, param.data_ptr(), param.requires_grad)
-            for prefix, owner in module.named_modules()
-            for local, param in registered_params(owner).items()
-            if param is not None
-        ]
         modules = list(module.modules())
         self._modes = [(each, each.training) for each in modules]
         self._exempt = [(each, each.ignores_recipes) for each in modules if isinstance(each, LinearModule)]
         self._children = [(each, [*each._modules.values()]) for each in modules]
-        self._hooks = [
-            (each, hooks)
-            for each in modules
-            for hooks in (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
+        self._hooks = [(each, hooks) for each in modules for hooks in hooks_of(each)]
+        self._params = [
+            (f"{prefix}.{local}".removeprefix("."), owner, local, param, param.data_ptr(), param.requires_grad)
+            for prefix, owner in module.named_modules()
+            for local, param in registered_params(owner).items()
+            if param is not None
         ]
         self._buffers = [(name, buffer, buffer.data_ptr()) for name, buffer in module.named_buffers()]
 
@@ -38,29 +44,23 @@ class CapturedWeights:
         """
         for name, owner, local, param, address, trained in self._params:
             if registered_params(owner).get(local) is not param:
-                raise self._error(name, "was replaced (load_state_dict(assign=True), a new nn.Parameter)")
+                raise self._error(f"'{name}' was replaced (load_state_dict(assign=True), a new nn.Parameter)")
             if param.data_ptr() != address:
-                raise self._error(name, "lies elsewhere (an optimizer was built, .to(), .data was assigned)")
+                raise self._error(f"'{name}' lies elsewhere (an optimizer was built, .to(), .data was assigned)")
             if param.requires_grad is not trained:
-                raise self._error(name, "was frozen" if trained else "was unfrozen")
+                raise self._error(f"'{name}' was {'frozen' if trained else 'unfrozen'}")
         for name, buffer, address in self._buffers:
             if buffer.data_ptr() != address:
-                raise self._error(name, "lies elsewhere")
+                raise self._error(f"'{name}' lies elsewhere")
         for module, hooks in self._hooks:
             if hooks and not all(map(is_waiting_hook, hooks)):
-                raise ReplayError(
-                    f"{self._place}: {type(module).__name__} got a hook on its forward or backward after the capture, "
-                    f"which no replay would call: remove it, or hook the callable"
-                )
+                raise self._error(f"{type(module).__name__} got a hook on its forward or backward")
         for layer, exempt in self._exempt:
             if layer.ignores_recipes is not exempt:
-                raise ReplayError(
-                    f"{self._place}: ignores_recipes of {layer.describe()} was changed since the capture, which no "
-                    f"replay would see: set it before make_graphed_callables"
-                )
+                raise self._error(f"ignores_recipes of {layer.describe()} was changed")
         for module, children in self._children:
             if [*module._modules.values()] != children:
-                raise self._error(type(module).__name__, "got another child")
+                raise self._error(f"{type(module).__name__} got another child")
 
     def in_modes_of_capture(self) -> bool:
         """Whether all modules inside are in ``train()`` or ``eval()`` as they were captured."""
@@ -70,8 +70,8 @@ class CapturedWeights:
         """Rises with each change in place of a parameter that torch sees."""
         return sum(entry[3]._version for entry in self._params)
 
-    def _error(self, name: str, what: str) -> ReplayError:
+    def _error(self, change: str) -> ReplayError:
         return ReplayError(
-            f"{self._place}: '{name}' {what} since the capture, and the graphs would read what is no more: call "
+            f"{self._place}: {change} since the capture, which no replay would see: undo that, or call "
             f"make_graphed_callables after everything that does so"
         )

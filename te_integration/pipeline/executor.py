@@ -9,7 +9,7 @@ contains no other such module: a container that only passes the call on would ru
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...ddp.torch_internals import tree_leaves
 from ...ddp.wrapper.parts import parts_of
 from .order import Entry, Kind, Schedule
 
@@ -119,10 +120,8 @@ class ScheduleExecutor:
         if len(chunks) != schedule.num_chunks:
             raise ValueError(f"{len(chunks)} chunks for a schedule of {schedule.num_chunks}")
         self.schedule = schedule
-        self._chunks = [_Chunk(number, chunk) for number, chunk in enumerate(chunks, start=1)]
-        for chunk, layers in zip(self._chunks, schedule.num_layers_per_chunk or (), strict=False):
-            if chunk.num_layers not in (None, layers):
-                raise ValueError(f"chunk {chunk.number} has {chunk.num_layers} layers, the schedule says {layers}")
+        counts = schedule.num_layers_per_chunk or (None,) * len(chunks)
+        self._chunks = [_Chunk(number, *pair) for number, pair in enumerate(zip(chunks, counts, strict=True), start=1)]
         self.records: list[SlotRecord] = []
         """What the latest run did, step by step."""
 
@@ -172,8 +171,7 @@ class ScheduleExecutor:
     def _check_runnable(self) -> None:
         """Raise every error that is known before anything runs."""
         if not torch.is_grad_enabled():
-            backwards = [entry for entry in self.schedule.entries if entry.kind is not Kind.FORWARD]
-            first = min(backwards, key=lambda entry: entry.kind is not Kind.WGRAD)  # prefers a wgrad
+            first = next(entry for entry in self.schedule.entries if entry.kind is not Kind.FORWARD)
             raise RuntimeError(f"{first} in inference: gradients are disabled, so that there is no backward to run")
         for entry in self.schedule.entries:
             if entry.kind is Kind.WGRAD and not self._chunks[entry.chunk - 1].delaying:
@@ -187,44 +185,41 @@ class ScheduleExecutor:
 
 
 class _Chunk:
-    """One chunk: calls its layers, and names its modules."""
+    """One chunk: calls its layers, and names its modules.
 
-    def __init__(self, number: int, chunk: Chunk) -> None:
+    num_layers  as the schedule has it; None: unknown
+    """
+
+    def __init__(self, number: int, chunk: Chunk, num_layers: int | None) -> None:
         self.number = number
         self.type_name = type(chunk).__name__
-        self._is_list = isinstance(chunk, nn.ModuleList) or not isinstance(chunk, nn.Module)
-        if self._is_list and not isinstance(chunk, Sequence | nn.ModuleList):
-            raise TypeError(f"chunk {number} must be a module or a list of modules, not {self.type_name}")
+        self._is_list = isinstance(chunk, Sequence | nn.ModuleList)
         self.layers: list[nn.Module] = list(chunk) if self._is_list else [chunk]  # type: ignore[arg-type, list-item]
         for layer in self.layers:
             if not isinstance(layer, nn.Module):
-                raise TypeError(f"chunk {number} must be a module or a list of modules, not of {type(layer).__name__}")
-        if not self.layers:
-            raise ValueError(f"chunk {number} has no layers")
-        self.num_layers = len(chunk) if isinstance(chunk, nn.Sequential | nn.ModuleList | Sequence) else None
-        """None if the chunk is a module other than ``nn.Sequential``."""
-        self.find_modules()
+                raise TypeError(f"chunk {number} must be a module or a list of modules, not {type(layer).__name__}")
+        found = len(chunk) if isinstance(chunk, nn.Sequential) else len(self.layers)
+        if num_layers not in (None, found) and (self._is_list or isinstance(chunk, nn.Sequential)):
+            raise ValueError(f"chunk {number} has {found} layers, the schedule says {num_layers}")
 
     def begin_run(self) -> None:
-        """Before a run: tell layers that count microbatches (``GraphedChunk``)."""
-        self.find_modules()
-        for layer in self.layers:
-            getattr(layer, "begin_run", lambda: None)()
+        """Find the modules, and tell layers that count microbatches (``GraphedChunk``).
 
-    def find_modules(self) -> None:
-        """Find the modules anew: some may have been replaced or converted since the last run."""
+        Modules may have been replaced or converted since the last run.
+        """
         self.names: dict[nn.Module, str] = {}
         for index, layer in enumerate(self.layers):
             for name, module in layer.named_modules(prefix=str(index) if self._is_list else ""):
                 self.names.setdefault(module, name or type(module).__name__)
-        verbs = ("need_backward_dw", "backward_dw")
-        self._able = {module for module in self.names if all(callable(getattr(module, verb, None)) for verb in verbs)}
+        self._able = {module for module in self.names if has_backward_dw(module)}
         self.delaying: list[Any] = [
             module
             for module in self.names
-            if module in self._able and not any(inner in self._able for inner in list(module.modules())[1:])
+            if module in self._able and self._able.isdisjoint(list(module.modules())[1:])
         ]
         """Delaying modules, in layer order."""
+        for layer in self.layers:
+            getattr(layer, "begin_run", lambda: None)()
 
     def pending(self) -> list[str]:
         """Names of modules with pending weight gradients, containers too."""
@@ -243,25 +238,21 @@ class _Run:
     """The state of one run. The inputs and outputs of a forward are kept until its dgrad."""
 
     def __init__(self, schedule: Schedule, chunks: list[_Chunk], link: ChunkLink, loss_fn: LossFunction | None) -> None:
-        self._schedule = schedule
-        self._chunks = chunks
-        self._link = link
-        self._loss_fn = loss_fn
+        self._chunks, self._link, self._loss_fn = chunks, link, loss_fn
+        self._loss_chunk = 0 if loss_fn is None else schedule.num_chunks
         self._live: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         self._reached: dict[nn.Module, None] = {}  # modules that ran in this step, in order
         self._in_forward = False
         # For each delaying module: (chunk, microbatch) of its pending weight gradients, oldest first.
         self._pending = {module: deque[tuple[int, int]]() for chunk in chunks for module in chunk.delaying}
         self._parts = {chunk: parts_of(chunk.layers) for chunk in chunks}  # wrappers that reduce its gradients
-        self._hosts = [parts.host for found in self._parts.values() for parts in found]
-        everybody = {parts for found in self._parts.values() for parts in found}
-        self._launches_early = len(everybody) == 1  # several could launch in different orders on replicas
-        self._last_dgrads = {step.chunk: step.index for step in schedule.steps if step.kind is Kind.DGRAD}
-        self._last_steps = {step.chunk: number for number, step in enumerate(schedule.steps)}
-        self._num_steps = 0
-        for chunk, found in self._parts.items():
-            for parts in found:
-                parts.begin(chunk, [param for layer in chunk.layers for param in layer.parameters()])
+        self._reduced = [(chunk, parts) for chunk, found in self._parts.items() for parts in found]
+        self._hosts = [parts.host for _, parts in self._reduced]
+        self._launches_early = len({parts for _, parts in self._reduced}) == 1  # several: in one order on replicas
+        self._last_dgrads = {step.chunk: step for step in schedule.steps if step.kind is Kind.DGRAD}
+        self._last_steps = {step.chunk: step for step in schedule.steps}
+        for chunk, parts in self._reduced:
+            parts.begin(chunk, [param for layer in chunk.layers for param in layer.parameters()])
         self._handles: list[RemovableHandle] = []
         for module in dict.fromkeys(module for chunk in chunks for module in chunk.names):
             if module in self._pending or any(True for _ in module.parameters(recurse=False)):
@@ -269,9 +260,8 @@ class _Run:
 
     def fail(self) -> None:
         """Tell the wrappers that the remaining gradients of this run will not come."""
-        for chunk, found in self._parts.items():
-            for parts in found:
-                parts.leave(chunk)
+        for chunk, parts in self._reduced:
+            parts.leave(chunk)
 
     def close(self) -> None:
         """Remove the hooks from the modules, and free graphs."""
@@ -291,10 +281,9 @@ class _Run:
             delayed = self._run_dgrad(chunk, entry)
         else:
             self._run_wgrad(chunk, entry)
-        if self._num_steps == self._last_steps[entry.chunk]:
+        if entry is self._last_steps[entry.chunk]:
             for parts in self._parts[chunk]:
                 parts.end(chunk)
-        self._num_steps += 1
         return SlotRecord(
             entry=entry,
             modules=tuple(chunk.names[module] for module in self._reached),
@@ -305,11 +294,10 @@ class _Run:
         received = _as_tuple(self._link.receive_input(entry.chunk, entry.microbatch))
         inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in received)
         outputs = chunk(inputs)
-        if self._loss_fn is not None and entry.chunk == self._schedule.num_chunks:
+        if self._loss_fn is not None and entry.chunk == self._loss_chunk:
             loss = self._loss_fn(*outputs, microbatch=entry.microbatch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-                raise ValueError(f"loss_fn must return a scalar tensor, got {shown} for microbatch {entry.microbatch}")
+                raise ValueError(f"{entry}: loss_fn must return a scalar tensor, got {loss!r:.60}")
             outputs = (loss,)
         self._live[entry.chunk, entry.microbatch] = inputs, outputs
         detached = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
@@ -322,14 +310,13 @@ class _Run:
         grads = self._link.receive_output_grad(*key)
         if len(grads) != len(outputs):
             raise ValueError(f"{entry}: got {len(grads)} gradients for {len(outputs)} outputs")
-        is_loss = self._loss_fn is not None and entry.chunk == self._schedule.num_chunks
         pairs = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)
-            if output.requires_grad and (is_loss or grad is not None)
+            if output.requires_grad and (entry.chunk == self._loss_chunk or grad is not None)
         ]
         if pairs:
-            final = self._launches_early and entry.index == self._last_dgrads[entry.chunk]
+            final = self._launches_early and entry is self._last_dgrads[entry.chunk]
             with ExitStack() as stack:
                 for parts in self._parts[chunk]:
                     stack.enter_context(parts.backward(chunk, final=final))
@@ -365,9 +352,14 @@ class _Run:
         """Forward hook: record that the module runs, in this forward and in the backward."""
         if self._in_forward:  # a recompute during backward does not count
             self._reached[module] = None
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: self._reached.setdefault(module))  # freed with the graph
+
+
+def has_backward_dw(module: nn.Module) -> bool:
+    """Whether the module, or a module inside that it passes the call on to, may delay weight gradients."""
+    return all(callable(getattr(module, verb, None)) for verb in ("backward_dw", "need_backward_dw"))
 
 
 def _needs_backward_dw(module: Any) -> bool:
@@ -387,14 +379,3 @@ def _nothing_delays(entry: Entry, chunk: _Chunk) -> RuntimeError:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

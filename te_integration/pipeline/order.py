@@ -22,6 +22,7 @@ This file knows no tensors and no modules: ``executor.py`` runs an order.
 
 import dataclasses
 import enum
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ class Kind(enum.Enum):
     WGRAD = "wgrad"
 
 
-CAUSE = {Kind.DGRAD: Kind.FORWARD, Kind.WGRAD: Kind.DGRAD}  # of the same chunk and microbatch
-LETTERS = {Kind.FORWARD: "F", Kind.DGRAD: "D", Kind.WGRAD: "W"}
+EFFECT = {Kind.FORWARD: Kind.DGRAD, Kind.DGRAD: Kind.WGRAD}  # of the same chunk and microbatch
+CAUSE = {effect: cause for cause, effect in EFFECT.items()}
 
 
 class ScheduleError(ValueError):
@@ -102,8 +103,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.entries:
             raise ValueError("the order is empty: it needs at least a forward and a dgrad of each chunk")
-        _check_sequence(self.entries, self.num_chunks, self.strict)
-        _check_balance(self.entries, self.num_chunks)
+        self._check_sequence()
+        self._check_balance()
 
     @property
     def num_microbatches(self) -> int:
@@ -113,7 +114,7 @@ class Schedule:
     @cached_property
     def delayed_chunks(self) -> frozenset[int]:
         """Chunks that have wgrad entries."""
-        return _chunks_with_wgrads(self.entries)
+        return frozenset(entry.chunk for entry in self.entries if entry.kind is Kind.WGRAD)
 
     @cached_property
     def steps(self) -> tuple[Entry, ...]:
@@ -137,8 +138,8 @@ class Schedule:
             raise ValueError("this schedule knows no layers: give parse_order num_layers_per_chunk or num_layers")
         if len(layers) != sum(counts):
             raise ValueError(f"{len(layers)} layers for chunks of {list(counts)}, which are {sum(counts)}")
-        ends = [sum(counts[: chunk + 1]) for chunk in range(self.num_chunks)]
-        return [list(layers[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        remaining = iter(layers)
+        return [list(itertools.islice(remaining, count)) for count in counts]
 
     def check_connected(self) -> None:
         """Raise ``ScheduleError`` at the first entry that comes before an entry of another chunk that it needs.
@@ -147,22 +148,86 @@ class Schedule:
         and a dgrad needs the dgrad of the next chunk. The order of one rank among several need not satisfy this, since
         chunks of other ranks may lie between its own.
         """
-        done: set[tuple[Kind, int, int]] = set()
+        done: Counter[tuple[Kind, int]] = Counter()
         for entry in self.entries:
-            done.add((entry.kind, entry.chunk, entry.microbatch))
             neighbour = {Kind.FORWARD: entry.chunk - 1, Kind.DGRAD: entry.chunk + 1}.get(entry.kind, 0)
-            if not 1 <= neighbour <= self.num_chunks or (entry.kind, neighbour, entry.microbatch) in done:
-                continue
-            count = sum(kind is entry.kind and chunk == neighbour for kind, chunk, _ in done)
-            raise _error(
-                entry,
-                self.entries,
-                f"comes before the {entry.kind.value} of chunk {neighbour} of the same microbatch, "
-                f"of which there are {count} so far",
-            )
+            so_far = done[entry.kind, neighbour]
+            if 1 <= neighbour <= self.num_chunks and so_far <= entry.microbatch:
+                fault = f"comes before the {entry.kind.value} of chunk {neighbour} of the same microbatch"
+                raise self._error(entry, f"{fault}, of which there are {so_far} so far")
+            done[entry.kind, entry.chunk] += 1
 
     def __str__(self) -> str:
-        return _render(self.entries, self.delayed_chunks)
+        return self._draw(self.entries)
+
+    def _check_sequence(self) -> None:
+        """From left to right: chunks exist, causes come before effects, and the strict rule holds."""
+        done: Counter[tuple[Kind, int]] = Counter()
+        open_dgrad: Entry | None = None  # strict: its wgrad must be the next backward entry
+        for entry in self.entries:
+            if entry.chunk > self.num_chunks:
+                raise self._error(entry, f"is about chunk {entry.chunk} of {self.num_chunks}")
+            cause = CAUSE.get(entry.kind)
+            if cause is not None and done[cause, entry.chunk] <= entry.microbatch:
+                so_far = _counts(done, entry.chunk)
+                raise self._error(entry, f"comes before its {cause.value}: before this entry {so_far}")
+            if self.strict and entry.kind is not Kind.FORWARD:
+                if open_dgrad is not None and (entry.kind, entry.chunk) != (Kind.WGRAD, open_dgrad.chunk):
+                    raise self._error(entry, f"comes between {open_dgrad} and its wgrad, which strict does not allow")
+                open_dgrad = entry if entry.kind is Kind.DGRAD and entry.chunk in self.delayed_chunks else None
+            done[entry.kind, entry.chunk] += 1
+
+    def _check_balance(self) -> None:
+        """Every chunk finishes every microbatch."""
+        count = Counter((entry.kind, entry.chunk) for entry in self.entries)
+        # At most as many chunks as entries are searched: a short order may name chunk 10**9.
+        chunks = range(1, min(self.num_chunks, len(self.entries)) + 1)
+        shortest = min(chunks, key=lambda chunk: count[Kind.FORWARD, chunk])
+        for entry in self.entries:
+            chunk, effect = entry.chunk, EFFECT.get(entry.kind)
+            if effect is None or (effect is Kind.WGRAD and chunk not in self.delayed_chunks):
+                continue
+            if count[effect, chunk] <= entry.microbatch:
+                raise self._error(entry, f"has no {effect.value}: {_counts(count, chunk)}")
+            if count[Kind.FORWARD, shortest] <= entry.microbatch:
+                fault = f"is a microbatch that chunk {shortest} does not run"
+                raise self._error(entry, f"{fault}: {_counts(count, chunk)}; {_counts(count, shortest)}")
+
+    def _error(self, entry: Entry, fault: str) -> ScheduleError:
+        """An error that shows the order around the entry."""
+        around = self.entries[max(0, entry.index - ERROR_WINDOW) : entry.index + ERROR_WINDOW + 1]
+        return ScheduleError(entry.index, f"{entry} {fault}\n{self._draw(around, mark=entry)}")
+
+    def _draw(self, entries: Sequence[Entry], *, mark: Entry | None = None) -> str:
+        """One row per chunk, one column per entry, in blocks of at most ``LINE_WIDTH`` characters.
+
+        F forward, D dgrad, W wgrad, each with its microbatch. B is the whole backward of a chunk without wgrad entries.
+        A caret is below the entry ``mark``.
+        """
+        chunks = sorted({entry.chunk for entry in entries})
+        names = ["entry", *(f"chunk {chunk}" for chunk in chunks), ""]
+        columns = [
+            [
+                str(entry.index),
+                *(self._cell(entry) if entry.chunk == chunk else "." for chunk in chunks),
+                "^" if entry is mark else "",
+            ]
+            for entry in entries
+        ]
+        margin, width = (1 + max(map(len, texts)) for texts in (names, itertools.chain(*columns)))
+        per_block = max(1, (LINE_WIDTH - margin) // width)
+        blocks = []
+        for start in range(0, len(entries), per_block):
+            rows = zip(names, *columns[start : start + per_block], strict=True)
+            lines = (name.ljust(margin) + "".join(text.rjust(width) for text in row) for name, *row in rows)
+            blocks.append("\n".join(line.rstrip() for line in lines if line.strip()))
+        return "\n\n".join(blocks)
+
+    def _cell(self, entry: Entry) -> str:
+        letter = entry.kind.name[0]
+        if entry.kind is Kind.DGRAD and entry.chunk not in self.delayed_chunks:
+            letter = "B"
+        return f"{letter}{entry.microbatch}"
 
 
 def parse_order(
@@ -189,14 +254,13 @@ def parse_order(
     whose microbatch is not finished or not run by every chunk. Dependencies between chunks are not checked: see
     ``Schedule.check_connected``.
     """
-    if isinstance(order, str | bytes) or not isinstance(order, Iterable):
+    if isinstance(order, str | bytes):
         raise TypeError(f"an order is a list of numbers, not {order!r}")
     decoded = [_decode(number, index) for index, number in enumerate(order)]
+    counts: tuple[int, ...] | None = None
     if num_layers_per_chunk is not None:
         if num_layers is not None:
             raise ValueError("give num_layers_per_chunk or num_layers, not both")
-        if not isinstance(num_layers_per_chunk, Sequence):
-            raise TypeError(f"num_layers_per_chunk is a list, not {num_layers_per_chunk!r}; a total is num_layers")
         counts = tuple(_positive(count, "each entry of num_layers_per_chunk") for count in num_layers_per_chunk)
         if num_chunks not in (None, len(counts)):
             raise ValueError(f"num_layers_per_chunk has {len(counts)} entries, num_chunks is {num_chunks}")
@@ -210,17 +274,15 @@ def parse_order(
     for index, (kind, chunk) in enumerate(decoded):
         entries.append(Entry(kind=kind, chunk=chunk, microbatch=seen[kind, chunk], index=index))
         seen[kind, chunk] += 1
-    schedule = Schedule(entries=tuple(entries), num_chunks=num_chunks, strict=strict)
-    if num_layers is not None:
-        each, rest = divmod(_positive(num_layers, "num_layers"), num_chunks)
-        if rest:
-            raise ValueError(
-                f"{num_layers} layers do not split evenly over {num_chunks} chunks: give num_layers_per_chunk instead"
-            )
-        counts = (each,) * num_chunks
-    elif num_layers_per_chunk is None:
+    schedule = Schedule(entries=tuple(entries), num_chunks=num_chunks, num_layers_per_chunk=counts, strict=strict)
+    if num_layers is None:
         return schedule
-    return dataclasses.replace(schedule, num_layers_per_chunk=counts)
+    each, rest = divmod(_positive(num_layers, "num_layers"), num_chunks)
+    if rest:
+        raise ValueError(
+            f"{num_layers} layers do not split evenly over {num_chunks} chunks: give num_layers_per_chunk instead"
+        )
+    return dataclasses.replace(schedule, num_layers_per_chunk=(each,) * num_chunks)
 
 
 def _positive(count: int, name: str) -> int:
@@ -231,105 +293,22 @@ def _positive(count: int, name: str) -> int:
 
 def _decode(number: object, index: int) -> tuple[Kind, int]:
     """The kind and the chunk of a number."""
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise ScheduleError(index, f"entry {index} is {number!r}, a {type(number).__name__}, not a number")
-    value: Any = int(number) if isinstance(number, Integral) else number  # fixed-width ints overflow in abs
-    if not abs(value) < MAX_CHUNK:  # NaN compares false
-        shown = "too large for a chunk" if isinstance(number, Integral) else f"{number!r}, which is no chunk"
-        raise ScheduleError(index, f"entry {index} is {shown}")
-    if value % 1 == 0 and value != 0:
-        return (Kind.FORWARD, int(value)) if value > 0 else (Kind.DGRAD, int(-value))
-    if value % 1 == 0.5 and value < -1:
-        return Kind.WGRAD, int(-value)
+    shown = None
+    if not isinstance(number, bool) and isinstance(number, Real):
+        value: Any = int(number) if isinstance(number, Integral) else number  # fixed-width ints overflow in abs
+        if abs(value) < MAX_CHUNK:  # NaN compares false
+            if value % 1 == 0 and value != 0:
+                return (Kind.FORWARD, int(value)) if value > 0 else (Kind.DGRAD, int(-value))
+            if value % 1 == 0.5 and value < -1:
+                return Kind.WGRAD, int(-value)
+        elif isinstance(number, Integral):
+            shown = "too large"  # Python may refuse to print it
     raise ScheduleError(
         index,
-        f"entry {index} is {number!r}, which means nothing: c is the forward of chunk c (from 1), -c its dgrad, "
-        f"-c - 0.5 its wgrad",
+        f"entry {index} is {shown or repr(number)}: c is the forward of chunk c (from 1), -c its dgrad, -c - 0.5 its "
+        f"wgrad",
     )
-
-
-def _chunks_with_wgrads(entries: Iterable[Entry]) -> frozenset[int]:
-    return frozenset(entry.chunk for entry in entries if entry.kind is Kind.WGRAD)
-
-
-def _check_sequence(entries: Sequence[Entry], num_chunks: int, strict: bool) -> None:
-    """From left to right: chunks exist, causes come before effects, and the strict rule holds."""
-    delayed_chunks = _chunks_with_wgrads(entries)
-    count: Counter[tuple[Kind, int]] = Counter()
-    open_dgrad: Entry | None = None  # strict: its wgrad must be the next backward entry
-    for entry in entries:
-        if entry.chunk > num_chunks:
-            raise _error(entry, entries, f"is about chunk {entry.chunk} of {num_chunks}")
-        cause = CAUSE.get(entry.kind)
-        if cause is not None and count[cause, entry.chunk] <= entry.microbatch:
-            so_far = _counts(count, entry.chunk)
-            raise _error(entry, entries, f"comes before its {cause.value}: before this entry {so_far}")
-        if strict and entry.kind is not Kind.FORWARD:
-            if open_dgrad is not None and (entry.kind, entry.chunk) != (Kind.WGRAD, open_dgrad.chunk):
-                raise _error(entry, entries, f"comes between {open_dgrad} and its wgrad, which strict does not allow")
-            open_dgrad = entry if entry.kind is Kind.DGRAD and entry.chunk in delayed_chunks else None
-        count[entry.kind, entry.chunk] += 1
-
-
-def _check_balance(entries: Sequence[Entry], num_chunks: int) -> None:
-    """Every chunk finishes every microbatch."""
-    delayed_chunks = _chunks_with_wgrads(entries)
-    count = Counter((entry.kind, entry.chunk) for entry in entries)
-    # At most as many chunks as entries are searched: a short order may name chunk 10**9.
-    shortest = min(range(1, min(num_chunks, len(entries)) + 1), key=lambda chunk: count[Kind.FORWARD, chunk])
-    for entry in entries:
-        chunk = entry.chunk
-        effect = {Kind.FORWARD: Kind.DGRAD, Kind.DGRAD: Kind.WGRAD}.get(entry.kind)
-        if effect is None or (effect is Kind.WGRAD and chunk not in delayed_chunks):
-            continue
-        if count[effect, chunk] <= entry.microbatch:
-            raise _error(entry, entries, f"has no {effect.value}: {_counts(count, chunk)}")
-        if count[Kind.FORWARD, shortest] <= entry.microbatch:
-            raise _error(
-                entry,
-                entries,
-                f"is a microbatch that chunk {shortest} does not run: {_counts(count, chunk)}; "
-                f"{_counts(count, shortest)}",
-            )
 
 
 def _counts(count: Counter[tuple[Kind, int]], chunk: int) -> str:
     return f"chunk {chunk} has " + ", ".join(f"{count[kind, chunk]} {kind.value}" for kind in Kind)
-
-
-def _error(entry: Entry, entries: Sequence[Entry], fault: str) -> ScheduleError:
-    """An error that shows the order around the entry."""
-    around = entries[max(0, entry.index - ERROR_WINDOW) : entry.index + ERROR_WINDOW + 1]
-    picture = _render(around, _chunks_with_wgrads(entries), mark=entry.index)
-    return ScheduleError(entry.index, f"{entry} {fault}\n{picture}")
-
-
-def _render(entries: Sequence[Entry], delayed_chunks: Iterable[int], *, mark: int | None = None) -> str:
-    """One row per chunk, one column per entry, in blocks of at most ``LINE_WIDTH`` characters.
-
-    F forward, D dgrad, W wgrad, each with its microbatch. B is the whole backward of a chunk outside
-    ``delayed_chunks``. A caret marks the entry whose index is ``mark``.
-    """
-    delayed_chunks = frozenset(delayed_chunks)
-
-    def cell(entry: Entry) -> str:
-        whole_backward = entry.kind is Kind.DGRAD and entry.chunk not in delayed_chunks
-        return f"{'B' if whole_backward else LETTERS[entry.kind]}{entry.microbatch}"
-
-    chunks = sorted({entry.chunk for entry in entries})
-    names = {chunk: f"chunk {chunk}" for chunk in chunks}
-    margin = max(map(len, names.values()), default=0) + 1
-    column = max((max(len(cell(entry)), len(str(entry.index))) for entry in entries), default=0) + 1
-    per_block = max(1, (LINE_WIDTH - margin) // column)
-    blocks = []
-    for start in range(0, len(entries), per_block):
-        block = entries[start : start + per_block]
-        rows = ["entry".ljust(margin) + "".join(str(entry.index).rjust(column) for entry in block)]
-        for chunk in chunks:
-            cells = (cell(entry) if entry.chunk == chunk else "." for entry in block)
-            rows.append(names[chunk].ljust(margin) + "".join(text.rjust(column) for text in cells))
-        if any(entry.index == mark for entry in block):
-            rows.append(" " * margin + "".join(("^" if entry.index == mark else "").rjust(column) for entry in block))
-            rows[-1] = rows[-1].rstrip()
-        blocks.append("\n".join(rows))
-    return "\n\n".join(blocks)

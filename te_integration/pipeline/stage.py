@@ -80,8 +80,8 @@ class PipelineStage(pipelining.PipelineStage):
         self._find_parts()
         self._microbatch = -1  # index of the running or latest backward
         self._num_backwards = 0  # in this step
-        self._is_incomplete = False  # this step began a backward and has not done all
-        self._iterations: list[int] = []  # of each wrapper, at the first backward
+        self._begun_in: list[int] | None = None
+        """The iteration of each wrapper at the step's first backward; None after the last backward."""
 
     def _find_parts(self) -> None:
         """Find the wrappers that reduce gradients of this stage. They may serve other stages of this rank too."""
@@ -95,7 +95,7 @@ class PipelineStage(pipelining.PipelineStage):
             self.chunks = step.num_microbatches
             step.losses.clear()  # torch would run backward from losses of a failed step
         if not self._has_leavings():
-            self._num_backwards, self._is_incomplete = 0, False
+            self._num_backwards, self._begun_in = 0, None
         elif self.has_backward:
             raise RuntimeError(
                 f"stage {self.stage_index}: an earlier step failed after {self._num_backwards} backwards, and has left "
@@ -121,7 +121,7 @@ class PipelineStage(pipelining.PipelineStage):
             parts.abandon(self)
         for param in self._unwrapped_params():
             param.grad = None
-        self._num_backwards, self._is_incomplete = 0, False
+        self._num_backwards, self._begun_in = 0, None
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run F."""
@@ -142,9 +142,8 @@ class PipelineStage(pipelining.PipelineStage):
         too late for gradients that are complete in B.
         """
         final = self._launches_early and (last_backward or self._num_backwards + 1 == self.chunks)
-        if not self._is_incomplete:
-            self._is_incomplete = True
-            self._iterations = [parts.iteration for parts in self._parts]
+        if self._begun_in is None:
+            self._begun_in = [parts.iteration for parts in self._parts]
         loss = bwd_kwargs["stage_output"]
         if self.is_last and self.average_microbatches and isinstance(loss, torch.Tensor):
             if loss.numel() != 1:  # torch.autograd would demand an initial gradient
@@ -158,7 +157,8 @@ class PipelineStage(pipelining.PipelineStage):
                 stack.enter_context(parts.backward(self, final=final))
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         self._num_backwards += 1
-        self._is_incomplete = self._num_backwards != self.chunks
+        if self._num_backwards == self.chunks:
+            self._begun_in = None
         return result
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -222,9 +222,9 @@ class PipelineStage(pipelining.PipelineStage):
         """Whether a failed step has left gradients that were not dropped since."""
         if len(self.queue):
             return True
-        if not self._is_incomplete:
+        if self._begun_in is None:
             return False
-        begun = zip(self._parts, self._iterations, strict=True)
+        begun = zip(self._parts, self._begun_in, strict=True)
         return any(not parts.is_clear and parts.iteration == before for parts, before in begun) or any(
             param.grad is not None for param in self._unwrapped_params()
         )

@@ -11,37 +11,136 @@ it are merged into row 0 of the history::
 """
 
 import weakref
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ...ddp.buckets.iteration_ends import forward_number
+from ...ddp.buckets.iteration_ends import forward_number, is_in_wrapper, num_changes, was_trained_in
 from ...ddp.torch_internals import NO_BACKWARD, call_when_backward_ends, current_backward
 from ..recipes import DelayedScaling
 
-__all__ = ["NONE_YET", "OPERANDS", "AmaxRow", "Roll", "commit", "commit_after_backward", "select"]
+__all__ = [
+    "BUFFERS",
+    "NONE_YET",
+    "OPERANDS",
+    "AmaxRow",
+    "Roll",
+    "ScalingUse",
+    "commit",
+    "commit_after_backward",
+    "select",
+    "versions_of",
+]
 
+BUFFERS = ("fp8_scale", "fp8_amax_history")
 OPERANDS = {"input": 0, "weight": 1, "grad": 2}
 """Places in a row."""
 NONE_YET = -1.0
 """Where no amax was recorded: less than any amax."""
 
 
+class ScalingUse:
+    """What the host knows of the scaling of a ``ScaledModule``, which is held weakly."""
+
+    def __init__(self, module: Any) -> None:
+        self.module: Callable[[], Any] = weakref.ref(module)
+        self.recipe: DelayedScaling | None = None
+        """The recipe of the last forward whose amaxes count; None: there is none yet."""
+        self.group: Any = None
+        """``amax_reduction_group`` of that forward."""
+        self.row_0: Literal["empty", "frozen", "trained"] = "trained"
+        """Row 0 of the history holds no amax; amaxes of backwards alone in which nothing of the module was trained; or
+        others, perhaps of a state that was loaded."""
+        self.is_alone = False
+        """The module has run without a wrapper: see ``lone_modules.py``."""
+        self.weights_before: Sequence[tuple[int, int]] | None = None
+        """Alone: the weights' versions after the last backward, which left ``.grad`` in all; None after a step."""
+        self.optimized = False
+        """Alone: whether an optimizer was seen to step."""
+        self.num_unseen = 0
+        """Steps that seem to be skipped, while no optimizer was seen."""
+        self.rows: list[AmaxRow] = []
+        """In a wrapper: of forwards since the last end of an iteration."""
+        self.awaited: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Alone: graphs of forwards whose backwards have not come."""
+        self._wrapped = (-1, False)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the module is there and has this use: it may be freed, or unconverted, before a backward ends."""
+        module = self.module()
+        return module is not None and vars(module).get("_scaling_use") is self
+
+    @property
+    def scales(self) -> Tensor:
+        """[n] the module's buffer."""
+        scales: Tensor = self.module()._buffers[BUFFERS[0]]
+        return scales
+
+    @property
+    def history(self) -> Tensor:
+        """[L, n] the module's buffer."""
+        history: Tensor = self.module()._buffers[BUFFERS[1]]
+        return history
+
+    def trained_weights(self) -> list[Tensor]:
+        """The module's weights that require a gradient."""
+        module = self.module()
+        weights = [module._parameters.get(name) for name in module.weight_names]
+        return [weight for weight in weights if weight is not None and weight.requires_grad]
+
+    def is_in_wrapper(self) -> bool:
+        """Whether a wrapper of ours updates the scales."""
+        if self._wrapped[0] != num_changes():
+            self._wrapped = num_changes(), is_in_wrapper(self.module())
+        return self._wrapped[1]
+
+    def add(self, row: "AmaxRow") -> None:
+        """Keep a row until the end of the iteration. Rows of backwards that train nothing may come without an end."""
+        self.rows.append(row)
+        if len(self.rows) % 64 == 0 and current_backward() == NO_BACKWARD:
+            self.rows = [old for old in self.rows if old.waits or not old.has_graph or was_trained_in(old.backward)]
+
+    def record_row(self, row: "AmaxRow") -> None:
+        """A row is in row 0 of the history now."""
+        if not row.frozen:
+            self.row_0 = "trained"
+        elif self.row_0 == "empty":
+            self.row_0 = "frozen"
+        self.recipe, self.group = row.recipe, row.group
+        weights = self.trained_weights() if self.is_alone else ()
+        shows = bool(weights) and all(weight.grad is not None for weight in weights)
+        self.weights_before = versions_of(weights) if shows else None
+
+    def record_loaded(self) -> None:
+        """Other amaxes are in row 0."""
+        self.row_0, self.weights_before = "trained", None
+        self.rows = [row for row in self.rows if row.waits]
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copied module has its own graphs, group and wrapper
+
+
+def versions_of(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """They change where a weight is changed or replaced."""
+    return [(id(weight), weight._version) for weight in weights]
+
+
 class AmaxRow:
     """Amaxes of one product in one forward and one backward of it.
 
+    use     of the module; held weakly
     first   the product's first column in the module's history
     recipe  of the forward
     group   ``amax_reduction_group`` of the forward
     owner   lives as long as the forward's graph
     """
 
-    __slots__ = ("backward", "first", "forward", "group", "has_graph", "outer", "owner", "recipe", "values")
-
-    def __init__(self, first: int, recipe: DelayedScaling, group: Any, owner: Any, device: torch.device) -> None:
+    def __init__(self, use: ScalingUse, first: int, recipe: DelayedScaling, group: Any, owner: Any) -> None:
+        self.use = weakref.ref(use)
         self.first, self.recipe, self.group = first, recipe, group
         self.owner = weakref.ref(owner)
         self.forward = forward_number()
@@ -49,11 +148,13 @@ class AmaxRow:
         """The backward in which a reentrant checkpoint runs this forward again."""
         self.backward = NO_BACKWARD
         self.has_graph = True
-        self.values = torch.full((len(OPERANDS),), NONE_YET, dtype=torch.float32, device=device)
+        self.frozen = False
+        """Without a wrapper: the backward trains nothing of the module."""
+        self.values = torch.full((len(OPERANDS),), NONE_YET, dtype=torch.float32, device=use.history.device)
 
-    def again(self, owner: Any) -> "AmaxRow":
+    def again(self, use: ScalingUse, owner: Any) -> "AmaxRow":
         """For another backward of the same forward: it has a gradient of its own."""
-        other = AmaxRow(self.first, self.recipe, self.group, owner, self.values.device)
+        other = AmaxRow(use, self.first, self.recipe, self.group, owner)
         other.forward, other.outer = self.forward, self.outer
         other.values[: OPERANDS["grad"]].copy_(self.values[: OPERANDS["grad"]])
         return other
@@ -80,83 +181,88 @@ def select(rows: Iterable[AmaxRow], trained: Collection[int]) -> set[AmaxRow]:
 
 
 @torch.no_grad()
-def commit(rows: Iterable[tuple[Tensor, AmaxRow]]) -> None:
-    """Merge rows into row 0 of their histories [L, n], a kernel for each row of a product."""
+def commit(rows: Iterable[AmaxRow]) -> None:
+    """Merge rows into row 0 of their histories [L, n], a kernel for each row of a product. Modules may be freed."""
     turns: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    seen: defaultdict[tuple[int, int], int] = defaultdict(int)
-    for history, row in rows:
-        place = id(history), row.first
-        current = history[0, row.first : row.first + len(OPERANDS)]
-        turns[seen[place]].append((current, row.values.to(history.device)))
-        seen[place] += 1
+    seen: Counter[tuple[ScalingUse, int]] = Counter()
+    for row in rows:
+        use = row.use()
+        if use is None or not use.is_live:
+            continue
+        current = use.history[0, row.first : row.first + len(OPERANDS)]
+        turns[seen[use, row.first]].append((current, row.values.to(current.device)))
+        seen[use, row.first] += 1
+        use.record_row(row)
     for pairs in turns.values():
         torch._foreach_maximum_([current for current, _ in pairs], [values for _, values in pairs])
 
 
-class _AtEnd:
-    """Commits rows when a backward has ended. The engine holds it, and frees it where the backward fails."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[Any, Tensor, AmaxRow, bool]] = []
+class _AtEnd(list[AmaxRow]):
+    """Rows that are committed when a backward has ended. The engine holds it, and frees it where the backward fails."""
 
     def __call__(self) -> None:
-        commit((history, row) for _, history, row, _ in self.rows)
-        for use, _, row, frozen in self.rows:
-            use.record_row(row, frozen=frozen)
-        self.rows.clear()
+        commit(self)
+        self.clear()
 
 
 _at_end: "weakref.WeakValueDictionary[int, _AtEnd]" = weakref.WeakValueDictionary()
 
 
-def commit_after_backward(use: Any, history: Tensor, row: AmaxRow, *, frozen: bool) -> None:
-    """``commit``, where the running backward succeeds; for modules without a wrapper.
-
-    frozen  nothing of the module is trained
-    """
+def commit_after_backward(row: AmaxRow) -> None:
+    """``commit``, where the running backward succeeds; for modules without a wrapper."""
     task = current_backward()
     end = _at_end.get(task)
     if end is None:
         end = _at_end[task] = _AtEnd()
         call_when_backward_ends(end)
-    end.rows.append((use, history, row, frozen))
+    end.append(row)
 
 
 class Roll:
-    """Histories and scales before they moved on: a skipped step takes them back.
+    """Moves histories and scales on, at the end of an iteration. A skipped step takes that back.
 
-    The tensors are those of a model's modules, alike before and after.
+    recipe     says the new scales
+    histories  of a model's modules, with the iteration's amaxes in row 0
+    scales     of the same modules
     """
 
-    def __init__(self, histories: Sequence[Tensor], scales: Sequence[Tensor], before: Tensor, old: Tensor) -> None:
+    @torch.no_grad()
+    def __init__(self, recipe: DelayedScaling, histories: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
         self._histories, self._scales = list(histories), list(scales)
-        self._before, self._old = before, old
+        self._before, self._old = torch.cat(self._histories, dim=1), torch.cat(self._scales)
+        is_known = self._before[0] >= 0
+        history = self._before.clone()
+        history[0].clamp_(min=0.0)
+        limit = torch.full_like(self._old, recipe.fp8_format.forward.max)
+        limit[OPERANDS["grad"] :: len(OPERANDS)] = recipe.fp8_format.backward.max
+        new = recipe.new_scales(history, limit, self._old)
+        history = history.roll(-1, 0)
+        history[0] = NONE_YET
+        self._write(torch.where(is_known, history, self._before), torch.where(is_known, new, self._old))
         self._before[0] = NONE_YET
-        self.note()
-
-    def note(self) -> None:
-        """The tensors hold what the roll has left."""
-        self._versions = [value._version for value in (*self._histories, *self._scales)]
+        self._versions = self._versions_now()
 
     def go_back_to(self, earlier: "Roll") -> None:
         """Undo ``earlier`` as well, which was neither stepped over nor given up. Nothing where it had other tensors."""
-        if len(self._histories) == len(earlier._histories) and all(map(_is, self._histories, earlier._histories)):
+        if list(map(id, self._histories)) == list(map(id, earlier._histories)):
             self._before, self._old = earlier._before, earlier._old
 
     @torch.no_grad()
     def undo(self, found_inf: Tensor | None = None) -> None:
         """Put back what was there before; on the device where ``found_inf`` is not 0. Nothing after a load."""
-        if self._versions != [value._version for value in (*self._histories, *self._scales)]:
+        if self._versions != self._versions_now():
             return
         before, old = self._before, self._old
         if found_inf is not None:
             skips = found_inf.to(old.device) != 0
             before = torch.where(skips, before, torch.cat(self._histories, dim=1))
             old = torch.where(skips, old, torch.cat(self._scales))
+        self._write(before, old)
+
+    def _write(self, history: Tensor, scales: Tensor) -> None:
         widths = [scale.numel() for scale in self._scales]
-        torch._foreach_copy_(self._scales, list(old.split(widths)))
-        torch._foreach_copy_(self._histories, list(before.split(widths, dim=1)))
+        torch._foreach_copy_(self._scales, list(scales.split(widths)))
+        torch._foreach_copy_(self._histories, list(history.split(widths, dim=1)))
 
-
-def _is(mine: Tensor, other: Tensor) -> bool:
-    return mine is other
+    def _versions_now(self) -> list[int]:
+        return [value._version for value in (*self._histories, *self._scales)]

@@ -11,10 +11,10 @@ iteration the wrapper's ranks agree on the largest, the rows roll, and the scale
 back. Nothing of it is read by the host.
 """
 
-import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,30 +26,23 @@ from ...ddp.collectives.streams import is_capturing
 from ...ddp.plan.parallel_marks import is_marked_expert
 from ...ddp.torch_internals import checkpointed_regions, current_backward
 from ..recipes import DelayedScaling, amax_group_now
-from .amax_history import NONE_YET, OPERANDS, Roll, commit, select
+from .amax_history import BUFFERS, NONE_YET, OPERANDS, Roll, ScalingUse, commit, select
 from .lone_modules import drop_amaxes, was_skipped, watch_steps
-from .product_scaling import ProductScaling, ScalingUse
+from .product_scaling import ProductScaling
 
 __all__ = ["ScaledModule", "refused", "update_scales"]
 
-BUFFERS = ("fp8_scale", "fp8_amax_history")
-
-
-class _Refused(threading.local):
-    where: str | None = None
-
-
-_refused = _Refused()
+_refused: ContextVar[str | None] = ContextVar("_refused", default=None)
 
 
 @contextmanager
 def refused(where: str) -> Iterator[None]:
     """Products under delayed scaling raise ``RuntimeError`` in this block: ``where`` runs them beside the training."""
-    before, _refused.where = _refused.where, where
+    before = _refused.set(where)
     try:
         yield
     finally:
-        _refused.where = before
+        _refused.reset(before)
 
 
 class ScaledModule:
@@ -69,69 +62,62 @@ class ScaledModule:
 
     def scaling_of(self, recipe: DelayedScaling, product: int, device: torch.device) -> ProductScaling:
         """What quantises a product of the forward that begins."""
-        if _refused.where is not None:
+        if (where := _refused.get()) is not None:
             raise RuntimeError(
-                f"{self.describe()}: DelayedScaling does not go with {_refused.where}, whose trials would be recorded "
-                f"as training; graph the whole iteration (GraphedTrainingStep), or use another recipe"
+                f"{self.describe()}: DelayedScaling does not go with {where}, whose trials would be recorded as "
+                f"training; graph the whole iteration (GraphedTrainingStep), or use another recipe"
             )
         trains = self.training and torch.is_grad_enabled()
         if not trains or any(again for _, again in checkpointed_regions()):  # a recompute has recorded before
             scales = self._buffers.get(BUFFERS[0])
-            return ProductScaling(recipe, _ones(self, device) if scales is None else scales.to(device), product)
+            return ProductScaling(recipe, self._first_scales(device) if scales is None else scales.to(device), product)
         if is_of_experts(self):
             raise RuntimeError(f"{self.describe()}: DelayedScaling is not supported with experts, whose ranks differ")
-        use, scales, history = self.scaling_state(recipe.amax_history_len, device)
-        assert isinstance(self, nn.Module)
-        waits = use.is_in_wrapper(self)
+        use = self.scaling_state(recipe.amax_history_len, device)
+        waits = use.is_in_wrapper()
         if product == 0 and not waits:
             if current_backward() != -1:
                 raise RuntimeError(
                     f"{self.describe()}: DelayedScaling in a reentrant checkpoint of a module without a wrapper, whose "
                     f"scales would change between the two forwards: use torch.utils.checkpoint(use_reentrant=False)"
                 )
-            watch_steps(self, use)
-            if use.recorded and not use.awaited:
+            watch_steps(use)
+            if use.row_0 != "empty" and not use.awaited:  # the iteration of the last backward is over
                 use.recipe, use.group = recipe, amax_group_now()
-                self._end_own_iteration(use, history)
-        return ProductScaling(recipe, scales, product, history, use, waits=waits)
+                if (use.row_0 == "frozen" and use.trained_weights()) or was_skipped(use):
+                    drop_amaxes(use)
+                else:
+                    update_scales([use], ())
+        return ProductScaling(recipe, use.scales, product, use, waits=waits)
 
-    def _end_own_iteration(self, use: ScalingUse, history: Tensor) -> None:
-        """Without a wrapper: the iteration of the last backward is over.
-
-        It was none if all was frozen for it alone, or if its step was skipped.
-        """
-        if (use.frozen and any(weight.requires_grad for weight in _weights(self))) or was_skipped(use):
-            drop_amaxes(use, history)
-        else:
-            update_scales([self], ())
-        use.frozen = False
-
-    def scaling_state(self, length: int, device: torch.device) -> tuple[ScalingUse, Tensor, Tensor]:
-        """What the host knows, the scales, and the history of ``length`` rows; made, moved or resized where needed."""
+    def scaling_state(self, length: int, device: torch.device) -> ScalingUse:
+        """What the host knows. The buffers are made, moved, or resized to ``length`` rows where needed."""
         watch_iterations(_watcher)
-        if self._scaling_use is None:
-            self._scaling_use = ScalingUse()
-        scales, history = (self._buffers.get(name) for name in BUFFERS)
-        if scales is None or history is None:
+        if self._scaling_use is None or self._scaling_use.module() is not self:
+            self._scaling_use = ScalingUse(self)
+        if self._buffers.get(BUFFERS[0]) is None:
             if is_capturing():
                 raise RuntimeError(
                     f"{self.describe()}: the first forward under DelayedScaling is captured, and each replay would "
                     f"begin its scales anew: run one iteration before the capture"
                 )
-            scales, history = _ones(self, device), _empty_history(self, length, device)
-            self._set(scales, history)
+            scales = self._first_scales(device)
+            self._register_scaling(scales, torch.full_like(scales, NONE_YET)[None])
+        use = self._scaling_use
+        scales, history = use.scales, use.history
         if scales.device != device or history.shape[0] != length:
-            kept = history[-(length - 1) :] if length > 1 else history[:0]
+            kept = history[max(1, history.shape[0] - length + 1) :]
             missing = history.new_zeros(length - 1 - kept.shape[0], history.shape[1])
-            history = torch.cat([history[:1], missing, kept]).to(device)
-            scales = scales.to(device)
-            self._set(scales, history)
-        return self._scaling_use, scales, history
+            self._register_scaling(scales.to(device), torch.cat([history[:1], missing, kept]).to(device))
+        return use
 
-    def _set(self, scales: Tensor, history: Tensor) -> None:
+    def _register_scaling(self, scales: Tensor, history: Tensor) -> None:
         assert isinstance(self, nn.Module)
         for name, value in zip(BUFFERS, (scales, history), strict=True):
             self.register_buffer(name, value)
+
+    def _first_scales(self, device: torch.device) -> Tensor:
+        return torch.ones(len(OPERANDS) * self.num_products, dtype=torch.float32, device=device)
 
     def drop_scaling(self) -> None:
         """Forget scales and amaxes."""
@@ -145,23 +131,28 @@ class ScaledModule:
 
     def fits_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether these are shapes of ``on_demand_buffers``."""
+        scales, history = (shapes.get(name, ()) for name in BUFFERS)
         width = (len(OPERANDS) * self.num_products,)
-        found = tuple(shapes.get(name, ()) for name in BUFFERS)
-        return found[0] == width and len(found[1]) == 2 and found[1][0] > 0 and found[1][1:] == width
+        return len(history) == 2 and history[0] > 0 and scales == history[1:] == width
 
     @torch.no_grad()
     def adopt_stored(self, stored: Mapping[str, Tensor]) -> None:
         """Take ``on_demand_buffers`` from a checkpoint. None there: scales begin anew, in place."""
         scales, history = (self._buffers.get(name) for name in BUFFERS)
         if stored:
-            before = scales if scales is not None else next(_weights(self))
-            _, scales, history = self.scaling_state(stored[BUFFERS[1]].shape[0], before.device)
-            scales.copy_(stored[BUFFERS[0]])
-            history.copy_(stored[BUFFERS[1]])
-            vars(self)["_scaling_use"].record_loaded()
+            use = self._make_room(stored[BUFFERS[1]].shape[0])
+            use.scales.copy_(stored[BUFFERS[0]])
+            use.history.copy_(stored[BUFFERS[1]])
         elif scales is not None and history is not None:
             scales.fill_(1.0)
             history.zero_()[0] = NONE_YET
+
+    def _make_room(self, length: int) -> ScalingUse:
+        """Buffers for a state that is loaded, where the module is."""
+        scales = self._buffers.get(BUFFERS[0])
+        use = self.scaling_state(length, (next(_weights(self)) if scales is None else scales).device)
+        use.record_loaded()
+        return use
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = [self._buffers.get(name) for name in BUFFERS]
@@ -174,11 +165,9 @@ class ScaledModule:
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         shapes = {n: tuple(state_dict[prefix + n].shape) for n in self.on_demand_buffers() if prefix + n in state_dict}
-        device = next((weight.device for weight in _weights(self)), None)
-        scales = self._buffers.get(BUFFERS[0])
-        if device is not None and self.fits_stored(shapes):
-            self.scaling_state(shapes[BUFFERS[1]][0], device if scales is None else scales.device)[0].record_loaded()
-        elif not shapes and scales is not None:
+        if self.fits_stored(shapes) and any(True for _ in _weights(self)):
+            self._make_room(shapes[BUFFERS[1]][0])
+        elif not shapes and self._buffers.get(BUFFERS[0]) is not None:
             # A state of before the recipe, or of weights alone: nothing is missing, and scales stay.
             state_dict |= {prefix + name: self._buffers[name] for name in BUFFERS}
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]  # nn.Module's
@@ -191,16 +180,6 @@ def is_of_experts(module: ScaledModule) -> bool:
 
 def _weights(module: ScaledModule) -> Any:
     return (weight for name in module.weight_names if (weight := module._parameters.get(name)) is not None)
-
-
-def _ones(module: ScaledModule, device: torch.device) -> Tensor:
-    return torch.ones(len(OPERANDS) * module.num_products, dtype=torch.float32, device=device)
-
-
-def _empty_history(module: ScaledModule, length: int, device: torch.device) -> Tensor:
-    history = torch.zeros(length, len(OPERANDS) * module.num_products, dtype=torch.float32, device=device)
-    history[0] = NONE_YET
-    return history
 
 
 # ---- The end of an iteration. ----
@@ -243,11 +222,17 @@ def _end_iteration(model: nn.Module, axes: Sequence[dist.ProcessGroup], trained:
         for module in model.modules()
         if isinstance(module, ScaledModule) and module.num_products and not is_of_experts(module)
     ]
-    _merge_rows(modules, trained)
-    uses = [use for module in modules if (use := module._scaling_use) is not None and use.recipe is not None]
+    uses = [use for module in modules if (use := module._scaling_use) is not None]
+    rows = [row for use in uses for row in use.rows]
+    chosen = select(rows, trained)
+    commit(row for row in rows if row in chosen)
+    for use in uses:
+        use.rows = [row for row in use.rows if row.waits]
+
+    uses = [use for use in uses if use.recipe is not None]
     if not uses:
         return None
-    current = [use for use in uses if use.recorded] or uses
+    current = [use for use in uses if use.row_0 != "empty"] or uses
     first = current[0]
     assert first.recipe is not None
     if any((use.recipe, use.group) != (first.recipe, first.group) for use in current):
@@ -258,69 +243,34 @@ def _end_iteration(model: nn.Module, axes: Sequence[dist.ProcessGroup], trained:
             f"and one amax_reduction_group for the model; other recipes may be beside it"
         )
     device = next(value.device for each in modules if (value := each._buffers.get(BUFFERS[0])) is not None)
+    states = []
     for module in modules:
         mine = module._buffers.get(BUFFERS[0])
-        use, _, _ = module.scaling_state(first.recipe.amax_history_len, device if mine is None else mine.device)
+        use = module.scaling_state(first.recipe.amax_history_len, device if mine is None else mine.device)
         use.recipe, use.group = first.recipe, first.group
-    return update_scales(modules, axes)
-
-
-def _merge_rows(modules: Sequence[ScaledModule], trained: Collection[int]) -> None:
-    """Merge the iteration's amaxes into the histories, and forget others but those that wait for their backward."""
-    running = [(module, use) for module in modules if (use := module._scaling_use) is not None and use.rows]
-    belonging = select((row for _, use in running for row in use.rows), trained)
-    merged = [(_buffer(module, BUFFERS[1]), row) for module, use in running for row in use.rows if row in belonging]
-    commit(merged)
-    for _, use in running:
-        for row in use.rows:
-            if row in belonging:
-                use.record_row(row)
-        use.rows = [row for row in use.rows if row.waits]
+        states.append(use)
+    return update_scales(states, axes)
 
 
 @torch.no_grad()
-def update_scales(modules: Sequence[ScaledModule], axes: Sequence[dist.ProcessGroup]) -> Roll:
+def update_scales(uses: Sequence[ScalingUse], axes: Sequence[dist.ProcessGroup]) -> Roll:
     """Agree on amaxes, roll the histories, and set the scales. Returns what takes that back.
 
-    modules  those of one model, in the same order on all ranks, with one recipe and ``amax_reduction_group``
-    axes     groups that join the model's ranks, where there is no such group
+    uses  of the modules of one model, in the same order on all ranks, with one recipe and ``amax_reduction_group``
+    axes  groups that join the model's ranks, where there is no such group
 
     One reduction of all modules' amaxes for each group.
     """
-    rows = [_buffer(module, BUFFERS[1])[0] for module in modules]
-    for module in modules:
-        use = module._scaling_use
-        assert use is not None and use.recipe is not None, "it has run"
-        use.recorded = False
-        recipe, group = use.recipe, use.group
+    recipe, group = uses[0].recipe, uses[0].group
+    assert recipe is not None, "it has run"
+    for use in uses:
+        use.row_0 = "empty"
+    histories = [use.history for use in uses]
+    rows = [history[0] for history in histories]
     # A NaN has no order, and two backends would reduce it to different values. A state that was loaded may have one.
     amaxes = torch.nan_to_num(torch.cat(rows), nan=NONE_YET, posinf=torch.inf)
     for axis in axes if group is None else (group,):
         if recipe.reduce_amax:
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=axis)
     torch._foreach_copy_(rows, list(amaxes.split([row.numel() for row in rows])))
-    return _roll(recipe, modules)
-
-
-def _roll(recipe: DelayedScaling, modules: Sequence[ScaledModule]) -> Roll:
-    histories = [_buffer(module, BUFFERS[1]) for module in modules]
-    scales = [_buffer(module, BUFFERS[0]) for module in modules]
-    before, old = torch.cat(histories, dim=1), torch.cat(scales)
-    is_known = before[0] >= 0
-    history = before.clone()
-    history[0].clamp_(min=0.0)
-    limit = torch.full_like(old, recipe.fp8_format.forward.max)
-    limit[OPERANDS["grad"] :: len(OPERANDS)] = recipe.fp8_format.backward.max
-    new = recipe.new_scales(history, limit, old)
-    history = history.roll(-1, 0)
-    history[0] = NONE_YET
-    widths = [scale.numel() for scale in scales]
-    torch._foreach_copy_(scales, list(torch.where(is_known, new, old).split(widths)))
-    torch._foreach_copy_(histories, list(torch.where(is_known, history, before).split(widths, dim=1)))
-    return Roll(histories, scales, before, old)
-
-
-def _buffer(module: ScaledModule, name: str) -> Tensor:
-    value = module._buffers[name]
-    assert value is not None, "it has a state"
-    return value
+    return Roll(recipe, histories, [use.scales for use in uses])

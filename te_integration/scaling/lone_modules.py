@@ -15,37 +15,34 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .amax_history import NONE_YET
-from .product_scaling import ScalingUse, versions_of
+from .amax_history import NONE_YET, ScalingUse, versions_of
 
 __all__ = ["MOST_UNSEEN", "drop_amaxes", "was_skipped", "watch_steps"]
 
 MOST_UNSEEN = 16
 """A scaler that begins with 2^16 skips at most so many steps before the first one."""
 
-_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_watched: "weakref.WeakSet[ScalingUse]" = weakref.WeakSet()
 
 
-def watch_steps(module: nn.Module, use: ScalingUse) -> None:
-    """From now on, ``was_skipped`` tells whether the step after a backward of this ``ScaledModule`` was skipped."""
-    _watch_optimizers()
-    if module not in _watched:
-        _watched.add(module)
-    if use.weights_now is None:
-        use.weights_now = functools.partial(_trained_weights, weakref.ref(module))
+def watch_steps(use: ScalingUse) -> None:
+    """From now on, ``was_skipped`` tells whether the step after a backward of this module was skipped."""
+    if not use.is_alone:
+        use.is_alone = True
+        _watched.add(use)
+        _watch_optimizers()
 
 
 def was_skipped(use: ScalingUse) -> bool:
     """Before a forward: whether the gradients of the last backward were cleared without a step."""
-    before, now = use.weights_before, use.weights_now
-    if before is None or now is None:
+    if use.weights_before is None:
         return False
-    weights = now()
-    if any(weight.grad is not None for weight in weights) or before != versions_of(weights):
+    weights = use.trained_weights()
+    if any(weight.grad is not None for weight in weights) or use.weights_before != versions_of(weights):
         return False
     if not use.optimized:
         use.num_unseen += 1
@@ -53,10 +50,10 @@ def was_skipped(use: ScalingUse) -> bool:
 
 
 @torch.no_grad()
-def drop_amaxes(use: ScalingUse, history: Tensor) -> None:
+def drop_amaxes(use: ScalingUse) -> None:
     """Forget the amaxes of the last backward."""
-    history[0].fill_(NONE_YET)
-    use.recorded = False
+    use.history[0].fill_(NONE_YET)
+    use.row_0 = "empty"
 
 
 @functools.cache
@@ -66,25 +63,20 @@ def _watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     found_inf: Tensor | None = vars(optimizer).get("found_inf")
-    for use, history in _trained_by(optimizer):
-        use.record_step()
+    for use in _trained_by(optimizer):
+        use.optimized, use.weights_before = True, None
         if found_inf is not None:
             with torch.no_grad():
-                history[0].masked_fill_(found_inf.to(history.device) != 0, NONE_YET)
+                use.history[0].masked_fill_(found_inf.to(use.history.device) != 0, NONE_YET)
 
 
-def _trained_by(optimizer: Optimizer) -> Iterator[tuple[ScalingUse, Tensor]]:
+def _trained_by(optimizer: Optimizer) -> Iterator[ScalingUse]:
     """The modules with amaxes of a backward, and with a weight in ``optimizer``."""
-    recorded = [module for module in _watched if (use := module._scaling_use) is not None and use.recorded]
+    recorded = [use for use in _watched if use.row_0 != "empty" and use.is_live]
     if not recorded:
         return
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for module in recorded:
+    for use in recorded:
+        module = use.module()
         if any(id(module._parameters.get(name)) in params for name in module.weight_names):
-            yield module._scaling_use, module._buffers["fp8_amax_history"]
-
-
-def _trained_weights(reference: "weakref.ref[Any]") -> list[Tensor]:
-    module = reference()
-    found = () if module is None else (module._parameters.get(name) for name in module.weight_names)
-    return [weight for weight in found if weight is not None and weight.requires_grad]
+            yield use

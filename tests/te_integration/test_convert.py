@@ -63,7 +63,7 @@ def test_a_transformer_encoder(encoder: nn.TransformerEncoder) -> None:
         for name, reason in {
             "self_attn": "MultiheadAttention: in_proj_weight is read as a matrix by F.multi_head_attention_forward, "
             "not run as a module",
-            "self_attn.out_proj": "torch.nn.modules.linear.NonDynamicallyQuantizableLinear is a subclass of nn.Linear "
+            "self_attn.out_proj": "torch.nn.modules.linear.NonDynamicallyQuantizableLinear is a subclass of Linear "
             "and may use its weight in another way",
         }.items()
     }
@@ -340,16 +340,16 @@ def quantization_aware() -> nn.Module:
 
 
 SKIPPED = {
-    lambda: Doubled(8, 4): "test_convert.Doubled is a subclass of nn.Linear",
+    lambda: Doubled(8, 4): "test_convert.Doubled is a subclass of Linear",
     lazy: "LazyLinear has no weight yet: run one forward, then convert",
-    parametrized: "ParametrizedLinear is a subclass of nn.Linear",
+    parametrized: "ParametrizedLinear is a subclass of Linear",
     weight_normed: "Linear's weight is computed from other parameters",
     pruned: "Linear's weight is computed from other parameters",
     patched: "Linear's forward was replaced on this instance",
     tensor_subclass: "Linear's weight is a Tagged",
     quantized: "Linear's weight is torch.int8",
     lambda: nn.Linear(8, 4, dtype=torch.complex64): "Linear's weight is torch.complex64",
-    quantization_aware: "torch.ao.nn.qat.modules.linear.Linear is a subclass of nn.Linear",
+    quantization_aware: "torch.ao.nn.qat.modules.linear.Linear is a subclass of Linear",
 }
 
 

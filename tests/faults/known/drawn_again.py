@@ -166,9 +166,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
-                "ScaledModule._load_from_state_dict",
-                ".record_loaded()",
-                "",
+                "ScaledModule._make_room",
+                "use.record_loaded()",
+                "pass",
             ),
         ],
     ),
@@ -180,7 +180,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.scaling.product_scaling",
+                "maingrad.te_integration.scaling.amax_history",
                 "ScalingUse.record_loaded",
                 """
                 self.rows = [row for row in self.rows if row.waits]

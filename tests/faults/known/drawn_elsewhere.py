@@ -117,7 +117,7 @@ FAULTS = [
                 "maingrad.te_integration.scaling.amax_history",
                 "Roll.undo",
                 """
-                if self._versions != [value._version for value in (*self._histories, *self._scales)]:
+                if self._versions != self._versions_now():
                     return
                 """,
                 "",
@@ -147,8 +147,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
                 "ScaledModule.scaling_state",
-                "history[-(length - 1) :] if length > 1",
-                "history[1:length] if length > 1",
+                "history[max(1, history.shape[0] - length + 1) :]",
+                "history[1:length]",
             ),
         ],
     ),
@@ -160,7 +160,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.scaling.product_scaling",
+                "maingrad.te_integration.scaling.amax_history",
                 "ScalingUse.is_in_wrapper",
                 "if self._wrapped[0] != num_changes():",
                 "if self._wrapped[0] == -1:",

@@ -54,9 +54,9 @@ FAULTS = [
                 "LayerGraphs.capture_dgrad",
                 """
                 if not self._later:
-                    self._give_back([*self._inputs, *self._output_grads])
+                    self._order.buffers.give_back([*self._inputs, *self._output_grads])
                 """,
-                "self._give_back([*self._inputs, *self._output_grads])",
+                "self._order.buffers.give_back([*self._inputs, *self._output_grads])",
             ),
         ],
     ),
@@ -90,7 +90,7 @@ FAULTS = [
                 "CapturedWeights.check",
                 """
                 if param.data_ptr() != address:
-                    raise self._error(name, "lies elsewhere (an optimizer was built, .to(), .data was assigned)")
+                    raise self._error(f"'{name}' lies elsewhere (an optimizer was built, .to(), .data was assigned)")
                 """,
                 "",
             ),
@@ -120,9 +120,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.graphs.captured_order",
-                "CapturedOrder.check",
-                "if index == expected:",
-                "if index == expected or index > 0:",
+                "CapturedOrder.enter",
+                "if step != self._next:",
+                "if step != self._next and step == 0:",
             ),
         ],
     ),

@@ -56,7 +56,7 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.pipeline.stage",
                 "PipelineStage._has_leavings",
-                "if not self._is_incomplete:",
+                "if self._begun_in is None:",
                 "if not self._num_backwards < 0:",
             ),
         ],
@@ -120,7 +120,7 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.pipeline.executor",
                 "_Run._run_dgrad",
-                "final = self._launches_early and entry.index == self._last_dgrads[entry.chunk]",
+                "final = self._launches_early and entry is self._last_dgrads[entry.chunk]",
                 "final = False",
             ),
         ],

@@ -43,7 +43,7 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
                 "ScaledModule.scaling_of",
-                "waits = use.is_in_wrapper(self)",
+                "waits = use.is_in_wrapper()",
                 "waits = False",
             ),
         ],
@@ -58,8 +58,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
                 "ScaledModule.scaling_of",
-                "if use.recorded and not use.awaited:",
-                "if use.recorded:",
+                'if use.row_0 != "empty" and not use.awaited:',
+                'if use.row_0 != "empty":',
             ),
         ],
     ),

@@ -258,7 +258,12 @@ FAULTS = [
         sentence="A history shows an amax of 0 before anything was recorded.",
         tests=[f"{SCALING}/test_delayed_scaling.py::test_a_history_begins_without_an_amax"],
         changes=[
-            Change("maingrad.te_integration.scaling.delayed_scaling", "_empty_history", "history[0] = NONE_YET\n", ""),
+            Change(
+                "maingrad.te_integration.scaling.delayed_scaling",
+                "ScaledModule.scaling_state",
+                "torch.full_like(scales, NONE_YET)",
+                "torch.zeros_like(scales)",
+            ),
         ],
     ),
     Fault(

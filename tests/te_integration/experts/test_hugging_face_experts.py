@@ -92,7 +92,7 @@ def test_what_is_left_out_is_named() -> None:
     model.model.layers[0].mlp.experts.__class__ = Mine
     conversion = convert_linears(model)
     first, second = (f"model.layers.{layer}.mlp" for layer in range(2))
-    assert "Mine is a subclass of experts of transformers" in conversion.skipped[f"{first}.experts"]
+    assert "Mine is a subclass of " in conversion.skipped[f"{first}.experts"]
     assert "forward was replaced" in conversion.skipped[f"{second}.experts"]
     assert set(conversion.left_out) == {f"{first}.gate.weight", f"{second}.gate.weight"}
     assert "Qwen3MoeTopKRouter" in conversion.left_out[f"{first}.gate.weight"]

@@ -19,7 +19,7 @@ def memory(order, microbatches, layers=1, delayed=True):
     samples = [(torch.ones(ROWS, WIDTH, requires_grad=True),) for _ in range(microbatches * layers)]
     callables = make_graphed_callables(made, samples, order=order, num_layers_per_chunk=[layers])
     assert ddp.is_clear
-    return callables[0]._graphs._state.buffers.nbytes / (ROWS * WIDTH * 4)
+    return callables[0]._graphs._order.buffers.nbytes / (ROWS * WIDTH * 4)
 
 
 def in_turn(count):

@@ -40,7 +40,7 @@ def wrapped(*layers):
 
 
 def kinds_of(callables):
-    return [str(step) for step in callables[0]._graphs._order.steps]
+    return callables[0]._graphs._order.steps
 
 
 # ---- Orders. ----
@@ -337,7 +337,7 @@ def test_modules_that_are_not_what_was_captured():
         layer[1].register_full_backward_pre_hook(print),
     )
     for handle in hooked:
-        with pytest.raises(RuntimeError, match="got a hook on its forward or backward after the capture"):
+        with pytest.raises(RuntimeError, match="got a hook"):
             graphed(x())
         handle.remove()
     graphed(x()).sum().backward()

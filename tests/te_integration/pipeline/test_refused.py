@@ -70,8 +70,7 @@ def test_without_wgrad_entries_nothing_needs_to_delay():
 def test_inference_is_refused(disabled):
     chunks = make_chunks(stand_in, [[True]])
     with disabled():
-        refused([1, -1, -1.5], chunks, RuntimeError, r"entry 2 \(-1.5: wgrad .* in inference: gradients are disabled")
-        refused([1, -1], chunks, RuntimeError, r"entry 1 \(-1: dgrad .* in inference: gradients are disabled")
+        refused([1, -1, -1.5], chunks, RuntimeError, "entry 1 .* gradients are disabled")
 
 
 def test_an_order_in_which_a_chunk_runs_before_its_neighbour_is_refused():
@@ -90,19 +89,23 @@ def test_chunks_must_match_the_schedule():
         ScheduleExecutor(parse_order([1, -1], num_layers=3), [layers])
     with pytest.raises(ValueError, match="chunk 1 has 2 layers, the schedule says 3"):
         ScheduleExecutor(parse_order([1, -1], num_layers=3), [nn.Sequential(*layers)])
-    with pytest.raises(TypeError, match="chunk 1 must be a module or a list of modules, not of function"):
-        ScheduleExecutor(parse_order([1, -1]), [[lambda x: x]])
-    with pytest.raises(TypeError, match="chunk 1 must be a module or a list of modules, not function"):
-        ScheduleExecutor(parse_order([1, -1]), [lambda x: x])
-    with pytest.raises(ValueError, match="chunk 1 has no layers"):
-        ScheduleExecutor(parse_order([1, -1]), [[]])
+    for chunk in (lambda x: x, [lambda x: x], 1):
+        with pytest.raises(TypeError, match="chunk 1"):
+            ScheduleExecutor(parse_order([1, -1]), [chunk])
+
+
+def test_a_chunk_without_layers_passes_its_inputs_on():
+    chunks, plain = make_chunks(stand_in, [[False]]), make_chunks(stand_in, [[False]])
+    ScheduleExecutor(parse_order([1, 2, 3, -3, -2, -1]), [[], chunks[0], []]).run(batches(1), loss_of)
+    plain_losses(plain, batches(1))
+    assert all(torch.equal(gradients(plain)[name], gradient) for name, gradient in gradients(chunks).items())
 
 
 def test_inputs_and_losses_must_fit():
     chunks = make_chunks(stand_in, [[True]])
     refused([1, -1], chunks, ValueError, "2 inputs for a schedule of 1 microbatches", inputs=batches(2))
-    refused([1, -1], chunks, ValueError, r"got shape \(3, 8\) for microbatch 0", loss=lambda y, microbatch: y)
-    refused([1, -1], chunks, ValueError, "got a float for microbatch 0", loss=lambda y, microbatch: 1.0)
+    refused([1, -1], chunks, ValueError, "loss_fn", loss=lambda y, microbatch: y)
+    refused([1, -1], chunks, ValueError, "loss_fn", loss=lambda y, microbatch: 1.0)
     refused([1, -1], chunks, TypeError, "loss_fn must be a function", loss=None)
 
     class Wrong(nn.Module):

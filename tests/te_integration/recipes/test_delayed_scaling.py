@@ -742,3 +742,4 @@ def test_another_history_length_keeps_the_newest() -> None:
         assert found.shape[0] == length
         kept = min(length, 4) - 2
         assert torch.equal(found[-1 - kept : -1], before[4 - kept :])
+        assert (found[1:] >= 0).all(), "what has no amax is 0 in the past"
