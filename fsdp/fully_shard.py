@@ -142,9 +142,7 @@ def fully_shard(
     name = type(module).__name__
     prepared = run_on_all_ranks(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
     buckets = _make_buckets(name, prepared, grid, ignored, failures, named=mesh is not None)
-    unit = Unit(module, name, buckets, policy, grid, prepared.device, prepared.inside, reshard_after_forward)
-    unit.copy_engines, unit.writes.served = copy_engine_gather, forward_writes == "alike" or grid.size == 1
-    _take_over(module, unit)
+    _take_over(module, name, buckets, prepared, grid, copy_engines=copy_engine_gather)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
 
@@ -267,13 +265,34 @@ def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> GradRed
     return GradReduction(grid, wanted.placements, factor=factor, wire_dtype=wanted.policy.wire_dtype, device=device)
 
 
-def _take_over(module: nn.Module, unit: Unit) -> None:
-    """Register the shards in place of the parameters, and have steps of optimizers watched."""
+def _take_over(
+    module: nn.Module,
+    name: str,
+    buckets: Sequence[ShardedBucket],
+    prepared: _Prepared,
+    grid: RankGrid,
+    *,
+    copy_engines: bool,
+) -> None:
+    """Make the unit, register the shards in place of the parameters, and have steps of optimizers watched."""
+    wanted = prepared.wanted
+    unit = Unit(
+        module,
+        name,
+        buckets,
+        wanted.policy,
+        grid,
+        prepared.device,
+        prepared.inside,
+        wanted.reshard_after_forward,
+        copy_engines=copy_engines,
+        serves_writes=wanted.forward_writes == "alike" or grid.size == 1,
+    )
     for bucket in unit.buckets:
         watch_steps(bucket)
-        for pair in bucket.pairs:
-            mark_replaced(pair.before, unit.label)
-            record_shard(pair.whole, pair.sharded)
+    for pair in unit.pairs:
+        mark_replaced(pair.before, unit.label)
+        record_shard(pair.whole, pair.sharded)
     unit.registered.show_whole_to_foreign_delays()
     unit.registered.register_shards()
     make_unit(module, unit)

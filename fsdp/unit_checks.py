@@ -214,7 +214,10 @@ def device_of(
     inside: Sequence[nn.Module],
     ignored: Collection[int],
 ) -> torch.device:
-    """Where the unit computes. Raises ``ValueError`` if that is not one device, or the ranks' groups cannot use it."""
+    """The device that the unit computes on.
+
+    Raises ``ValueError`` if that is not one device, or the ranks' groups cannot use it.
+    """
     found = _chosen_device(device, mesh, inside, ignored) or _device_around(inside, grid)
     for group in grid.axes:
         served = device_types_of(group)

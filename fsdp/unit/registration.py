@@ -1,4 +1,4 @@
-"""Which form of a parameter the modules register: the rank's shard, or the whole parameter while a forward runs."""
+"""``Registration``: modules register a rank's shards, and whole parameters while a forward or a backward runs."""
 
 import weakref
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import nn
 from ...ddp.buckets.model_watch import ModuleTables
 from ...ddp.contract.main_grad import record_of
 from ..tensors.parameter import ShardedParameter
-from .bucket import ShardedPair
+from .pair import ShardedPair
 
 __all__ = ["Registration"]
 
@@ -72,12 +72,12 @@ class Registration:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the program has frozen all trained parameters of the unit for now, by ``requires_grad_(False)``."""
+        """The program has frozen all trained parameters of the unit for now, by ``requires_grad_(False)``."""
         return not any(place.sharded.requires_grad for place in self._trained)
 
     @property
     def shows_whole(self) -> bool:
-        """Whether the whole parameters are registered."""
+        """The whole parameters are registered."""
         return self._num_shown > 0
 
     def check(self, label: str) -> None:
