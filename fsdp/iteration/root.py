@@ -146,13 +146,10 @@ class Root:
             # Even if this rank has delayed no gradient, another rank may have.
             hooks.forward.delays = hooks.forward.num_blocks != delay_blocks.num_entered
             hooks.trace.add(hooks.forward)
-        if self._backward is None or unit not in self._backward.entered:
-            reshards = unit.reshard_after_forward
-            if reshards is None:
-                reshards = unit is not self.units[0]
-            # The last unit of the forward stays gathered, because backward begins with it.
-            if not has_graph or (reshards and not self.forward_order.came_last(unit)):
-                self.gathers.release(unit)
+        in_backward = self._backward is not None and unit in self._backward.entered
+        # The last unit of the forward stays gathered, because backward begins with it.
+        if not in_backward and (not has_graph or (unit.reshards and not self.forward_order.came_last(unit))):
+            self.gathers.release(unit)
         if not self._running and current_backward() == -1:
             if not has_graph:
                 self.gathers.release_all()

@@ -121,7 +121,7 @@ class ShardedBucket:
         self.round: weakref.ref[GradRound] | None = None
         """The state of the gradients in their iteration. None before ``connect``, and if frozen."""
         if trainable:
-            self._make_grads(layout.slots[0].spec.grad_dtype, mine)
+            self._make_grads(owned, layout.slots[0].spec.grad_dtype, mine)
         for pair in self.pairs:
             pair.before.data = pair.before.data.new_empty(0)  # frees the memory even if other references exist
 
@@ -269,7 +269,7 @@ class ShardedBucket:
             record.forget_lost()
             pair.whole.grad = None
 
-    def _make_grads(self, dtype: torch.dtype, mine: Range) -> None:
+    def _make_grads(self, owned: Sequence[OwnedParam], dtype: torch.dtype, mine: Range) -> None:
         self.grads = ReleasableBuffer(self.layout.numel, dtype, self.device)
         self.records = tuple(
             [
@@ -296,10 +296,10 @@ class ShardedBucket:
         raw_stream = None
         if self.device.type == "cuda":
             raw_stream = partial(current_raw_stream, self.device.index)
-        for pair, record in zip(self.pairs, self.records, strict=True):
+        for entry, pair, record in zip(owned, self.pairs, self.records, strict=True):
             attach_lazily(pair.whole, record)
             pair.whole.register_post_accumulate_grad_hook(partial(_on_grad, here, record, raw_stream))
-            listen_to_foreign_delays(pair.whole, record, [module for module, _ in pair.owned.owners])
+            listen_to_foreign_delays(pair.whole, record, [module for module, _ in entry.owners])
 
 
 def _on_grad(

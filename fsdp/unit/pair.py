@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...ddp.collectives.reduction import GradReduction
 from ...ddp.plan.layout import ParamSlot
 from ...ddp.plan.owned_params import OwnedParam
-from ...ddp.plan.parallel_marks import grid_name_of, is_slice
+from ...ddp.plan.parallel_marks import is_slice
 from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter, ShardInfo, make_sharded
 
@@ -26,13 +26,6 @@ class ShardedPair(NamedTuple):
     """The modules that register the parameter, and its name in each. The references are weak: modules own the unit."""
     sharded: ShardedParameter
     whole: nn.Parameter
-
-    @property
-    def owned(self) -> OwnedParam:
-        """The parameter before sharding, with those modules that are alive."""
-        found = [(reference(), local) for reference, local in self.places]
-        owners = tuple((module, local) for module, local in found if module is not None)
-        return OwnedParam(self.name, self.before, owners, grid_name_of(self.before))
 
 
 def make_pair(

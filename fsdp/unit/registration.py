@@ -33,11 +33,12 @@ class _Place(NamedTuple):
     trainable: bool
 
     @classmethod
-    def of(cls, pair: ShardedPair, module: nn.Module, local: str) -> "_Place":
+    def of(cls, pair: ShardedPair, module: "weakref.ref[nn.Module]", local: str) -> "_Place":
         """The place, as it is when the unit is made."""
-        plain = type(module).__setattr__ is nn.Module.__setattr__
-        trainable = pair.sharded.requires_grad
-        return cls(module._parameters, weakref.ref(module), local, plain, pair.sharded, pair.whole, trainable)
+        live = module()
+        assert live is not None, "the unit is being made of it"
+        plain = type(live).__setattr__ is nn.Module.__setattr__
+        return cls(live._parameters, module, local, plain, pair.sharded, pair.whole, pair.sharded.requires_grad)
 
     def register(self, param: nn.Parameter) -> None:
         """Register ``param`` in the module."""
@@ -57,7 +58,7 @@ class Registration:
 
     def __init__(self, module: nn.Module, inside: Sequence[nn.Module], pairs: Sequence[ShardedPair]) -> None:
         self._module = weakref.ref(module)
-        self._places = [_Place.of(pair, owner, local) for pair in pairs for owner, local in pair.owned.owners]
+        self._places = [_Place.of(pair, *place) for pair in pairs for place in pair.places]
         self._tables = ModuleTables(inside)
         self._other_form = {id(pair.sharded): pair.whole for pair in pairs}
         self._forms = [form for pair in pairs for form in (pair.sharded, pair.whole)]

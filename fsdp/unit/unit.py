@@ -67,8 +67,9 @@ class Unit:
         self.grid = grid
         self.device = device
         self.copy_engines = copy_engines
-        self.reshard_after_forward = reshard_after_forward
-        """By None, every unit reshards but the outermost."""
+        self._reshard_after_forward = reshard_after_forward
+        self.reshards = reshard_after_forward is not False
+        """Whole parameters are freed between forward and backward. By None, not those of the outermost unit."""
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         """Units to gather while this unit computes; None: the unit that came next the last time."""
@@ -129,14 +130,12 @@ class Unit:
             full_name = f"{name}.{pair.name}" if name else pair.name
             pair.sharded.shard = pair.sharded.shard._replace(name=full_name, unit=name, everyone=everyone)
         self.name, self.root_reference = name, root
+        if self._reshard_after_forward is None:
+            self.reshards = name != ""
 
     def set_reshard(self, reshard_after_forward: bool) -> None:
         """Change ``reshard_after_forward``."""
-        if reshard_after_forward and not self.releasable:
-            raise ValueError(
-                f"{self.label}: reshard_after_forward=True has no effect where placements keep parameters whole"
-            )
-        self.reshard_after_forward = reshard_after_forward
+        self._reshard_after_forward = self.reshards = reshard_after_forward
 
     # ---- The order of collectives. ----
 
