@@ -33,9 +33,8 @@ from .unit.plan import ShardAtoms, plan_unit, shard_degree
 from .unit.unit import Unit
 from .unit_checks import (
     check_module,
-    check_offload,
+    check_options,
     check_params,
-    check_placements,
     compare_units,
     device_of,
     own_modules,
@@ -104,10 +103,10 @@ def fully_shard(
     placements               name of a row of ``PLACEMENTS``, or a ``Placements``: whether parameters, gradients and
                              optimizer state are whole or sharded at rest, along both axes
     mixed_precision          dtypes of computation, gradients and reduction; None: ``MixedPrecisionPolicy()``
-    reshard_after_forward    True: free the whole parameters between forward and backward; needs placements that shard
-                             parameters. None: True for every unit but the outermost
+    reshard_after_forward    True: free the whole parameters between forward and backward, unless placements keep them
+                             whole. None: True for every unit but the outermost
     reduce_every_microbatch  False: under ``no_sync`` whole gradients stay in memory, and one reduction an iteration
-                             sums them. None: False if the placements keep gradients whole ('zero1'), else True
+                             sums them, as with placements that keep gradients whole ('zero1'). None: True
     bucket_size              number of elements at which a bucket of the unit is closed; gradients of different buckets
                              take memory one after the other. None: max(40e6, 1e6 * number of shards)
     shard_atoms              what no border between shards may cut: "element" (no restriction), "row" (an entry of
@@ -142,9 +141,7 @@ def fully_shard(
     name = type(module).__name__
     prepared = run_on_all_ranks(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
     buckets = _make_buckets(name, prepared, grid, ignored, failures, named=mesh is not None)
-    unit = Unit(module, name, buckets, policy, grid, prepared.device, prepared.inside, reshard_after_forward)
-    unit.copy_engines, unit.writes.served = copy_engine_gather, forward_writes == "alike" or grid.size == 1
-    _take_over(module, unit)
+    _take_over(module, name, buckets, prepared, grid, copy_engines=copy_engine_gather)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
 
@@ -161,14 +158,6 @@ class _Wanted(NamedTuple):
     offload_to_cpu: bool
     init_sync: bool
     forward_writes: Literal["refused", "alike"]
-
-    def check(self, grid: RankGrid, device: torch.device) -> None:
-        """Raise ``ValueError`` for options that contradict each other, or have no effect."""
-        check_placements(self.placements, grid, self.reshard_after_forward, self.reduce_every_microbatch)
-        if self.forward_writes not in ("refused", "alike"):
-            raise ValueError(f"forward_writes is 'refused' or 'alike', got {self.forward_writes!r}")
-        if self.offload_to_cpu:
-            check_offload(device)
 
 
 class _Prepared(NamedTuple):
@@ -199,7 +188,7 @@ def _prepare(
     check_module(module)
     inside = list(own_modules(module))
     on = device_of(device, mesh, grid, inside, ignored)
-    wanted.check(grid, on)
+    check_options(wanted.placements, wanted.forward_writes, grid, on, offload=wanted.offload_to_cpu)
     if copy_engines:
         check_copy_engines(backends_of(grid.axes, on), on, "copy_engine_gather")
     owned = own_params(module, ignored)
@@ -267,13 +256,34 @@ def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> GradRed
     return GradReduction(grid, wanted.placements, factor=factor, wire_dtype=wanted.policy.wire_dtype, device=device)
 
 
-def _take_over(module: nn.Module, unit: Unit) -> None:
-    """Register the shards in place of the parameters, and have steps of optimizers watched."""
+def _take_over(
+    module: nn.Module,
+    name: str,
+    buckets: Sequence[ShardedBucket],
+    prepared: _Prepared,
+    grid: RankGrid,
+    *,
+    copy_engines: bool,
+) -> None:
+    """Make the unit, register the shards in place of the parameters, and have steps of optimizers watched."""
+    wanted = prepared.wanted
+    unit = Unit(
+        module,
+        name,
+        buckets,
+        wanted.policy,
+        grid,
+        prepared.device,
+        prepared.inside,
+        wanted.reshard_after_forward,
+        copy_engines=copy_engines,
+        serves_writes=wanted.forward_writes == "alike" or grid.size == 1,
+    )
     for bucket in unit.buckets:
         watch_steps(bucket)
-        for pair in bucket.pairs:
-            mark_replaced(pair.before, unit.label)
-            record_shard(pair.whole, pair.sharded)
+    for pair in unit.pairs:
+        mark_replaced(pair.before, unit.label)
+        record_shard(pair.whole, pair.sharded)
     unit.registered.show_whole_to_foreign_delays()
     unit.registered.register_shards()
     make_unit(module, unit)

@@ -10,13 +10,12 @@ from torch import nn
 
 from ..ddp.buckets.iteration_ends import record_model
 from ..ddp.collectives.timeline import Timeline, recorded_on
-from .iteration.parts import RootParts, syncing
+from .iteration.hooks import BackwardHooks
+from .iteration.parts import RootParts
 from .iteration.root import Root
-from .norm_ranks import ranks_of_norms
 from .state.checkpoint_source import ShardedSource
-from .unit.forwards import BackwardHooks
-from .unit.surroundings import check_no_transform, refuse_torch_ddp
-from .unit.unit import Unit
+from .unit.unit import Unit, check_no_transform
+from .unit.whole_writes import write_back
 
 __all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
 
@@ -33,7 +32,13 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward while its whole parameters are registered."""
-        return _run(self, super().__call__, args, kwargs)
+        args, kwargs, hooks = _before(self, args, kwargs)
+        try:
+            outputs = super().__call__(*args, **kwargs)
+        except BaseException:
+            _failed(self)
+            raise
+        return _after(self, outputs, hooks)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """For every microbatch of an iteration but the last: gradients are not reduced over all ranks.
@@ -41,7 +46,7 @@ class FSDPModule(nn.Module):
         Placements that shard gradients reduce them inside an instance, unless ``reduce_every_microbatch=False``.
         Otherwise whole gradients stay in memory. Nothing is reduced across instances.
         """
-        return syncing(root_of(self), False)
+        return root_of(self).syncing(False)
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
@@ -105,7 +110,7 @@ class FSDPModule(nn.Module):
         finally:
             for module in inside:
                 if writeback:
-                    unit_of(module).write_back()
+                    write_back(unit_of(module).pairs)
                 FSDPModule.reshard(module)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
@@ -139,14 +144,16 @@ class FSDPModule(nn.Module):
         return root_of(self).parts
 
     def checkpoint_source(self) -> ShardedSource:
-        """What ``save_checkpoint`` and ``load_checkpoint`` ask of this module and the units in it. Collective at the
-        first call."""
+        """The interface of ``save_checkpoint`` and ``load_checkpoint`` to this module and the units in it.
+
+        Collective at the first call.
+        """
         root_of(self).grads.steps.read()  # weights that were mixed are not saved
         return ShardedSource(self, [pair for module in _sharded_inside(self) for pair in unit_of(module).pairs])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module``. Raises ``ValueError`` if the caller is torch's ``DistributedDataParallel``."""
-        refuse_torch_ddp(unit_of(self).pairs, unit_of(self).label)
+        unit_of(self).refuse_torch_ddp()
         return super().named_parameters(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -221,45 +228,32 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
     return super(FSDPModule, module).save_pretrained(*args, **kwargs)
 
 
-def _run(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    started = _before(module, args, kwargs)
-    try:
-        outputs = forward(*started[0], **started[1])
-    except BaseException:
-        _failed(module)
-        raise
-    return _after(module, outputs, started[2])
-
-
 @torch.compiler.disable
 def _before(
     module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], BackwardHooks | None]:
-    return unit_of(module).before_forward(root_of(module), args, kwargs)
+    return root_of(module).pre_forward(unit_of(module), args, kwargs)
 
 
 @torch.compiler.disable
 def _after(module: FSDPModule, outputs: Any, hooks: BackwardHooks | None) -> Any:
     unit = unit_of(module)
-    return unit.after_forward(unit.root, outputs, hooks)
+    return unit.root.post_forward(unit, outputs, hooks)
 
 
 @torch.compiler.disable
 def _failed(module: FSDPModule) -> None:
     unit = unit_of(module)
-    unit.forward_failed(unit.root)
+    unit.root.forward_failed(unit)
 
 
 def _become_root(module: FSDPModule) -> Root:
     """Make the module the outermost unit, at its first forward or at a method about the whole model. Collective."""
     check_no_transform(type(module).__name__)
-    names = {id(inner): name for name, inner in module.named_modules()}
     inside = _sharded_inside(module)
-    everyone = ranks_of_norms([unit_of(inner) for inner in inside])
-    for inner in inside:
-        unit_of(inner).join(names[id(inner)], everyone)
-        inner.__dict__.pop(_ROOT, None)
     root = Root(module, [unit_of(inner) for inner in inside])
+    for inner in inside:
+        inner.__dict__.pop(_ROOT, None)
     module.__dict__[_ROOT] = root
     return root
 

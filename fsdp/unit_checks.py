@@ -25,9 +25,8 @@ from .unit.mixed_precision import MixedPrecisionPolicy
 
 __all__ = [
     "check_module",
-    "check_offload",
+    "check_options",
     "check_params",
-    "check_placements",
     "compare_units",
     "device_of",
     "own_modules",
@@ -61,33 +60,18 @@ def row_of(placements: str | Placements) -> Placements:
     return placements
 
 
-def check_placements(
-    placements: Placements,
-    grid: RankGrid,
-    reshard_after_forward: bool | None,
-    reduce_every_microbatch: bool | None,
+def check_options(
+    placements: Placements, forward_writes: str, grid: RankGrid, device: torch.device, *, offload: bool
 ) -> None:
-    """Raise ``ValueError`` for an option that has no effect under these placements on these ranks."""
-    if reduce_every_microbatch and placements.inner.gradient is Placement.WHOLE:
-        raise ValueError(
-            "reduce_every_microbatch=True has no effect where placements keep gradients whole; leave it None, or shard "
-            "them ('zero2', 'zero3')"
-        )
-    if reshard_after_forward and placements.inner.parameter is Placement.WHOLE:
-        raise ValueError(
-            "reshard_after_forward=True has no effect where placements keep parameters whole; leave it None, or shard "
-            "them ('zero3')"
-        )
+    """Raise ``ValueError`` for options that cannot be, on these ranks or on this device."""
+    if forward_writes not in ("refused", "alike"):
+        raise ValueError(f"forward_writes is 'refused' or 'alike', got {forward_writes!r}")
     if placements.outer.scatters and grid.outer is None:
         raise ValueError(
             "placements that shard across instances need a DeviceMesh of two dims, (outer, inner), and this mesh has "
             "one instance; use 'zero3'"
         )
-
-
-def check_offload(device: torch.device) -> None:
-    """Raise ``ValueError`` if ``device`` is not CUDA: offloading has no effect."""
-    if device.type != "cuda":
+    if offload and device.type != "cuda":
         raise ValueError(f"offload_to_cpu has no effect on {device}: shards are in host memory anyway; leave it False")
 
 
@@ -214,7 +198,10 @@ def device_of(
     inside: Sequence[nn.Module],
     ignored: Collection[int],
 ) -> torch.device:
-    """Where the unit computes. Raises ``ValueError`` if that is not one device, or the ranks' groups cannot use it."""
+    """The device that the unit computes on.
+
+    Raises ``ValueError`` if that is not one device, or the ranks' groups cannot use it.
+    """
     found = _chosen_device(device, mesh, inside, ignored) or _device_around(inside, grid)
     for group in grid.axes:
         served = device_types_of(group)

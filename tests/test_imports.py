@@ -300,7 +300,7 @@ def test_folders_files_and_functions_stay_short() -> None:
         entries = {path.relative_to(folder).parts[0] for path in SOURCES if folder in path.parents} - {"__init__.py"}
         assert len(entries) <= 12, f"{folder.relative_to(ROOT)}: look for the second concept"
     for _, path, tree in trees():
-        assert (ROOT / path).read_text().count("\n") <= 400, f"{path}: look for the second concept"
+        assert (ROOT / path).read_text().count("\n") <= 600, f"{path}: look for the second concept"
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = node.end_lineno - node.lineno + 1

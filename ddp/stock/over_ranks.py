@@ -1,9 +1,9 @@
 """Norms of gradients over the shards of all ranks, and whole gradients.
 
 Each element counts once: a sum of powers is divided by the number of ranks with the same elements. Norms cover all
-ranks of the outermost unit, also for experts, whose mesh is smaller (``fsdp/norm_ranks.py``). A whole gradient is
-gathered from the ranks of its own mesh. Every function here but ``everyone_of`` is collective: all ranks call it, in
-the same order.
+ranks of the outermost unit, also for experts, whose mesh is smaller (``fsdp/iteration/connect.py``). A whole gradient
+is gathered from the ranks of its own mesh. Every function here but ``everyone_of`` is collective: all ranks call it,
+in the same order.
 """
 
 import math

@@ -8,14 +8,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ...ddp.collectives.mapped_memory import MappedPool
-from ...ddp.collectives.streams import OnStream, current_stream
+from ...ddp.collectives.streams import current_stream
 from ...ddp.collectives.timeline import UNOBSERVED, Observer
 from ...ddp.gathers.gathered_models import record_gathered_model
-from ..unit.bucket import ShardedBucket
 from ..unit.memory import Meter
 from ..unit.unit import Unit
-from .unit_log import UnitLog
 
 __all__ = ["UnitGathers"]
 
@@ -32,8 +29,6 @@ class UnitGathers:
         self._device = device
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
         self.observer: Observer = UNOBSERVED
-        self.log: UnitLog | None = None
-        """Notes the order of gathers. None in a world of one."""
         self.meter = Meter()
         """Bytes of whole parameters."""
         for bucket in self._buckets:
@@ -50,8 +45,7 @@ class UnitGathers:
                 self.stream.wait_event(event)
             self._freed.clear()
         unit.gathered = True
-        if self.log is not None:
-            self.log.record_gather(unit)
+        unit.record_gather()
         for bucket in unit.buckets:
             bucket.start_gather(self.stream, self.observer)
 
@@ -114,7 +108,7 @@ class UnitGathers:
                     self.gather(unit)
                     self.wait(unit)
 
-    # ---- Captures (``GatheredModel``). ----
+    # ---- Captures: the methods of ``GatheredModel``. ----
 
     def finish(self) -> None:
         """Wait for the gathers under way."""
@@ -129,7 +123,7 @@ class UnitGathers:
         self._freed.clear()  # the capture begins when all work is done
 
     def end_capture(self) -> None:
-        """What was captured has not run: its events are none to wait for."""
+        """Forget the events of the capture: it has not run."""
         for bucket in self._buckets:
             assert bucket.gather is not None, "connected"
             bucket.gather.forget_capture()
@@ -141,38 +135,3 @@ class UnitGathers:
         """A captured iteration was replayed: the shards may have new values, on all ranks alike."""
         for bucket in self._buckets:
             bucket.record_change()
-
-    def map_memory(self, num_units: int) -> None:
-        """Reserve memory that copy engines can reach, for the units that are gathered at the same time.
-
-        num_units  number of such units beside the outermost
-
-        Units take turns in this memory. All ranks take and free memory in one order, and so at the same places.
-        """
-        assert self.stream is not None, "only on CUDA"
-        by_group: dict[int, list[ShardedBucket]] = {}
-        for bucket in self._buckets:
-            if bucket.reduction.grid.inner_size > 1:
-                by_group.setdefault(id(bucket.reduction.grid.gather), []).append(bucket)
-        for buckets in by_group.values():
-            gather = buckets[0].reduction.grid.gather
-            assert gather is not None, "a group of more than one rank"
-            pool = MappedPool(gather, self._device)
-            sizes = [
-                sum(_rounded(bucket.gathered.nbytes) for bucket in unit.buckets if bucket in buckets)
-                for unit in self._units
-            ]
-            if not buckets[0].whole_params_at_rest:
-                sizes = [sizes[0], *sorted(sizes[1:], reverse=True)[:num_units]]
-            with OnStream(self.stream):
-                with pool.allocating():
-                    reserved = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-                pool.share()
-                del reserved
-            for bucket in buckets:
-                bucket.gathered.pool = pool
-
-
-def _rounded(nbytes: int) -> int:
-    """``nbytes`` rounded up to 2 MiB, as the caching allocator does for large blocks."""
-    return -(-nbytes // 2**21) * 2**21

@@ -1,8 +1,7 @@
 """Sharded models whose parts run by turns: stages or chunks of a pipeline schedule, each with units of its own."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,17 +11,7 @@ from ...ddp.wrapper.parts import Parts
 if TYPE_CHECKING:
     from .root import Root
 
-__all__ = ["RootParts", "syncing"]
-
-
-@contextmanager
-def syncing(root: "Root", sync: bool) -> Iterator[None]:
-    """Whether backwards in this block are an iteration's last, and reduce over all ranks."""
-    before, root.sync = root.sync, sync
-    try:
-        yield
-    finally:
-        root.sync = before
+__all__ = ["RootParts"]
 
 
 class RootParts(Parts):
@@ -48,13 +37,13 @@ class RootParts(Parts):
 
     def backward(self, part: object, *, final: bool) -> AbstractContextManager[None]:
         """See ``Parts``. Units are sent when a backward passes them. So only the last open part's backward is final."""
-        return syncing(self.root, self.root.sync and final and list(self._open) == [part])
+        return self.root.syncing(self.root.sync and final and list(self._open) == [part])
 
     def end(self, part: object) -> None:
         """See ``Parts``. The end of the last open part sends all remaining gradients."""
         self._open.discard(part)
         if not self._open and self.root.sync:
-            self.root.grads.start_grad_sync()
+            self.root.grads.finish_grad_sync(wait=False)
 
     @property
     def iteration(self) -> int:
@@ -68,7 +57,7 @@ class RootParts(Parts):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See ``Parts``."""
-        return syncing(self.root, False)
+        return self.root.syncing(False)
 
     def _abandon(self) -> None:
         root = self.root

@@ -4,31 +4,32 @@
     gathers   |  k+1             |  k+2             |         |  k          | k-1  |             | k-2  |
     reduces                                                   |       k+2          |  k+1               |
 
-Gathers (``gathers.py``) and reductions (``rounds.py``) run on streams and communicators of their own. In backward the
-next gather is issued before the reduction of the unit that backward has passed. The host waits only with a backend
-without streams (gloo).
+The order of the methods is that of an iteration. In each unit: ``pre_forward``, ``post_forward``, ``pre_backward``,
+``post_backward``. ``FSDPModule`` calls the first two, and hooks of autograd (``hooks.py``) the others. Gathers
+(``gathers.py``) and reductions (``rounds.py``) run on streams and communicators of their own. In backward the next
+gather is issued before the reduction of the unit that backward has passed. The host waits only with a backend without
+streams (gloo).
 """
 
 import weakref
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...ddp.buckets.iteration_ends import is_watched, record_forward
 from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
 from ...ddp.collectives.timeline import Observer
 from ...ddp.contract.delayed import delay_blocks
-from ...ddp.contract.record import tell
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
-from ..unit.bucket import BucketEvents, ShardedBucket
-from ..unit.forwards import BackwardHooks, ForwardTrace, UnitForward
+from ..unit.bucket import ShardedBucket
+from ..unit.mixed_precision import cast_floating, cast_inputs
 from ..unit.unit import Unit
-from .backward import Backward, BackwardEnd, Entered, delivers_to_any
+from .connect import connect_units, map_memory
 from .gathers import UnitGathers
-from .order import ForwardOrder
+from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardOrder, ForwardTrace, UnitForward, delivers_to_any
 from .parts import RootParts
 from .rounds import GradRounds
 
@@ -38,17 +39,8 @@ KEPT_UNITS = 2
 """Number of units, from the start of forward, that stay gathered between two microbatches."""
 
 
-class _Running(NamedTuple):
-    """A forward of a unit that is under way."""
-
-    unit: Unit
-    trace: ForwardTrace
-    num_blocks: int
-    """Number of ``delayed_wgrad`` blocks entered before the forward; -1 if the forward began inside a block."""
-
-
 class Root:
-    """The units of one model, and the state of the model's iteration. The ``Listener`` of all units.
+    """The units of one model, and the state of the model's iteration.
 
     module  the outermost unit's module, which owns this object; the reference is weak
     units   the outermost first, then in the order of ``named_modules``
@@ -59,24 +51,21 @@ class Root:
         self.units = units
         self.buckets = [bucket for unit in reversed(units) for bucket in unit.buckets]  # about backward's order
         self.device = units[0].device
-        self._unit_of = {id(bucket): unit for unit in units for bucket in unit.buckets}
         self.failures = FailureReporter()
-        self._join_ranks()
-        trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        self._trains = bool(trainable)
-        self._connect(trainable)
+        connect_units(module, units, self.buckets, weakref.ref(self), self.failures)
         self.gathers = UnitGathers(units, self.device)
-        if self._copy_engines:
-            self.gathers.map_memory(KEPT_UNITS + 1)
-        self.grads = GradRounds(units, trainable, self.failures, self.device)
-        self.gathers.log = self.grads.log
+        if self.gathers.stream is not None and any(unit.copy_engines for unit in units):
+            map_memory(units, self.gathers.stream, KEPT_UNITS + 1)
+        self.grads = GradRounds(units, [bucket for bucket in self.buckets if bucket.trainable], self.failures)
+        for unit in units:
+            unit.join_logs(self.grads.steps)
 
         self.sync = True
         """False within ``no_sync``: in every microbatch but the iteration's last."""
         self.parts = RootParts(self)
         """The interface of a pipeline schedule that runs the model, or parts of the model, by turns."""
-        self.forward_order: ForwardOrder[Unit] = ForwardOrder()
-        self._running: list[_Running] = []  # forwards under way, each inside the one before
+        self.forward_order = ForwardOrder()
+        self._running: list[BackwardHooks] = []  # of forwards under way, each inside the one before
         self._checked = False  # _check_units has run since the last backward
         self._frozen = False  # the whole model was frozen in the last outermost forward
         self._backward: Backward | None = None
@@ -84,47 +73,87 @@ class Root:
 
     # ---- Forward. ----
 
-    def enter_forward(self, unit: Unit) -> BackwardHooks:
-        """A unit's forward starts. Gather the unit and the next one; the current stream waits for the unit's gather."""
+    def pre_forward(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], BackwardHooks | None]:
+        """A unit's forward starts: gather the unit and the next one, and register the whole parameters.
+
+        Returns args and kwargs, cast by the policy, and the hooks; None without grad mode, and for a unit without
+        parameters.
+        """
         task = current_backward()
-        following: Unit | None = None
+        following: list[Unit] = []
         if task == -1:  # not a recompute
             if not self._running:
                 self._begin(unit)
             following = self.forward_order.enter(unit)
         self.gathers.gather(unit)
-        if unit.forward_prefetch is not None:
-            for other in unit.forward_prefetch:
-                self.gathers.gather(other)
-        elif following is not None:
-            self.gathers.gather(following)
+        for other in following if unit.forward_prefetch is None else unit.forward_prefetch:
+            self.gathers.gather(other)
         self.gathers.wait(unit)
-        around = tuple(running.unit for running in self._running)
-        hooks = BackwardHooks(UnitForward(unit, around), self._trace_of(task))
-        # A recompute sees what is frozen now, as it does without units.
-        hooks.forward.trains = not (self._frozen if task == -1 else self._is_frozen())
-        num_blocks = -1 if delay_blocks.queue is not None else delay_blocks.num_entered
-        self._running.append(_Running(unit, hooks.trace, num_blocks))
-        return hooks
 
-    def leave_forward(self, unit: Unit, hooks: BackwardHooks | None) -> None:
-        """A unit's forward is over; ``hooks``: those on its graph, None if it has left none."""
-        running = self._running.pop()
+        forward = UnitForward(unit, tuple(running.forward.unit for running in self._running))
+        # A recompute sees what is frozen now, as it does without units.
+        forward.trains = not (self._frozen if task == -1 else self._is_frozen())
+        hooks = BackwardHooks(forward, self._trace_of(task))
+        self._running.append(hooks)
+        unit.registered.show_whole(frozen=not forward.trains)
+        if unit.num_unshards:
+            unit.writes.note()  # writes after unshard() are lost, unless unsharded() writes back
+        module = unit.module()
+        unit.writes.forward_begins(training=module is not None and module.training)
+        if unit.policy.param_dtype is not None and unit.policy.cast_forward_inputs:
+            args, kwargs = cast_inputs(args, kwargs, unit.policy.param_dtype)
+        if not (torch.is_grad_enabled() and unit.buckets):
+            return args, kwargs, None
+        hooks.watch_inputs(args, kwargs)
+        return args, kwargs, hooks
+
+    def post_forward(self, unit: Unit, outputs: Any, hooks: BackwardHooks | None) -> Any:
+        """Register the shards, and free the whole parameters unless backward begins with this unit. Returns outputs."""
+        try:
+            unit.writes.forward_ends()
+        except RuntimeError:
+            self.forward_failed(unit, wrote=True)
+            raise
+        self._show_shards(unit)
+        if unit.policy.output_dtype is not None:
+            outputs = cast_floating(outputs, unit.policy.output_dtype)
+        has_graph = False
         if hooks is not None:
+            outputs, has_graph = hooks.watch_outputs(outputs)
+        self._leave_forward(unit, has_graph=has_graph)
+        return outputs
+
+    def forward_failed(self, unit: Unit, *, wrote: bool = False) -> None:
+        """Forward has raised, or a recompute has stopped it early; ``wrote``: whole parameters hold refused writes."""
+        wrote = unit.writes.forward_failed() or wrote
+        self._show_shards(unit)
+        self._leave_forward(unit, has_graph=False)
+        for bucket in unit.buckets if wrote else ():
+            bucket.record_change()  # the next forward gathers what was there before the write
+
+    def _show_shards(self, unit: Unit) -> None:
+        unit.registered.show_shards()
+        if torch.is_autocast_enabled(self.device.type):
+            # Autocast caches casts of parameters, which would stay in memory. Their gradients would come too late.
+            torch.clear_autocast_cache()
+
+    def _leave_forward(self, unit: Unit, *, has_graph: bool) -> None:
+        """A unit's forward is over; ``has_graph``: hooks on its graph will tell of backward."""
+        hooks = self._running.pop()
+        if has_graph:
             # Even if this rank has delayed no gradient, another rank may have.
-            hooks.forward.delays = running.num_blocks != delay_blocks.num_entered
+            hooks.forward.delays = hooks.forward.num_blocks != delay_blocks.num_entered
             hooks.trace.add(hooks.forward)
-        if self._backward is None or unit not in self._backward.entered:
-            reshards = unit.reshard_after_forward
-            if reshards is None:
-                reshards = unit is not self.units[0]
-            # The last unit of the forward stays gathered, because backward begins with it.
-            if hooks is None or (reshards and not self.forward_order.came_last(unit)):
-                self.gathers.release(unit)
+        in_backward = self._backward is not None and unit in self._backward.entered
+        # The last unit of the forward stays gathered, because backward begins with it.
+        if not in_backward and (not has_graph or (unit.reshards and not self.forward_order.came_last(unit))):
+            self.gathers.release(unit)
         if not self._running and current_backward() == -1:
-            if hooks is None:
+            if not has_graph:
                 self.gathers.release_all()
-            self._note_forward(running.trace)
+            self._note_forward(hooks.trace)
             self.observer.forward_ended()
 
     def _note_forward(self, trace: ForwardTrace) -> None:
@@ -156,12 +185,185 @@ class Root:
         self.grads.begin()
         self.gathers.notice_changes()
 
+    # ---- Backward. ----
+
+    def pre_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
+        """Backward in graph task ``task`` has reached the outputs of a unit's forward: gather the unit and the next.
+
+        delivers  it is a plain ``backward()``, without inputs
+        """
+        unit = forward.unit
+        if trace.awaits_backward:
+            trace.awaits_backward = False
+            self.grads.steps.record_use()
+        trains = forward.trains and (delivers or self._is_named_in(task))
+        backward = self._enter(unit, task, trains=trains, delays=forward.delays)
+        backward.entered[unit].add(forward)
+        self.gathers.gather(unit)
+        if all(other is unit or other in forward.around for other in backward.entered):
+            # If backward is still in another unit, that unit is passed first, and frees memory and prefetches then.
+            self._prefetch(forward, trace, task, 1)
+        self.gathers.wait(unit)
+        unit.registered.show_in_backward(frozen=not any(entered.trains for entered in backward.entered[unit]))
+        if torch.is_grad_enabled():
+            backward.keeps_graph = True
+
+    def post_backward(self, forward: UnitForward, trace: ForwardTrace, task: int) -> None:
+        """Backward in graph task ``task`` has passed the inputs of a unit's forward: free and reduce the unit."""
+        unit, backward = forward.unit, self._backward
+        if backward is None or unit not in backward.entered:
+            return
+        backward.entered[unit].discard(forward)
+        if backward.entered[unit] or trace.comes_again(forward, task):
+            return
+        self._leave_unit(unit, backward)
+        self._prefetch(forward, trace, task, 2)  # first: a gather that is issued after the reduction waits for it
+        self.grads.leave(unit, final=backward.final)
+
+    def on_grad(self, bucket: ShardedBucket) -> None:
+        """A parameter's gradient of one backward is complete, or a delayed gradient is queued."""
+        unit = bucket.unit()
+        if unit is None or (self._backward is not None and unit in self._backward.entered):
+            return
+        # Backward has reached the parameter without entering the unit, or after it has passed the unit.
+        if not unit.arrived:
+            raise RuntimeError(
+                f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole "
+                f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
+                f"pass reshard_after_forward=False. An earlier backward frees them too: run all forwards before "
+                f"the autograd.grad of a gradient penalty, or use placements='zero2', which keeps them to the step"
+            )
+        self._enter(unit, current_backward(), trains=True, delays=False)
+
+    def _is_named_in(self, task: int) -> bool:
+        """``backward(inputs=...)`` names whole parameters that the program has kept. Found once for a task."""
+        if self._named[0] != task:
+            self._named = task, delivers_to_any(pair.whole for bucket in self.buckets for pair in bucket.pairs)
+        return self._named[1]
+
+    def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
+        """Note that backward is in the unit; the first unit of a backward begins it."""
+        backward = self._backward
+        if backward is None:
+            self.grads.check_delays_are_over("a backward")  # a backward gathers
+            backward = self._backward = Backward(task, final=self.sync)
+            self.observer.backward_started()
+        if trains and not backward.trains:
+            self._check_registered()
+            backward.trains = True
+            self.grads.backward_began()
+        if trains and is_watched():
+            self.grads.trained.add(task)
+        if task not in backward.tasks:
+            backward.tasks.add(task)
+            call_when_backward_ends(BackwardEnd(weakref.ref(self), task))
+        if unit not in backward.entered:
+            backward.entered[unit], backward.entered_in[unit] = set(), task
+        if trains:
+            self.grads.enter(unit, delays=delays)
+        return backward
+
+    def _leave_unit(self, unit: Unit, backward: Backward) -> None:
+        """Backward has passed the unit: register the shards, and free the whole parameters."""
+        del backward.entered[unit], backward.entered_in[unit]
+        unit.registered.hide_after_backward()
+        unit.writes.take_over()  # a recompute inside the unit may have written
+        if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
+            self.gathers.release(unit)
+
+    def _prefetch(self, forward: UnitForward, trace: ForwardTrace, task: int, count: int) -> None:
+        """Gather the next ``count`` units of backward, or those that the user has named."""
+        unit, backward = forward.unit, self._backward
+        assert backward is not None, "backward is in the unit"
+        if unit.backward_prefetch is not None:
+            for other in unit.backward_prefetch:
+                self.gathers.gather(other)
+            return
+        if count > 1 and any(other in forward.around[1:] for other in backward.entered):
+            count = 1  # a unit around this one is in memory as well
+        for following in trace.before(forward, task, count):
+            if unit not in following.around:  # units inside this one are passed
+                self.gathers.gather(following.unit)
+
+    def end_backward(self, task: int) -> None:
+        """A graph task is over: backward has passed every unit that the task has entered."""
+        backward = self._backward
+        if backward is None:
+            return
+        for unit in [unit for unit, entered_in in backward.entered_in.items() if entered_in == task]:
+            self._leave_unit(unit, backward)
+            self.grads.leave(unit, final=backward.final)
+        backward.tasks.discard(task)
+        if task != backward.task:
+            return
+        self._backward = None
+        self.observer.backward_ended(backward.final and backward.trains)
+        if not backward.keeps_graph:  # with create_graph whole parameters stay until the next forward
+            self._release_after_backward(final=backward.final)
+        if backward.trains:
+            self.grads.backward_ended(final=backward.final)
+
+    def _release_after_backward(self, *, final: bool) -> None:
+        """Free the whole parameters of all units; between microbatches, gather the units that forward begins with."""
+        if final:
+            self.gathers.release_all()
+            self.gathers.expect_step()
+            return
+        self.gathers.release_all(but=self.forward_order.first(KEPT_UNITS))
+        for unit in self.forward_order.first(KEPT_UNITS + 1):
+            self.gathers.gather(unit)
+
+    # ---- Iterations that end early, and those that are captured. ----
+
+    def backward_failed(self, task: int) -> None:
+        """A graph task has failed: register the shards. The next forward calls ``abandon`` for the rest."""
+        for unit, entered_in in () if self._backward is None else self._backward.entered_in.items():
+            if entered_in == task:
+                unit.registered.hide_after_backward()
+
+    def abandon(self) -> None:
+        """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
+        backward, self._backward = self._backward, None
+        self._checked = False
+        for unit in () if backward is None else backward.entered:
+            unit.registered.hide_after_backward()
+        self.grads.give_up()
+        self.gathers.release_all()
+
+    def begin_graphed(self) -> None:
+        """Before an iteration that runs, is captured or is replayed as a whole; no ``.grad`` is set."""
+        self._begin(self.units[0])
+        if self.grads.under_way:  # its .grad were set to None
+            self.grads.give_up()
+            self.grads.begin()
+        self.gathers.release_all()
+
     def _forget_mixed(self) -> None:
         """Ranks have run different units: gather all units anew, and predict nothing from the order of before."""
         self.grads.were_mixed = False
         self.forward_order = ForwardOrder()
         for bucket in self.buckets:
             bucket.record_change()
+
+    @contextmanager
+    def syncing(self, sync: bool) -> Iterator[None]:
+        """Say whether backwards in this block are an iteration's last, and reduce over all ranks."""
+        before, self.sync = self.sync, sync
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @property
+    def observer(self) -> Observer:
+        """Told of forwards, backwards and collectives, for timelines."""
+        return self.grads.launcher.observer
+
+    @observer.setter
+    def observer(self, observer: Observer) -> None:
+        self.grads.launcher.observer = self.gathers.observer = observer
+
+    # ---- Checks. ----
 
     def _check_units(self, unit: Unit) -> None:
         """In an outermost forward: raise for what the program has changed in the model since it was sharded.
@@ -187,209 +389,6 @@ class Root:
                 unit.registered.check(unit.label)
 
     def _is_frozen(self) -> bool:
-        """Whether the program has frozen all trained parameters for now. A backward then only goes through."""
+        """The program has frozen all trained parameters for now. A backward then only goes through."""
         with DisableTorchFunctionSubclass():
-            return self._trains and all(unit.registered.is_frozen for unit in self.units)
-
-    # ---- Backward. ----
-
-    def enter_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
-        """Backward in graph task ``task`` has reached the outputs of a unit's forward: gather the unit and the next."""
-        unit = forward.unit
-        if trace.awaits_backward:
-            trace.awaits_backward = False
-            self.grads.steps.record_use()
-        trains = forward.trains and (delivers or self._is_named_in(task))
-        backward = self._enter(unit, task, trains=trains, delays=forward.delays)
-        forwards = backward.entered[unit].forwards
-        forwards.add(forward)
-        self.gathers.gather(unit)
-        if all(other is unit or other in forward.around for other in backward.entered):
-            # If backward is still in another unit, that unit is passed first, and frees memory and prefetches then.
-            self._prefetch(forward, trace, task, 1)
-        self.gathers.wait(unit)
-        unit.registered.show_in_backward(frozen=not any(entered.trains for entered in forwards))
-        if torch.is_grad_enabled():
-            backward.keeps_graph = True
-
-    def leave_backward(self, forward: UnitForward, trace: ForwardTrace, task: int) -> None:
-        """Backward in graph task ``task`` has passed the inputs of a unit's forward: free and reduce the unit."""
-        unit, backward = forward.unit, self._backward
-        if backward is None or unit not in backward.entered:
-            return
-        entered = backward.entered[unit]
-        entered.forwards.discard(forward)
-        if entered.forwards or trace.comes_again(forward, task):
-            return
-        self._leave_unit(unit, backward)
-        self._prefetch(forward, trace, task, 2)  # first: a gather that is issued after the reduction waits for it
-        if entered.trains:
-            self.grads.leave(unit, final=backward.final)
-
-    def _is_named_in(self, task: int) -> bool:
-        """Whether ``backward(inputs=...)`` names whole parameters that the program has kept. Found once for a task."""
-        if self._named[0] != task:
-            self._named = task, delivers_to_any(pair.whole for bucket in self.buckets for pair in bucket.pairs)
-        return self._named[1]
-
-    def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
-        """Note that backward is in the unit; the first unit of a backward begins it."""
-        backward = self._backward
-        if backward is None:
-            self.grads.check_delays_are_over("a backward")  # a backward gathers
-            backward = self._backward = Backward(task, final=self.sync)
-            self.observer.backward_started()
-        if trains and not backward.trains:
-            self._check_registered()
-            backward.trains = True
-            self.grads.backward_began()
-        if trains and is_watched():
-            self.grads.trained.add(task)
-        if task not in backward.tasks:
-            backward.tasks.add(task)
-            call_when_backward_ends(BackwardEnd(weakref.ref(self), task))
-        entered = backward.entered.setdefault(unit, Entered(task, set(), trains))
-        if trains:
-            backward.entered[unit] = entered._replace(trains=True)
-            self.grads.enter(unit, delays=delays)
-        return backward
-
-    def _leave_unit(self, unit: Unit, backward: Backward) -> None:
-        """Backward has passed the unit: register the shards, and free the whole parameters."""
-        del backward.entered[unit]
-        unit.registered.hide_after_backward()
-        unit.writes.take_over()  # a recompute inside the unit may have written
-        if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
-            self.gathers.release(unit)
-
-    def _prefetch(self, forward: UnitForward, trace: ForwardTrace, task: int, count: int) -> None:
-        """Gather the next ``count`` units of backward, or those that the user has named."""
-        unit, backward = forward.unit, self._backward
-        assert backward is not None, "backward is in the unit"
-        if unit.backward_prefetch is not None:
-            for other in unit.backward_prefetch:
-                self.gathers.gather(other)
-            return
-        if count > 1 and any(other in forward.around[1:] for other in backward.entered):
-            count = 1  # a unit around this one is in memory as well
-        for following in trace.before(forward, task, count):
-            if unit not in following.around:  # units inside this one are passed
-                self.gathers.gather(following.unit)
-
-    def end_backward(self, task: int) -> None:
-        """A graph task is over: backward has passed every unit that the task has entered."""
-        backward = self._backward
-        if backward is None:
-            return
-        for unit in [unit for unit, entered in backward.entered.items() if entered.task == task]:
-            trained = backward.entered[unit].trains
-            self._leave_unit(unit, backward)
-            if trained:
-                self.grads.leave(unit, final=backward.final)
-        backward.tasks.discard(task)
-        if task != backward.task:
-            return
-        self._backward = None
-        self.observer.backward_ended(backward.final and backward.trains)
-        if not backward.keeps_graph:  # with create_graph whole parameters stay until the next forward
-            self._release_after_backward(final=backward.final)
-        if backward.trains:
-            self.grads.backward_ended(final=backward.final)
-
-    def _release_after_backward(self, *, final: bool) -> None:
-        """Free the whole parameters of all units; between microbatches, gather the units that forward begins with."""
-        if final:
-            self.gathers.release_all()
-            self.gathers.expect_step()
-            return
-        self.gathers.release_all(but=self.forward_order.first(KEPT_UNITS))
-        for unit in self.forward_order.first(KEPT_UNITS + 1):
-            self.gathers.gather(unit)
-
-    def backward_failed(self, task: int) -> None:
-        """A graph task has failed: register the shards. The next forward calls ``abandon`` for the rest."""
-        for unit, entered in () if self._backward is None else self._backward.entered.items():
-            if entered.task == task:
-                unit.registered.hide_after_backward()
-
-    def abandon(self) -> None:
-        """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
-        backward, self._backward = self._backward, None
-        self._checked = False
-        for unit in () if backward is None else backward.entered:
-            unit.registered.hide_after_backward()
-        self.grads.give_up()
-        self.gathers.release_all()
-
-    def begin_graphed(self) -> None:
-        """Before an iteration that runs, is captured or is replayed as a whole; no ``.grad`` is set."""
-        self._begin(self.units[0])
-        if self.grads.under_way:  # its .grad were set to None
-            self.grads.give_up()
-            self.grads.begin()
-        self.gathers.release_all()
-
-    # ---- Events of buckets. ----
-
-    def _make_room(self, bucket: ShardedBucket) -> None:
-        self.grads.make_room(bucket)
-
-    def _on_grad(self, bucket: ShardedBucket) -> None:
-        unit = self._unit_of[id(bucket)]
-        if self._backward is None or unit not in self._backward.entered:
-            # Backward has reached the parameter without entering the unit, or after it has passed the unit.
-            if not unit.arrived:
-                raise RuntimeError(
-                    f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole "
-                    f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
-                    f"pass reshard_after_forward=False. An earlier backward frees them too: run all forwards before "
-                    f"the autograd.grad of a gradient penalty, or use placements='zero2', which keeps them to the step"
-                )
-            self._enter(unit, current_backward(), trains=True, delays=False)
-
-    def _on_delayed_wgrad(self, bucket: ShardedBucket) -> None:
-        self.grads.delayed_wgrad_done(bucket)
-
-    # ---- Set-up. ----
-
-    @property
-    def observer(self) -> Observer:
-        """Told of forwards, backwards and collectives, for timelines."""
-        return self.grads.launcher.observer
-
-    @observer.setter
-    def observer(self, observer: Observer) -> None:
-        self.grads.launcher.observer = self.gathers.observer = observer
-
-    def _join_ranks(self) -> None:
-        """Make separate process groups for gathers, and set the factor of averages.
-
-        Gradients are divided by the number of the outermost unit's ranks, also those of experts: an expert has seen the
-        tokens of all ranks.
-        """
-        grids: dict[int, RankGrid] = {}
-        self._copy_engines = any(unit.copy_engines for unit in self.units)
-        size = self.units[0].grid.size
-        with self.failures.watch("the making of process groups"):
-            for bucket in self.buckets:
-                grid = bucket.reduction.grid
-                joined = grids.setdefault(id(grid.inner), grid)
-                if joined.inner is joined.gather:
-                    joined = grids[id(grid.inner)] = with_separate_gather(joined, copy_engines=self._copy_engines)
-                bucket.reduction.grid = grid._replace(gather=joined.gather)
-                bucket.reduction.factor = 1.0 / size
-        self.failures.grids = [bucket.reduction.grid for bucket in self.buckets]
-
-    def _connect(self, trainable: list[ShardedBucket]) -> None:
-        here = weakref.ref(self)
-        events = BucketEvents(
-            partial(tell, here, Root._make_room),
-            partial(tell, here, Root._on_grad),
-            partial(tell, here, Root._on_delayed_wgrad),
-        )
-        numbers = {id(bucket): index for index, bucket in enumerate(trainable)}
-        for unit in self.units:
-            unit.root_reference = here
-            for bucket in unit.buckets:
-                bucket.model = self.module
-                bucket.connect(numbers.get(id(bucket), -1), self.failures, events)
+            return any(unit.trains for unit in self.units) and all(unit.registered.is_frozen for unit in self.units)

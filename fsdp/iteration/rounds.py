@@ -1,15 +1,16 @@
-"""``GradRounds``: the gradients of all units in an iteration (phases: ``unit/round.py``), and the memory for them.
+"""``GradRounds``: the gradients of all units in an iteration, and the memory for them.
 
-The order of the methods is that of an iteration: ``begin`` (forward), ``backward_began``, ``enter`` (a unit),
-``make_room`` (the first write), ``leave`` (keeps or sends gradients), ``backward_ended`` (sends the rest), ``_finish``.
+``GradRound`` has the table of states. The order of the methods of ``GradRounds`` is that of an iteration: ``begin`` (a
+forward), ``backward_began``, ``enter`` (a unit), ``make_room`` (the first write), ``leave`` (keeps or sends gradients),
+``backward_ended`` (sends the rest), ``_finish``.
 """
 
+import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from ...ddp.buckets import iteration_ends
 from ...ddp.buckets.bucket import Phase
@@ -17,21 +18,111 @@ from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
 from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
-from ...ddp.collectives.in_flight import InFlight, in_stages
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.stock.sharded_grad import step_ended
 from ...ddp.torch_internals import current_raw_stream
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
-from ..unit.memory import Meter
-from ..unit.round import RoundPhase
+from ..unit.memory import Meter, num_to_end, pool_limit
 from ..unit.unit import Unit
-from .grad_pool import GradPool
-from .grad_set import GradSet, rounds_of
-from .unit_log import UnitLog
 
-__all__ = ["GradRounds"]
+__all__ = ["GradRound", "GradRounds", "State"]
+
+
+class State(enum.Enum):
+    """The state of a unit's gradients in the current iteration: see ``GradRound``."""
+
+    IDLE = "idle"
+    WRITING = "writing"
+    KEPT = "kept"
+    PARTIAL = "partial"
+    REDUCED = "reduced"
+
+    __hash__ = object.__hash__  # enum's own __hash__ is Python code, and each move calls it twice
+
+
+_MOVES = {
+    State.IDLE: {State.WRITING},
+    State.WRITING: {State.KEPT, State.PARTIAL, State.REDUCED},
+    State.KEPT: {State.WRITING, State.REDUCED},
+    State.PARTIAL: {State.WRITING, State.REDUCED},
+    State.REDUCED: {State.WRITING, State.IDLE},
+}
+
+
+class GradRound:
+    """The gradients of one unit in an iteration, from backward's first write to the sum over all ranks.
+
+    =======  ==========================================  =========================================  ==================
+    state    what has happened in the iteration          whole gradients                            moves to
+    =======  ==========================================  =========================================  ==================
+    IDLE     no backward has reached the unit            no memory                                  WRITING
+    WRITING  backward has reached the unit's outputs     memory from the first write on, which      KEPT, PARTIAL,
+                                                         waits for a reduction that still uses it   REDUCED
+    KEPT     backward has passed, and nothing is sent:   stay. The next microbatch adds to them     WRITING, REDUCED
+             ``reduces_once``, or some are delayed
+    PARTIAL  sent inside the instance, in a microbatch   freed when another bucket needs the        WRITING, REDUCED
+             that is not the last                        memory, or at the end
+    REDUCED  sent over all ranks, in the last            the same                                   WRITING, IDLE
+             microbatch or after it
+    =======  ==========================================  =========================================  ==================
+
+    From every state to IDLE if the iteration is given up: backward has failed, and the next forward begins a new one.
+
+    Each move follows from the forwards and backwards that the program runs, and these are the same on all ranks. Each
+    move to PARTIAL or REDUCED is a collective. So no move may depend on what differs between ranks: which gradients a
+    rank has written, which graphs are alive, or what ``.grad`` is.
+
+    A unit has one round. If modules delay weight gradients, their buckets have a second round, which ends later.
+    """
+
+    __slots__ = ("__weakref__", "_state", "buckets", "delays", "unit")
+
+    def __init__(self, unit: Unit, buckets: tuple[ShardedBucket, ...]) -> None:
+        self.unit = unit
+        self.buckets = buckets
+        self._state = State.IDLE
+        self.delays = buckets[0].delayed
+        """Some gradients of this iteration are delayed, here or perhaps on another rank. So the round is sent once,
+        after the last backward."""
+        for bucket in buckets:
+            bucket.round = weakref.ref(self)
+
+    @property
+    def state(self) -> State:
+        """The current state. Setting another one than the table allows raises ``RuntimeError``."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if state not in _MOVES[self._state]:
+            raise RuntimeError(f"gradients of {self.unit.label} cannot go from {self._state.value} to {state.value}")
+        self._state = state
+
+    @property
+    def under_way(self) -> bool:
+        """A backward of the iteration has reached the unit, and the iteration has not ended."""
+        return self._state is not State.IDLE
+
+    @property
+    def is_left(self) -> bool:
+        """Backward has passed, and gradients are to be sent at the end of the iteration."""
+        return self._state in (State.KEPT, State.PARTIAL)
+
+    @property
+    def has_pending(self) -> bool:
+        """Delayed gradients of the round are yet to be computed."""
+        return any(bucket.has_pending for bucket in self.buckets)
+
+    def keeps_after(self, *, final: bool) -> bool:
+        """Whole gradients stay when a backward passes; ``final``: the iteration's last backward."""
+        return self.delays or (self.buckets[0].reduces_once and not final)
+
+    def reset(self) -> None:
+        """The iteration is over, or given up."""
+        self._state = State.IDLE
+        self.delays = self.buckets[0].delayed
 
 
 class GradRounds:
@@ -40,24 +131,16 @@ class GradRounds:
     units     all units, the outermost first, connected
     buckets   their buckets with gradients, about in backward's order
     failures  reports collectives that fail
-    device    where the model computes
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        buckets: Sequence[ShardedBucket],
-        failures: FailureReporter,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], buckets: Sequence[ShardedBucket], failures: FailureReporter) -> None:
         self._buckets = buckets
-        self._device = device
+        self._device = device = units[0].device
         self._outermost, self._failures = units[0], failures
         self.meter = Meter()
         """Bytes of whole gradients."""
         for bucket in buckets:
             bucket.grads.meter = self.meter
-            bucket.grad_shard.finish_reduction = _finishing(self, bucket)
         self.launcher = BucketLauncher(
             [bucket.grad_bucket for bucket in buckets if bucket.grad_bucket is not None],
             [bucket.reduction for bucket in buckets],
@@ -67,22 +150,36 @@ class GradRounds:
         )
         grids = [bucket.reduction.grid for bucket in buckets]
         self.steps = StepCheck(units[0].grid, failures, device, self.launcher.stream, grids)
-        self.log = UnitLog(units, self.steps) if self.steps.active else None
-        for bucket in buckets:
-            bucket.steps = self.steps
-        self._of: dict[Unit, list[GradSet]] = {unit: rounds_of(unit) for unit in units}
-        self._all = [grad_set for unit in reversed(units) for grad_set in self._of[unit]]  # about in backward's order
+        self._of: dict[Unit, list[GradRound]] = {}
+        for unit in units:
+            kinds = [
+                tuple(b for b in unit.buckets if b.trainable and b.delayed is delayed) for delayed in (False, True)
+            ]
+            self._of[unit] = [GradRound(unit, kind) for kind in kinds if kind]
+        self._all = [grads for unit in reversed(units) for grads in self._of[unit]]  # about in backward's order
         self.were_mixed = False
         """The iteration was refused because ranks had run different units. The next forward makes all ranks alike."""
-        self._due: list[GradSet] | None = None  # to be sent, after the iteration's last backward
-        self._num_with_delays = 0  # rounds with delays in the last iteration
+        self._due: list[GradRound] | None = None  # to be sent, after the iteration's last backward
+        self._delayed_in: str | None = None  # a unit with delays in the iteration that has ended, until a step
         self._sending = False  # stays True if a launch raises: the next forward gives the iteration up
         self._in_backward = False  # stays True if a backward raises
         self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
-        self._pool = GradPool(units)
+        self._launched: list[ShardedBucket] = []  # whose memory a reduction uses, in the order of launches
+        pooled = [[bucket.grads.nbytes for bucket in unit.buckets if bucket.is_pooled] for unit in units[1:]]
+        self._pool_limit = max(map(pool_limit, pooled), default=0)
         self.trained = TrainedBackwards()
 
-    # ---- The life of a round. ----
+    @property
+    def under_way(self) -> bool:
+        """An iteration has begun and has not ended."""
+        return any(grads.under_way for grads in self._all)
+
+    @property
+    def is_clear(self) -> bool:
+        """No gradients of an iteration are left to be sent, or all ``.grad`` were set to None."""
+        return not self.under_way or all(bucket.grad_shard.is_cleared for bucket in self._buckets)
+
+    # ---- From a forward to the end of a backward. ----
 
     def begin(self) -> None:
         """An outermost forward starts. Outside of an iteration, free the memory of sums whose ``.grad`` is None."""
@@ -99,7 +196,7 @@ class GradRounds:
             for bucket in self._buckets:
                 bucket.grad_shard.free_if_cleared()
             if iteration_ends.is_watched() and all(bucket.grad_shard.is_cleared for bucket in self._buckets):
-                self.discarded()
+                self._discarded()
 
     def backward_began(self) -> None:
         """A backward of the iteration begins. Discard earlier gradients whose ``.grad`` was set to None meanwhile."""
@@ -109,12 +206,14 @@ class GradRounds:
 
     def enter(self, unit: Unit, *, delays: bool) -> None:
         """Backward has reached the outputs of a unit; ``delays``: of a forward that ran under ``delayed_wgrad``."""
-        for grad_set in self._of[unit]:
-            grad_set.round.enter(delays=delays)
+        for grads in self._of[unit]:
+            grads.delays = grads.delays or delays
+            if grads.state is not State.WRITING:
+                grads.state = State.WRITING
 
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give the bucket's whole gradients memory. If a reduction still uses the memory, wait for it first."""
-        self._finish_reduction(bucket)
+        self.finish_reduction(bucket)
         assert bucket.grad_bucket is not None, "trainable"
         if not bucket.grads.resident:
             self._bound_pool(bucket)
@@ -123,16 +222,21 @@ class GradRounds:
             bucket.grad_bucket.phase = Phase.ACCUMULATING
 
     def leave(self, unit: Unit, *, final: bool) -> None:
-        """Backward has passed the unit, or has ended: keep or send; ``final``: the iteration's last backward."""
-        for grad_set in self._of[unit]:
-            if grad_set.has_pending:
-                grad_set.round.delays = True
-            if grad_set.round.keeps_after(final=final):
-                grad_set.round.keep()
-                for bucket in grad_set.buckets:
+        """Backward has passed the unit, or has ended: keep or send; ``final``: the iteration's last backward.
+
+        Nothing happens after a backward that was no part of an iteration.
+        """
+        for grads in self._of[unit]:
+            if grads.state is not State.WRITING:
+                continue
+            if grads.has_pending:
+                grads.delays = True
+            if grads.keeps_after(final=final):
+                grads.state = State.KEPT
+                for bucket in grads.buckets:
                     bucket.grad_shard.defer()
             else:
-                self._send(grad_set, final=final)
+                self._send(grads, final=final)
 
     def delayed_wgrad_done(self, bucket: ShardedBucket) -> None:
         """A delayed weight gradient was computed."""
@@ -148,60 +252,20 @@ class GradRounds:
             self._check_nothing_bypassed()
             self._end_iteration()
 
-    def start_grad_sync(self) -> None:
-        """Send all rounds that are left, without waiting; ``finish_grad_sync`` waits."""
-        self._check_complete("start_grad_sync()")
-        if self.under_way:
-            self._notice_all_cleared()
-            self._due = [grad_set for grad_set in self._all if grad_set.round.is_left]
-            self._send_due(finish=False)
-
-    def finish_grad_sync(self) -> None:
-        """Send all rounds that are left, and wait. Then ``.grad`` of every shard is complete."""
-        self._check_complete("finish_grad_sync()")
-        if self.under_way:
-            self._notice_all_cleared()
-            self._end_iteration()
-        for grad_set in self._all:
-            grad_set.round.had_delays = False
-
-    def _check_complete(self, caller: str) -> None:
-        """Raise ``RuntimeError`` if a backward has failed, or a delayed weight gradient is not computed."""
-        if self._in_backward:  # perhaps between two units
-            inside = (each.round.name for each in self._all if each.round.phase is RoundPhase.WRITING)
-            raise RuntimeError(
-                f"{caller} after a backward that raised an exception{next((f' in {name}' for name in inside), '')}: "
-                f"gradients are not complete; call zero_grad(), and the next forward begins a new iteration"
-            )
-        check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
-        self._check_nothing_bypassed()
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether no gradients of an iteration are left to be sent, or all ``.grad`` were set to None."""
-        return not self.under_way or all(bucket.grad_shard.is_cleared for bucket in self._buckets)
-
-    def give_up(self) -> None:
-        """Give the iteration up: wait for reductions under way, and discard the other gradients."""
-        self._due = None
-        self._in_backward = False
-        self.trained.clear()
-        self._finish_reductions()
-        for grad_set in self._all:
-            grad_set.round.give_up()
-            for bucket in grad_set.buckets:
-                bucket.discard_grads()
-
     # ---- The end of an iteration. ----
 
-    @property
-    def under_way(self) -> bool:
-        """Whether an iteration has begun and has not ended."""
-        return any(grad_set.round.under_way for grad_set in self._all)
+    def finish_grad_sync(self, *, wait: bool = True) -> None:
+        """Send all rounds that are left. Then, if ``wait``, ``.grad`` of every shard is complete."""
+        self._check_complete("finish_grad_sync()" if wait else "start_grad_sync()")
+        if self.under_way:
+            self._notice_all_cleared()
+            self._end_iteration(finish=wait)
+        if wait:
+            self._delayed_in = None
 
-    def _end_iteration(self) -> None:
-        self._due = [grad_set for grad_set in self._all if grad_set.round.is_left]
-        self._send_due()
+    def _end_iteration(self, *, finish: bool = True) -> None:
+        self._due = [grads for grads in self._all if grads.is_left]
+        self._send_due(finish=finish)
 
     def _send_due(self, *, complete: bool = True, finish: bool = True) -> None:
         """Send the rounds that are due, in an order that is the same on all ranks.
@@ -213,23 +277,25 @@ class GradRounds:
         """
         assert self._due is not None, "the iteration's backwards are over"
         while self._due and not (complete and self._due[0].has_pending):
-            grad_set = self._due.pop(0)
-            if not grad_set.round.delays:  # otherwise .grad may have been set to None before its gradients came
-                self._notice_cleared(grad_set)
-            self._send(grad_set, final=True, bounds_pool=finish)
+            grads = self._due.pop(0)
+            if not grads.delays:  # otherwise .grad may have been set to None before its gradients came
+                self._notice_cleared(grads)
+            self._send(grads, final=True, bounds_pool=finish)
         if not self._due:
             self._due = None
             if finish:
                 self._finish()
 
     def _finish(self) -> None:
+        """Wait for all reductions, complete ``.grad``, and call its hooks."""
         self._compare_steps()
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
             bucket.grad_shard.publish()
-        for grad_set in self._all:
-            grad_set.round.end()
-        self._num_with_delays = sum(grad_set.round.had_delays for grad_set in self._all)
+        reached = [grads for grads in self._all if grads.under_way]
+        self._delayed_in = next((grads.unit.label for grads in reached if grads.delays), None)
+        for grads in self._all:
+            grads.reset()
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
             current_stream(self._device).synchronize()  # offloaded: the optimizer reads .grad on the host
         with torch.no_grad():
@@ -247,53 +313,26 @@ class GradRounds:
             self.steps.finish()
         except RuntimeError as error:
             if not isinstance(error, CollectiveError):
-                self._discard_mixed()
+                self.give_up()
+                self.were_mixed = True
+                for pair in (pair for bucket in self._buckets for pair in bucket.pairs):
+                    pair.sharded.grad = None  # gradients of other units may be in it
             raise
 
-    def _discard_mixed(self) -> None:
-        """Gradients of other units may be in ``.grad``."""
-        self.give_up()
-        self.were_mixed = True
-        for bucket in self._buckets:
-            for pair in bucket.pairs:
-                pair.sharded.grad = None
+    def give_up(self) -> None:
+        """Give the iteration up: wait for reductions under way, and discard the other gradients."""
+        self._due = self._delayed_in = None
+        self._in_backward = False
+        self.trained.clear()
+        self._finish_reductions()
+        for grads in self._all:
+            grads.reset()
+            for bucket in grads.buckets:
+                bucket.discard_grads()
 
-    def check_delays_are_over(self, what: str) -> None:
-        """Raise ``RuntimeError`` if ``what``, which gathers, comes before delayed gradients of an iteration are sent.
+    # ---- ``.grad`` that the program has set to None. ----
 
-        A round with delays is sent when its gradients are computed: before the gather on one rank, after it on another.
-        So all ranks raise, also those without pending gradients.
-        """
-        if self._sending or (self._due is None and not self._num_with_delays):
-            return  # sending has raised: ``begin`` gives the iteration up
-        num_with_delays = sum(grad_set.round.had_delays for grad_set in self._all)
-        over = self._due is None and num_with_delays < self._num_with_delays  # an optimizer has stepped
-        if not over and not all(bucket.grad_shard.is_cleared for bucket in self._buckets):
-            unit = next(
-                grad_set.round.name for grad_set in self._all if grad_set.round.delays or grad_set.round.had_delays
-            )
-            if self._due is not None:
-                self._send_due(complete=False)  # other ranks wait for these, and then raise as well
-            raise RuntimeError(
-                f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: "
-                f"compute these and call model.finish_grad_sync() first; or run all backwards but the last within "
-                f"model.no_sync(), and call torch.autograd.grad before the last"
-            )
-        if self._due is None:  # an optimizer has stepped, or all .grad were set to None
-            self._num_with_delays = 0
-            for grad_set in self._all:
-                grad_set.round.had_delays = False
-
-    def _check_nothing_bypassed(self) -> None:
-        pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]
-        try:
-            check_nothing_bypassed(((pair.whole, record) for pair, record in pairs), "the end of the iteration")
-        except RuntimeError:
-            for pair, _ in pairs:
-                pair.whole.grad = None
-            raise
-
-    def discarded(self) -> None:
+    def _discarded(self) -> None:
         """``.grad`` of all shards were set to None after an iteration."""
         if (model := self._outermost.module()) is not None:
             if any(bucket.grad_shard.has_scaler for bucket in self._buckets):
@@ -303,47 +342,48 @@ class GradRounds:
     def _notice_all_cleared(self) -> None:
         if self.trained and self.is_clear:
             self.trained.clear()
-        for grad_set in self._all:
-            if grad_set.round.is_left:
-                self._notice_cleared(grad_set)
+        for grads in self._all:
+            if grads.is_left:
+                self._notice_cleared(grads)
 
-    def _notice_cleared(self, grad_set: GradSet) -> None:
-        for bucket in grad_set.buckets:
+    def _notice_cleared(self, grads: GradRound) -> None:
+        for bucket in grads.buckets:
             if bucket.grad_shard.was_cleared:
-                self._finish_reduction(bucket)
+                self.finish_reduction(bucket)
                 bucket.discard_grads()
 
     # ---- One reduction. ----
 
-    def _send(self, grad_set: GradSet, *, final: bool, bounds_pool: bool = True) -> None:
-        """Launch the reductions of a round. In phase PARTIAL only those across instances are left.
+    def _send(self, grads: GradRound, *, final: bool, bounds_pool: bool = True) -> None:
+        """Launch the reductions of a round. In state PARTIAL only those across instances are left.
 
         bounds_pool  gradients that were kept now count for the pool, and the launch waits until the pool is within its
                      bound. False: no wait, because other parts of the model compute meanwhile
         """
-        inside, kept = grad_set.round.phase is not RoundPhase.PARTIAL, grad_set.round.was_kept
-        grad_set.round.send(final=final)
-        for bucket in grad_set.buckets:
+        inside = grads.state is not State.PARTIAL
+        grads.state = State.REDUCED if final else State.PARTIAL
+        for bucket in grads.buckets:
             if inside or bucket.reduction.grid.outer_size > 1:
-                self._launch(bucket, kept=kept and bounds_pool, inside=inside, across=final)
+                kept = grads.delays or bucket.reduces_once
+                self._launch(grads.unit, bucket, bounds_pool=kept and bounds_pool, inside=inside, across=final)
 
-    def _launch(self, bucket: ShardedBucket, *, kept: bool, inside: bool, across: bool) -> None:
+    def _launch(self, unit: Unit, bucket: ShardedBucket, *, bounds_pool: bool, inside: bool, across: bool) -> None:
         assert bucket.grad_bucket is not None, "trainable"
-        if bucket.grad_bucket.phase is not Phase.ACCUMULATING:
+        if not bucket.is_written:
             self.make_room(bucket)  # this rank has written no gradient, and sends zeros
-        if kept:
+        if bounds_pool:
             self._bound_pool(bucket)
         self._sending = True
-        if self.log is not None:
-            self.log.record_reduction(bucket, inside=inside, across=across)
+        unit.record_reduction(inside=inside, across=across)
         adds_to_total = self._claim(bucket)
         self.launcher.launch(
-            bucket.grad_bucket, partial(_reduce, bucket, adds_to_total=adds_to_total, inside=inside, across=across)
+            bucket.grad_bucket,
+            partial(bucket.grad_shard.reduce, adds_to_total=adds_to_total, inside=inside, across=across),
         )
         self._sending = False
         bucket.grad_shard.launched()
         if not bucket.whole_grads_at_rest:
-            self._pool.launched.append(bucket)
+            self._launched.append(bucket)
 
     def _claim(self, bucket: ShardedBucket) -> bool:
         """``GradShard.claim`` on the stream of forwards, whose activations use the memory of the sums next."""
@@ -356,18 +396,29 @@ class GradRounds:
             return bucket.grad_shard.claim()
 
     def _bound_pool(self, bucket: ShardedBucket) -> None:
-        """Wait for the oldest reductions, until the bucket's memory fits into the pool."""
-        for other in self._pool.must_end_before(bucket):
-            self._finish_reduction(other)
+        """Wait for the oldest reductions, until the bucket's memory fits into the pool.
+
+        The outermost unit does not wait: its gradients come first, or after most activations are freed.
+        """
+        unit = bucket.unit()
+        if unit is None or unit is self._outermost or not bucket.is_pooled:
+            return
+        written = bucket.grads.nbytes
+        for other in unit.buckets:
+            if other is not bucket and other.is_pooled and other.grads.resident and other not in self._launched:
+                written += other.grads.nbytes
+        count = num_to_end(written, [other.grads.nbytes for other in self._launched], self._pool_limit)
+        for other in self._launched[:count]:
+            self.finish_reduction(other)
 
     def _finish_reductions(self) -> None:
         """Wait for all reductions, in one order on all ranks: without streams the second collective begins here."""
         for bucket in self._buckets:
-            self._finish_reduction(bucket)
+            self.finish_reduction(bucket)
 
-    def _finish_reduction(self, bucket: ShardedBucket) -> None:
+    def finish_reduction(self, bucket: ShardedBucket) -> None:
         """Wait for the bucket's reduction, if one was launched, and free the memory of whole gradients."""
-        if bucket.grad_bucket is None or bucket.grad_bucket.phase not in (Phase.REDUCING, Phase.REDUCED):
+        if bucket.grad_bucket is None or not bucket.is_launched:
             return
         bucket.grad_shard.landed()
         self.launcher.wait_for(bucket.grad_bucket)
@@ -375,25 +426,54 @@ class GradRounds:
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
         bucket.grad_bucket.reset()
-        if bucket in self._pool.launched:
-            self._pool.launched.remove(bucket)
+        if bucket in self._launched:
+            self._launched.remove(bucket)
         if not bucket.whole_grads_at_rest:
             bucket.grads.release()
 
+    # ---- Checks. ----
 
-def _finishing(rounds: GradRounds, bucket: ShardedBucket) -> Callable[[], None]:
-    references = weakref.ref(rounds), weakref.ref(bucket)
+    def step_began(self) -> None:
+        """An optimizer has begun to step over gradients of the iteration that has ended."""
+        self._delayed_in = None
 
-    def finish_reduction() -> None:
-        alive = references[0](), references[1]()
-        if alive[0] is not None and alive[1] is not None:
-            alive[0]._finish_reduction(alive[1])
+    def check_delays_are_over(self, what: str) -> None:
+        """Raise ``RuntimeError`` if ``what``, which gathers, comes before delayed gradients of an iteration are sent.
 
-    return finish_reduction
+        A round with delays is sent when its gradients are computed: before the gather on one rank, after it on another.
+        So all ranks raise, also those without pending gradients.
+        """
+        if self._sending or (self._due is None and self._delayed_in is None):
+            return  # sending has raised: ``begin`` gives the iteration up
+        if not all(bucket.grad_shard.is_cleared for bucket in self._buckets):
+            unit = self._delayed_in or next(grads.unit.label for grads in self._all if grads.delays)
+            if self._due is not None:
+                self._send_due(complete=False)  # other ranks wait for these, and then raise as well
+            raise RuntimeError(
+                f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: "
+                f"compute these and call model.finish_grad_sync() first; or run all backwards but the last within "
+                f"model.no_sync(), and call torch.autograd.grad before the last"
+            )
+        if self._due is None:  # all .grad were set to None
+            self._delayed_in = None
 
+    def _check_complete(self, caller: str) -> None:
+        """Raise ``RuntimeError`` if a backward has failed, or a delayed weight gradient is not computed."""
+        if self._in_backward:  # perhaps between two units
+            inside = next((f" in {grads.unit.label}" for grads in self._all if grads.state is State.WRITING), "")
+            raise RuntimeError(
+                f"{caller} after a backward that raised an exception{inside}: "
+                f"gradients are not complete; call zero_grad(), and the next forward begins a new iteration"
+            )
+        check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
+        self._check_nothing_bypassed()
 
-def _reduce(bucket: ShardedBucket, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool) -> InFlight:
-    stages = bucket.grad_shard.collect(
-        bucket.reduction, grads, adds_to_total=adds_to_total, inside=inside, across=across
-    )
-    return in_stages(stages, (grads,))
+    def _check_nothing_bypassed(self) -> None:
+        """Raise ``RuntimeError`` for a gradient that has come to ``.grad`` of a whole parameter, and discard it."""
+        pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]
+        try:
+            check_nothing_bypassed(((pair.whole, record) for pair, record in pairs), "the end of the iteration")
+        except RuntimeError:
+            for pair, _ in pairs:
+                pair.whole.grad = None
+            raise

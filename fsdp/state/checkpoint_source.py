@@ -26,7 +26,7 @@ from ...ddp.collectives.world import own_rank
 from ...ddp.plan.owned_params import buffers_of_experts
 from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter
-from ..unit.bucket import ShardedPair
+from ..unit.pair import ShardedPair
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
 
 __all__ = ["ShardedSource"]

@@ -1,4 +1,4 @@
-"""Sends ranges of a flattened tensor from the ranks that have them to the ranks that want them.
+"""Sends ranges of a flattened tensor from the ranks that have them to the ranks that want them; and compares before.
 
 Shards of this library end at any element; DTensors end between rows. Both are ranges of the flattened parameter. So one
 all-to-all converts between them, and each element is sent once::
@@ -8,16 +8,22 @@ all-to-all converts between them, and each element is sent once::
     Shard(0), 2 ranks             |--- rank 0 ----|---- rank 1 ----|          rows: torch.chunk
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ddp.collectives.agreement import gather
 from ...ddp.collectives.in_flight import device_types_of
+from ...ddp.collectives.rank_grid import RankGrid
+from ...ddp.collectives.world import own_rank
 from ...ddp.plan.ranges import Range
+from ..tensors.parameter import ShardedParameter
 
-__all__ = ["device_of", "exchange", "rows_of_rank"]
+__all__ = ["device_of", "disagreement", "exchange", "rows_of_rank"]
 
 
 def rows_of_rank(num_rows: int, rank: int, size: int) -> Range:
@@ -63,3 +69,52 @@ def device_of(group: dist.ProcessGroup, tensor: Tensor) -> torch.device:
     if not device_types or tensor.device.type in device_types:
         return tensor.device
     return torch.device(device_types[0])
+
+
+def disagreement(said: Mapping[ShardedParameter, str], complaint: str | None) -> str | None:
+    """Words for why this rank or another cannot exchange; None if all can. Collective over the parameters' ranks.
+
+    An exchange of a parameter's elements is a collective over the ranks that share the parameter. If one rank has no
+    such tensor, the others would wait for ever; if one rank has another rank's tensor, the others would get wrong
+    elements. So ranks compare before, and all of them raise.
+
+    said       for each parameter, words for what this rank has of it; to be equal on all ranks that share the parameter
+    complaint  why this rank cannot exchange; None if it can
+    """
+    by_grid: dict[Any, tuple[RankGrid, list[tuple[str, str]]]] = {}
+    for param, text in said.items():
+        grid = param.shard.grid
+        by_grid.setdefault((grid.inner, grid.outer), (grid, []))[1].append((param.shard.name, text))
+    answers = [
+        gather(_Answer(own_rank(), complaint, lines), grid.axes, None, "the comparison of state dicts")
+        for grid, lines in by_grid.values()
+    ]
+    found = [_first_complaint(each) for each in answers] + [_first_difference(each) for each in answers]
+    return next((why for why in found if why is not None), None)
+
+
+class _Answer(NamedTuple):
+    rank: int
+    complaint: str | None
+    lines: Sequence[tuple[str, str]]
+    """For each parameter, its name and what the rank has of it."""
+
+
+def _first_complaint(answers: Sequence[_Answer]) -> str | None:
+    complaining = [each for each in answers if each.complaint is not None]
+    if not complaining:
+        return None
+    rank, text, _ = complaining[0]
+    return text if len(complaining) == len(answers) else f"{text} (on rank {rank})"
+
+
+def _first_difference(answers: Sequence[_Answer]) -> str | None:
+    first = answers[0]
+    for other in answers[1:]:
+        for ours, theirs in zip_longest(first.lines, other.lines, fillvalue=("no parameter", "nothing")):
+            if ours != theirs:
+                return (
+                    f"state dicts differ between ranks: rank {first.rank} has {ours[1]} of '{ours[0]}', where rank "
+                    f"{other.rank} has {theirs[1]} of '{theirs[0]}'"
+                )
+    return None

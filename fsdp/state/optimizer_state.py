@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..tensors.parameter import ShardedParameter
-from .agreement import disagreement
+from .exchange import disagreement
 from .state_dict import translation_of
 
 __all__ = ["counters_of", "elementwise_of", "translate_state_dicts"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -24,6 +24,7 @@ from ..tensors.parameter import ShardedParameter
 from .optimizer_state import translate_state_dicts
 
 if TYPE_CHECKING:
+    from ..iteration.root import Root
     from ..unit.bucket import ShardedBucket
 
 __all__ = ["mark_replaced", "replaced_in", "watch_optimizers", "watch_steps"]
@@ -57,9 +58,10 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _models_of(buckets: Sequence["ShardedBucket"]) -> list[nn.Module]:
-    references = {bucket.model for bucket in buckets if bucket.model is not None}
-    return [model for reference in references if (model := reference()) is not None]
+def _roots_of(buckets: Sequence["ShardedBucket"]) -> list["Root"]:
+    """The models of the buckets, as far as a forward has run in them and they are alive."""
+    references = {bucket.root for bucket in buckets if bucket.root is not None}
+    return [root for reference in references if (root := reference()) is not None]
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -97,18 +99,34 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
     """A step begins to read gradients. If the step has a closure, the closure has computed them before."""
     for bucket in buckets:
-        why = bucket.why_unfinished
-        if why is not None:
+        if _why_unfinished(bucket) is not None:
             bucket = next((other for other in buckets if other.has_pending), bucket)  # the cause, if there are several
-            why = bucket.why_unfinished
+            why = _why_unfinished(bucket)
             raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
-    for bucket in buckets:
-        if bucket.round is not None:
-            bucket.round.had_delays = False
-    for model in _models_of(buckets) if is_watched() else ():
-        record_step(model, vars(optimizer).get("found_inf"))
+    for root in _roots_of(buckets):
+        root.grads.step_began()
+        if is_watched() and (model := root.module()) is not None:
+            record_step(model, vars(optimizer).get("found_inf"))
     if buckets or any(isinstance(param, ShardedParameter) for param in _params_of(optimizer)):
         step_began(optimizer)
+
+
+def _why_unfinished(bucket: "ShardedBucket") -> str | None:
+    """Words for what keeps an optimizer from stepping over the bucket's gradients; None if it may step."""
+    grads = None if bucket.round is None else bucket.round()
+    if grads is None or bucket.grad_bucket is None:
+        return None
+    if bucket.has_pending:
+        return (
+            "wait for delayed weight gradients: run the modules' backward_dw() or drain their WgradQueue, after the "
+            "last backward and before the step"
+        )
+    if grads.under_way or not bucket.grad_bucket.idle or any(pair.whole.grad is not None for pair in bucket.pairs):
+        return (
+            "are not reduced yet: run the last microbatch's backward outside no_sync(), or call "
+            "model.finish_grad_sync()"
+        )
+    return None
 
 
 def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
@@ -140,5 +158,5 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     buckets = _buckets_of(optimizer)
     for bucket in buckets:
         bucket.record_change()
-    for steps in {bucket.steps for bucket in buckets if bucket.steps is not None}:
-        steps.record_update()
+    for root in _roots_of(buckets):
+        root.grads.steps.record_update()

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...ddp.contract.module import has_shard
 from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter, ShardInfo, local_shape
-from .agreement import disagreement
-from .exchange import device_of, exchange, rows_of_rank
+from .exchange import device_of, disagreement, exchange, rows_of_rank
 
 __all__ = ["Translation", "install_state_dict_hooks", "translation_of"]
 
@@ -83,7 +82,7 @@ class Translation:
         return dtensor if local.device.type == mesh.device_type else dtensor.to(local.device)
 
     def describe(self, info: ShardInfo, value: Tensor) -> str:
-        """Which collectives ``to_shard`` runs for ``value``, in words that ranks compare before they start."""
+        """Words for the collectives that ``to_shard`` runs for ``value``, which ranks compare before they start."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(value, DTensor):
@@ -91,7 +90,7 @@ class Translation:
         return "a DTensor of these ranks" if self._is_ours(value, info) else "a DTensor of other ranks"
 
     def objection(self, info: ShardInfo, value: Any) -> str | None:
-        """Why ``to_shard`` cannot take ``value``: another shape, or another rank's elements. None: it can."""
+        """Words for why ``to_shard`` cannot take ``value`` (another shape, another rank's elements). None if it can."""
         if tuple(value.shape) != info.shape:
             return f"a tensor of shape {list(value.shape)}, and the whole parameter is {list(info.shape)}"
         if not self._is_ours(value, info) or info.grid.inner is None:

@@ -41,7 +41,7 @@ _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode
 
 
 def _in_function() -> bool:
-    """Whether the forward of a ``torch.autograd.Function`` runs; no under ``inference_mode()``, which looks alike."""
+    """The forward of a ``torch.autograd.Function`` runs; False under ``inference_mode()``, which looks alike."""
     return not (is_forward_ad_enabled() or _is_grad_enabled() or _is_inference())
 
 

@@ -14,66 +14,37 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...ddp.buckets.bucket import Bucket, Phase
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import all_gather_shards
 from ...ddp.collectives.placements import Placement, Placements
 from ...ddp.collectives.reduction import GradReduction
-from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.timeline import Observer
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
-from ...ddp.contract.record import GradRecord, tell
+from ...ddp.contract.record import GradRecord
 from ...ddp.gathers.param_gather import ParamGather
-from ...ddp.plan.layout import BucketLayout, ParamSlot
+from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import OwnedParam
-from ...ddp.plan.parallel_marks import grid_name_of, is_slice
 from ...ddp.plan.ranges import Range
 from ...ddp.torch_internals import current_raw_stream
 from ..tensors.freed import allow_reads, refusal_of_grads, refusal_of_params, refuse_reads
-from ..tensors.parameter import ShardedParameter, ShardInfo, make_sharded
 from .grad_shard import GradShard
 from .materialize import flat_shard
 from .memory import ReleasableBuffer
-from .round import Round
+from .pair import ShardedPair, make_pair
 
-__all__ = ["BucketEvents", "ShardedBucket", "ShardedPair"]
+if TYPE_CHECKING:
+    from ..iteration.root import Root
+    from ..iteration.rounds import GradRound
+    from .unit import Unit
 
-
-class BucketEvents(NamedTuple):
-    """Callbacks of a bucket, made by ``iteration/root.py``. They refer to the root weakly."""
-
-    make_room: Callable[["ShardedBucket"], None]
-    """A gradient is about to be written, and ``grads`` has no memory, or a reduction still uses the memory."""
-    on_grad: Callable[["ShardedBucket"], None]
-    """A parameter's gradient of one backward is complete, or a delayed gradient is queued."""
-    on_delayed_wgrad: Callable[["ShardedBucket"], None]
-    """A delayed weight gradient was computed."""
-
-
-class ShardedPair(NamedTuple):
-    """One parameter in its two forms, sharded and whole."""
-
-    name: str
-    """The parameter's name in its unit."""
-    before: nn.Parameter
-    """The user's parameter before sharding. Its memory is freed."""
-    places: "tuple[tuple[weakref.ref[nn.Module], str], ...]"
-    """The modules that register the parameter, and its name in each. The references are weak: modules own the unit."""
-    sharded: ShardedParameter
-    whole: nn.Parameter
-
-    @property
-    def owned(self) -> OwnedParam:
-        """The parameter before sharding, with those modules that are alive."""
-        found = [(reference(), local) for reference, local in self.places]
-        owners = tuple((module, local) for module, local in found if module is not None)
-        return OwnedParam(self.name, self.before, owners, grid_name_of(self.before))
+__all__ = ["ShardedBucket"]
 
 
 class ShardedBucket:
@@ -124,13 +95,7 @@ class ShardedBucket:
         self.gathered = ReleasableBuffer(layout.numel, layout.slots[0].spec.param_dtype, device)
         self.pairs: tuple[ShardedPair, ...] = tuple(
             [
-                ShardedPair(
-                    entry.name,
-                    entry.param,
-                    tuple((weakref.ref(module), local) for module, local in entry.owners),
-                    _sharded(self.shard, mine, slot, entry, reduction, unit),
-                    _whole(self.gathered, slot, entry),
-                )
+                make_pair(entry, slot, self.shard, mine, self.gathered.data, reduction, unit)
                 for slot, entry in zip(layout.slots, owned, strict=True)
             ]
         )
@@ -143,19 +108,20 @@ class ShardedBucket:
         self._refuses_reads = False
         self._gathered_version = -1
         self.gather: ParamGather | None = None
-        self.steps: StepCheck | None = None
-        """Compares the steps of the model's ranks. None before ``connect``."""
+        """None before ``connect``."""
 
         # Gradients.
         self.records: tuple[GradRecord, ...] = ()
         self.grad_bucket: Bucket | None = None
         """The whole gradients as a bucket of ``ddp``, for the launcher. None before ``connect``, and if frozen."""
-        self.model: weakref.ref[nn.Module] | None = None
-        """The outermost unit's module. None before ``connect``."""
-        self.round: Round | None = None
-        """The phase of the gradients in their iteration. Buckets of a unit share a round (``round.py``)."""
+        self.unit: weakref.ref[Unit]
+        """Set by the unit."""
+        self.root: weakref.ref[Root] | None = None
+        """The model's root. None before ``connect``."""
+        self.round: weakref.ref[GradRound] | None = None
+        """The state of the gradients in their iteration. None before ``connect``, and if frozen."""
         if trainable:
-            self._make_grads(layout.slots[0].spec.grad_dtype, mine)
+            self._make_grads(owned, layout.slots[0].spec.grad_dtype, mine)
         for pair in self.pairs:
             pair.before.data = pair.before.data.new_empty(0)  # frees the memory even if other references exist
 
@@ -167,12 +133,12 @@ class ShardedBucket:
 
     @property
     def changed(self) -> bool:
-        """Whether the shard was changed after the last gather."""
+        """The shard was changed after the last gather."""
         return self.shard._version != self._gathered_version
 
     @property
     def gathers_across(self) -> bool:
-        """Whether the next gather begins with a gather across instances."""
+        """The next gather begins with a gather across instances."""
         return self._instance is not None and self.changed
 
     def record_change(self) -> None:
@@ -186,30 +152,13 @@ class ShardedBucket:
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether a border between shards lies inside a parameter."""
+        """A border between shards lies inside a parameter."""
         size = self.shard.numel()
         return any(slot.start // size != (slot.end - 1) // size for slot in self.layout.slots if slot.end > slot.start)
 
-    @property
-    def why_unfinished(self) -> str | None:
-        """Why an optimizer may not step over the gradients yet; None if it may."""
-        if self.round is None or self.grad_bucket is None:
-            return None
-        if self.has_pending:
-            return (
-                "wait for delayed weight gradients: run the modules' backward_dw() or drain their WgradQueue, after "
-                "the last backward and before the step"
-            )
-        bypassed = any(pair.whole.grad is not None for pair in self.pairs)
-        if self.round.under_way or not self.grad_bucket.idle or bypassed:
-            return (
-                "are not reduced yet: run the last microbatch's backward outside no_sync(), or call "
-                "model.finish_grad_sync()"
-            )
-        return None
-
-    def connect(self, index: int, failures: FailureReporter, events: BucketEvents) -> None:
+    def connect(self, index: int, failures: FailureReporter, root: "weakref.ref[Root]") -> None:
         """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
+        self.root = root
         wholes = [pair.whole for pair in self.pairs]
         self.gathered.refusal = refusal_of_params(self.name)
         self.gather = ParamGather(self.name, self.gathered.data, wholes, self.reduction.grid, failures, in_graph=True)
@@ -220,10 +169,9 @@ class ShardedBucket:
         for pair, record in zip(self.pairs, self.records, strict=True):
             record.name = pair.sharded.shard.name
             record.bucket_index = index
-            record.make_room = partial(_first_write, here, events.make_room)
-            record.on_delayed_wgrad = partial(tell, here, events.on_delayed_wgrad)
+            record.make_room = partial(_tell, here, _make_room)
+            record.on_delayed_wgrad = partial(_tell, here, lambda root, it: root.grads.delayed_wgrad_done(it))
         self.grad_bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
-        self._on_grad = events.on_grad
 
     # ---- Parameters. ----
 
@@ -262,7 +210,7 @@ class ShardedBucket:
         self.gathered.begin_anew()
         self.gather.flat, self._gather_input = self.gathered.data, self._part_of_gather()
         for slot, pair in zip(self.layout.slots, self.pairs, strict=True):
-            pair.whole.data = _view(self.gathered, slot)
+            pair.whole.data = self.gathered.data[slot.start : slot.end].view(slot.spec.shape)
 
     def _part_of_gather(self) -> Tensor:
         """This rank's part of the gather: a view of ``gathered``."""
@@ -289,8 +237,24 @@ class ShardedBucket:
     # ---- Gradients. ----
 
     @property
+    def is_written(self) -> bool:
+        """Whole gradients have memory, and no reduction uses it."""
+        assert self.grad_bucket is not None, "trainable"
+        return self.grads.resident and self.grad_bucket.phase is Phase.ACCUMULATING
+
+    @property
+    def is_launched(self) -> bool:
+        """A reduction uses the memory of whole gradients."""
+        return self.grad_bucket is not None and self.grad_bucket.phase in (Phase.REDUCING, Phase.REDUCED)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whole gradients have memory only while they are written or reduced: ``GradRounds`` bounds it."""
+        return self.trainable and not self.whole_grads_at_rest
+
+    @property
     def has_pending(self) -> bool:
-        """Whether delayed weight gradients are not computed yet."""
+        """Delayed weight gradients are not computed yet."""
         return any(record.pending for record in self.records)
 
     def discard_grads(self) -> None:
@@ -305,7 +269,7 @@ class ShardedBucket:
             record.forget_lost()
             pair.whole.grad = None
 
-    def _make_grads(self, dtype: torch.dtype, mine: Range) -> None:
+    def _make_grads(self, owned: Sequence[OwnedParam], dtype: torch.dtype, mine: Range) -> None:
         self.grads = ReleasableBuffer(self.layout.numel, dtype, self.device)
         self.records = tuple(
             [
@@ -323,21 +287,23 @@ class ShardedBucket:
             [max(slot.start - mine.start, 0) for slot in self.layout.slots],
             mine.numel,
             dtype,
+            self.reduction,
             self.device,
         )
+        here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
+        self.grad_shard.finish_reduction = partial(_tell, here, lambda root, it: root.grads.finish_reduction(it))
         self.grads.release()
         raw_stream = None
         if self.device.type == "cuda":
             raw_stream = partial(current_raw_stream, self.device.index)
-        here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
-        for pair, record in zip(self.pairs, self.records, strict=True):
+        for entry, pair, record in zip(owned, self.pairs, self.records, strict=True):
             attach_lazily(pair.whole, record)
-            pair.whole.register_post_accumulate_grad_hook(partial(_absorb, here, record, raw_stream))
-            listen_to_foreign_delays(pair.whole, record, [module for module, _ in pair.owned.owners])
+            pair.whole.register_post_accumulate_grad_hook(partial(_on_grad, here, record, raw_stream))
+            listen_to_foreign_delays(pair.whole, record, [module for module, _ in entry.owners])
 
 
-def _absorb(
-    here: "weakref.ref[ShardedBucket]", record: GradRecord, raw_stream: Callable[[], int] | None, param: Tensor
+def _on_grad(
+    here: weakref.ref[ShardedBucket], record: GradRecord, raw_stream: Callable[[], int] | None, param: Tensor
 ) -> None:
     """The post-accumulate-grad hook of a whole parameter: move ``.grad`` into ``main_grad`` and tell the root."""
     live = here()
@@ -346,54 +312,20 @@ def _absorb(
     take_grad_of_backward(param, record)
     if raw_stream is not None:
         live.grad_bucket.streams.add(raw_stream())
-    live._on_grad(live)
+    root = None if live.root is None else live.root()
+    if root is not None:
+        root.on_grad(live)
 
 
-def _first_write(here: "weakref.ref[ShardedBucket]", event: Callable[[ShardedBucket], None]) -> None:
-    """Call ``event`` unless another parameter's first write of this backward has."""
+def _make_room(root: "Root", bucket: ShardedBucket) -> None:
+    """The first write of a parameter's gradient comes: the first of all parameters takes the memory."""
+    if not bucket.is_written:
+        root.grads.make_room(bucket)
+
+
+def _tell(here: weakref.ref[ShardedBucket], event: "Callable[[Root, ShardedBucket], None]") -> None:
+    """Call ``event`` with the model's root and the bucket; nothing before ``connect``, and once one of them is gone."""
     live = here()
-    if live is None or live.grad_bucket is None:
-        return
-    if not (live.grads.resident and live.grad_bucket.phase is Phase.ACCUMULATING):
-        event(live)
-
-
-def _sharded(
-    shard: Tensor, mine: Range, slot: ParamSlot, owned: OwnedParam, reduction: GradReduction, unit: str
-) -> ShardedParameter:
-    """This rank's part of the parameter in ``slot``: a view of ``shard``, which is elements ``mine`` of the bucket."""
-    part = Range(slot.start, slot.end).intersect(mine)
-    if not part.numel:
-        part = Range(slot.start, slot.start)
-    info = ShardInfo(
-        owned.name,
-        tuple(owned.param.shape),
-        part.start - slot.start,
-        part.end - slot.start,
-        reduction.grid,
-        reduction.num_replicas,
-        unit,
-        reduction.grid,
-        is_slice(owned.param),
-    )
-    offset = part.start - mine.start if part.numel else 0
-    param = make_sharded(shard[offset : offset + part.numel], info, owned.param.requires_grad)
-    param.__dict__.update({key: value for key, value in _marks(owned.param).items() if key != "shard"})
-    return param
-
-
-def _view(gathered: ReleasableBuffer, slot: ParamSlot) -> Tensor:
-    """The memory of one whole parameter. ``.data``: autograd must not see a view."""
-    return gathered.data[slot.start : slot.end].view(slot.spec.shape).data
-
-
-def _whole(gathered: ReleasableBuffer, slot: ParamSlot, owned: OwnedParam) -> nn.Parameter:
-    """The whole parameter in ``slot``, in the memory of ``gathered``."""
-    param = nn.Parameter(_view(gathered, slot), requires_grad=owned.param.requires_grad)
-    param.__dict__.update(_marks(owned.param))
-    return param
-
-
-def _marks(param: nn.Parameter) -> dict[str, Any]:
-    """The parameter's attributes that torch does not set: Megatron's marks, and the user's attributes."""
-    return dict(param.__dict__)
+    root = None if live is None or live.root is None else live.root()
+    if live is not None and root is not None:
+        event(root, live)

@@ -1,6 +1,6 @@
 """The gradient sums of one bucket on this rank, and ``.grad`` of its sharded parameters.
 
-Whole gradients are reduced in one microbatch of an iteration or in several (``iteration/rounds.py``)::
+Whole gradients are reduced in one microbatch of an iteration, or in several (``iteration/rounds.py``)::
 
     microbatch         whole gradients --- reduce inside the instance ---> + partial
     last microbatch    whole gradients --- reduce inside the instance ---> + partial --- across instances ---> + total
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ddp.collectives.in_flight import InFlight, in_stages
 from ...ddp.collectives.reduction import GradReduction
 from ...ddp.stock.sharded_grad import (
     PlaceholderGrad,
@@ -34,11 +35,12 @@ __all__ = ["GradShard"]
 class GradShard:
     """The sums of one bucket, and ``.grad`` of its sharded parameters.
 
-    params   sharded parameters of one dtype, at least one; each is a view of the bucket's flat shard
-    offsets  first element of each parameter in that shard
-    numel    number of elements of the shard, padding included
-    dtype    of the sums
-    device   on which gradients are reduced
+    params     sharded parameters of one dtype, at least one; each is a view of the bucket's flat shard
+    offsets    first element of each parameter in that shard
+    numel      number of elements of the shard, padding included
+    dtype      of the sums
+    reduction  of the bucket
+    device     on which gradients are reduced
     """
 
     def __init__(
@@ -47,15 +49,17 @@ class GradShard:
         offsets: Sequence[int],
         numel: int,
         dtype: torch.dtype,
+        reduction: GradReduction,
         device: torch.device,
     ) -> None:
         self._params = tuple(params)
         self._offsets = tuple(offsets)
         self._numel = numel
         self._dtype = dtype
+        self._reduction = reduction
         self._device = device
         self.finish_reduction: Callable[[], None] | None = None
-        """Waits for the bucket's reduction. ``GradRounds`` sets it; the function refers to ``GradRounds`` weakly."""
+        """Waits for the bucket's reduction. The bucket sets it; the function refers to the bucket weakly."""
         self.has_scaler = False
         """A loss scaler has unscaled ``.grad``: an optimizer steps, unless the scaler skips its step."""
         self._total: Tensor | None = None
@@ -63,19 +67,20 @@ class GradShard:
         self._shown: Tensor | None = None  # what .grad are views of: total, or its copy
         self._views: list[ShardedGrad] = []  # of ``shown``, one for each parameter
         self._has_partial = False  # ``partial`` contains gradients of this iteration
-        self._incomplete = False  # gradients of this iteration are not in .grad yet: in partial, or not reduced
-        self._expected: Sequence[ShardedGrad] = ()  # while incomplete: what .grad was set to
-        self._version = 0  # while incomplete: version of ``shown`` by then
+        # Not None while gradients of this iteration are not in .grad yet (in partial, or not reduced): what .grad was
+        # set to, and the version of ``shown`` by then.
+        self._expected: Sequence[ShardedGrad] | None = None
+        self._version = 0
 
     @property
     def is_cleared(self) -> bool:
-        """Whether ``.grad`` of all parameters is None."""
+        """``.grad`` of all parameters is None."""
         return all(param.grad is None for param in self._params)
 
     @property
     def was_cleared(self) -> bool:
-        """Whether all ``.grad`` were set to None while gradients were not in them yet: these are to be discarded."""
-        return self._incomplete and self.is_cleared
+        """All ``.grad`` were set to None while gradients were not in them yet: these are to be discarded."""
+        return self._expected is not None and self.is_cleared
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +93,7 @@ class GradShard:
 
         A program that kept such a ``.grad`` keeps its memory. The next reduction makes new sums.
         """
-        if not (self._incomplete or self._has_partial) and self.is_cleared:
+        if self._expected is None and not self._has_partial and self.is_cleared:
             self._total = self._shown = self._partial = None
             self._views.clear()
 
@@ -98,20 +103,20 @@ class GradShard:
         ``.grad`` may not stay None: the program discards the microbatch by setting ``.grad`` to None. If there are no
         sums yet, the zeros are placeholders, because the sums take memory only when whole gradients free theirs.
         """
-        if self._incomplete:
+        if self._expected is not None:
             return
         self.free_if_cleared()
         if self._total is None and self.is_cleared:
-            zeros = make_placeholder_grads(self._params)
-            for param, zero in zip(self._params, zeros, strict=True):
+            self._expected = make_placeholder_grads(self._params)
+            for param, zero in zip(self._params, self._expected, strict=True):
                 param.grad = zero
-            self._note_incomplete(zeros)
-            return
-        if not self.claim():
-            assert self._shown is not None and self._total is not None, "claim() makes both"
-            self._total.zero_()
-            self._shown.zero_()
-        self._note_incomplete(self._views)
+        else:
+            if not self.claim():
+                assert self._shown is not None and self._total is not None, "claim() makes both"
+                self._total.zero_()
+                self._shown.zero_()
+            self._expected = self._views
+        self._version = self._version_shown
 
     def claim(self) -> bool:
         """Have ``.grad`` show the sums before a reduction, and allocate them on the current stream if needed.
@@ -120,10 +125,9 @@ class GradShard:
         ``RuntimeError`` if ``.grad`` was changed while gradients of the iteration were not in it.
         """
         grads = [param.grad for param in self._params]
-        incomplete, self._incomplete = self._incomplete, False
-        if incomplete:
-            self._check_untouched(grads)
-            self._expected = ()
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            self._check_untouched(grads, expected)
         else:
             self.free_if_cleared()  # no forward may have run since .grad was set to None
         if self._total is None:
@@ -140,21 +144,21 @@ class GradShard:
                 param.grad = view
         return True
 
-    def collect(
-        self, reduction: GradReduction, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool
-    ) -> Generator[Any, None, None]:
-        """The stages of one reduction of the bucket's whole gradients ``grads`` [n].
+    def reduce(self, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool) -> InFlight:
+        """Start the reduction of the bucket's whole gradients ``grads`` [n] into the sums.
 
         adds_to_total  result of ``claim``: False overwrites the total
         inside         reduce ``grads`` inside the instance. False: an earlier call did, and only ``partial`` is left
         across         reduce ``partial`` across instances, at the end of the iteration
         """
-        total = self._total
-        assert total is not None, "claim() has made it"
-        if reduction.grid.outer_size == 1:
-            return self._into_total(reduction, grads, total, adds_to_total) if inside else _nothing()
-        adds_to_partial, self._has_partial, self._incomplete = self._has_partial, not across, not across
-        return self._over_instances(reduction, grads, total, adds_to_total, adds_to_partial, inside, across)
+        assert self._total is not None, "claim() has made it"
+        if self._reduction.grid.outer_size == 1:
+            stages = self._into_total(grads, self._total, adds_to_total)
+        else:
+            adds_to_partial, self._has_partial = self._has_partial, not across
+            self._expected = None if across else self._views
+            stages = self._over_instances(grads, self._total, adds_to_total, adds_to_partial, inside, across)
+        return in_stages(stages, (grads,))
 
     def launched(self) -> None:
         """A reduction into the sums was launched."""
@@ -186,40 +190,31 @@ class GradShard:
 
     def give_up(self) -> None:
         """Discard gradients that are not in ``.grad`` yet."""
-        self._has_partial = self._incomplete = False
+        self._has_partial, self._expected = False, None
 
-    def _into_total(
-        self, reduction: GradReduction, grads: Tensor, total: Tensor, adds: bool
-    ) -> Generator[Any, None, None]:
-        mine = yield from reduction.inside(grads, None if adds else total)
+    def _into_total(self, grads: Tensor, total: Tensor, adds: bool) -> Generator[Any, None, None]:
+        mine = yield from self._reduction.inside(grads, None if adds else total)
         if mine is not total:
             _accumulate(total, mine, adds)
 
     def _over_instances(
-        self,
-        reduction: GradReduction,
-        grads: Tensor,
-        total: Tensor,
-        adds_to_total: bool,
-        adds_to_partial: bool,
-        inside: bool,
-        across: bool,
+        self, grads: Tensor, total: Tensor, adds_to_total: bool, adds_to_partial: bool, inside: bool, across: bool
     ) -> Generator[Any, None, None]:
         if self._partial is None:
-            start, end = reduction.range_inside(grads.numel())
+            start, end = self._reduction.range_inside(grads.numel())
             self._partial = grads.new_empty(end - start)
         if inside:
-            mine = yield from reduction.inside(grads)
+            mine = yield from self._reduction.inside(grads)
             _accumulate(self._partial, mine, adds_to_partial)
         elif not adds_to_partial:
             self._partial.zero_()  # this rank has discarded its part; other ranks' parts are summed all the same
         if not adds_to_total:
             total.zero_()
         if across:
-            part = yield from reduction.across(self._partial)
+            part = yield from self._reduction.across(self._partial)
             total.add_(part)
         else:
-            self._note_incomplete(self._views)
+            self._version = self._version_shown
 
     def _make_sums(self) -> None:
         # Not zeroed: the first reduction overwrites the sums of all parameters.
@@ -235,18 +230,15 @@ class GradShard:
             view.sums = weakref.ref(self)
             self._views.append(view)
 
-    def _note_incomplete(self, shown: Sequence[ShardedGrad]) -> None:
-        self._incomplete, self._expected, self._version = True, shown, self._version_shown
-
     @property
     def _version_shown(self) -> int:
         return 0 if self._shown is None else self._shown._version
 
-    def _check_untouched(self, grads: Sequence[Tensor | None]) -> None:
+    def _check_untouched(self, grads: Sequence[Tensor | None], expected: Sequence[ShardedGrad]) -> None:
         """Raise if ``.grad`` was changed: the change would not apply to gradients that are not in ``.grad`` yet."""
         if all(grad is None for grad in grads):
             return
-        for param, grad, shown in zip(self._params, grads, self._expected, strict=True):
+        for param, grad, shown in zip(self._params, grads, expected, strict=True):
             touched = grad._version if isinstance(grad, PlaceholderGrad) else self._version_shown - self._version
             if grad is not shown or touched:  # a write through a view is not refused, but seen
                 raise RuntimeError(changed_too_early(param.shard))
@@ -264,7 +256,3 @@ def _accumulate(into: Tensor, value: Tensor, adds: bool) -> None:
         into.add_(value)
     else:
         into.copy_(value)
-
-
-def _nothing() -> Generator[Any, None, None]:
-    yield from ()

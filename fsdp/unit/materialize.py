@@ -37,7 +37,7 @@ class _Unwritten(NamedTuple):
 
     @property
     def missing(self) -> str | None:
-        """What nobody has written, in words; None: all is written, or the program has registered another tensor."""
+        """The elements that nobody has written, in words. None if all are written, or another tensor was registered."""
         tensor = (self.module._buffers if self.is_buffer else self.module._parameters).get(self.name)
         if tensor is None or tensor.is_meta or not _can_hold_marks(tensor):
             return None if tensor is None or not tensor.is_meta else "is on it still"
@@ -132,7 +132,7 @@ def flat_shard(layout: BucketLayout, owned: Sequence[OwnedParam], mine: Range, d
 
 
 def _is_of_fewer(param: nn.Parameter, grid: RankGrid) -> TypeGuard[ShardedParameter]:
-    """Whether ``param`` is sharded already, over fewer ranks than ``grid`` has."""
+    """``param`` is sharded already, over fewer ranks than ``grid`` has."""
     return isinstance(param, ShardedParameter) and param.shard.grid.size < grid.size
 
 
@@ -173,7 +173,7 @@ def _can_hold_marks(tensor: Tensor) -> bool:
 
 
 def _is_unmistakable(tensor: Tensor) -> bool:
-    """Whether no program writes an element with the bits of the mark, except by chance of one in 2^32."""
+    """No program writes an element with the bits of the mark, except by chance of one in 2^32."""
     return (tensor.is_floating_point() and tensor.element_size() > 1) or tensor.element_size() >= 4
 
 

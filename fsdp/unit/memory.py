@@ -8,6 +8,7 @@ process ends. So a storage without memory refuses reads by itself where torch ca
 that a program was given to read (``unsharded()``) is not freed but left to the program's views (``begin_anew``).
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from ...ddp.collectives.streams import current_stream
 from ...ddp.graphs.recorded import record_call
 from ...ddp.torch_internals import allow_storage_reads, refuse_storage_reads
 
-__all__ = ["Meter", "ReleasableBuffer"]
+__all__ = ["Meter", "ReleasableBuffer", "num_to_end", "pool_limit"]
 
 
 class Meter:
@@ -54,7 +55,7 @@ class ReleasableBuffer:
         self._nbytes: int = self._storage.nbytes()
         self.meter: Meter | None = None
         self.pool: MappedPool | None = None
-        """Where the memory comes from; None: torch's caching allocator."""
+        """The memory comes from here; None: from torch's caching allocator."""
         self.resident = True
         self.stream: torch.cuda.Stream | None = None
         """The stream that was current at ``take``; None on CPU."""
@@ -118,3 +119,33 @@ def _resize(storage: torch.UntypedStorage, nbytes: int, refusal: str) -> None:
     storage.resize_(nbytes)
     if not nbytes:
         refuse_storage_reads(storage._cdata, refusal)
+
+
+# ---- The bound on the bytes of whole gradients. ----
+
+
+def pool_limit(sizes: Sequence[int]) -> int:
+    """Bytes that are enough to write a unit's gradients while an equal unit's gradients are being reduced.
+
+    sizes  bytes of the unit's buckets
+
+    That is sum + max(largest bucket, sum / 2): twice the unit for one bucket, one and a half times the unit for several
+    buckets of at most half the unit. The first of several buckets are reduced before the last are written.
+    """
+    return sum(sizes) + max(max(sizes, default=0), sum(sizes) // 2)
+
+
+def num_to_end(written: int, launched: Sequence[int], limit: int) -> int:
+    """Number of launched reductions, the oldest first, that must end before a bucket takes memory.
+
+    written   bytes of the bucket, and of the buckets of its unit that have memory and are not launched. Other units
+              that are still being written do not count: a wait for them might never end
+    launched  bytes of each bucket whose memory a reduction uses, the oldest first
+    limit     bytes that ``written`` and ``launched`` may have together
+    """
+    taken = written + sum(launched)
+    for count, nbytes in enumerate(launched):
+        if taken <= limit:
+            return count
+        taken -= nbytes
+    return len(launched)

@@ -31,7 +31,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     """Forward's floating-point outputs are cast to it; None: no cast."""
     cast_forward_inputs: bool = True
-    """Whether forward's floating-point inputs are cast to ``param_dtype``."""
+    """Forward's floating-point inputs are cast to ``param_dtype``."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "grad_dtype", "reduce_dtype", "output_dtype"):

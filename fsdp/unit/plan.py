@@ -15,7 +15,7 @@ from .mixed_precision import MixedPrecisionPolicy
 __all__ = ["Atom", "ShardAtoms", "plan_unit", "shard_degree"]
 
 Atom: TypeAlias = Literal["element", "row", "whole"] | int
-"""What no border between shards may cut: an element, a row (entry of dim 0), a parameter, a block of so many rows."""
+"""The elements between which no border of shards lies: one, a row (entry of dim 0), a parameter, a number of rows."""
 ShardAtoms: TypeAlias = Atom | Mapping[str, Atom]
 """One atom for all parameters of a unit, or a dict from patterns of their names in the unit. The first pattern that
 matches a name counts; without a match the atom is "element"."""

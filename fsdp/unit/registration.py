@@ -1,4 +1,4 @@
-"""Which form of a parameter the modules register: the rank's shard, or the whole parameter while a forward runs."""
+"""``Registration``: modules register a rank's shards, and whole parameters while a forward or a backward runs."""
 
 import weakref
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import nn
 from ...ddp.buckets.model_watch import ModuleTables
 from ...ddp.contract.main_grad import record_of
 from ..tensors.parameter import ShardedParameter
-from .bucket import ShardedPair
+from .pair import ShardedPair
 
 __all__ = ["Registration"]
 
@@ -33,11 +33,12 @@ class _Place(NamedTuple):
     trainable: bool
 
     @classmethod
-    def of(cls, pair: ShardedPair, module: nn.Module, local: str) -> "_Place":
+    def of(cls, pair: ShardedPair, module: "weakref.ref[nn.Module]", local: str) -> "_Place":
         """The place, as it is when the unit is made."""
-        plain = type(module).__setattr__ is nn.Module.__setattr__
-        trainable = pair.sharded.requires_grad
-        return cls(module._parameters, weakref.ref(module), local, plain, pair.sharded, pair.whole, trainable)
+        live = module()
+        assert live is not None, "the unit is being made of it"
+        plain = type(live).__setattr__ is nn.Module.__setattr__
+        return cls(live._parameters, module, local, plain, pair.sharded, pair.whole, pair.sharded.requires_grad)
 
     def register(self, param: nn.Parameter) -> None:
         """Register ``param`` in the module."""
@@ -57,7 +58,7 @@ class Registration:
 
     def __init__(self, module: nn.Module, inside: Sequence[nn.Module], pairs: Sequence[ShardedPair]) -> None:
         self._module = weakref.ref(module)
-        self._places = [_Place.of(pair, owner, local) for pair in pairs for owner, local in pair.owned.owners]
+        self._places = [_Place.of(pair, *place) for pair in pairs for place in pair.places]
         self._tables = ModuleTables(inside)
         self._other_form = {id(pair.sharded): pair.whole for pair in pairs}
         self._forms = [form for pair in pairs for form in (pair.sharded, pair.whole)]
@@ -72,12 +73,12 @@ class Registration:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the program has frozen all trained parameters of the unit for now, by ``requires_grad_(False)``."""
+        """The program has frozen all trained parameters of the unit for now, by ``requires_grad_(False)``."""
         return not any(place.sharded.requires_grad for place in self._trained)
 
     @property
     def shows_whole(self) -> bool:
-        """Whether the whole parameters are registered."""
+        """The whole parameters are registered."""
         return self._num_shown > 0
 
     def check(self, label: str) -> None:

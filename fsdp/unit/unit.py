@@ -1,43 +1,29 @@
 """``Unit``: the parameters that are gathered together for one module's forward and backward, and freed together.
 
-Each forward calls ``before_forward`` and ``after_forward``. If the forward builds a graph, hooks (``forwards.py``) tell
-the ``Listener`` when backward reaches the outputs, so that the parameters are gathered again, and when backward has
-passed the inputs, so that the gradients are reduced.
+``iteration/root.py`` tells when that happens.
 """
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ...ddp.collectives.rank_grid import RankGrid
-from .bucket import ShardedBucket, ShardedPair
-from .forwards import BackwardHooks, ForwardTrace, UnitForward
-from .mixed_precision import MixedPrecisionPolicy, cast_floating, cast_inputs
+from ...ddp.collectives.step_check import GroupLog, StepCheck
+from ...ddp.contract.torch_ddp import check_not_collected, check_not_inside, in_torch_ddp
+from ...ddp.torch_internals import are_transforms_active
+from .bucket import ShardedBucket
+from .mixed_precision import MixedPrecisionPolicy
+from .pair import ShardedPair
 from .registration import Registration
-from .surroundings import check_surroundings
-from .whole_writes import WholeWrites, write_back
+from .whole_writes import WholeWrites
 
-__all__ = ["Unit"]
+if TYPE_CHECKING:
+    from ..iteration.root import Root
 
-
-class Listener(Protocol):
-    """The interface of ``iteration/root.py`` that a unit calls. Whole parameters are gathered when a call returns."""
-
-    def enter_forward(self, unit: "Unit") -> BackwardHooks:
-        """A forward of the unit starts."""
-        raise NotImplementedError
-
-    def leave_forward(self, unit: "Unit", hooks: BackwardHooks | None) -> None:
-        """The forward is over; ``hooks``: those on its graph, None if it has left none."""
-
-    def enter_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
-        """Backward has reached the outputs of a forward; ``delivers``: it is a plain ``backward()``, without inputs."""
-
-    def leave_backward(self, forward: UnitForward, trace: ForwardTrace, task: int) -> None:
-        """Backward has passed the inputs of a forward."""
+__all__ = ["Unit", "check_no_transform"]
 
 
 class Unit:
@@ -51,6 +37,8 @@ class Unit:
     device                 where the unit computes
     inside                 the module and the modules in it, without units inside it and their modules
     reshard_after_forward  as in ``fully_shard``
+    copy_engines           gathers of the whole model run on copy engines
+    serves_writes          writes to whole parameters in a forward are brought to the shards. False: they are refused
     """
 
     def __init__(
@@ -63,25 +51,30 @@ class Unit:
         device: torch.device,
         inside: Sequence[nn.Module],
         reshard_after_forward: bool | None,
+        *,
+        copy_engines: bool,
+        serves_writes: bool,
     ) -> None:
         self.module = weakref.ref(module)
         self.name = name
         """Name of the module in the outermost unit; empty for the outermost."""
         self.buckets = tuple(buckets)
+        self.pairs: tuple[ShardedPair, ...] = tuple(pair for bucket in buckets for pair in bucket.pairs)
+        """The unit's parameters, of all buckets."""
         self.trains = any(bucket.trainable for bucket in buckets)
         """Some parameters of the unit are trained."""
         self.policy = policy
         self.grid = grid
         self.device = device
-        self.copy_engines = False
-        """Gathers of the whole model run on copy engines."""
-        self.reshard_after_forward = reshard_after_forward
-        """By None, every unit reshards but the outermost."""
+        self.copy_engines = copy_engines
+        self._reshard_after_forward = reshard_after_forward
+        self.reshards = reshard_after_forward is not False
+        """Whole parameters are freed between forward and backward. By None, not those of the outermost unit."""
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         """Units to gather while this unit computes; None: the unit that came next the last time."""
-        self.root_reference: Any = None
-        """Weak reference to the model's root; None before the first forward of the model."""
+        self.root_reference: weakref.ref[Root] | None = None
+        """The model's root; None before the first forward of the model."""
         self.gathered = False
         """The gather of the whole parameters was issued, and they are not freed."""
         self.freed = torch.cuda.Event() if device.type == "cuda" else None
@@ -89,19 +82,24 @@ class Unit:
         self.num_unshards = 0
         """Number of ``unshard()`` calls without ``reshard()``. If not 0, the unit stays gathered."""
         self.registered = Registration(module, inside, self.pairs)
-        """Which form of the parameters the modules register."""
-        self.writes = WholeWrites(self.pairs)
+        """The form of the parameters that modules register."""
+        self.writes = WholeWrites(self.pairs, served=serves_writes)
         """Writes to whole parameters in forwards."""
+        # Each log of the order of collectives, which ranks compare, with the unit's number in it. Empty for one rank.
+        self._inner_log: list[tuple[GroupLog, int]] = []
+        self._outer_log: list[tuple[GroupLog, int]] = []
+        for bucket in buckets:
+            bucket.unit = weakref.ref(self)
 
     @property
-    def root(self) -> Listener:
+    def root(self) -> "Root":
         """The model's root. Raises ``RuntimeError`` if the model is gone."""
         root = None if self.root_reference is None else self.root_reference()
         if root is None:
             raise RuntimeError(
                 f"forward or backward of {self.label}, whose model is gone: keep the model as long as its graphs"
             )
-        return root  # type: ignore[no-any-return]
+        return root
 
     @property
     def label(self) -> str:
@@ -110,103 +108,86 @@ class Unit:
 
     @property
     def arrived(self) -> bool:
-        """Whether the whole parameters can be read now: their gather has arrived."""
+        """The whole parameters can be read now: their gather has arrived."""
         return self.gathered and not any(
             bucket.gather is not None and bucket.gather.under_way for bucket in self.buckets
         )
 
     @property
-    def pairs(self) -> list[ShardedPair]:
-        """The unit's parameters, of all buckets."""
-        return [pair for bucket in self.buckets for pair in bucket.pairs]
-
-    @property
     def releasable(self) -> bool:
-        """Whether the whole parameters can be freed: placements shard parameters at rest."""
+        """The whole parameters can be freed: placements shard parameters at rest."""
         return bool(self.buckets) and not self.buckets[0].whole_params_at_rest
-
-    def check(self) -> None:
-        """Raise ``RuntimeError`` if parameters, modules or surroundings have changed after ``fully_shard``."""
-        check_surroundings(self.pairs, self.grid, self.label)
-        self.registered.check(self.label)
-
-    # ---- Forward. ----
 
     @property
     def needs_graph(self) -> bool:
-        """Whether outputs must have a graph, also if this rank's forward has used no trained parameter. The outermost
+        """Outputs must have a graph, also if this rank's forward has used no trained parameter. The outermost
         unit's outputs stay as they are, because no other unit depends on them."""
         return self.trains and self.name != ""
 
-    def before_forward(
-        self, root: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], BackwardHooks | None]:
-        """Gather and register the whole parameters. Returns args and kwargs, cast by the policy, and the hooks.
-
-        The hooks are None without grad mode and for a unit without parameters.
-        """
-        hooks = root.enter_forward(self)
-        self.registered.show_whole(frozen=not hooks.forward.trains)
-        if self.num_unshards:
-            self.writes.note()  # writes after unshard() are lost, unless unsharded() writes back
-        module = self.module()
-        self.writes.forward_begins(training=module is not None and module.training)
-        dtype = self.policy.param_dtype
-        if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = cast_inputs(args, kwargs, dtype)
-        if not (torch.is_grad_enabled() and self.buckets):
-            return args, kwargs, None
-        hooks.watch_inputs(args, kwargs)
-        return args, kwargs, hooks
-
-    def after_forward(self, root: Listener, outputs: Any, hooks: BackwardHooks | None) -> Any:
-        """Register the shards, and free the whole parameters unless backward begins with this unit. Returns outputs."""
-        try:
-            self.writes.forward_ends()
-        except RuntimeError:
-            self.forward_failed(root)
-            for bucket in self.buckets:
-                bucket.record_change()  # the next forward gathers what was there before the write
-            raise
-        self._end_forward()
-        if self.policy.output_dtype is not None:
-            outputs = cast_floating(outputs, self.policy.output_dtype)
-        if hooks is not None:
-            outputs, has_graph = hooks.watch_outputs(outputs)
-            if not has_graph:
-                hooks = None
-        root.leave_forward(self, hooks)
-        return outputs
-
-    def forward_failed(self, root: Listener) -> None:
-        """Forward has raised, or a recompute has stopped it early."""
-        refused = self.writes.forward_failed()
-        self._end_forward()
-        root.leave_forward(self, None)
-        for bucket in self.buckets if refused else ():
-            bucket.record_change()  # the next forward gathers what was there before the write
-
-    def _end_forward(self) -> None:
-        self.registered.show_shards()
-        if torch.is_autocast_enabled(self.device.type):
-            # Autocast caches casts of parameters, which would stay in memory. Their gradients would come too late.
-            torch.clear_autocast_cache()
-
-    def join(self, name: str, everyone: RankGrid | None) -> None:
-        """Set the names of unit and parameters in the outermost unit; ``everyone``: see ``ShardInfo``."""
+    def join(self, name: str, everyone: RankGrid | None, root: "weakref.ref[Root]") -> None:
+        """Set the root, and the names of unit and parameters in the outermost unit; ``everyone``: see ``ShardInfo``."""
         for pair in self.pairs:
             full_name = f"{name}.{pair.name}" if name else pair.name
             pair.sharded.shard = pair.sharded.shard._replace(name=full_name, unit=name, everyone=everyone)
-        self.name = name
+        self.name, self.root_reference = name, root
+        if self._reshard_after_forward is None:
+            self.reshards = name != ""
 
     def set_reshard(self, reshard_after_forward: bool) -> None:
         """Change ``reshard_after_forward``."""
-        if reshard_after_forward and not self.releasable:
-            raise ValueError(
-                f"{self.label}: reshard_after_forward=True has no effect where placements keep parameters whole"
-            )
-        self.reshard_after_forward = reshard_after_forward
+        self._reshard_after_forward = self.reshards = reshard_after_forward
 
-    def write_back(self) -> None:
-        """Copy this rank's part of the whole parameters to the shards."""
-        write_back(self.pairs)
+    # ---- The order of collectives. ----
+
+    def join_logs(self, steps: StepCheck) -> None:
+        """Note the unit's collectives from now on. A group of ranks has a log: ranks of other experts run other units.
+
+        Only collectives are noted. A rank that computes alone, or whose units are gathered already, may do as it likes.
+        """
+        logs = [steps.log_of(group) for group in (self.grid.inner, self.grid.outer)]
+        self._inner_log, self._outer_log = ([] if log is None else [(log, log.add_name(self.label))] for log in logs)
+
+    def record_gather(self) -> None:
+        """The unit's gathers are issued next."""
+        for log, number in self._inner_log:
+            log.record_gather(number)
+        if self._outer_log and any(bucket.gathers_across for bucket in self.buckets):
+            for log, number in self._outer_log:
+                log.record_gather(number)
+
+    def record_reduction(self, *, inside: bool, across: bool) -> None:
+        """A reduction of one bucket is issued: inside the instance, across instances, or both."""
+        for log, number in [*(self._inner_log if inside else ()), *(self._outer_log if across else ())]:
+            log.record_reduction(number)
+
+    # ---- Checks. ----
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` in a forward for changes after ``fully_shard``: of parameters, modules or ranks; and
+        inside torch's ``DistributedDataParallel`` or a transform of ``torch.func``."""
+        check_no_transform(self.label)
+        if torch.is_grad_enabled():
+            self.grid.check_still_alone(_described(self.label), "mesh")
+        if in_torch_ddp():
+            check_not_inside(self._forms(), _described(self.label))
+        self.registered.check(self.label)
+
+    def refuse_torch_ddp(self) -> None:
+        """Called by ``named_parameters``. Raise ``ValueError`` if the constructor of torch's wrapper is the caller."""
+        check_not_collected(self._forms(), _described(self.label), num_callers=2)
+
+    def _forms(self) -> Iterator[nn.Parameter]:
+        return (form for pair in self.pairs for form in (pair.sharded, pair.whole))
+
+
+def check_no_transform(label: str) -> None:
+    """Raise ``RuntimeError`` inside ``torch.func.grad``, ``vmap``, ``jvp`` and the like."""
+    if are_transforms_active():
+        raise RuntimeError(
+            f"a transform of torch.func over {_described(label)}: it would take no gradient from gathered parameters; "
+            f"give torch.func a plain model, with weights copied within unsharded()"
+        )
+
+
+def _described(label: str) -> str:
+    return f"{label} of maingrad.fsdp.fully_shard"

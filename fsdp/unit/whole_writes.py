@@ -8,16 +8,13 @@ evaluation, compare values, and such a write raises ``RuntimeError``.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...ddp.buckets.replicas import bits_of, written_from_local_data
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, current_backward
-
-if TYPE_CHECKING:
-    from .bucket import ShardedPair
+from .pair import ShardedPair
 
 __all__ = ["WholeWrites", "write_back"]
 
@@ -25,20 +22,20 @@ __all__ = ["WholeWrites", "write_back"]
 class WholeWrites:
     """Finds writes to the whole parameters of a unit.
 
-    pairs  the unit's parameters
+    pairs   the unit's parameters
+    served  writes are brought to the shards: all ranks write alike, or there is one rank. False: writes are refused
     """
 
-    def __init__(self, pairs: "Sequence[ShardedPair]") -> None:
+    def __init__(self, pairs: Sequence[ShardedPair], *, served: bool) -> None:
         self._pairs = pairs
         self._wholes = [pair.whole for pair in pairs]
-        self.served = False
-        """Writes are brought to the shards: all ranks write alike, or there is one rank. False: writes are refused."""
+        self._served = served
         self._compared: set[tuple[bool, bool]] = set()  # kinds of forwards: with gradients, of a module in training
         self._first: list[tuple[int, int]] | None = None  # values before the first forward, while it runs
         self.note()
 
     def note(self) -> None:
-        """What was written so far needs no copy in the shards."""
+        """Leave out of the shards all that was written so far."""
         self._versions = [whole._version for whole in self._wholes]
 
     def forward_begins(self, *, training: bool) -> None:
@@ -65,7 +62,7 @@ class WholeWrites:
         """
         self._first = None
         before = self._versions
-        if self.served:
+        if self._served:
             self.take_over()
             return False
         self.note()
@@ -78,7 +75,7 @@ class WholeWrites:
             return
         before, self._versions = self._versions, versions
         written = [pair for pair, old, new in zip(self._pairs, before, versions, strict=True) if old != new]
-        if not self.served:
+        if not self._served:
             shard = written[0].sharded.shard
             unit = f"unit '{shard.unit}'" if shard.unit else "the outermost unit"
             raise written_from_local_data(shard.name, f'fully_shard(..., forward_writes="alike") of {unit}')
@@ -101,7 +98,7 @@ class WholeWrites:
 
 
 @torch.no_grad()
-def write_back(pairs: "Sequence[ShardedPair]") -> None:
+def write_back(pairs: Sequence[ShardedPair]) -> None:
     """Copy this rank's part of whole parameters to the shards.
 
     An element stays if it is rounded to the whole parameter's element: shards may have a wider dtype.

@@ -1,17 +1,15 @@
-"""Peak bytes of whole gradients in a fully sharded run: asks ``fsdp/iteration/grad_pool.py`` with sizes only.
+"""Peak bytes of whole gradients in a fully sharded run: asks ``fsdp/unit/memory.py`` with sizes only.
 
 The contents of the pool depend only on the order in which backward reaches buckets: a finished reduction keeps its
 memory until another bucket needs it. The result is therefore exact, not only a bound.
 """
 
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
-from typing import Any, cast
 
 from torch import nn
 
 from ...ddp.contract.module import DelayedWgradModule
-from ...fsdp.iteration.grad_pool import GradPool, pool_limit
+from ...fsdp.unit.memory import num_to_end, pool_limit
 from .rank_bytes import PlacedBucket
 from .units import PlacedUnit
 
@@ -38,14 +36,11 @@ def peak_of_grads(model: nn.Module, units: Sequence[PlacedUnit], *, num_microbat
 
 
 class _Bucket:
-    """What the pool asks of a ``ShardedBucket``."""
-
-    trainable = True
-    whole_grads_at_rest = False
+    """A ``ShardedBucket``, as far as it takes and returns memory of whole gradients."""
 
     def __init__(self, unit: str, placed: PlacedBucket) -> None:
-        self.unit, self.layout = unit, placed.layout
-        self.grads = SimpleNamespace(nbytes=placed.grad_nbytes, resident=False)
+        self.unit, self.layout, self.nbytes = unit, placed.layout, placed.grad_nbytes
+        self.resident = False
 
 
 class _Replay:
@@ -58,10 +53,9 @@ class _Replay:
         self._units = {unit.name: [_Bucket(unit.name, placed) for placed in unit.buckets] for unit in units}
         self._buckets = [bucket for found in self._units.values() for bucket in found]
         self._outermost, *inside = self._units
-        sizes = [[bucket.grads.nbytes for bucket in self._units[unit]] for unit in inside]
+        sizes = [[bucket.nbytes for bucket in self._units[unit]] for unit in inside]
         self._limit = max(map(pool_limit, sizes), default=0)
-        self._pool = GradPool(cast(Any, [SimpleNamespace(buckets=found) for found in self._units.values()]))
-        self._launched: list[Any] = self._pool.launched
+        self._launched: list[_Bucket] = []
         self.peak = 0
 
     def backward(self, model: nn.Module, *, final: bool) -> None:
@@ -89,7 +83,7 @@ class _Replay:
 
     def _write_module(self, buckets: Sequence[_Bucket]) -> None:
         """One module's gradients are written, into buckets of one unit."""
-        fresh = {bucket for bucket in buckets if not bucket.grads.resident or bucket in self._launched}
+        fresh = {bucket for bucket in buckets if not bucket.resident or bucket in self._launched}
         if len(fresh) > 1:  # a module writes its weights in an order of its own: this is the most of any
             most, unit = _held(fresh.union(self._resident)), buckets[0].unit
             others = _held(each for each in self._resident if each.unit != unit and each not in self._launched)
@@ -99,9 +93,9 @@ class _Replay:
 
     def _write(self, bucket: _Bucket) -> None:
         self._settle(bucket)
-        if not bucket.grads.resident:
+        if not bucket.resident:
             self._make_room(bucket)
-            bucket.grads.resident = True
+            bucket.resident = True
             self.peak = max(self.peak, _held(self._resident))
 
     def _launch(self, bucket: _Bucket, *, kept: bool = False) -> None:
@@ -111,20 +105,24 @@ class _Replay:
             self._make_room(bucket)
         self._launched.append(bucket)
 
-    def _make_room(self, bucket: Any) -> None:
-        for other in self._pool.must_end_before(bucket):
+    def _make_room(self, bucket: _Bucket) -> None:
+        if bucket.unit == self._outermost:
+            return
+        others = (each for each in self._units[bucket.unit] if each.resident and each not in self._launched)
+        written = _held({bucket, *others})
+        for other in self._launched[: num_to_end(written, [each.nbytes for each in self._launched], self._limit)]:
             self._settle(other)
 
-    def _settle(self, bucket: Any) -> None:
+    def _settle(self, bucket: _Bucket) -> None:
         """End the bucket's reduction, if one was launched."""
         if bucket in self._launched:
             self._launched.remove(bucket)
-            bucket.grads.resident = False
+            bucket.resident = False
 
     @property
     def _resident(self) -> list[_Bucket]:
-        return [bucket for bucket in self._buckets if bucket.grads.resident]
+        return [bucket for bucket in self._buckets if bucket.resident]
 
 
 def _held(buckets: Iterable[_Bucket]) -> int:
-    return sum(bucket.grads.nbytes for bucket in buckets)
+    return sum(bucket.nbytes for bucket in buckets)

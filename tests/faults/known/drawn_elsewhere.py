@@ -39,8 +39,8 @@ FAULTS = [
         tests=["tests/fsdp/unit/test_whole_writes.py::test_a_refused_forward_leaves_a_model_that_trains_on"],
         changes=[
             Change(
-                "maingrad.fsdp.unit.unit",
-                "Unit.after_forward",
+                "maingrad.fsdp.iteration.root",
+                "Root.forward_failed",
                 "bucket.record_change()",
                 "pass",
             ),
@@ -52,8 +52,8 @@ FAULTS = [
         tests=["tests/fsdp/unit/test_memory.py::test_casts_of_autocast_do_not_outlive_their_unit"],
         changes=[
             Change(
-                "maingrad.fsdp.unit.unit",
-                "Unit._end_forward",
+                "maingrad.fsdp.iteration.root",
+                "Root._show_shards",
                 "torch.clear_autocast_cache()",
                 "pass",
             ),
@@ -91,17 +91,17 @@ FAULTS = [
         tests=["tests/fsdp/iteration/test_unusual_iterations.py::test_no_sync_inside_no_sync"],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.parts",
-                "syncing",
+                "maingrad.fsdp.iteration.root",
+                "Root.syncing",
                 """
                 try:
                     yield
                 finally:
-                    root.sync = before
+                    self.sync = before
                 """,
                 """
                 yield
-                root.sync = before
+                self.sync = before
                 """,
             ),
         ],

@@ -11,7 +11,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.surroundings",
+                "maingrad.fsdp.unit.unit",
                 "check_no_transform",
                 "if are_transforms_active():",
                 "if are_transforms_active() and torch.is_grad_enabled():",

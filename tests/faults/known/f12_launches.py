@@ -59,8 +59,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._end_iteration",
-                "round.is_left",
-                "round.is_left and grad_set.round.delays",
+                "grads.is_left",
+                "grads.is_left and grads.delays",
             ),
         ],
     ),
@@ -78,7 +78,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root._on_grad",
+                "Root.on_grad",
                 "self._enter(unit, current_backward(), trains=True, delays=False)",
                 "",
             ),
@@ -101,7 +101,7 @@ FAULTS = [
                 """,
                 """
                 if self._due is None:
-                    self._due = [grad_set for grad_set in self._all if grad_set.round.is_left]
+                    self._due = [grads for grads in self._all if grads.is_left]
                 self._send_due()
                 """,
             ),
@@ -120,9 +120,9 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.leave",
-                "for bucket in grad_set.buckets:",
+                "for bucket in grads.buckets:",
                 """
-                for bucket in grad_set.buckets:
+                for bucket in grads.buckets:
                     bucket.grad_bucket.reset()
                     bucket.grads.release()
                 """,
@@ -140,9 +140,9 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.round",
-                "Round.keeps_after",
-                "return self.delays or (self._reduces_once and not final)",
+                "maingrad.fsdp.iteration.rounds",
+                "GradRound.keeps_after",
+                "return self.delays or (self.buckets[0].reduces_once and not final)",
                 "return self.delays",
             ),
         ],
@@ -156,16 +156,16 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.round",
+                "maingrad.fsdp.iteration.rounds",
                 "",
-                "RoundPhase.REDUCED: {RoundPhase.WRITING, RoundPhase.IDLE},",
-                "RoundPhase.REDUCED: {RoundPhase.WRITING, RoundPhase.IDLE, RoundPhase.REDUCED},",
+                "State.REDUCED: {State.WRITING, State.IDLE},",
+                "State.REDUCED: {State.WRITING, State.IDLE, State.REDUCED},",
             ),
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._end_iteration",
-                "self._due = [grad_set for grad_set in self._all if grad_set.round.is_left]",
-                "self._due = [grad_set for grad_set in self._all if grad_set.round.under_way]",
+                "self._due = [grads for grads in self._all if grads.is_left]",
+                "self._due = [grads for grads in self._all if grads.state is not State.IDLE]",
             ),
         ],
     ),
@@ -206,7 +206,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root.enter_backward",
+                "Root.pre_backward",
                 "trains = forward.trains and (delivers or self._is_named_in(task))",
                 "trains = delivers or self._is_named_in(task)",
             ),
@@ -236,7 +236,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.forwards",
+                "maingrad.fsdp.iteration.hooks",
                 "BackwardHooks._on_output",
                 "plain = delivers_to_all()",
                 "plain = delivers_to_all() or True",
@@ -251,7 +251,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.forwards",
+                "maingrad.fsdp.iteration.hooks",
                 "BackwardHooks._on_output",
                 """
                 if plain and behind is not None and not will_execute(behind):

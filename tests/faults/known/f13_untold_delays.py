@@ -106,11 +106,11 @@ FAULTS = [
                 "GradRounds._send_due",
                 """
                 while self._due and not (complete and self._due[0].has_pending):
-                    grad_set = self._due.pop(0)
+                    grads = self._due.pop(0)
                 """,
                 """
-                while done := next((grad_set for grad_set in self._due or () if not (complete and grad_set.has_pending)), None):
-                    self._due.remove(grad_set := done)
+                while done := next((grads for grads in self._due or () if not (complete and grads.has_pending)), None):
+                    self._due.remove(grads := done)
                 """,
             ),
         ],
@@ -154,16 +154,16 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.round",
-                "Round.keeps_after",
-                "return self.delays or (self._reduces_once and not final)",
-                "return self._reduces_once and not final",
+                "maingrad.fsdp.iteration.rounds",
+                "GradRound.keeps_after",
+                "return self.delays or (self.buckets[0].reduces_once and not final)",
+                "return self.buckets[0].reduces_once and not final",
             ),
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.leave",
-                "if grad_set.round.keeps_after(final=final):",
-                "if grad_set.has_pending or grad_set.round.keeps_after(final=final):",
+                "if grads.keeps_after(final=final):",
+                "if grads.has_pending or grads.keeps_after(final=final):",
             ),
         ],
     ),

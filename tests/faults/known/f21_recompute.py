@@ -37,12 +37,12 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.end_backward",
-                "for unit in [unit for unit, entered in backward.entered.items() if entered.task == task]:",
+                "for unit in [unit for unit, entered_in in backward.entered_in.items() if entered_in == task]:",
                 "for unit in list(backward.entered):",
             ),
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root._on_grad",
+                "Root.on_grad",
                 "self._enter(unit, current_backward(), trains=True, delays=False)",
                 "",
             ),
@@ -79,9 +79,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root.enter_forward",
-                "hooks.forward.trains = not (self._frozen if task == -1 else self._is_frozen())",
-                "hooks.forward.trains = not self._frozen",
+                "Root.pre_forward",
+                "forward.trains = not (self._frozen if task == -1 else self._is_frozen())",
+                "forward.trains = not self._frozen",
             ),
         ],
     ),

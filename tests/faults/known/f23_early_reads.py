@@ -59,7 +59,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root.enter_forward",
+                "Root.pre_forward",
                 "self.gathers.wait(unit)",
                 "",
             ),
@@ -79,7 +79,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root.enter_backward",
+                "Root.pre_backward",
                 "self.gathers.wait(unit)",
                 "",
             ),

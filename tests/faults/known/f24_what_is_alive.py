@@ -10,7 +10,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.forwards",
+                "maingrad.fsdp.iteration.hooks",
                 "ForwardTrace.comes_again",
                 """
                 mine = self._forwards_of[id(forward.unit)]
@@ -19,7 +19,7 @@ FAULTS = [
                 "return any(not self._is_passed(other.forward, task) for other in _alive if other.forward.unit is forward.unit)",
             ),
             Change(
-                "maingrad.fsdp.unit.forwards",
+                "maingrad.fsdp.iteration.hooks",
                 "",
                 "class BackwardHooks:",
                 """
@@ -30,7 +30,7 @@ FAULTS = [
                 """,
             ),
             Change(
-                "maingrad.fsdp.unit.forwards",
+                "maingrad.fsdp.iteration.hooks",
                 "BackwardHooks.__init__",
                 "self.trace = trace",
                 """
@@ -57,9 +57,9 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._send_due",
-                "self._notice_cleared(grad_set)",
+                "self._notice_cleared(grads)",
                 """
-                if any(bucket.grad_shard.was_cleared for bucket in grad_set.buckets):
+                if any(bucket.grad_shard.was_cleared for bucket in grads.buckets):
                     continue
                 """,
             ),
@@ -94,7 +94,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.forwards",
+                "maingrad.fsdp.iteration.hooks",
                 "BackwardHooks.watch_outputs",
                 """
                 outputs = tree_map(_with_graph, outputs)
@@ -115,10 +115,8 @@ FAULTS = [
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.check_delays_are_over",
                 """
-                if self._due is None:  # an optimizer has stepped, or all .grad were set to None
-                    self._num_with_delays = 0
-                    for grad_set in self._all:
-                        grad_set.round.had_delays = False
+                if self._due is None:  # all .grad were set to None
+                    self._delayed_in = None
                 """,
                 "",
             ),

@@ -72,7 +72,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.module",
                 "FSDPModule.named_parameters",
-                "refuse_torch_ddp(unit_of(self).pairs, unit_of(self).label)",
+                "unit_of(self).refuse_torch_ddp()",
                 "",
             ),
         ],

@@ -135,7 +135,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.parts",
                 "RootParts.end",
-                "self.root.grads.start_grad_sync()",
+                "self.root.grads.finish_grad_sync(wait=False)",
                 "pass",
             ),
         ],

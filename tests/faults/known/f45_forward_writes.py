@@ -55,7 +55,7 @@ FAULTS = [
         sentence="A forward writes a sharded parameter from the rank's own data: shards of different values.",
         tests=[f"{_SHARDED}::test_writes_that_are_not_declared_are_refused_by_name"],
         changes=[
-            Change("maingrad.fsdp.unit.whole_writes", "WholeWrites.take_over", "if not self.served:", "if False:")
+            Change("maingrad.fsdp.unit.whole_writes", "WholeWrites.take_over", "if not self._served:", "if False:")
         ],
     ),
     Fault(

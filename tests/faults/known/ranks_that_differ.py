@@ -22,10 +22,13 @@ FAULTS = [
         tests=["tests/fsdp/iteration/test_other_units.py::test_an_evaluation_on_other_units"],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.unit_log",
-                "UnitLog.record_gather",
-                "inner.log.record_gather(inner.number)",
-                "pass",
+                "maingrad.fsdp.unit.unit",
+                "Unit.record_gather",
+                """
+                for log, number in self._inner_log:
+                    log.record_gather(number)
+                """,
+                "",
             ),
         ],
     ),

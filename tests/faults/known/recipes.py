@@ -84,7 +84,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.rounds",
-                "GradRounds.discarded",
+                "GradRounds._discarded",
                 "iteration_ends.record_optimizer(model)",
                 "pass",
             )

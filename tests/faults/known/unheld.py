@@ -28,8 +28,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.unit.grad_shard",
                 "GradShard.give_up",
-                "self._has_partial = self._incomplete = False",
-                "self._incomplete = False",
+                "self._has_partial, self._expected = False, None",
+                "self._expected = None",
             ),
         ],
     ),
@@ -69,7 +69,12 @@ FAULTS = [
         sentence="After an iteration whose end was refused, every backward is taken for one with delayed gradients.",
         tests=[f"{ITERATION}/test_unusual_iterations.py::test_an_iteration_after_one_whose_end_was_refused"],
         changes=[
-            Change("maingrad.fsdp.iteration.rounds", "GradRounds.give_up", "self._due = None\n", ""),
+            Change(
+                "maingrad.fsdp.iteration.rounds",
+                "GradRounds.give_up",
+                "self._due = self._delayed_in = None",
+                "self._delayed_in = None",
+            ),
         ],
     ),
     Fault(
@@ -80,8 +85,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.check_delays_are_over",
-                "self._sending or (self._due is None and not self._num_with_delays)",
-                "self._due is None and not self._num_with_delays",
+                "self._sending or (self._due is None and self._delayed_in is None)",
+                "self._due is None and self._delayed_in is None",
             ),
         ],
     ),
@@ -90,9 +95,7 @@ FAULTS = [
         sentence="Delayed gradients that are computed after .grad was cleared are discarded.",
         tests=[f"{ITERATION}/test_delayed_units.py::test_gradients_are_cleared_while_delayed_ones_wait"],
         changes=[
-            Change(
-                "maingrad.fsdp.iteration.rounds", "GradRounds._send_due", "if not grad_set.round.delays:", "if True:"
-            ),
+            Change("maingrad.fsdp.iteration.rounds", "GradRounds._send_due", "if not grads.delays:", "if True:"),
         ],
     ),
     Fault(

@@ -449,14 +449,25 @@ def test_placements_of_another_type() -> None:
     fully_shard(Block(), placements=PLACEMENTS["zero3"])
 
 
-def test_options_without_effect() -> None:
-    for placements in ("zero1", "zero2"):
-        with pytest.raises(ValueError, match="reshard_after_forward=True has no effect where placements keep paramete"):
-            fully_shard(Block(), placements=placements, reshard_after_forward=True)
-        model = fully_shard(Block(), placements=placements)
-        with pytest.raises(ValueError, match="reshard_after_forward=True has no effect where placements keep paramete"):
+@pytest.mark.parametrize("placements", ["zero1", "zero2"])
+def test_options_that_whole_parameters_and_gradients_do_not_need(placements: str) -> None:
+    """What is whole at rest stays so: gradients of two microbatches are those without the options."""
+
+    def grads(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = fully_shard(Net(), placements=placements, **options)
+        if options:
             model.set_reshard_after_forward(True)
-        model.set_reshard_after_forward(False)
+        with model.no_sync():
+            step_of(model)
+        step_of(model)
+        return [param.grad.to_local() for param in model.parameters()]
+
+    for found, expected in zip(grads(reshard_after_forward=True, reduce_every_microbatch=True), grads(), strict=True):
+        assert torch.equal(found, expected) and expected.any()
+
+
+def test_options_without_effect() -> None:
     with pytest.raises(ValueError, match="offload_to_cpu has no effect on cpu: shards are in host memory anyway"):
         fully_shard(Block(), offload_to_cpu=True)
     with pytest.raises(ValueError, match="copy_engine_gather needs parameters on CUDA"):

@@ -33,7 +33,7 @@ from maingrad.ddp.collectives.placements import PLACEMENTS
 from maingrad.ddp.plan.layout import default_bucket_numel
 from maingrad.ddp.plan.owned_params import OwnedParam, find_owned_params
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
-from maingrad.fsdp.iteration import gathers as unit_gathers
+from maingrad.fsdp.iteration import connect
 from maingrad.fsdp.module import root_of
 from maingrad.fsdp.unit.plan import plan_unit
 from maingrad.launch import simulate
@@ -344,8 +344,8 @@ def test_copy_engines_have_room_for_all_buckets_of_the_units_at_once(
     size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The outermost unit and the three largest others, each bucket rounded up to 2 MiB as by torch's allocator."""
-    monkeypatch.setattr(unit_gathers, "MappedPool", Reserving)
-    monkeypatch.setattr(unit_gathers, "OnStream", lambda stream: nullcontext())
+    monkeypatch.setattr(connect, "MappedPool", Reserving)
+    monkeypatch.setattr(connect, "OnStream", lambda stream: nullcontext())
     monkeypatch.setattr(Reserving, "made", [])
     mib = 2**20
 
@@ -353,9 +353,7 @@ def test_copy_engines_have_room_for_all_buckets_of_the_units_at_once(
         widths = [256, 512, 1024, 768, 300]
         blocks = [nn.Sequential(nn.Linear(512, width), nn.Linear(width, 512)) for width in widths]
         model = shard(nn.Sequential(*blocks, nn.Linear(512, 16)), [str(i) for i in range(5)], bucket_size=size)
-        gathers = root_of(model).gathers
-        gathers.stream = object()  # type: ignore[assignment]
-        gathers.map_memory(3)
+        connect.map_memory(root_of(model).units, object(), 3)  # type: ignore[arg-type]
         (pool,) = {bucket.gathered.pool for unit in root_of(model).units for bucket in unit.buckets}
         outermost, *units = [
             sum(-(-bucket.gathered.nbytes // (2 * mib)) * 2 * mib for bucket in unit.buckets)

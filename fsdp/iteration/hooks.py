@@ -1,4 +1,4 @@
-"""Forwards of units, and the autograd hooks that tell when backward enters and passes each of them.
+"""Forwards of units, and the autograd hooks that tell ``Root`` when backward enters and passes each of them.
 
 Autograd runs the nodes of a graph in the reverse of the order in which forward made them. So backward enters a unit's
 forward when it reaches the first of the forward's outputs. Backward has passed the forward when it reaches the first of
@@ -9,37 +9,55 @@ the forward's inputs. The units of one outermost forward are entered in reverse 
 
 ``ForwardTrace`` is that order. It follows from the forwards alone, and so is the same on all ranks. It does not depend
 on which outputs, and graphs with them, the program has kept.
+
+``backward()`` delivers gradients to all leaves that it reaches. ``autograd.grad`` and ``backward(inputs=...)`` deliver
+gradients to the given inputs alone. If these are not parameters, the backward is no part of an iteration.
 """
 
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ...ddp.buckets.graph_walk import differentiable_tensors
+from ...ddp.contract.delayed import delay_blocks
+from ...ddp.contract.target import Demand, demand
 from ...ddp.torch_internals import current_backward, delivers_to_all, tree_leaves, tree_map, will_execute
+from ..unit.unit import Unit
 
 if TYPE_CHECKING:
-    from .unit import Unit
+    from .root import Root
 
-__all__ = ["BackwardHooks", "ForwardTrace", "UnitForward"]
+__all__ = [
+    "Backward",
+    "BackwardEnd",
+    "BackwardHooks",
+    "ForwardOrder",
+    "ForwardTrace",
+    "UnitForward",
+    "delivers_to_any",
+]
 
 
 class UnitForward:
-    """One forward of a unit that may have left a graph, and where backward is in that graph.
+    """One forward of a unit, and where backward is in the graph that the forward may have left.
 
     around  the units inside whose forwards it ran, the outermost first
     """
 
-    __slots__ = ("around", "delays", "entered", "index", "passed", "trains", "unit")
+    __slots__ = ("around", "delays", "entered", "index", "num_blocks", "passed", "trains", "unit")
 
-    def __init__(self, unit: "Unit", around: "tuple[Unit, ...]") -> None:
+    def __init__(self, unit: Unit, around: tuple[Unit, ...]) -> None:
         self.unit = unit
         self.around = around
+        self.num_blocks = -1 if delay_blocks.queue is not None else delay_blocks.num_entered
+        """Number of ``delayed_wgrad`` blocks entered before the forward; -1 if the forward began inside a block."""
         self.delays = False
-        """A part of the forward ran under ``delayed_wgrad``."""
+        """A part of the forward ran under ``delayed_wgrad``, here or perhaps on another rank."""
         self.trains = True
         """The model was not frozen: a backward through this forward belongs to an iteration."""
         self.index = -1
@@ -67,7 +85,7 @@ class ForwardTrace:
 
     @property
     def has_graph(self) -> bool:
-        """Whether a forward has left a graph."""
+        """A forward has left a graph."""
         return bool(self._forwards)
 
     def add(self, forward: UnitForward) -> None:
@@ -77,7 +95,7 @@ class ForwardTrace:
         self._forwards_of.setdefault(id(forward.unit), []).append(forward)
 
     def comes_again(self, forward: UnitForward, task: int) -> bool:
-        """Whether graph task ``task``, which has passed ``forward``, has still to pass another forward of the unit."""
+        """Graph task ``task``, which has passed ``forward``, has still to pass another forward of the unit."""
         mine = self._forwards_of[id(forward.unit)]
         return len(mine) > 1 and not all(self._is_passed(other, task) for other in mine)
 
@@ -96,6 +114,37 @@ class ForwardTrace:
 
     def _is_passed(self, forward: UnitForward, task: int) -> bool:
         return forward.passed == task if self.task == -1 else forward.passed != -1
+
+
+class ForwardOrder:
+    """The order in which the last outermost forward, and the current one, have entered units.
+
+    It predicts which unit a forward enters next. Only the time of a gather depends on the prediction. A wrong one costs
+    a gather. All ranks predict alike, because all run the same units in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: list[Unit] = []
+        self._current: list[Unit] = []
+
+    def begin(self) -> None:
+        """An outermost forward starts."""
+        self._recorded, self._current = self._current or self._recorded, []
+
+    def enter(self, unit: Unit) -> list[Unit]:
+        """A unit's forward starts. Returns the unit that followed the last time; none if the order has changed."""
+        index = len(self._current)
+        self._current.append(unit)
+        known = index < len(self._recorded) and self._recorded[index] is unit
+        return self._recorded[index + 1 : index + 2] if known else []
+
+    def first(self, count: int) -> list[Unit]:
+        """The first ``count`` units of the current or last forward, the outermost among them."""
+        return self._current[:count]
+
+    def came_last(self, unit: Unit) -> bool:
+        """``unit`` is the last of both the last forward and the current one."""
+        return bool(self._recorded) and len(self._current) == len(self._recorded) and self._recorded[-1] is unit
 
 
 class BackwardHooks:
@@ -169,7 +218,7 @@ class BackwardHooks:
         if plain and behind is not None and not will_execute(behind):
             return  # autograd.grad was asked for the output itself, and goes no further
         self.forward.entered = task
-        self.forward.unit.root.enter_backward(self.forward, self.trace, task, delivers=plain)
+        self.forward.unit.root.pre_backward(self.forward, self.trace, task, delivers=plain)
 
     def on_input(self) -> None:
         """Hook on an input: backward has passed the forward.
@@ -180,7 +229,7 @@ class BackwardHooks:
         forward, task = self.forward, current_backward()
         if forward.entered == task and forward.passed != task:
             forward.passed = task
-            forward.unit.root.leave_backward(forward, self.trace, task)
+            forward.unit.root.post_backward(forward, self.trace, task)
 
 
 def _behind(node: Any) -> Any:
@@ -192,6 +241,65 @@ def _on_input(reference: "weakref.ref[BackwardHooks]", grad: Tensor) -> None:
     hooks = reference()
     if hooks is not None:
         hooks.on_input()
+
+
+class Backward:
+    """One backward, with the recomputes in it.
+
+    task   id of the outermost graph task; recomputes may run graph tasks inside
+    final  outside ``no_sync``: if the backward belongs to an iteration, it is the last
+    """
+
+    __slots__ = ("entered", "entered_in", "final", "keeps_graph", "recomputed", "task", "tasks", "trains")
+
+    def __init__(self, task: int, *, final: bool) -> None:
+        self.task = task
+        self.final = final
+        self.tasks: set[int] = set()
+        """Graph tasks, nested ones too, with a callback at their end."""
+        self.entered: dict[Unit, set[UnitForward]] = {}
+        """The units that the backward has entered and not passed, with those of their forwards that it has entered and
+        not passed: none if it has reached the unit's parameters past the outputs."""
+        self.entered_in: dict[Unit, int] = {}
+        """Id of the graph task that has entered the unit first."""
+        self.recomputed: dict[int, ForwardTrace] = {}
+        """By graph task: the forwards that were recomputed in it."""
+        self.keeps_graph = False
+        """``create_graph=True``: a later backward reads the same whole parameters."""
+        self.trains = False
+        """The backward belongs to an iteration. False: it only goes through the model, for ``autograd.grad``, or
+        because the whole model was frozen in the forward."""
+
+
+class BackwardEnd:
+    """Callback of autograd at the end of a graph task. If the task fails, autograd deletes it without a call.
+
+    here  the model's ``Root``
+    """
+
+    __slots__ = ("_called", "_here", "_task")
+
+    def __init__(self, here: "weakref.ref[Root]", task: int) -> None:
+        self._here = here
+        self._task = task
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        live = self._here()
+        if live is not None:
+            live.end_backward(self._task)
+
+    def __del__(self) -> None:
+        live = None if self._called else self._here()
+        if live is not None:
+            live.backward_failed(self._task)
+
+
+def delivers_to_any(params: Iterable[Tensor]) -> bool:
+    """The ``backward(inputs=...)`` under way names one of ``params``, whole parameters."""
+    trained = [param for param in params if param.requires_grad]
+    return any(demand(get_gradient_edge(param).node) is Demand.ACCUMULATE for param in trained)
 
 
 class _WithGraph(torch.autograd.Function):

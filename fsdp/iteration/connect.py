@@ -1,0 +1,121 @@
+"""The set-up of a model at its first forward: names, ranks of norms, process groups, memory of copy engines."""
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...ddp.collectives.failure_report import FailureReporter
+from ...ddp.collectives.mapped_memory import MappedPool
+from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
+from ...ddp.collectives.streams import OnStream
+from ..unit.bucket import ShardedBucket
+from ..unit.unit import Unit
+
+if TYPE_CHECKING:
+    from .root import Root
+
+__all__ = ["connect_units", "map_memory", "ranks_of_norms"]
+
+
+def connect_units(
+    module: nn.Module,
+    units: Sequence[Unit],
+    buckets: Sequence[ShardedBucket],
+    root: "weakref.ref[Root]",
+    failures: FailureReporter,
+) -> None:
+    """Make ``units`` one model: names, separate process groups for gathers, the factor of averages. Collective.
+
+    module    the outermost unit's
+    units     the outermost first
+    buckets   all of the units' buckets, about in backward's order
+
+    Gradients are divided by the number of the outermost unit's ranks, also those of experts: an expert has seen the
+    tokens of all ranks.
+    """
+    everyone = ranks_of_norms(units)
+    names = {id(inner): name for name, inner in module.named_modules()}
+    for unit in units:
+        unit.join(names[id(unit.module())], everyone, root)
+    grids: dict[int, RankGrid] = {}
+    copy_engines = any(unit.copy_engines for unit in units)
+    with failures.watch("the making of process groups"):
+        for bucket in buckets:
+            grid = bucket.reduction.grid
+            joined = grids.setdefault(id(grid.inner), grid)
+            if joined.inner is joined.gather:
+                joined = grids[id(grid.inner)] = with_separate_gather(joined, copy_engines=copy_engines)
+            bucket.reduction.grid = grid._replace(gather=joined.gather)
+            bucket.reduction.factor = 1.0 / units[0].grid.size
+    failures.grids = [bucket.reduction.grid for bucket in buckets]
+    index = 0
+    for bucket in buckets:
+        bucket.connect(index if bucket.trainable else -1, failures, root)
+        index += bucket.trainable
+
+
+def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
+    """The ranks that a norm of gradients, and the check for Inf, cover: all of the outermost unit. Collective.
+
+    units  all units of the model, the outermost first
+
+    Units of experts have smaller meshes: the ranks that hold the same experts. A norm over such a mesh alone would
+    differ between ranks, and ranks would clip by different coefficients. So a norm of an expert's gradient sums over
+    all ranks: it includes the experts that other ranks hold at the same place of the model. Returns None if ranks hold
+    different numbers of expert parameters.
+
+    Raises ``ValueError`` on all ranks if a unit's mesh contains a rank that is not in the outermost unit's mesh.
+    """
+    everyone = units[0].grid
+    apart = [unit for unit in units if unit.grid[:2] != everyone[:2]]
+    here = {rank for unit in apart for group in unit.grid.axes for rank in dist.get_process_group_ranks(group)}
+    count = sum(len(bucket.pairs) for unit in apart for bucket in unit.buckets if bucket.trainable)
+    found: list[Any] = [(dist.get_rank() if dist.is_initialized() else 0, here, count)]
+    for group in everyone.axes:
+        parts: list[list[Any]] = [[]] * group.size()
+        dist.all_gather_object(parts, found, group=group)
+        found = [entry for part in parts for entry in part]
+    outside = set().union(*[ranks for _, ranks, _ in found]) - {rank for rank, _, _ in found}
+    if outside:
+        raise ValueError(
+            f"a unit's mesh has ranks {sorted(outside)}, which are not among the outermost unit's: gradients are "
+            f"averaged over the outermost unit's ranks, which must be all that have seen tokens"
+        )
+    return everyone if len({count for _, _, count in found}) == 1 else None
+
+
+def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream, num_units: int) -> None:
+    """Reserve memory that copy engines can reach, for the units that are gathered at the same time.
+
+    units      the outermost first
+    stream     of gathers
+    num_units  number of units beside the outermost that are gathered at the same time
+
+    Units take turns in this memory. All ranks take and free memory in one order, and so at the same places.
+    """
+    by_group: dict[int, list[ShardedBucket]] = {}
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        if bucket.reduction.grid.inner_size > 1:
+            by_group.setdefault(id(bucket.reduction.grid.gather), []).append(bucket)
+    for buckets in by_group.values():
+        gather, device = buckets[0].reduction.grid.gather, buckets[0].device
+        assert gather is not None, "a group of more than one rank"
+        pool = MappedPool(gather, device)
+        # In each unit, the bytes of its buckets, rounded up to 2 MiB as the caching allocator does for large blocks.
+        sizes = [
+            sum(-(-bucket.gathered.nbytes // 2**21) * 2**21 for bucket in unit.buckets if bucket in buckets)
+            for unit in units
+        ]
+        if not buckets[0].whole_params_at_rest:
+            sizes = [sizes[0], *sorted(sizes[1:], reverse=True)[:num_units]]
+        with OnStream(stream):
+            with pool.allocating():
+                reserved = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            pool.share()
+            del reserved
+        for bucket in buckets:
+            bucket.gathered.pool = pool
