@@ -5,12 +5,12 @@ module that was compiled, by ``module.compile()`` or ``torch.compile(module)``, 
 parameters below it. Gathers of other parameters go on. ``torch.compile`` over the wrapper waits for all gathers.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
+from ..torch_internals.weak_method import weak_method
 from .param_gather import ParamGather
 
 __all__ = ["wait_before_compiled_code"]
@@ -27,17 +27,15 @@ def wait_before_compiled_code(modules: Iterable[nn.Module], gathers: Sequence[Pa
         if compiled is not None and not hasattr(compiled, _WAITS):
             params = set(map(id, module.parameters()))
             mine = [gather for gather in gathers if not params.isdisjoint(map(id, gather.live_params()))]
-            own[name] = _waiting(compiled, list(map(weakref.ref, mine)))
+            own[name] = _waiting(compiled, [weak_method(gather.wait) for gather in mine])
 
 
-def _waiting(compiled: Callable[..., Any], gathers: Sequence["weakref.ref[ParamGather]"]) -> Callable[..., Any]:
-    """``compiled`` behind the gathers. It keeps no gather alive."""
+def _waiting(compiled: Callable[..., Any], waits: Sequence[Callable[[], object]]) -> Callable[..., Any]:
+    """``compiled`` behind the gathers' waits."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        for reference in gathers:
-            gather = reference()
-            if gather is not None:
-                gather.wait()
+        for wait in waits:
+            wait()
         return compiled(*args, **kwargs)
 
     setattr(call, _WAITS, True)
