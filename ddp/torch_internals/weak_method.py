@@ -18,7 +18,8 @@ def weak_method(method: Callable[..., Any], *objects: object) -> Callable[..., A
     objects  its first arguments
     """
     if isinstance(method, MethodType):
-        method, objects = method.__func__, (method.__self__, *objects)
+        objects = (method.__self__, *objects)
+        method = method.__func__
     references = tuple(map(weakref.ref, objects))
 
     def call(*args: object, **kwargs: object) -> Any:
