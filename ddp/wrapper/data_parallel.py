@@ -223,9 +223,11 @@ class DistributedDataParallel(BucketIteration):
         return self.module
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            self._finish_gathers()  # compiled code has guards on plain parameters
-        elif self._masters is not None and (masters := self._masters()) is not None:
+        # Compiled code has guards on plain parameters. Some modules of torch evaluate in another way if hooked.
+        compiling = torch.compiler.is_compiling()
+        if compiling or not self.module.training:
+            self._finish_gathers()
+        if not compiling and self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
         if not torch.is_grad_enabled() or is_frozen(self.wired):
             return self._replicas.run(self.module, args, kwargs)
