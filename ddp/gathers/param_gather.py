@@ -3,12 +3,10 @@
 Gathers are issued in the order in which the next forward is expected to use the buckets: the reverse of the order in
 which backward fills them. A forward in another order is right too: while a gather is in flight, its parameters
 (``waiting_params.py``) and the modules that register them (``waiting_modules.py``) wait for it. The first wait of a
-step makes all parameters and modules of the bucket plain again.
+step makes all parameters and modules of the bucket plain again. Several threads may wait at once.
 """
 
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -23,14 +21,11 @@ from ..collectives.rank_grid import RankGrid
 from ..collectives.streams import OnStream, current_stream
 from ..collectives.timeline import UNOBSERVED, Observer
 from ..torch_internals import current_raw_stream, is_tracing
-from .waiting_modules import have_module_wait, let_module_go, registered_params
-from .waiting_params import gathers_of, have_wait, let_go, waiting_class
+from ..torch_internals.weak_method import weak_method
+from .waiting_modules import call_before_compiled_code, call_before_forward, params_in_forward
+from .waiting_params import have_wait, let_go, waiting_class
 
 __all__ = ["ParamGather", "guard_reads"]
-
-_LOCK = threading.RLock()
-"""Held while a gather is found complete, never while waiting for it. Reentrant, because a finalizer may read a
-parameter at any time."""
 
 
 class _Flight(NamedTuple):
@@ -76,8 +71,10 @@ class ParamGather:
         """No gather can come now: a read raises ``RuntimeError`` with this text. See ``guard_reads``."""
         # Code that reads these parameters was compiled while they waited. It has guards on plain parameters.
         self._traced = False
-        self.modules: list[weakref.ref[nn.Module]] = []
-        """Modules that wait for this gather now."""
+        self.wait_weakly = weak_method(self.wait)
+        """``wait``, for modules, which keep no gather alive."""
+        self.unhook: list[Callable[[], object]] = []
+        """Each has one module's forward wait no longer."""
         self._in_graph = in_graph
         self._captured: InFlight | None = None  # keeps the tensors of a captured gather
         self._event: torch.cuda.Event | None = None  # the end of the latest gather
@@ -127,25 +124,23 @@ class ParamGather:
         """Started, and nobody has waited for its end."""
         return self._flight is not None
 
-    def guard(self) -> bool:
-        """Have every parameter wait at its first use.
-
-        Returns False where parameters cannot wait, so that the caller must wait for the gather now.
-        """
+    def guard(self) -> None:
+        """Have every parameter wait at its first use. Waits now where parameters cannot."""
         if self.refusal is None and (self._flight is None or self._flight.collective.work is None):
-            return True
+            return
         params = list(self.live_params())
-        if self._traced or None in map(waiting_class, set(map(type, params))):
-            return False
-        self.guards = True
-        for param in params:
-            have_wait(param, self)
-        return True
+        self.guards = not self._traced and None not in map(waiting_class, set(map(type, params)))
+        if self.guards:
+            for param in params:
+                have_wait(param, self.wait)
+        elif self.refusal is None:
+            self.wait()
 
-    def wait(self) -> None:
+    def wait(self, *_: object) -> None:
         """Order the current stream (CUDA) or this thread (CPU) behind the gather, and make parameters plain again.
 
-        Several threads may call this at once; each returns when the gather is complete for that thread.
+        Several threads may call this at once; each returns when the gather is complete for that thread. Arguments are
+        those of a hook, and unused.
         """
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
@@ -154,13 +149,17 @@ class ParamGather:
         flight = self._flight
         if flight is not None:
             self._wait_for(flight)
-            with _LOCK:
-                if self._flight is flight:  # another thread may have issued the next gather meanwhile
-                    self._flight = None
+            if self._flight is flight:  # another thread may have issued the next gather meanwhile
+                self._flight = None
         if self._event is not None and not torch.cuda.is_current_stream_capturing():
             self._order_stream(self._event)
-        if self.guards:
-            self._take_off()
+        if self.guards and self._flight is None:
+            for param in self.live_params():
+                let_go(param)
+            for unhook in self.unhook:
+                unhook()
+            self.unhook = []
+            self.guards = False  # in the end: until then a thread that reads meanwhile waits too
 
     def allow_reads(self) -> None:
         """``refusal`` is over: parameters and modules that it has guarded are plain again."""
@@ -214,19 +213,6 @@ class ParamGather:
             current_stream(self.flat.device).wait_event(event)
             self._streams.add(raw)
 
-    def _take_off(self) -> None:
-        with _LOCK:
-            if not self.guards or self._flight is not None:
-                return
-            for param in self.live_params():
-                let_go(param)
-            for reference in self.modules:
-                module = reference()
-                if module is not None:
-                    let_module_go(module)
-            self.modules = []
-            self.guards = False  # in the end: a thread that reads meanwhile waits for the lock
-
     def live_params(self) -> Iterator[Tensor]:
         """The parameters that are still alive."""
         for reference in self._params:
@@ -250,18 +236,18 @@ def guard_reads(modules: Iterable[nn.Module], gathers: Sequence[ParamGather], re
     refusal  no gather can come now: until ``allow_reads`` every read that could wait raises ``RuntimeError`` with
              this text, with ``{name}`` for the bucket
     """
+    of: dict[int, ParamGather] = {}
     for gather in gathers:
         gather.refusal = refusal and refusal.format(name=gather.name)
-        if not gather.guard() and refusal is None:
-            gather.wait()
+        gather.guard()
+        of.update(dict.fromkeys(map(id, gather.live_params()), gather))
     for module in modules:
-        params = registered_params(module)
-        waiting = gathers_of(params.values())
-        if waiting and isinstance(module, torch.jit.ScriptModule):
-            for gather in waiting if refusal is None else ():  # TorchScript reads in C++, where nothing here is asked
-                gather.wait()
-        elif waiting:
-            have_module_wait(module, params)
-            reference = weakref.ref(module)
-            for gather in waiting:
-                gather.modules.append(reference)
+        call_before_compiled_code(module, lambda param: of[id(param)].wait_weakly if id(param) in of else None)
+        for gather in {of.get(id(param)): None for param in params_in_forward(module)}:
+            if gather is None:
+                continue
+            if isinstance(module, torch.jit.ScriptModule):
+                if refusal is None:  # TorchScript reads in C++, where nothing here is asked
+                    gather.wait()
+            elif gather.guards:
+                gather.unhook.append(call_before_forward(module, gather.name, gather.wait_weakly))

@@ -1,102 +1,82 @@
-"""Modules that wait when a program takes a parameter from them whose gather is in flight, or calls their forward.
+"""Modules that wait for gathers of their parameters before their forward runs.
 
-Code in C++ calls no ``__torch_function__`` of a parameter: extensions, ``torch.func.grad``, ``to_dlpack``. But the
-program took the parameter from a module before. So until the gather has arrived, each module that registers its
-parameters gets
+Code in C++ calls no ``__torch_function__`` of a parameter: extensions, ``torch.func.grad``, ``to_dlpack``. A module's
+forward may run such code on the parameters that the module registers. So until the gather has arrived, each of these
+modules has a forward pre-hook that waits.
 
-- a mapping ``_parameters`` whose reads wait. ``module.weight`` and ``module.parameters()`` read it.
-- a forward pre-hook that waits, for parameters that the module keeps elsewhere too (``self.weights = [...]``). torch's
-  own modules get no hook: they give parameters only to torch's functions, and some change their ways if hooked.
+Compiled code has guards on the class of each parameter, and the class is another one while a parameter waits. So a
+module that was compiled, by ``module.compile()`` or ``torch.compile(module)``, waits for the gathers of all parameters
+below it before its code runs. ``torch.compile`` over the wrapper waits for all gathers.
 """
 
-import functools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from .waiting_params import after_gather, gathers_of
+__all__ = [
+    "call_before_compiled_code",
+    "call_before_forward",
+    "is_waiting_hook",
+    "params_in_forward",
+    "registered_params",
+]
 
-__all__ = ["have_module_wait", "is_waiting_hook", "let_module_go", "registered_params"]
-
-_HOOK = "maingrad gather"
-"""Key of the hook in ``_forward_pre_hooks``; torch's own keys are numbers."""
+_HOOK = "maingrad gather of "
+"""Beginning of a hook's key in ``_forward_pre_hooks``; torch's own keys are numbers."""
+_WAITS = "_maingrad_waits"
 
 
 def registered_params(module: nn.Module) -> dict[str, Tensor | None]:
     """The parameters that ``module`` itself registers, by name. This read waits for no gather."""
     params: Any = module._parameters
-    if isinstance(params, _WaitingParameters):
-        return params.plain
     return params if isinstance(params, dict) else dict(params.items())  # TorchScript's is a dict by name only
 
 
-def have_module_wait(module: nn.Module, params: dict[str, Tensor | None]) -> None:
-    """Have reads of ``module``'s registered ``params``, and its forward, wait for gathers under way."""
-    own = module.__dict__
-    own["_parameters"] = _WaitingParameters(params)
-    if not _asks_through_torch(own, type(module)):
-        own["_forward_pre_hooks"][_HOOK] = _wait_before_forward
-        own["_forward_pre_hooks"].move_to_end(_HOOK, last=False)
+def params_in_forward(module: nn.Module) -> list[Tensor | None]:
+    """The parameters that ``module``'s forward has at hand: its own, and those of children without a forward."""
+    found = [*registered_params(module).values()]
+    for child in module._modules.values():
+        if getattr(type(child), "forward", None) is nn.Module.forward:  # ParameterList, ParameterDict
+            found += params_in_forward(child)  # type: ignore[arg-type]
+    return found
 
 
-def let_module_go(module: nn.Module) -> None:
-    """Remove mapping and hook from ``module``, unless it waits for another gather too."""
-    own = module.__dict__
-    params = own["_parameters"]
-    if isinstance(params, _WaitingParameters) and not gathers_of(params.plain.values()):
-        own["_parameters"] = params.plain
-        own["_forward_pre_hooks"].pop(_HOOK, None)
+def call_before_forward(module: nn.Module, bucket: str, hook: Callable[..., None]) -> Callable[[], object]:
+    """Have ``hook``, which waits for the gather of ``bucket``, run before ``module``'s forward.
+
+    Returns a function that removes the hook.
+    """
+    hooks: Any = module._forward_pre_hooks
+    key = _HOOK + bucket
+    hooks[key] = hook
+    if len(hooks) > 1:  # the user's own hooks may read parameters
+        hooks.move_to_end(key, last=False)
+    return partial(hooks.pop, key, None)
 
 
 def is_waiting_hook(key: object) -> bool:
-    """Whether a module's forward pre-hook with this key is the one that waits for gathers."""
-    return key == _HOOK
+    """Whether a module's forward pre-hook with this key is one that waits for gathers."""
+    return isinstance(key, str) and key.startswith(_HOOK)
 
 
-def _asks_through_torch(own: dict[str, Any], cls: type) -> bool:
-    """Whether the forward of a module with attributes ``own`` gives parameters only to torch's functions."""
-    if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-        return False  # a user's function runs too
-    return _is_of_torch(cls)
+def call_before_compiled_code(module: nn.Module, wait_of: Callable[[Tensor], Callable[[], None] | None]) -> None:
+    """Have a compiled ``module`` wait for the parameters below it before its code runs. No-op the second time.
 
+    wait_of  returns what waits for the parameter's gather; None for a parameter without one
+    """
+    own = module.__dict__
+    name = "forward" if type(module).__name__ == "OptimizedModule" else "_compiled_call_impl"
+    compiled = own.get(name)
+    if compiled is None or hasattr(compiled, _WAITS):
+        return
+    waits = {wait: None for param in module.parameters() if (wait := wait_of(param)) is not None}
 
-@functools.cache
-def _is_of_torch(cls: type) -> bool:
-    return cls.__module__.startswith("torch.nn.")
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for wait in waits:
+            wait()
+        return compiled(*args, **kwargs)
 
-
-def _wait_before_forward(module: nn.Module, _: Any) -> None:
-    for param in list(registered_params(module).values()):
-        after_gather(param)
-
-
-class _WaitingParameters(MutableMapping[str, Any]):
-    """A module's ``_parameters`` while gathers of them are in flight: each read waits for what it returns."""
-
-    __slots__ = ("plain",)
-
-    def __init__(self, plain: dict[str, Tensor | None]) -> None:
-        self.plain = plain
-        """The module's own dict."""
-
-    def __getitem__(self, name: str) -> Any:
-        return after_gather(self.plain[name])
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.plain[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.plain[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.plain
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.plain)
-
-    def __len__(self) -> int:
-        return len(self.plain)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
+    setattr(call, _WAITS, True)
+    own[name] = call

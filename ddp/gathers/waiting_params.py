@@ -7,56 +7,38 @@ While a gather is in flight, the class of its parameters is the *waiting class*:
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, make_subclass, tree_leaves
 
-__all__ = ["Gather", "after_gather", "gathers_of", "have_wait", "let_go", "reads_no_values", "waiting_class"]
+__all__ = ["have_wait", "let_go", "reads_no_values", "waiting_class"]
 
-_GATHER = "_maingrad_gather"
-
-
-class Gather(Protocol):
-    """What a parameter waits for; ``ParamGather`` is one."""
-
-    def wait(self) -> None:
-        """Return when the parameters may be read, and have their own class again."""
-        ...
+_WAIT = "_maingrad_wait"
 
 
-def have_wait(param: Tensor, gather: Gather) -> None:
-    """Have ``param`` wait for ``gather`` at its next use. Its class must have a ``waiting_class``."""
-    param.__dict__[_GATHER] = gather  # before the waiting class, which reads it
+def have_wait(param: Tensor, wait: Callable[[], object]) -> None:
+    """Have ``param`` call ``wait`` at its next use, which calls ``let_go``. Its class must have a ``waiting_class``."""
+    param.__dict__[_WAIT] = wait  # before the waiting class, which reads it
     param.__class__ = waiting_class(type(param))
 
 
 def let_go(param: Tensor) -> None:
     """Give ``param`` its own class back."""
-    if isinstance(param, _WaitsForGather):
-        param.__class__ = type(param).__bases__[1]
-    param.__dict__.pop(_GATHER, None)
+    cls: Any = type(param)  # read once: another thread may do the same
+    if issubclass(cls, _WaitsForGather):
+        param.__class__ = cls.__bases__[1]
+    param.__dict__.pop(_WAIT, None)
 
 
-def after_gather(value: Any) -> Any:
+def _after_gather(value: Any) -> Any:
     """``value``, after its gather where it is a parameter that waits."""
     if isinstance(value, _WaitsForGather):
-        value.__dict__[_GATHER].wait()
+        value.__dict__.get(_WAIT, bool)()  # no longer there where another thread has waited
     return value
-
-
-def gathers_of(values: Iterable[Any]) -> list[Any]:
-    """The gathers that parameters among ``values`` wait for, each once."""
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, _WaitsForGather):
-            gather = value.__dict__[_GATHER]
-            if gather not in found:
-                found.append(gather)
-    return found
 
 
 class _WaitsForGather:
@@ -71,32 +53,17 @@ class _WaitsForGather:
         if func in reads_no_values():
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for value in list(_waiting_among((args, kwargs))) or tree_leaves((args, kwargs)):
-            after_gather(value)
+        for value in tree_leaves((args, kwargs)):
+            _after_gather(value)
         return func(*args, **kwargs)
 
     # Copies and pickles are made of type(self), which must be the parameter's own class then.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(after_gather(self), memo)
+        return copy.deepcopy(_after_gather(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return after_gather(self).__reduce_ex__(protocol)
-
-
-def _waiting_among(value: Any) -> Iterator[Any]:
-    """Parameters that wait, in a torch function's arguments: in tuples, lists and dicts.
-
-    ``tree_leaves`` knows more containers and takes four times as long (13 us more for four arguments).
-    """
-    if isinstance(value, _WaitsForGather):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _waiting_among(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _waiting_among(each)
+        return _after_gather(self).__reduce_ex__(protocol)
 
 
 @functools.cache

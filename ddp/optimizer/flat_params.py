@@ -10,7 +10,6 @@ all-gather runs in place, and an elementwise optimizer sees few and long tensors
 A *segment* is what the inner optimizer updates as one tensor. A *slice* is what this rank updates of one parameter.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from ..plan.ranges import Range
 from ..stock.master_param import MasterParameter, make_master
 from ..stock.shard_info import ShardInfo
 from ..stock.sharded_grad import make_sharded_grad
+from ..torch_internals.weak_method import weak_method
 from ..wrapper.data_parallel import DistributedDataParallel
 
 __all__ = [
@@ -279,13 +279,13 @@ def inner_groups(segments: Sequence[Segment], param_groups: Sequence[Mapping[str
 
 def show_grads(segments: Iterable[Segment], optimizer: Any) -> None:
     """Have ``.grad`` of masters show this rank's elements, whose norms and checks for Inf are those of all ranks."""
+    shown = weak_method(_shown_grad, optimizer)
     for index, segment in enumerate(segments):  # by number: a master that refers to its segment would never be freed
-        segment.master.shown = partial(_shown_grad, weakref.ref(optimizer), index)
+        segment.master.shown = partial(shown, index)
 
 
-def _shown_grad(here: "weakref.ref[Any]", index: int) -> Tensor | None:
-    optimizer = here()
-    if optimizer is None or optimizer.is_stepping or not optimizer.model.shown.active:
+def _shown_grad(optimizer: Any, index: int) -> Tensor | None:
+    if optimizer.is_stepping or not optimizer.model.shown.active:
         return None
     model, segment = optimizer.model, optimizer.segments[index]
     model.finish_for_optimizer("a read of gradients")

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 
 from ..collectives.placements import placements_of
-from ..gathers.compiled_modules import wait_before_compiled_code
 from ..gathers.gathered_models import record_gathered_model
 from ..gathers.param_gather import ParamGather, guard_reads
 from ..wrapper.data_parallel import DistributedDataParallel
@@ -81,9 +80,7 @@ class ParamSync:
         if not self._overlaps:
             self.finish()
         elif not guarded:
-            modules = list(self._model.module.modules())
-            wait_before_compiled_code(modules, self.gathers)
-            guard_reads(modules, self.gathers)
+            guard_reads(self._model.module.modules(), self.gathers)
 
     def start_and_finish(self) -> None:
         """Gather all parameters now."""
@@ -133,9 +130,7 @@ class ParamSync:
             "parameters come behind the graph: do what reads them (an average of weights, a norm, an evaluation) "
             "between two calls of the graphed step, where each read waits"
         )
-        modules = list(self._model.module.modules())
-        wait_before_compiled_code(modules, self.gathers)
-        guard_reads(modules, self.gathers, why)
+        guard_reads(self._model.module.modules(), self.gathers, why)
 
     def wait_in_graph(self) -> None:
         """At the start of a capture under ``captured``.

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
+from ..torch_internals.weak_method import weak_method
 from .skipped_steps import prepare_skippable_step
 
 __all__ = ["after_closure", "clear_exposed_grad", "expose_grad", "guard_stock_optimizers"]
@@ -125,17 +126,14 @@ def _have_main_grad_cleared(optimizer: Optimizer) -> None:
     After these ``.grad`` is None, so that nothing shows in ``.grad`` that the program clears it. torch has no hook for
     ``zero_grad``: it is replaced on this instance, as learning-rate schedulers replace ``step``.
     """
-    here = weakref.ref(optimizer)
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        live = here()
-        assert live is not None, "called through the optimizer"
+    def zero_grad(live: Optimizer, set_to_none: bool = True) -> None:
         ours = _records_of(live)
         for parts in _parts_of(ours):
             parts.clear_hidden(ours)
         type(live).zero_grad(live, set_to_none)
 
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.zero_grad = weak_method(zero_grad, optimizer)  # type: ignore[method-assign]
 
 
 def _parts_of(records: Sequence[GradRecord]) -> list[Any]:

@@ -32,8 +32,8 @@ class ShownGrad(Tensor):
 
     of: str
     """The parameter's name."""
-    owner: "Callable[[], Any]"
-    """Weak reference."""
+    finish_reduction: "Callable[[ShownGrad], None]"
+    """Has ``reduced`` set, where the iteration goes on."""
     reduced: "Tensor | None"
     """The reduced gradient, once it is there."""
     added: "Tensor | None"
@@ -79,9 +79,8 @@ class ShownGrad(Tensor):
 
     def read(self) -> Tensor:
         """The reduced gradient: a plain tensor, or a ``ShardedGrad``. Collective where it is not reduced yet."""
-        owner = self.owner()
-        if self.reduced is None and owner is not None:
-            owner.finish_reduction(self)
+        if self.reduced is None:
+            self.finish_reduction(self)
         if self.reduced is None:
             raise RuntimeError(
                 f"this gradient of parameter '{self.of}' was kept over its iteration's end and is read now for the "
@@ -113,15 +112,15 @@ let_foreach_take(ShownGrad)
 
 
 def _shown(part: ShardedGrad) -> ShownGrad:
-    return without_memory(part, part.shard.shape, part.dtype, part.shard.name, lambda: None, part)
+    return without_memory(part, part.shard.shape, part.dtype, part.shard.name, lambda _: None, part)
 
 
 def without_memory(
-    like: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str, owner: Any, reduced: Tensor | None
+    like: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str, finish: Any, reduced: Tensor | None
 ) -> ShownGrad:
     strides = like.stride() if like.shape == shape else None
     grad: ShownGrad = torch.Tensor._make_wrapper_subclass(
         ShownGrad, shape, strides=strides, dtype=dtype, device=like.device
     )
-    grad.of, grad.owner, grad.reduced, grad.added = name, owner, reduced, None
+    grad.of, grad.finish_reduction, grad.reduced, grad.added = name, finish, reduced, None
     return grad

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from ..contract.record import GradRecord
 from ..torch_internals import DisableTorchFunctionSubclass
+from ..torch_internals.weak_method import weak_method
 from .optimizer import clear_exposed_grad, expose_grad
 from .shard_info import ShardInfo
 from .sharded_grad import make_sharded_grad
@@ -128,7 +128,9 @@ class ShownGrads:
 
     def _show(self, each: ShownParam) -> None:
         if each.spare is None:
-            each.spare = _make(each, weakref.ref(self))
+            each.spare = without_memory(
+                each.param, each.param.shape, each.dtype, each.record.name, weak_method(self.finish_reduction), None
+            )
         each.grad = each.spare
         each.param.grad = each.grad
 
@@ -263,10 +265,6 @@ class ShownGrads:
             for each in self.params:
                 if each.grad is not None or each.record.exposed:
                     _keep_own(each)
-
-
-def _make(each: ShownParam, owner: "weakref.ref[ShownGrads]") -> ShownGrad:
-    return without_memory(each.param, each.param.shape, each.dtype, each.record.name, owner, None)
 
 
 # ---- A gradient that the program keeps: ``grads = [p.grad for p in model.parameters()]``. ----

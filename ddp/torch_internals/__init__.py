@@ -1,7 +1,8 @@
 """torch's private names that ``ddp`` and ``fsdp`` use. Each has a comment that names the public function torch lacks.
 
 ``distributed.py`` holds those of torch.distributed; ``kernels/compat.py`` and
-``te_integration/torch_internals.py`` those of their folders. If a torch version renames one, the import warns of what
+``te_integration/torch_internals.py`` those of their folders. ``weak_method.py`` makes callbacks that keep nothing
+alive. If a torch version renames one, the import warns of what
 is lost (``kernels/compat.py``), and the name's test in ``tests/ddp/test_torch_internals.py`` fails.
 
 Some names with an underscore are used in other files all the same:

@@ -28,7 +28,7 @@ from ..collectives.reduction import GradReduction, make_reductions
 from ..collectives.step_check import StepCheck
 from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig, with_names_meant
-from ..contract.record import GradRecord, tell
+from ..contract.record import GradRecord
 from ..gathers.param_gather import ParamGather
 from ..plan.layout import ParamSlot
 from ..plan.owned_params import find_owned_params, find_tensors
@@ -37,6 +37,7 @@ from ..stock.master_param import WatchedMasters
 from ..stock.shard_info import ShardInfo
 from ..stock.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run
+from ..torch_internals.weak_method import weak_method
 from .attachment import attach_params, detach_params
 from .comparison import broadcast_tensors, check_same_config, check_same_model
 from .iteration import BucketIteration
@@ -151,16 +152,15 @@ class DistributedDataParallel(BucketIteration):
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
         self._watch = ModelWatch(self.wired, module)
-        here = weakref.ref(self)
         self.shown = ShownGrads(
-            self._shown_params(), partial(tell, here, type(self).finish_for_optimizer, "a read of .grad")
+            self._shown_params(), partial(weak_method(self.finish_for_optimizer), "a read of .grad")
         )
-        enter = partial(tell, here, type(self)._enter_backward)
+        enter = weak_method(self._enter_backward)
         self.readiness = Readiness(
             self.wired, self._launcher, config, self.device, self.steps, self._watch, self.shown, enter
         )
         for record in self.records:
-            record.reopen = partial(tell, here, type(self)._reopen)
+            record.reopen = weak_method(self._reopen)
         hooks = self.readiness.listen()
         self._attachment = attach_params(self, self.wired, hooks, self.grids)
         self.grad_parts = BucketParts(self)
@@ -223,9 +223,11 @@ class DistributedDataParallel(BucketIteration):
         return self.module
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            self._finish_gathers()  # compiled code has guards on plain parameters
-        elif self._masters is not None and (masters := self._masters()) is not None:
+        # Compiled code has guards on plain parameters. Some modules of torch evaluate in another way if hooked.
+        compiling = torch.compiler.is_compiling()
+        if compiling or not self.module.training:
+            self._finish_gathers()
+        if not compiling and self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
         if not torch.is_grad_enabled() or is_frozen(self.wired):
             return self._replicas.run(self.module, args, kwargs)

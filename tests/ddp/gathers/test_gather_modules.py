@@ -21,7 +21,7 @@ WIDTH = 4
 
 
 class Scaled(nn.Linear):
-    """A user's own class: a hook waits before its forward."""
+    """A user's own class."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -205,7 +205,7 @@ def moved_between_modules(trained: Trained) -> Any:
     trained.step()
     trained.model[3].later = other
     trained.step()
-    values = [trained.model[3].later.__dict__["_parameters"].get("weight").detach().clone()]
+    values = [trained.model[3].later.weight.detach().clone()]
     del trained.model[3].later
     return values
 
@@ -214,7 +214,7 @@ def taken_out(trained: Trained) -> Any:
     """A module that is taken out of the model while it waits."""
     module = trained.model[0]
     trained.model[0] = nn.Identity()
-    assert trained.in_flight() == 0 or type(module._parameters) is not dict
+    assert trained.in_flight() == 0 or module._forward_pre_hooks
     with torch.no_grad():
         seen = module(torch.ones(1, WIDTH))
     assert type(module._parameters) is dict and not module._forward_pre_hooks
@@ -271,93 +271,20 @@ def test_what_is_done_in_flight(deed: str) -> None:
             assert len(mine) == len(theirs)
 
 
-# ---- The dict in which a module registers its parameters. ----
-
-
-def readings(own: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Reads of one parameter, or of all."""
-    return {
-        "[]": lambda: own["weight"],
-        "get": lambda: own.get("weight"),
-        "values": lambda: next(iter(own.values())),
-        "items": lambda: next(iter(own.items()))[1],
-        "copy.copy": lambda: copy.copy(own)["weight"],
-        "dict": lambda: dict(own)["weight"],
-        "update": lambda: (other := {}, other.update(own))[0]["weight"],
-        "**": lambda: {**own}["weight"],
-        "keywords": lambda: (lambda **found: found["weight"])(**own),
-        "pop": lambda: own.pop("weight"),
-        "setdefault": lambda: own.setdefault("weight", None),
-        "popitem": lambda: own.popitem()[1],
-    }
-
-
-def read_the_dict(how: str) -> tuple[bool, bool, int]:
-    trained = Trained()
-    own = trained.model[3].__dict__["_parameters"]
-    assert not isinstance(own, dict)
-    before = trained.in_flight()
-    assert list(own) == list(own.keys()) == ["weight", "bias", "scale"] and len(own) == 3 and "scale" in own
-    assert own.get("none") is None
-    for refused in (lambda: own | {}, lambda: {} | own, lambda: reversed(own)):  # loud: C would read them
-        with pytest.raises(TypeError):
-            refused()
-    assert trained.in_flight() == before, "names are no values"
-    value = readings(own)[how]()
-    return type(value) is nn.Parameter, trained.in_flight() < before, len(trained.model[3]._parameters)
-
-
-@pytest.mark.parametrize("how", readings({}))
-@pytest.mark.sampled(4)
-def test_the_dict_waits_for_what_is_read(how: str) -> None:
-    left = 2 if how.startswith("pop") else 3
-    assert simulate(read_the_dict, RANKS, how) == [(True, True, left)] * RANKS
-
-
-def write_to_the_dict(fresh: bool) -> list[str]:
-    """What a module does to its dict, done while it waits and after."""
-    trained = Trained()
-    module = trained.model[3]
-    own = module.__dict__["_parameters"]
-    if fresh:
-        trained.optimizer.finish_param_sync()
-        own = module._parameters
-    none = nn.Parameter(torch.zeros(1), requires_grad=False)
-    own["one"] = none
-    own.update({"two": none, "three": None})
-    own.setdefault("five", none)
-    del own["one"]
-    own.pop("two")
-    module.four = nn.Parameter(torch.zeros(1), requires_grad=False)
-    module.four = None
-    del module.four
-    module.register_parameter("six", none)
-    del module.six
-    trained.optimizer.finish_param_sync()
-    after = list(module._parameters)
-    assert module._parameters is trained.dicts[id(module)]
-    own.clear()
-    return [*after, *module._parameters]
-
-
-def test_what_is_written_to_the_dict_stays() -> None:
-    assert simulate(write_to_the_dict, RANKS, False) == simulate(write_to_the_dict, RANKS, True)
-
-
-def wait_for_one_bucket_after_another() -> list[bool]:
+def wait_for_one_bucket_after_another() -> list[int]:
     trained = Trained()
     module = trained.model[2]
     waits = []
     for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "bias_hh_l0"):
-        waits.append(type(module.__dict__["_parameters"]) is not dict)
-        getattr(module, name)
+        waits.append(len(module._forward_pre_hooks))
+        getattr(module, name).sum()
     trained.optimizer.finish_param_sync()
     trained.check_plain()
     return waits
 
 
 def test_a_module_waits_until_its_last_bucket_has_arrived() -> None:
-    assert simulate(wait_for_one_bucket_after_another, RANKS) == [[True, True, True, True, False]] * RANKS
+    assert simulate(wait_for_one_bucket_after_another, RANKS) == [[4, 3, 2, 1, 0]] * RANKS
 
 
 # ---- Lifetimes. ----

@@ -12,7 +12,7 @@ from gloo import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.launch import simulate
@@ -104,14 +104,19 @@ READS: dict[str, Callable[[DistributedDataParallel, list[nn.Parameter]], Any]] =
     "by keyword": lambda ddp, kept: [torch.mul(torch.ones(p.shape), other=p) for p in kept],
     "in a list by keyword": lambda ddp, kept: torch._foreach_mul([torch.ones(p.shape) for p in kept], other=kept),
     "in an autograd function": lambda ddp, kept: [Identity.apply(p) for p in kept],
-    "torch.func.grad": lambda ddp, kept: list(torch.func.grad(squares)(dict(ddp.module.named_parameters())).values()),
-    "to_dlpack": lambda ddp, kept: [from_dlpack(to_dlpack(p.requires_grad_(False))) for p in ddp.module.parameters()],
+    "torch.func.grad of a forward": lambda ddp, kept: [*grads_by_func(ddp.module.last), *(p * 1 for p in kept)],
+    "DLPack": lambda ddp, kept: [from_dlpack(p.requires_grad_(False)) for p in kept],
     "as a list inside a dict of keywords": lambda ddp, kept: [torch.cat(tensors=[p.view(-1) for p in kept])],
 }
 
 
-def squares(params: dict[str, Tensor]) -> Tensor:
-    return torch.stack([param.square().sum() for param in params.values()]).sum()
+def grads_by_func(module: nn.Module) -> list[Tensor]:
+    """torch.func wraps parameters in C++, and runs the module's forward on what it has wrapped."""
+
+    def loss_of(params: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(module, params, (torch.ones(1, 8),)).square().sum()  # type: ignore[no-any-return]
+
+    return list(torch.func.grad(loss_of)(dict(module.named_parameters())).values())
 
 
 class Identity(torch.autograd.Function):

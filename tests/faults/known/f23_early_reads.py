@@ -86,46 +86,24 @@ FAULTS = [
         ],
     ),
     Fault(
-        "23e-a-module-gives-a-parameter-away-before-it-arrived",
-        sentence="A module gives a parameter away whose gather has not arrived, and an extension in C++ asks nobody.",
-        tests=[
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a child's weight]",
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[get_parameter]",
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[autograd.Function.apply]",
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[that dict in another]",
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list of all parameters]",
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[parameters by name]",
-            "tests/ddp/gathers/test_param_gather.py::test_every_way_to_read_a_parameter_sees_the_new_weights[torch.func.grad]",
-        ],
-        quick=[
-            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a child's weight]",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.gathers.waiting_modules",
-                "_WaitingParameters.__getitem__",
-                "return after_gather(self.plain[name])",
-                "return self.plain[name]",
-            ),
-        ],
-    ),
-    Fault(
-        "23g-what-a-module-keeps-is-not-waited-for",
-        sentence="A module reads its parameters from a list of its own, before they have arrived.",
+        "23g-an-extension-reads-in-a-forward-too-early",
+        sentence="A module's forward hands its parameters to C++, which asks nobody, before they have arrived.",
         tests=[
             "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list that the module keeps]",
             "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list that the module makes later]",
             "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a hook]",
+            "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list and a dict of parameters]",
+            "tests/ddp/gathers/test_param_gather.py::test_every_way_to_read_a_parameter_sees_the_new_weights[torch.func.grad of a forward]",
         ],
         quick=[
             "tests/ddp/gathers/test_gather_extensions.py::test_new_weights_are_read_in_c[a list that the module keeps]",
         ],
         changes=[
             Change(
-                "maingrad.ddp.gathers.waiting_modules",
-                "have_module_wait",
-                "if not _asks_through_torch(own, type(module)):",
-                "if False:",
+                "maingrad.ddp.gathers.param_gather",
+                "guard_reads",
+                "elif gather.guards:",
+                "elif False:",
             ),
         ],
     ),
@@ -145,8 +123,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.gathers.param_gather",
                 "guard_reads",
-                "for gather in waiting if refusal is None else ():",
-                "for gather in ():",
+                "if isinstance(module, torch.jit.ScriptModule):",
+                "if False:",
             ),
         ],
     ),
@@ -180,9 +158,8 @@ FAULTS = [
                 "ParamGather.wait",
                 """
                 self._wait_for(flight)
-                with _LOCK:
-                    if self._flight is flight:  # another thread may have issued the next gather meanwhile
-                        self._flight = None
+                if self._flight is flight:  # another thread may have issued the next gather meanwhile
+                    self._flight = None
                 """,
                 """
                 self._flight = None
@@ -205,13 +182,13 @@ FAULTS = [
                 "maingrad.ddp.gathers.waiting_params",
                 "_WaitsForGather.__torch_function__",
                 """
-                for value in list(_waiting_among((args, kwargs))) or tree_leaves((args, kwargs)):
-                    after_gather(value)
+                for value in tree_leaves((args, kwargs)):
+                    _after_gather(value)
                 return func(*args, **kwargs)
                 """,
                 """
-                for value in list(_waiting_among(args)) or tree_leaves(args):
-                    after_gather(value)
+                for value in tree_leaves(args):
+                    _after_gather(value)
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
                 """,
@@ -227,12 +204,12 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.gathers.param_gather",
-                "guard_reads",
+                "ParamGather.guard",
                 """
-                if not gather.guard() and refusal is None:
-                    gather.wait()
+                elif self.refusal is None:
+                    self.wait()
                 """,
-                "gather.guard()",
+                "",
             ),
         ],
     ),
