@@ -20,9 +20,15 @@ from torch import nn
 from torch.distributed.checkpoint import load as torchs_load
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.assignment import assign, stored_tensors
 from maingrad.ddp.checkpoint.files.boxes import Part, boxes_of_range
-from maingrad.ddp.checkpoint.files.manifest import MOST_BYTES, Manifest, SavedTensor, new_id
+from maingrad.ddp.checkpoint.files.manifest import (
+    MOST_BYTES,
+    Manifest,
+    SavedTensor,
+    assign,
+    new_id,
+    stored_tensors,
+)
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
