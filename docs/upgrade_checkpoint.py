@@ -13,10 +13,16 @@ from typing import NamedTuple
 
 import torch
 
-from maingrad.ddp.checkpoint.files.assignment import stored_tensors
 from maingrad.ddp.checkpoint.files.boxes import Part, Parts, parts_of_range
 from maingrad.ddp.checkpoint.files.folder import Staging
-from maingrad.ddp.checkpoint.files.manifest import Manifest, SavedOptimizer, SavedTensor, new_id, write_manifest
+from maingrad.ddp.checkpoint.files.manifest import (
+    Manifest,
+    SavedOptimizer,
+    SavedTensor,
+    new_id,
+    stored_tensors,
+    write_manifest,
+)
 from maingrad.ddp.checkpoint.files.rank_file import file_name, write_rank_file
 
 

@@ -24,8 +24,7 @@ from ..ddp.checkpoint.files.folder import belongs_to_checkpoint
 from ..ddp.checkpoint.files.manifest import MANIFEST_FILE, Manifest
 from ..ddp.checkpoint.files.opened import open_checkpoint
 from ..ddp.checkpoint.files.rank_file import TYPE_NAMES
-from ..ddp.checkpoint.model import ModelTensors
-from ..ddp.checkpoint.ranks import check_same_call
+from ..ddp.checkpoint.model import ModelTensors, check_same_call
 from ..ddp.checkpoint.wrapper_source import WrapperSource, source_of
 
 __all__ = ["CheckpointWeights", "export_safetensors", "load_safetensors", "read_weights", "save_safetensors"]
@@ -110,8 +109,8 @@ def save_safetensors(
     _check_dtype(dtype)
     source = _whole_source_of(model)
     ranks, tensors = source.ranks, source.tensors
-    path, *_, num_expert_sets = check_same_call(target, optimizer, ranks, source.expert_axes, "save_safetensors")
-    _check_one_model(num_expert_sets)
+    path, _, sets = check_same_call(target, optimizer, source, "save_safetensors")
+    _check_one_model(sets.number)
     found: dict[str, Tensor] = {}
     if optimizer is not None:
         optimizer.prepare_state()
@@ -146,7 +145,7 @@ def load_safetensors(
     """
     whole = _whole_source_of(model)
     ranks, tensors = whole.ranks, whole.tensors
-    path, *_ = check_same_call(source, optimizer, ranks, None, "load_safetensors")
+    path, *_ = check_same_call(source, optimizer, whole, "load_safetensors")
     present: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
     stored_as = ranks.run_on_all_ranks(lambda: _match(path, tensors, present), f"the opening of '{path}'")
     if optimizer is not None:

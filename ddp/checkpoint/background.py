@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
 import torch
@@ -22,7 +23,7 @@ from ..collectives.failure_report import CollectiveError
 from .files.boxes import Parts
 from .files.folder import Staging
 from .files.manifest import Manifest, write_manifest
-from .files.rank_file import RankFile, file_name, write_rank_file
+from .files.rank_file import RankFile, check_size, file_name, write_rank_file
 from .ranks import CheckpointRanks
 
 __all__ = ["PendingSave", "finish_pending", "reserve_memory", "wait_for_memory"]
@@ -61,10 +62,10 @@ class PendingSave:
         self._staging, self._ranks, self._id, self._parts = staging, ranks, save_id, parts
         self._manifest = manifest
         self._encoded = "" if manifest is None else manifest.encoded()
-        self._written = threading.Event()
-        self._write_error: BaseException | None = None
-        self._complete_error: BaseException | None = None
-        self._result: BaseException | None = None
+        self._written: Future[None] = Future()
+        self._completed: Future[None] = Future()
+        self._error: Exception | None = None
+        """What ``wait`` raises."""
         self.is_over = True
         """Whether this rank knows the end of the save."""
         self._none_writes = False
@@ -102,7 +103,7 @@ class PendingSave:
 
     def failed(self) -> bool:
         """Whether this rank could not write; ``wait`` raises the error. Waits for nobody."""
-        return self._write_error is not None or self._complete_error is not None
+        return any(step.done() and step.exception() is not None for step in (self._written, self._completed))
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Collective over the model's ranks.
@@ -112,15 +113,15 @@ class PendingSave:
         """
         if not self.is_over:
             try:
-                self._finish(self._wait_for_own, self._wait_for_all)
+                self._finish(self._written.result, self._completed.result)
             except Exception as error:
-                self._result = error
+                self._error = error
                 self._none_writes = not isinstance(error, CollectiveError)
                 self.give_up(after=0.0)
-                self._thread.join()
+            self._thread.join()
             self.is_over = True
-        if self._result is not None:
-            raise self._result
+        if self._error is not None:
+            raise self._error
 
     def give_up(self, *, after: float = _GRACE) -> None:
         """Complete the checkpoint only if all ranks have written within ``after`` seconds. Waits for nobody.
@@ -141,44 +142,26 @@ class PendingSave:
         """
         if self._manifest is None:
             return
-        folder = self._staging.folder
-        for rank, nbytes in self._manifest.nbytes.items():
-            path = folder / file_name(rank)
-            while not path.exists() and self._waits():
-                time.sleep(_PATIENCE)
-            RankFile(path, self._id, nbytes)
-        write_manifest(folder, self._encoded)
-        self._staging.complete()
+        with self._staging:
+            folder = self._staging.folder
+            for rank, nbytes in self._manifest.nbytes.items():
+                path = folder / file_name(rank)
+                while not path.exists() and self._waits():
+                    time.sleep(_PATIENCE)
+                check_size(path, nbytes)
+                RankFile(path, self._id)
+            write_manifest(folder, self._encoded)
+            self._staging.complete()
 
     def _finish(self, write: Callable[[], None], complete: Callable[[], None]) -> None:
         self._ranks.run_on_all_ranks(write, f"the writing of checkpoint '{self.path}'")
         self._appears_by = time.monotonic() + _DELAY
         self._ranks.run_on_all_ranks(complete, f"the completion of checkpoint '{self.path}'")
 
-    def _wait_for_own(self) -> None:
-        self._written.wait()
-        if self._write_error is not None:
-            raise self._write_error
-
-    def _wait_for_all(self) -> None:
-        self._thread.join()
-        if self._complete_error is not None:
-            raise self._complete_error
-
     @torch.no_grad()
     def _run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:
-            self._write_error = error
-        self._written.set()
-        if not self._ranks.leads:
-            return
-        try:
-            with self._staging:
-                self._complete()
-        except BaseException as error:
-            self._complete_error = error
+        _settle(self._written, self._write)
+        _settle(self._completed, self._complete)
 
     def _waits(self) -> bool:
         """Whether the first rank goes on waiting for files. Raises where the save is given up."""
@@ -188,6 +171,15 @@ class PendingSave:
             kind = RuntimeError if self._none_writes else CollectiveError
             raise kind(f"the save to '{self.path}' was given up: not all ranks have written")
         return time.monotonic() < self._appears_by
+
+
+def _settle(step: "Future[None]", action: Callable[[], None]) -> None:
+    """Run the action; ``step`` has its end."""
+    try:
+        action()
+        step.set_result(None)
+    except BaseException as error:
+        step.set_exception(error)
 
 
 def finish_pending(model: nn.Module) -> None:

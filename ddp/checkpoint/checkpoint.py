@@ -5,7 +5,7 @@
 
 Each rank writes a safetensors file of its own slices. Follow a save: the wrapper says what this rank holds
 (``source.py``, ``wrapper_source.py``); every rank makes ``Part``s of it (``model.py``, ``optimizer.py``); where several
-ranks hold the same elements, the first rank says which rank writes them (``files/assignment.py``); the ranks write
+ranks hold the same elements, the first rank says which rank writes them (``files/manifest.py``); the ranks write
 (``files/rank_file.py``), perhaps in a thread (``background.py``); the first rank adds the manifest
 (``files/manifest.py``) and renames the folder (``files/folder.py``). A load goes the other way: it opens the files and
 checks all it can before it changes the model, and then each rank reads its parts (``files/opened.py``).
@@ -25,16 +25,15 @@ from ..collectives.agreement import with_more_text
 from ..collectives.failure_report import CollectiveError
 from ..plan.parallel_marks import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory, wait_for_memory
-from .files.assignment import assign
 from .files.boxes import Part, Parts
 from .files.folder import Staging
-from .files.manifest import Manifest, SavedOptimizer
+from .files.manifest import Manifest, assign
 from .files.opened import MOST_TRIES, OpenedCheckpoint, open_checkpoint
-from .model import ExpertSets, Notes, check_model, make_manifest, parts_of_model, parts_to_fill
+from .model import Notes, check_same_call, make_manifest, misfit_of, parts_of_model, parts_to_fill
 from .on_demand import OnDemand
 from .optimizer import OptimizerLoad, describe_optimizer, describe_updates
-from .ranks import check_same_call
-from .wrapper_source import check_saved_once, source_of
+from .source import Holding
+from .wrapper_source import source_of
 
 __all__ = ["load_checkpoint", "prepare_background_saves", "save_checkpoint"]
 
@@ -63,7 +62,6 @@ def save_checkpoint(
     checkpoint there. Raises ``FileExistsError`` where something else is at ``path``, and where another save to ``path``
     is running. All ranks raise the same error.
     """
-    check_saved_once(model)
     finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
@@ -74,37 +72,28 @@ def save_checkpoint(
             "would write this rank's slices under the names of whole parameters, where other ranks write theirs",
             "save state_dict() of each tensor-parallel rank to a file of its own",
         )
-    target, save_id, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "save_checkpoint")
-    staging = Staging(target)
-    sets = ExpertSets(*experts)
+    target, save_id, sets = check_same_call(path, optimizer, source, "save_checkpoint")
 
-    def prepare() -> tuple[Parts, Notes, SavedOptimizer | None, Any]:
-        holding = source.hold(optimizer, saving=True)
-        saved = None if holding.optimizer is None else describe_optimizer(holding.optimizer)
-        parts, notes = Parts(), Notes([], {}, [], {})
-        if ranks.writes:
-            names = sets.names(holding)
-            parts = parts_of_model(holding, names, ranks.place, ranks.num_writers)
-            tied = {names[alias]: names[first] for alias, first in holding.tied.items()}
-            buffers = [names[name] for name in holding.buffers]
-            notes = Notes(list(parts), describe_updates(holding, names), buffers, tied)
-        copied = None
+    def prepare() -> tuple[Holding, Parts]:
+        holding = sets.stored(source.hold(optimizer, saving=True))
+        parts = parts_of_model(holding, ranks)
         if ranks.leads:
-            copied = _as_json(extra)
             staging.begin()
-        return parts, notes, saved, copied
+        return holding, parts
+
+    def note(prepared: tuple[Holding, Parts]) -> Notes:
+        holding, parts = prepared
+        return Notes([*parts], describe_updates(holding), [*holding.buffers], holding.tied)
 
     with ExitStack() as stack:
-        stack.enter_context(staging)
-        (parts, _, saved, written_extra), all_notes = ranks.run_and_gather(
-            prepare, lambda prepared: prepared[1], f"the preparation of checkpoint '{target}'"
-        )
+        staging = stack.enter_context(Staging(target))
+        (holding, parts), notes = ranks.run_and_gather(prepare, note, f"the preparation of checkpoint '{target}'")
 
         def plan() -> PendingSave:
-            writers = assign([notes.parts for notes in all_notes])
-            manifest = None
+            writers = assign([each.parts for each in notes])
+            saved, manifest = describe_optimizer(holding.optimizer), None
             if ranks.leads:
-                manifest = make_manifest(writers, all_notes, sets, saved, written_extra, save_id)
+                manifest = make_manifest(writers, notes, sets, saved, _as_json(extra), save_id)
             return PendingSave(staging, ranks, save_id, _chosen(parts, writers, ranks.place), manifest)
 
         pending = ranks.run_on_all_ranks(plan, f"the plan of checkpoint '{target}'")
@@ -135,8 +124,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
-    target, _, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "load_checkpoint")
-    sets = ExpertSets(*experts)
+    target, _, sets = check_same_call(path, optimizer, source, "load_checkpoint")
 
     def prepare() -> tuple[OpenedCheckpoint, OptimizerLoad | None, OnDemand]:
         holding = source.hold(optimizer, saving=False)
@@ -148,16 +136,15 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             on_demand = OnDemand.plan(source.module, manifest.tensors)
             shown = on_demand.shown_in(holding)
             # Earlier versions have stored buffers of experts once for all sets, unless they were marked.
-            own = [name for name in shown.expert_buffers if name not in manifest.tensors]
-            shown = shown._replace(expert_buffers=own)
-            try:
-                check_model(manifest, shown, sets)
-            except ValueError as error:
+            of_all = manifest.tensors.keys() & shown.buffers.keys()
+            shown = sets.stored(shown._replace(experts={*shown.experts} - of_all))
+            misfit = misfit_of(manifest, shown, sets)
+            if misfit is not None:
                 raise ValueError(
-                    f"checkpoint '{target}' does not fit this model: {error}; load it into a model that is built as "
+                    f"checkpoint '{target}' does not fit this model: {misfit}; load it into a model that is built as "
                     f"the saved one was, or begin a new run in another folder"
-                ) from None
-            parts = parts_to_fill(manifest, shown, sets.names(shown))
+                )
+            parts = parts_to_fill(manifest, shown)
             if shown.optimizer is not None:
                 state = OptimizerLoad.plan(manifest, shown, shown.optimizer, sets)
                 parts |= state.parts
@@ -201,18 +188,15 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     environment of the process lets kernels start, and ``pinned_num_register_threads:8`` behind it, after a comma, is
     three times as fast. No CUDA graph can be captured before the memory is there.
     """
-    check_saved_once(model)
     source = source_of(model)
     ranks = source.ranks
     anywhere = os.sep  # a path that is one on all ranks
-    _, _, *experts = check_same_call(anywhere, optimizer, ranks, source.expert_axes, "prepare_background_saves")
-
-    def prepare() -> Parts:
-        holding = source.hold(optimizer, saving=True)
-        names = ExpertSets(*experts).names(holding)
-        return parts_of_model(holding, names, ranks.place, ranks.num_writers) if ranks.writes else {}
-
-    parts, held = ranks.run_and_gather(prepare, lambda parts: [*parts], "the listing of what is saved")
+    *_, sets = check_same_call(anywhere, optimizer, source, "prepare_background_saves")
+    parts, held = ranks.run_and_gather(
+        lambda: parts_of_model(sets.stored(source.hold(optimizer, saving=True)), ranks),
+        lambda parts: [*parts],
+        "the listing of what is saved",
+    )
     reserve_memory(model, _chosen(parts, assign(held), ranks.place))
 
 

@@ -3,28 +3,37 @@
 A checkpoint stores whole parameters by name. Buckets and shards show only in the ``Part``s of each rank.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from .files.assignment import stored_tensors
+from ..collectives.agreement import gather
+from ..plan.owned_params import buffers_of_experts
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
-from .files.manifest import Manifest, SavedOptimizer, SavedTensor
+from .files.manifest import Manifest, SavedOptimizer, SavedTensor, new_id, stored_tensors
 from .files.typed_json import dtype_name
-from .source import Holding
+from .ranks import CheckpointRanks
+from .source import CheckpointSource, Holding
 
 __all__ = [
     "ExpertSets",
     "ModelTensors",
     "Notes",
-    "check_model",
+    "check_same_call",
+    "experts_of",
     "make_manifest",
+    "misfit_of",
     "model_tensors",
     "parts_of_model",
     "parts_to_fill",
 ]
+
+T = TypeVar("T")
 
 
 class ExpertSets(NamedTuple):
@@ -34,13 +43,27 @@ class ExpertSets(NamedTuple):
     """Which set this rank holds; -1: none."""
     number: int = 1
 
-    def names(self, holding: Holding) -> dict[str, str]:
-        """Name in the model -> name in the files, of parameters, their further names and buffers."""
-        experts = {*holding.expert_buffers, *(name for name, param in holding.params.items() if param.is_expert)}
-        experts |= {alias for alias, first in holding.tied.items() if first in experts}
-        suffix = self.suffix(self.here) if self.number > 1 else ""
-        everything = (*holding.params, *holding.tied, *holding.buffers)
-        return {name: name + suffix if name in experts else name for name in everything}
+    def stored(self, holding: Holding) -> Holding:
+        """``holding`` by the names in the files."""
+        if self.number == 1:
+            return holding._replace(experts=())
+        experts = {*holding.experts, *(alias for alias, first in holding.tied.items() if first in holding.experts)}
+
+        def rename(name: str) -> str:
+            return name + self.suffix(self.here) if name in experts else name
+
+        def renamed(held: Mapping[str, T]) -> dict[str, T]:
+            return {rename(name): each for name, each in held.items()}
+
+        return Holding(
+            renamed(holding.params),
+            renamed(holding.buffers),
+            {rename(alias): rename(first) for alias, first in holding.tied.items()},
+            renamed(holding.whole),
+            renamed(holding.slices),
+            holding.optimizer,
+            {*map(rename, experts)},
+        )
 
     def elsewhere(self, stored: str) -> bool:
         """Whether a stored parameter is an expert that only other ranks hold."""
@@ -50,6 +73,41 @@ class ExpertSets(NamedTuple):
     def suffix(self, expert_set: int) -> str:
         """Suffix of the stored names of one set's experts."""
         return f"@expert_set_{expert_set}_of_{self.number}"
+
+
+def check_same_call(
+    path: str | os.PathLike[str], optimizer: object, source: CheckpointSource, what: str
+) -> tuple[Path, str, ExpertSets]:
+    """The absolute path, an id that no other call has, and the sets of experts.
+
+    Raises ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none.
+
+    what  name of the call, for errors
+
+    Collective over the source's ranks.
+    """
+    ranks, axes = source.ranks, source.expert_axes
+    experts = -1  # else the smallest rank that holds the same
+    if axes is not None:
+        experts = min(gather(dist.get_rank(), axes, ranks.failures, "the comparison of experts between ranks"))
+
+    def call() -> tuple[str, bool, str, int]:
+        if not os.fspath(path):
+            raise ValueError(f"{what} was given '' as its path: name a folder")
+        return os.path.realpath(path), optimizer is not None, new_id(), experts
+
+    _, calls = ranks.run_and_gather(call, lambda said: said, f"the beginning of {what}")
+    paths, has_optimizer, ids, all_experts = zip(*calls, strict=True)
+    other = next((each for each in paths if each != paths[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"all ranks save to and load from one folder; the first one has '{paths[0]}', another '{other}'"
+        )
+    if len(set(has_optimizer)) > 1:
+        raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
+    known = sorted({*all_experts} - {-1})
+    sets = ExpertSets(known.index(experts) if experts in known else -1, len(known)) if len(known) > 1 else ExpertSets()
+    return Path(paths[0]), ids[0], sets
 
 
 class ModelTensors(NamedTuple):
@@ -80,25 +138,31 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
-def parts_of_model(holding: Holding, names: Mapping[str, str], index: int, num_writers: int) -> Parts:
-    """This rank's parameters, masters, moments and buffers to save: views of memory.
+def experts_of(module: nn.Module, tensors: ModelTensors, is_expert: Callable[[nn.Parameter], bool]) -> set[str]:
+    """Names of the parameters for which ``is_expert`` is true, and of their modules' buffers."""
+    buffers = buffers_of_experts(module, is_expert)
+    params = {name for name, param in tensors.parameters.items() if is_expert(param)}
+    return params | {name for name, buffer in tensors.buffers.items() if id(buffer) in buffers}
 
-    index, num_writers  whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may
-                        differ between ranks: the first one's are saved, as ``broadcast_params`` copies them
+
+def parts_of_model(holding: Holding, ranks: CheckpointRanks) -> Parts:
+    """This rank's parameters, masters, moments and buffers to save, by stored names: views of memory.
+
+    Whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may differ between
+    ranks: the first one's are saved, as ``broadcast_params`` copies them.
     """
     parts: Parts = {}
-    for turn, (name, tensor) in enumerate(holding.whole.items()):
-        if holding.params[name].is_expert or turn % num_writers == index:
-            parts |= _dense(names[name], tensor)
-    for name, buffer in holding.buffers.items():
-        if index == 0 or names[name] != name:
-            parts |= _dense(names[name], buffer)
-    for held in holding.slices:
-        param = holding.params[held.name]
+    if not ranks.writes:
+        return parts
+    for turn, (name, tensor) in [*enumerate(holding.whole.items()), *((0, each) for each in holding.buffers.items())]:
+        if name in holding.experts or turn % ranks.num_writers == ranks.place:
+            parts |= _dense(name, tensor)
+    for name, held in holding.slices.items():
+        param = holding.params[name]
         sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state().items()}}
         if held.master.dtype is not param.dtype:
             sections["master"] = held.master
-        parts |= parts_of_range(names[held.name], param.shape, held.start, sections, model=param.dtype)
+        parts |= parts_of_range(name, param.shape, held.start, sections, model=param.dtype)
     return parts
 
 
@@ -112,24 +176,23 @@ def _dense(stored: str, tensor: Tensor) -> Parts:
     return part_of_whole(stored, "model", tensor.detach())
 
 
-def parts_to_fill(manifest: Manifest, holding: Holding, names: Mapping[str, str]) -> Parts:
-    """The memory into which a model's values are read. Call ``check_model`` before."""
+def parts_to_fill(manifest: Manifest, holding: Holding) -> Parts:
+    """The memory into which a model's values are read. Call ``misfit_of`` before."""
     parts: Parts = {}
     for name, tensor in {**holding.buffers, **holding.whole}.items():
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(
-                f"'{names[name]}' is expanded: several of its elements are one place in memory, which cannot take the "
+                f"'{name}' is expanded: several of its elements are one place in memory, which cannot take the "
                 f"checkpoint's; make it a tensor of its own with clone()"
             )
-        parts |= _dense(names[name], tensor)
-    for held in holding.slices:
-        if held.name in holding.whole:
+        parts |= _dense(name, tensor)
+    for name, held in holding.slices.items():
+        if name in holding.whole:
             continue  # the master is a view of the whole parameter
-        stored = names[held.name]
-        entry = manifest.tensors[stored]
+        entry = manifest.tensors[name]
         # The parameter follows from its master.
         section = "master" if entry.has_master and held.master.dtype is torch.float32 else "model"
-        parts |= parts_of_range(stored, entry.shape, held.start, {section: held.master})
+        parts |= parts_of_range(name, entry.shape, held.start, {section: held.master})
     return parts
 
 
@@ -170,7 +233,7 @@ def make_manifest(
                 )
             updates[name] = group, known or scalars
     buffers = {name for notes in all_notes for name in notes.buffers}
-    tensors = {}
+    tensors: dict[str, SavedTensor] = {}
     for name, stored in stored_tensors(writers).items():
         try:
             tensors[name] = SavedTensor(*stored, name in buffers, *updates.get(name, (None, dict[str, Any]())))
@@ -187,21 +250,18 @@ def make_manifest(
     return Manifest(save_id, tensors, tied, sets.number, optimizer, extra)
 
 
-def check_model(manifest: Manifest, holding: Holding, sets: ExpertSets) -> None:
-    """Raise ``ValueError``, naming the first parameter or buffer in which model and checkpoint differ."""
+def misfit_of(manifest: Manifest, holding: Holding, sets: ExpertSets) -> str | None:
+    """The first parameter or buffer in which model and checkpoint differ, for an error."""
     if manifest.num_expert_sets != sets.number:
-        raise ValueError(
+        return (
             f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
             f"ranks have {sets.number}: experts do not move between ranks"
         )
-    names = sets.names(holding)
     # By name, what the saved tensor may be.
     present = {
-        names[name]: [_described(False, param.shape, dtype) for dtype in (param.dtype, param.kept)]
+        name: [_described(False, param.shape, dtype) for dtype in (param.dtype, param.kept)]
         for name, param in holding.params.items()
-    }
-    for name, buffer in holding.buffers.items():
-        present[names[name]] = [_described(True, buffer.shape, buffer.dtype)]
+    } | {name: [_described(True, buffer.shape, buffer.dtype)] for name, buffer in holding.buffers.items()}
     saved = {
         name: _described(entry.is_buffer, entry.shape, entry.dtype)
         for name, entry in manifest.tensors.items()
@@ -212,11 +272,12 @@ def check_model(manifest: Manifest, holding: Holding, sets: ExpertSets) -> None:
     if missing or unknown:
         sides = [f"the model's {_in_words(missing)} is not in the checkpoint"] if missing else []
         sides += [f"the checkpoint's {_in_words(unknown)} is not in the model"] if unknown else []
-        raise ValueError("; ".join(sides))
+        return "; ".join(sides)
     for name, there in saved.items():
         if there not in present[name]:
             here = " or ".join(dict.fromkeys(present[name]))
-            raise ValueError(f"'{name}' is {here} in the model and {there} in the checkpoint")
+            return f"'{name}' is {here} in the model and {there} in the checkpoint"
+    return None
 
 
 def _described(is_buffer: bool, shape: Sequence[int], dtype: torch.dtype) -> str:

@@ -7,51 +7,60 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .files.boxes import Parts, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, from_json, to_json
 from .model import ExpertSets
-from .source import HeldOptimizer, HeldSlice, Holding
+from .source import Holding
 
 __all__ = ["OptimizerLoad", "describe_optimizer", "describe_updates"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
+_ALONE = "load the weights alone with load_checkpoint(path, model)"
 
 
-def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
+def describe_optimizer(optimizer: Optimizer | None) -> SavedOptimizer | None:
     """The optimizer's class and its groups' hyperparameters."""
+    if optimizer is None:
+        return None
     groups = tuple(
         {
             key: to_json(value, f"option '{key}' of parameter group {index}")
             for key, value in group.items()
             if key not in _HOW_NOT_WHAT
         }
-        for index, group in enumerate(optimizer.groups)
+        for index, group in enumerate(optimizer.param_groups)
     )
-    return SavedOptimizer(optimizer.class_name, groups)
+    return SavedOptimizer(_class_name(optimizer), groups)
 
 
-def describe_updates(holding: Holding, names: Mapping[str, str]) -> dict[str, tuple[int | None, dict[str, Any]]]:
-    """Group, and state that is not elementwise, of each parameter with a slice here; by stored names."""
+def _class_name(optimizer: Optimizer) -> str:
+    kind: type = getattr(optimizer, "optimizer_class", type(optimizer))
+    return kind.__name__
+
+
+def describe_updates(holding: Holding) -> dict[str, tuple[int | None, dict[str, Any]]]:
+    """Group, and state that is not elementwise, of each parameter with a slice here."""
     return {
-        names[held.name]: (
+        name: (
             held.group,
             {
-                key: to_json(value, f"state '{key}' of parameter '{held.name}'")
+                key: to_json(value, f"state '{key}' of parameter '{name}'")
                 for key, value in held.scalars().items()
                 if value is not None
             },
         )
-        for held in holding.slices
+        for name, held in holding.slices.items()
     }
 
 
 class OptimizerLoad(NamedTuple):
     """A checked load of optimizer state, before the tensors are read."""
 
-    optimizer: HeldOptimizer
+    optimizer: Optimizer
     parts: Parts
     """The memory into which this rank's moments are read."""
     state: Mapping[Tensor, dict[str, Any]]
@@ -60,7 +69,7 @@ class OptimizerLoad(NamedTuple):
     """Saved hyperparameters by the index of a group here."""
 
     @classmethod
-    def plan(cls, manifest: Manifest, holding: Holding, optimizer: HeldOptimizer, sets: ExpertSets) -> "OptimizerLoad":
+    def plan(cls, manifest: Manifest, holding: Holding, optimizer: Optimizer, sets: ExpertSets) -> "OptimizerLoad":
         """Check that the saved state fits the optimizer, else raise ``ValueError``; allocate memory."""
         saved = manifest.optimizer
         if saved is None:
@@ -68,67 +77,57 @@ class OptimizerLoad(NamedTuple):
                 "the checkpoint was saved without an optimizer: load_checkpoint(path, model) takes its weights, and "
                 "the optimizer starts anew from them"
             )
-        if saved.optimizer_class != optimizer.class_name:
+        if saved.optimizer_class != _class_name(optimizer):
             raise ValueError(
                 f"the checkpoint has the state of {saved.optimizer_class}, and this optimizer is "
-                f"{optimizer.class_name}, which keeps other moments: load the weights alone with "
-                f"load_checkpoint(path, model)"
+                f"{_class_name(optimizer)}, which keeps other moments: {_ALONE}"
             )
-        names = sets.names(holding)
-        entries = {held.name: manifest.tensors[names[held.name]] for held in holding.slices}
-        groups = _match_groups(saved, optimizer, [(held, entries[held.name]) for held in holding.slices])
+        entries = {name: entry for name, entry in manifest.tensors.items() if not sets.elsewhere(name)}
+        groups = _match_groups(saved, optimizer, holding, entries)
+        for here, there in groups.items():
+            _check_options(here, saved.groups[there], optimizer.param_groups[here])
         state: dict[Tensor, dict[str, Any]] = {}
         first: dict[Tensor, str] = {}
         parts: Parts = {}
-        for held in holding.slices:
-            entry = entries[held.name]
-            if held.group is None or held.updated is None:
+        for name, held in holding.slices.items():
+            entry, updated = entries[name], held.updated
+            if held.group is None or updated is None:
                 continue
-            _check_width(held, entry)
-            updated = held.updated
-            if updated not in state:
-                group = optimizer.groups[held.group]
-                state[updated] = _make_state(optimizer.state.get(updated, {}), updated, group, entry)
-                first[updated] = held.name
-            other = entries[first[updated]]
-            if (entry.state, entry.scalars) != (other.state, other.scalars):
+            width = torch.float32 if entry.has_master else entry.dtype
+            if held.master.dtype is not width:
                 raise ValueError(
-                    f"parameters '{first[updated]}' and '{held.name}' are updated together here, and the "
-                    f"checkpoint has different states of them: {_in_words(other)}, and {_in_words(entry)}; some steps "
-                    f"left one of them out. A fully sharded model goes on from it; here, load the weights alone with "
-                    f"load_checkpoint(path, model)"
+                    f"the optimizer updates parameter '{name}' in {dtype_name(held.master.dtype)}, and the saved one "
+                    f"did in {dtype_name(width)}: {_ALONE}"
+                )
+            other = entries[first.setdefault(updated, name)]
+            if updated not in state:
+                group = optimizer.param_groups[held.group]
+                state[updated] = _make_state(optimizer.state.get(updated, {}), updated, group, entry)
+            if (entry.state, entry.scalars) != (other.state, other.scalars):
+                one, another = (f"{sorted(each.state)} {each.scalars}" for each in (other, entry))
+                raise ValueError(
+                    f"parameters '{first[updated]}' and '{name}' are updated together here, and the checkpoint has "
+                    f"different states of them: {one}, and {another}; some steps left one of them out. A fully "
+                    f"sharded model goes on from it; here, {_ALONE}"
                 )
             if entry.state:
                 place = slice(held.offset, held.offset + held.end - held.start)
                 flat = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
-                parts |= parts_of_range(names[held.name], entry.shape, held.start, flat)
-        for group in optimizer.groups:  # tensors without elements are not saved, but step with the others
+                parts |= parts_of_range(name, entry.shape, held.start, flat)
+        for group in optimizer.param_groups:  # tensors without elements are not saved, but step with the others
             likes = {updated.dtype: updated for updated in group["params"] if updated in first}
             for updated in group["params"]:
                 if updated.numel() == 0 and updated.requires_grad and updated not in state:
                     like = likes.get(updated.dtype)
                     state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
-        trained = {
-            name for name, entry in manifest.tensors.items() if entry.group is not None and not sets.elsewhere(name)
-        }
-        frozen = trained.difference(names[held.name] for held in holding.slices)
-        if frozen:
-            raise ValueError(
-                f"parameter '{min(frozen)}' is frozen, and the checkpoint has optimizer state of it: load the weights "
-                f"alone with load_checkpoint(path, model)"
-            )
-        found = {here: saved.groups[there] for here, there in groups.items()}
-        for here, options in found.items():
-            _check_options(here, options, optimizer.groups[here])
-        return cls(optimizer, parts, state, found)
+        return cls(optimizer, parts, state, {here: saved.groups[there] for here, there in groups.items()})
 
     @torch.no_grad()
     def finish(self) -> None:
         """After reading: install the state and the hyperparameters."""
-        for updated, state in self.state.items():
-            self.optimizer.state[updated] = state
+        self.optimizer.state.update(self.state)
         for index, saved in self.groups.items():
-            group = self.optimizer.groups[index]
+            group = self.optimizer.param_groups[index]
             for key, value in saved.items():
                 loaded, current = from_json(value), group.get(key)
                 if isinstance(current, Tensor):
@@ -165,49 +164,36 @@ def _kind_of(value: Any) -> Any:
 
 
 def _match_groups(
-    saved: SavedOptimizer, optimizer: HeldOptimizer, sliced: list[tuple[HeldSlice, SavedTensor]]
+    saved: SavedOptimizer, optimizer: Optimizer, holding: Holding, entries: Mapping[str, SavedTensor]
 ) -> dict[int, int]:
     """Index of each group here -> index of the saved group with the same parameters. Empty groups match by index.
 
     Raises ``ValueError`` where the saved groups hold other parameters.
     """
-    pairs = {(held.group, entry.group) for held, entry in sliced}
-    here, there = {one for one, _ in pairs}, {other for _, other in pairs}
-    if not len(here) == len(pairs) == len(there) or any((one is None) != (other is None) for one, other in pairs):
-        if len(saved.groups) != len(optimizer.groups):
+    placed = {name: (held.group if (held := holding.slices.get(name)) else None) for name in entries}
+    pairs = {(placed[name], entry.group) for name, entry in entries.items()}
+    matched = dict(pairs)
+    is_one_to_one = len(pairs) == len(matched) == len({*matched.values()})
+    if not is_one_to_one or any((one is None) != (other is None) for one, other in pairs):
+        if len(saved.groups) != len(optimizer.param_groups):
             raise ValueError(
-                f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer {len(optimizer.groups)}"
+                f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer "
+                f"{len(optimizer.param_groups)}"
             )
-        held, entry = next((held, entry) for held, entry in sliced if held.group != entry.group)
+        name = next(name for name, entry in entries.items() if placed[name] != entry.group)
         raise ValueError(
-            f"parameter '{held.name}' {_place(held.group, 'is')} and {_place(entry.group, 'was')} when the checkpoint "
-            f"was saved"
+            f"parameter '{name}' is {_place(placed[name])} and was {_place(entries[name].group)} when the checkpoint "
+            f"was saved: {_ALONE}"
         )
-    matched = {one: other for one, other in pairs if one is not None and other is not None}
-    for index in range(min(len(saved.groups), len(optimizer.groups))):
-        if index not in matched and index not in matched.values():
-            matched[index] = index
-    return matched
+    groups = {one: other for one, other in matched.items() if one is not None and other is not None}
+    for index in range(min(len(saved.groups), len(optimizer.param_groups))):
+        if index not in groups and index not in groups.values():
+            groups[index] = index
+    return groups
 
 
-def _place(group: int | None, verb: str) -> str:
-    if group is None:
-        return f"{verb} frozen, or {'has' if verb == 'is' else 'had'} no optimizer,"
-    return f"{verb} in {'parameter group' if verb == 'is' else 'group'} {group}"
-
-
-def _check_width(held: HeldSlice, entry: SavedTensor) -> None:
-    """Raise ``ValueError`` unless both optimizers update elements of one dtype."""
-    there = torch.float32 if entry.has_master else entry.dtype
-    if held.master.dtype is not there:
-        raise ValueError(
-            f"the optimizer updates parameter '{held.name}' in {dtype_name(held.master.dtype)}, and the saved one did "
-            f"in {dtype_name(there)}: load the weights alone with load_checkpoint(path, model)"
-        )
-
-
-def _in_words(entry: SavedTensor) -> str:
-    return f"{sorted(entry.state)} {dict(entry.scalars)}"
+def _place(group: int | None) -> str:
+    return "frozen, or without an optimizer," if group is None else f"in parameter group {group}"
 
 
 def _make_state(

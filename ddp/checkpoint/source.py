@@ -5,16 +5,17 @@ A wrapper has a method ``checkpoint_source()``, which returns a ``CheckpointSour
 ``Holding`` from the source: names, shapes and dtypes of the whole model, and views of this rank's memory.
 """
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .ranks import CheckpointRanks
 
-__all__ = ["CheckpointSource", "HeldOptimizer", "HeldParam", "HeldSlice", "Holding"]
+__all__ = ["CheckpointSource", "HeldParam", "HeldSlice", "Holding"]
 
 
 class HeldParam(NamedTuple):
@@ -26,16 +27,10 @@ class HeldParam(NamedTuple):
     """Dtype that the model computes with, and of the file's ``model`` entry."""
     kept: torch.dtype
     """Dtype that ranks keep between steps: wider than ``dtype`` where they keep only masters. Both can be loaded."""
-    is_expert: bool
-    """Whether other ranks hold other experts under this name."""
 
 
 class HeldSlice(Protocol):
     """Elements [start, end) of a flattened parameter that this rank holds, with their optimizer state."""
-
-    @property
-    def name(self) -> str:
-        """First name of the parameter."""
 
     @property
     def start(self) -> int:
@@ -74,16 +69,6 @@ class HeldSlice(Protocol):
         """The rest of the state, such as the number of steps."""
 
 
-class HeldOptimizer(NamedTuple):
-    """The optimizer of a model."""
-
-    class_name: str
-    groups: Sequence[dict[str, Any]]
-    """The parameter groups themselves: a load writes hyperparameters into them."""
-    state: MutableMapping[Tensor, Any]
-    """The state of each ``HeldSlice.updated``: a load writes into it."""
-
-
 class Holding(NamedTuple):
     """A model and perhaps its optimizer, as one rank holds them for one save or load."""
 
@@ -95,11 +80,12 @@ class Holding(NamedTuple):
     """Further names of parameters -> their first name."""
     whole: Mapping[str, Tensor]
     """Parameters without a slice: the model's own tensors, whole on this rank."""
-    slices: Sequence[HeldSlice]
+    slices: Mapping[str, HeldSlice]
     """A slice of each other parameter, empty where this rank holds no element."""
-    optimizer: HeldOptimizer | None
-    expert_buffers: Collection[str] = ()
-    """Names of the buffers of experts, which only some ranks hold."""
+    optimizer: Optimizer | None
+    """A load writes hyperparameters into ``param_groups``, and into ``state`` that of each ``HeldSlice.updated``."""
+    experts: Collection[str]
+    """Names of parameters and buffers of which other ranks hold others under the same names."""
 
 
 class CheckpointSource(Protocol):

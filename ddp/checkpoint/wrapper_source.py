@@ -10,53 +10,47 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
-from ..plan.owned_params import buffers_of_experts
 from ..plan.parallel_marks import is_marked_expert
 from ..wrapper.data_parallel import DistributedDataParallel
-from .model import ModelTensors, model_tensors
+from .model import ModelTensors, experts_of, model_tensors
 from .ranks import CheckpointRanks
-from .source import CheckpointSource, HeldOptimizer, HeldParam, Holding
+from .source import CheckpointSource, HeldParam, Holding
 
-__all__ = ["WrapperSource", "check_saved_once", "source_of"]
+__all__ = ["WrapperSource", "source_of"]
 
 
 def source_of(model: nn.Module) -> CheckpointSource:
     """The source through which a model is saved and loaded.
 
     Raises ``ValueError`` for a whole module that contains sharded modules or DTensors, of which one rank's part would
-    be saved as all; and for tensors on the meta device, which have no values.
+    be saved as all; for tensors on the meta device, which have no values; and for a model in torch's wrapper.
     """
     own = getattr(model, "checkpoint_source", None)
     if own is not None:
         return cast(CheckpointSource, own())
-    sharded = next((name for name, part in model.named_modules() if hasattr(part, "checkpoint_source")), None)
-    if sharded is not None:
+    if isinstance(model, TorchDDP):
         raise ValueError(
-            f"module '{sharded}' is sharded, and the model around it is not: call fully_shard on the model too, or "
-            f"save and load the module alone"
+            "the model is in torch's DistributedDataParallel, which each rank would save by itself: on one rank, "
+            "save_checkpoint(path, model.module); that is what load_checkpoint(path, model.module) reads on all"
         )
+    for name, part in model.named_modules():
+        if hasattr(part, "checkpoint_source"):
+            raise ValueError(
+                f"module '{name}' is sharded, and the model around it is not: call fully_shard on the model too, or "
+                f"save and load the module alone"
+            )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(
                 f"'{name}' is on the meta device, which keeps no values: give the model memory first "
                 f"(model.to_empty(device=...))"
             )
-    for name, param in model.named_parameters():
-        if hasattr(param, "device_mesh"):
+        if hasattr(tensor, "device_mesh"):
             raise ValueError(
                 f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism), of "
                 f"which this rank holds a part: torch.distributed.checkpoint saves and loads it"
             )
     return WrapperSource(model)
-
-
-def check_saved_once(model: nn.Module) -> None:
-    """Raise ``ValueError`` for a model in torch's DistributedDataParallel: every rank would save it by itself."""
-    if isinstance(model, TorchDDP):
-        raise ValueError(
-            "the model is in torch's DistributedDataParallel, which each rank would save by itself: on one rank, "
-            "save_checkpoint(path, model.module); that is what load_checkpoint(path, model.module) reads on all"
-        )
 
 
 class WrapperSource:
@@ -92,23 +86,19 @@ class WrapperSource:
             if saving:
                 held.refresh_masters()
         tensors = self.tensors
-        slices = [] if held is None else held.slices
+        slices = {} if held is None else {part.name: part for part in held.slices}
         read_whole = not saving and held is not None and _are_on_cpu_without_masters(held)
-        sliced = set() if read_whole else {part.name for part in slices}
-        of_experts = buffers_of_experts(self.module, is_marked_expert)
         return Holding(
             params={
-                name: HeldParam(tuple(param.shape), param.dtype, param.dtype, is_expert=is_marked_expert(param))
+                name: HeldParam(tuple(param.shape), param.dtype, param.dtype)
                 for name, param in tensors.parameters.items()
             },
             buffers=tensors.buffers,
             tied=tensors.tied,
-            whole={name: param for name, param in tensors.parameters.items() if name not in sliced},
+            whole={name: param for name, param in tensors.parameters.items() if read_whole or name not in slices},
             slices=slices,
-            optimizer=None
-            if held is None
-            else HeldOptimizer(held.optimizer_class.__name__, held.param_groups, held.state),
-            expert_buffers=[name for name, buffer in tensors.buffers.items() if id(buffer) in of_experts],
+            optimizer=held,
+            experts=experts_of(self.module, tensors, is_marked_expert),
         )
 
     def loaded(self, optimizer: object) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..torch_internals.distributed import default_store
-from .rank_fates import RankFates, announce
+from .rank_fates import announce, ask_others
 from .rank_grid import RankGrid, all_groups
 
 __all__ = ["CollectiveError", "FailureReporter", "Watch"]
@@ -55,10 +55,9 @@ class FailureReporter:
         """False without ``torch.distributed``, and on simulated ranks, whose own errors say everything."""
         if self.active:
             assert default_store is not None
-            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
             self._store = default_store()
             with suppress(RuntimeError):  # an unreachable store is reported when it is needed
-                announce(self._store, self._rank)
+                announce(self._store, dist.get_rank())
 
     def watch(self, what: str, bucket: str | None = None, num_params: int = 0) -> "Watch":
         """A ``with`` block around a collective or a wait: its failure is raised as a ``CollectiveError``.
@@ -76,15 +75,12 @@ class FailureReporter:
         """
         if self._first is not None:
             return self._first
+        rank = dist.get_rank()
         for group in all_groups(self.grids):
             _close_connections(group)
-        fates = RankFates(self._store, self._rank, self._world_size, waited_for)
-        fates.inquire()
-        lines = [
-            f"rank {self._rank} waited {seconds:.2f} s for {waited_for}, which failed: {_in_short(error)}",
-            *fates.lines(),
-        ]
-        self._first = CollectiveError("\n  ".join(lines), rank=self._rank, silent=fates.silent)
+        silent, lines = ask_others(self._store, rank, dist.get_world_size(), waited_for)
+        own = f"rank {rank} waited {seconds:.2f} s for {waited_for}, which failed: {_in_short(error)}"
+        self._first = CollectiveError("\n  ".join((own, *lines)), rank=rank, silent=silent)
         return self._first
 
 

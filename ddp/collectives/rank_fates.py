@@ -7,12 +7,12 @@ for, and then waits ``PATIENCE`` seconds for the other ranks to do the same.
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from threading import Thread
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, and missing in its __all__
 
-__all__ = ["RankFates", "announce"]
+__all__ = ["announce", "ask_others"]
 
 PATIENCE = 3.0
 """Seconds that a failed rank waits for the reports of the other ranks."""
@@ -26,72 +26,63 @@ def announce(store: Store, rank: int) -> None:
     store.set(f"{_KEYS}/process/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
 
 
-class RankFates:
-    """The inquiry of a rank whose collective failed. After ``inquire``, ``silent`` are the ranks without a report."""
+def ask_others(store: Store, rank: int, world_size: int, waited_for: str) -> tuple[list[int], list[str]]:
+    """The other ranks without a report, and lines for an error: which ranks are silent, and what others waited for.
 
-    def __init__(self, store: Store, rank: int, world_size: int, waited_for: str) -> None:
-        self._store = store
-        self._rank = rank
-        self._waited_for = waited_for
-        self._reported: dict[int, str] = {}
-        self._processes: dict[int, str] = {}
-        self._trouble: str | None = "it does not answer"
-        self.silent = [other for other in range(world_size) if other != rank]
+    Reports this rank's own failure. Takes up to ``2 * PATIENCE`` seconds.
+    """
+    silent = [other for other in range(world_size) if other != rank]
+    reported: dict[int, str] = {}
+    processes: dict[int, str] = {}
+    trouble: str | None = "it does not answer"
 
-    def inquire(self) -> None:
-        """Report this rank's failure and read the others' reports. Takes up to ``2 * PATIENCE`` seconds."""
-        # A thread, because a call to the store may hang.
-        thread = Thread(target=self._ask, name="maingrad-failure-report", daemon=True)
-        thread.start()
-        thread.join(2 * PATIENCE)
+    def read(what: str, ranks: Sequence[int]) -> dict[int, str]:
+        keys = {other: f"{_KEYS}/{what}/{other}" for other in ranks}
+        return {other: bytes(store.get(key)).decode() for other, key in keys.items() if store.check([key])}
 
-    def lines(self) -> list[str]:
-        """The report: one line each for ranks that are silent, or failed."""
-        lines = []
-        if self._trouble is not None:
-            lines.append(
-                f"the store, through which ranks tell each other, is out of reach ({self._trouble}): look whether the "
-                f"process that serves it has ended (rank 0, where no launcher does)"
-            )
-        elif self.silent:
-            silent = _listed(self.silent, lambda rank: f"({self._processes.get(rank, 'has wrapped no model')})")
-            lines.append(
-                f"silent for {PATIENCE:g} s: {silent}: look whether it has ended, waits elsewhere, or takes another "
-                f"number of steps"
-            )
-        same = [rank for rank, what in self._reported.items() if what == self._waited_for]
-        if same:
-            lines.append(f"failed in the same: {_listed(same, lambda _: '')}")
-        other = [rank for rank in self._reported if rank not in same]
-        if other:
-            lines.append(f"failed elsewhere: {_listed(other, lambda rank: f'in {self._reported[rank]}')}")
-        return lines
-
-    def _ask(self) -> None:
+    def ask() -> None:
+        nonlocal trouble
         try:
-            self._store.set(f"{_KEYS}/waited_for/{self._rank}", self._waited_for)
+            store.set(f"{_KEYS}/waited_for/{rank}", waited_for)
             deadline = time.monotonic() + PATIENCE
-            while self.silent and time.monotonic() < deadline:
-                self._reported |= self._read("waited_for", self.silent)
-                self.silent = [rank for rank in self.silent if rank not in self._reported]
+            while silent and time.monotonic() < deadline:
+                reported.update(read("waited_for", silent))
+                silent[:] = [other for other in silent if other not in reported]
                 time.sleep(_POLL)
-            self._processes = self._read("process", self.silent[:_SHOWN])
+            processes.update(read("process", silent[:_SHOWN]))
             # Rank 0 may serve the store, so it stays until the other ranks have read the reports.
-            num_done = self._store.add(f"{_KEYS}/done", 1)
-            while self._rank == 0 and num_done <= len(self._reported) and time.monotonic() < deadline + 0.5:
+            num_done = store.add(f"{_KEYS}/done", 1)
+            while rank == 0 and num_done <= len(reported) and time.monotonic() < deadline + 0.5:
                 time.sleep(_POLL)
-                num_done = self._store.add(f"{_KEYS}/done", 0)
-            self._trouble = None
+                num_done = store.add(f"{_KEYS}/done", 0)
+            trouble = None
         except RuntimeError as error:
-            self._trouble = str(error).partition("\n")[0]
+            trouble = str(error).partition("\n")[0]
 
-    def _read(self, what: str, ranks: Sequence[int]) -> dict[int, str]:
-        """What some of these ranks have written."""
-        keys = {rank: f"{_KEYS}/{what}/{rank}" for rank in ranks}
-        return {rank: bytes(self._store.get(key)).decode() for rank, key in keys.items() if self._store.check([key])}
+    # A thread, because a call to the store may hang.
+    thread = Thread(target=ask, name="maingrad-failure-report", daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE)
+    lines = []
+    if trouble is not None:
+        lines.append(
+            f"the store, through which ranks tell each other, is out of reach ({trouble}): look whether the process "
+            f"that serves it has ended (rank 0, where no launcher does)"
+        )
+    elif silent:
+        named = _listed({other: f"({processes.get(other, 'has wrapped no model')})" for other in silent})
+        lines.append(
+            f"silent for {PATIENCE:g} s: {named}: look whether it has ended, waits elsewhere, or takes another number "
+            f"of steps"
+        )
+    same = {other: "" for other, what in reported.items() if what == waited_for}
+    elsewhere = {other: f"in {what}" for other, what in reported.items() if other not in same}
+    lines += [f"failed in the same: {_listed(same)}"] if same else []
+    lines += [f"failed elsewhere: {_listed(elsewhere)}"] if elsewhere else []
+    return silent, lines
 
 
-def _listed(ranks: Sequence[int], describe: Callable[[int], str]) -> str:
-    shown = [f"rank {rank} {describe(rank)}".rstrip() for rank in sorted(ranks)[:_SHOWN]]
+def _listed(ranks: Mapping[int, str]) -> str:
+    shown = [f"rank {rank} {ranks[rank]}".rstrip() for rank in sorted(ranks)[:_SHOWN]]
     more = len(ranks) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -19,6 +19,7 @@ CUDA  the row travels behind the iteration's reductions, and the host reads it a
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -312,9 +313,9 @@ class StepCheck:
 
     def _raise_other_units(self, sent: _Sent) -> None:
         found = [self._difference(log, entries) for log, entries in zip(self._logs, sent.entries, strict=True)]
-        texts = self._everyones(next((text for text in found if text is not None), None))
+        texts = self._everyones(next(filter(None, found), None))
         self.forget()
-        text = next((text for text in texts if text is not None), "the order of their collectives differs")
+        text = next(filter(None, texts), "the order of their collectives differs")
         raise RuntimeError(
             f"ranks have run different units, or units in another order, so that weights or gradients of different "
             f"units were mixed: {text}, before the end of iteration {sent.number}. Run the same units in the same "
@@ -326,9 +327,11 @@ class StepCheck:
         """The first collective in which the ranks of a group differ, in words. Collective over the group."""
         told = [(entries.num_folded, entries.folded, entries.found) for entries in mine]
         everyone = gather((own_rank(), told), [log.group], self._failures, "the ranks' orders of units")
-        orders = ({rank: logs[kind] for rank, logs in everyone} for kind in range(len(_KINDS)))
-        texts = (_first_difference(verb, each, log.names) for verb, each in zip(_KINDS, orders, strict=True))
-        return next((text for text in texts if text is not None), None)
+        texts = (
+            _first_difference(verb, {rank: told[kind] for rank, told in everyone}, log.names)
+            for kind, verb in enumerate(_KINDS)
+        )
+        return next(filter(None, texts), None)
 
     def _raise_other_steps(self, sent: _Sent, column: int) -> None:
         everyone = self._everyones((own_rank(), sent.counts))
@@ -355,12 +358,10 @@ def _first_difference(verb: str, orders: dict[int, tuple[int, int, list[int]]], 
     """orders  by rank: number and hash of forgotten entries, and the entries after them"""
     if len({order[:2] for order in orders.values()}) > 1:
         return f"{verb} in an order that differs from the start of a long evaluation"
-    length = max(len(found) for _, _, found in orders.values())
-    for index in range(length):
-        at = {rank: found[index] if index < len(found) else None for rank, (_, _, found) in orders.items()}
-        if len(set(at.values())) > 1:
-            named = {rank: "nothing more" if entry is None else names[entry] for rank, entry in at.items()}
-            return f"{verb} {_by_value(named)}"
+    for entries in zip_longest(*(found for _, _, found in orders.values())):
+        if len(set(entries)) > 1:
+            named = ("nothing more" if entry is None else names[entry] for entry in entries)
+            return f"{verb} {_by_value(dict(zip(orders, named, strict=True)))}"
     return None
 
 

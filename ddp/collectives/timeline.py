@@ -6,10 +6,10 @@ events on the communication and compute streams; ``close`` turns all events into
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -62,12 +62,13 @@ class Observer:
         """
         return start()
 
-    def wait(self, bucket: str, collective: str, order: Callable[[], None]) -> None:
+    def wait(self, bucket: str, collective: str, order: Callable[[], object]) -> None:
         """Order the current stream behind a collective by calling ``order``."""
         order()
 
 
 UNOBSERVED = Observer()
+Span = TypeVar("Span")
 
 
 class BackwardSpan(NamedTuple):
@@ -165,11 +166,8 @@ class Timeline(Observer):
         self.phases: list[PhaseSpan] = []
         self._device = device
         self._origin = Mark(device)
-        self._forwards: list[tuple[Mark, Mark]] = []
-        self._backwards: list[tuple[Mark, Mark, bool]] = []
-        self._collectives: list[_Collective] = []
-        self._waits: list[tuple[str, str, Mark, Mark]] = []
-        self._phases: list[tuple[str, Mark, Mark]] = []
+        self._recorded: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """For each span: what adds it to a list, and its fields, with marks in place of seconds."""
         self._forward_starts: list[Mark] = []  # of the running forwards, outermost first
         self._backward_start: Mark | None = None
         self._ready: dict[str, Mark] = {}  # by name of a bucket that is ready and not launched
@@ -189,14 +187,14 @@ class Timeline(Observer):
         if self._forward_starts:
             start = self._forward_starts.pop()
             if not self._forward_starts:
-                self._forwards.append((start, self.mark()))
+                self._record(self.forwards, ForwardSpan, start, self.mark())
 
     def backward_started(self) -> None:
         self._backward_start = self.mark()
 
     def backward_ended(self, synced: bool) -> None:
         if self._backward_start is not None:
-            self._backwards.append((self._backward_start, self.mark(), synced))
+            self._record(self.backwards, BackwardSpan, self._backward_start, self.mark(), synced)
             self._backward_start = None
 
     @contextmanager
@@ -204,7 +202,7 @@ class Timeline(Observer):
         """Record the block as one span."""
         start = self.mark()
         yield
-        self._phases.append((name, start, self.mark()))
+        self._record(self.phases, PhaseSpan, name, start, self.mark())
 
     def bucket_ready(self, bucket: str) -> None:
         self._ready[bucket] = self.mark()
@@ -216,24 +214,27 @@ class Timeline(Observer):
         ready = self._ready.pop(bucket, launched)
         flight = start()
         finished: Callable[[], Mark]
-        alone = flight.work is None
-        if alone:
+        if flight.work is None:  # a world of one: nothing was launched
             finished = partial(_given, launched)
         elif self._device.type == "cuda":
             flight.work.wait()  # the communication stream, which is current here, waits; the host does not
             finished = partial(_given, self.mark())
         else:
-            work = _WaitedWork(flight.work, self.mark, self._watcher)
-            finished = work.finished
-            flight = InFlight(_NotedWork(work, bucket, collective, self), flight.tensors)
-        self._collectives.append(_Collective(bucket, collective, alone, nbytes(), ready, launched, finished))
+            ended = partial(self._wait_for, flight.work)
+            finished = cache(ended) if self._watcher is None else self._watcher.submit(ended).result
+            flight = InFlight(_NotedWork(lambda: self.wait(bucket, collective, finished)), flight.tensors)
+        name = "none" if flight.work is None else collective
+        if collective == "all_gather":
+            self._record(self.gathers, GatherSpan, bucket, name, nbytes(), launched, finished)
+        else:
+            self._record(self.buckets, BucketSpan, bucket, name, nbytes(), ready, launched, finished)
         return flight
 
-    def wait(self, bucket: str, collective: str, order: Callable[[], None]) -> None:
+    def wait(self, bucket: str, collective: str, order: Callable[[], object]) -> None:
         start = self.mark()
         order()
         if not self._closed:  # a handle may be waited for after the recording
-            self._waits.append((bucket, collective, start, self.mark()))
+            self._record(self.waits, WaitSpan, bucket, collective, start, self.mark())
 
     def close(self) -> None:
         """Turn marks into seconds. Waits for collectives under way; a collective that failed gets no span."""
@@ -242,37 +243,22 @@ class Timeline(Observer):
             torch.cuda.synchronize(self._device)
         if self._watcher is not None:
             self._watcher.shutdown(wait=True)
-        since = self._since_origin
-        self.forwards += [ForwardSpan(since(start), since(end)) for start, end in self._forwards]
-        self.backwards += [BackwardSpan(since(start), since(end), synced) for start, end, synced in self._backwards]
-        self.waits += [WaitSpan(name, kind, since(start), since(end)) for name, kind, start, end in self._waits]
-        self.phases += [PhaseSpan(name, since(start), since(end)) for name, start, end in self._phases]
-        for one in self._collectives:
-            try:
-                finished = since(one.finished())
-            except RuntimeError:  # the caller that needs the result gets this error; here it would hide that one
-                continue
-            name, launched = "none" if one.alone else one.collective, since(one.launched)
-            if one.collective == "all_gather":
-                self.gathers.append(GatherSpan(one.bucket, name, one.nbytes, launched, finished))
-            else:
-                self.buckets.append(BucketSpan(one.bucket, name, one.nbytes, since(one.ready), launched, finished))
-        for marks in (self._forwards, self._backwards, self._collectives, self._waits, self._phases):
-            marks.clear()
+        for add, fields in self._recorded:
+            # The caller that needs the result of a failed collective gets its error; here it would hide that one.
+            with suppress(RuntimeError):
+                add(*map(self._in_seconds, fields))
+        self._recorded.clear()
 
-    def _since_origin(self, mark: Mark) -> float:
-        return mark.since(self._origin)
+    def _record(self, spans: list[Span], kind: Callable[..., Span], *fields: Any) -> None:
+        self._recorded.append((lambda *values: spans.append(kind(*values)), fields))
 
+    def _in_seconds(self, field: Any) -> Any:
+        mark = field() if callable(field) else field
+        return mark.since(self._origin) if isinstance(mark, Mark) else mark
 
-class _Collective(NamedTuple):
-    bucket: str
-    collective: str
-    alone: bool
-    """A world of one: nothing was launched."""
-    nbytes: int
-    ready: Mark
-    launched: Mark
-    finished: Callable[[], Mark]
+    def _wait_for(self, work: Any) -> Mark:
+        work.wait()
+        return self.mark()
 
 
 class _Observed(Protocol):
@@ -296,37 +282,7 @@ def _given(mark: Mark) -> Mark:
     return mark
 
 
-class _NotedWork:
+class _NotedWork(NamedTuple):
     """A work object that records each wait for it."""
 
-    def __init__(self, work: Any, bucket: str, collective: str, timeline: Timeline) -> None:
-        self._work = work
-        self._bucket = bucket
-        self._collective = collective
-        self._timeline = timeline
-
-    def wait(self) -> None:
-        self._timeline.wait(self._bucket, self._collective, self._work.wait)
-
-
-class _WaitedWork:
-    """A work object that records when it ended: in the watcher's thread, or in the thread that waits first."""
-
-    def __init__(self, work: Any, mark: Callable[[], Mark], watcher: ThreadPoolExecutor | None) -> None:
-        self._work = work
-        self._mark = mark
-        self._finished: Mark | None = None
-        self._future: Future[Mark] | None = None if watcher is None else watcher.submit(self._wait_for_work)
-
-    def _wait_for_work(self) -> Mark:
-        self._work.wait()
-        return self._mark()
-
-    def wait(self) -> None:
-        if self._finished is None:
-            self._finished = self._wait_for_work() if self._future is None else self._future.result()
-
-    def finished(self) -> Mark:
-        self.wait()
-        assert self._finished is not None, "wait() notes the time"
-        return self._finished
+    wait: Callable[[], None]

@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...ddp.checkpoint.model import model_tensors
+from ...ddp.checkpoint.model import experts_of, model_tensors
 from ...ddp.checkpoint.ranks import CheckpointRanks
-from ...ddp.checkpoint.source import HeldOptimizer, HeldParam, Holding
+from ...ddp.checkpoint.source import HeldParam, Holding
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.world import own_rank
-from ...ddp.plan.owned_params import buffers_of_experts
 from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter
 from ..unit.pair import ShardedPair
@@ -37,7 +36,6 @@ _HALF = (torch.bfloat16, torch.float16)
 class ShardSlice(NamedTuple):
     """This rank's elements [start, end) of one flattened parameter; a ``HeldSlice``."""
 
-    name: str
     start: int
     end: int
     master: Tensor
@@ -109,17 +107,14 @@ class ShardedSource:
             for name, param in tensors.parameters.items()
             if isinstance(param, ShardedParameter) or param in groups
         }
-        of_experts = buffers_of_experts(self.module, self._is_experts)
         return Holding(
             params={name: self._describe(param) for name, param in tensors.parameters.items()},
             buffers=tensors.buffers,
             tied=tensors.tied,
             whole={name: param for name, param in tensors.parameters.items() if name not in sliced},
-            slices=[self._slice(name, param, groups.get(param), state, counters) for name, param in sliced.items()],
-            optimizer=None
-            if checked is None
-            else HeldOptimizer(type(checked).__name__, checked.param_groups, checked.state),
-            expert_buffers=[name for name, buffer in tensors.buffers.items() if id(buffer) in of_experts],
+            slices={name: self._slice(param, groups.get(param), state, counters) for name, param in sliced.items()},
+            optimizer=checked,
+            experts=experts_of(self.module, tensors, self._is_experts),
         )
 
     def loaded(self, optimizer: object) -> None:
@@ -128,7 +123,6 @@ class ShardedSource:
 
     def _slice(
         self,
-        name: str,
         param: nn.Parameter,
         group: int | None,
         state: Mapping[Any, Any],
@@ -138,7 +132,6 @@ class ShardedSource:
         numel: int = math.prod(described.shape)
         elements = param.shard.elements if isinstance(param, ShardedParameter) else Range(0, numel)
         return ShardSlice(
-            name,
             *elements,
             master=param.detach().view(-1),
             group=group,
@@ -154,10 +147,10 @@ class ShardedSource:
 
     def _describe(self, param: nn.Parameter) -> HeldParam:
         if not isinstance(param, ShardedParameter):
-            return HeldParam(tuple(param.shape), param.dtype, param.dtype, is_expert=False)
+            return HeldParam(tuple(param.shape), param.dtype, param.dtype)
         computing, kept = self._whole[param].dtype, param.dtype
         rounds = kept is torch.float32 and computing in _HALF
-        return HeldParam(param.shard.shape, computing if rounds else kept, kept, self._is_experts(param))
+        return HeldParam(param.shard.shape, computing if rounds else kept, kept)
 
 
 def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer | None:

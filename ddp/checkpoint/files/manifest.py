@@ -19,14 +19,14 @@ import reprlib
 import sys
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from .boxes import Box, check_tiling
+from .boxes import Box, Part, check_tiling
 from .small_file import open_small_file
 from .typed_json import dtype_name, dtype_named, from_json, integers, typed
 
@@ -37,7 +37,9 @@ __all__ = [
     "SavedOptimizer",
     "SavedTensor",
     "StoredBox",
+    "assign",
     "new_id",
+    "stored_tensors",
     "write_manifest",
 ]
 
@@ -95,8 +97,7 @@ class SavedTensor:
         check_tiling(self.shape, [each.box for each in self.boxes])
         if not all(0 <= each.rank < _MOST_RANKS for each in self.boxes):
             raise ValueError("a box is in the file of a rank that cannot be")
-        for value in self.scalars.values():
-            from_json(value)  # raises for a value that a load could not read
+        from_json([*self.scalars.values()])  # raises for a value that a load could not read
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,8 +125,7 @@ class SavedOptimizer:
     """Hyperparameters of each group, as ``to_json`` makes them."""
 
     def __post_init__(self) -> None:
-        for value in (value for group in self.groups for value in group.values()):
-            from_json(value)
+        from_json([[*group.values()] for group in self.groups])
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,38 @@ def _tensor_of(entry: Mapping[str, Any]) -> SavedTensor:
         None if group is None else typed(int, group),
         typed(dict, entry["scalars"]),
     )
+
+
+def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
+    """The rank that writes each part, of what each rank holds. Alike on all ranks.
+
+    A part that several ranks hold alike is written by the one with the least to write so far.
+    """
+    holders: dict[Part, list[int]] = {}
+    for rank, parts in enumerate(held):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    writers: dict[Part, int] = {}
+    nbytes = [0] * len(held)
+    for part, ranks in holders.items():
+        writers[part] = rank = min(ranks, key=nbytes.__getitem__)
+        nbytes[rank] += part.nbytes
+    return writers
+
+
+def stored_tensors(writers: Mapping[Part, int]) -> dict[str, tuple[Any, Any, tuple[StoredBox, ...]]]:
+    """Shape, dtypes and boxes of what is written of each tensor.
+
+    Raises ``ValueError`` where ranks hold different tensors under one name.
+    """
+    kinds: dict[str, tuple[Any, Any]] = {}
+    boxes: dict[str, list[StoredBox]] = {}
+    for part, rank in writers.items():
+        here = part.shape, part.dtypes
+        if kinds.setdefault(part.name, here) != here:
+            raise ValueError(f"ranks disagree on '{part.name}': one has {kinds[part.name]}, another {here}")
+        boxes.setdefault(part.name, []).append(StoredBox(rank, *part.box))
+    return {name: (shape, dict(dtypes), tuple(boxes[name])) for name, (shape, dtypes) in kinds.items()}
 
 
 def write_manifest(folder: Path, encoded: str) -> None:

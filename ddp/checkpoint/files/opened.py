@@ -87,7 +87,7 @@ def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint
             if box.intersect(part.box) is None:
                 continue
             if rank not in files:
-                files[rank] = RankFile(folder / file_name(rank), manifest.save_id, sizes[rank])
+                files[rank] = RankFile(folder / file_name(rank), manifest.save_id)
             for section, data in wanted.items():
                 key = part.name, section, box
                 if key not in entries:

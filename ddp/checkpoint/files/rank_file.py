@@ -15,8 +15,9 @@ import os
 import re
 import weakref
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ _OF, _CHECKSUMS = "maingrad.of", "maingrad.crc32"
 _ALIGNMENT = 64
 _BLOCK = 2**18
 """Bytes that are read or written, and checked, at a time: few enough to stay in a core's cache meanwhile."""
+_SENT = 2**23
+"""Bytes after which the disk begins to write them, beside the checksums of the next ones."""
 _LONGEST_HEADER = 10**8
 """In bytes; the format's own limit."""
 
@@ -75,34 +78,35 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
     # Readers view the bytes of an entry as elements in place: the widest come first, so that all lie aligned.
     in_order = [(part, section, dtype) for part in parts for section, dtype in part.dtypes]
     in_order.sort(key=lambda each: -each[2].itemsize)
-    entries, position = {}, 0
+    entries: dict[str, dict[str, Any]] = {}
+    position = 0
     for part, section, dtype in in_order:
-        entries[_entry_name(part, section, part.box)] = _described(part.box, dtype, position)
-        position += part.box.numel * dtype.itemsize
+        entry = _described(part.box, dtype, position)
+        entries[_entry_name(part, section, part.box)] = entry
+        position = entry["data_offsets"][1]
     checksums = dict.fromkeys(entries, 0)
     staging = path.with_name(f"{path.name}.tmp")
     try:
         with staging.open("wb") as file:
-            file.write(_head(_of(save_id, path), entries, checksums))
+            file.write(_head(save_id, path, entries, checksums))
+            begun = 0
             for name, (part, section, dtype) in zip(entries, in_order, strict=True):
-                checksums[name] = _append(file, _bytes_of(parts[part][section].to(dtype)))
+                for block in _blocks(parts[part][section].to(dtype)):
+                    checksums[name] = zlib.crc32(block, checksums[name])
+                    file.write(block)
+                    position = file.tell()
+                    if position - begun > _SENT and hasattr(os, "posix_fadvise"):  # macOS has none
+                        # Linux begins to write these bytes to the disk; they are not on it yet, and stay in the cache.
+                        os.posix_fadvise(file.fileno(), begun, position - begun, os.POSIX_FADV_DONTNEED)
+                        begun = position
+                block = None  # before the next tensor is copied or rounded, the memory of this one is free
             file.seek(0)
-            file.write(_head(_of(save_id, path), entries, checksums))
+            file.write(_head(save_id, path, entries, checksums))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:  # the error of a write does not name the file
         raise OSError(error.errno, error.strerror, str(staging)) from error
     staging.replace(path)
-
-
-def _append(file: BinaryIO, content: Any) -> int:
-    """Write the bytes. Returns their checksum."""
-    checksum = 0
-    for at in range(0, len(content), _BLOCK):
-        block = content[at : at + _BLOCK]
-        checksum = zlib.crc32(block, checksum)
-        file.write(block)
-    return checksum
 
 
 def check_size(path: Path, nbytes: int) -> None:
@@ -117,27 +121,27 @@ def check_size(path: Path, nbytes: int) -> None:
 class RankFile:
     """A data file to read. It stays open: its bytes are those of this save also after the file has been replaced.
 
-    nbytes  bytes of its tensors
-
-    Raises ``ValueError`` for a file that is missing, truncated, damaged or of another save.
+    Raises ``ValueError`` for a file that is truncated, damaged or of another save.
     """
 
-    def __init__(self, path: Path, save_id: str, nbytes: int) -> None:
+    def __init__(self, path: Path, save_id: str) -> None:
         self.path = path
-        check_size(path, nbytes)
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
+        size = os.fstat(self.descriptor).st_size
         try:
             length = int.from_bytes(os.pread(self.descriptor, 8, 0), "little")
             self._begin = 8 + length
-            entries = json.loads(os.pread(self.descriptor, min(length, path.stat().st_size, _LONGEST_HEADER), 8))
+            entries = json.loads(os.pread(self.descriptor, min(length, size, _LONGEST_HEADER), 8))
             metadata = entries.pop("__metadata__")
             found = metadata[_OF]
             self._checksums = dict(zip(sorted(entries), metadata[_CHECKSUMS].split(), strict=True))
             self._entries: dict[str, Any] = entries
+            end = self._begin + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"the data file '{path}' is truncated or damaged ({_say(error)})") from None
-        check_size(path, self._begin + nbytes)
+            raise ValueError(f"the data file '{path}' is truncated or damaged ({error!r})") from None
+        if not end <= size:
+            raise ValueError(f"the data file '{path}' is truncated: {size} bytes of {end}")
         expected = _of(save_id, path)
         if found != expected:
             raise ValueError(
@@ -152,10 +156,10 @@ class RankFile:
             found = self._entries[name]
             start = operator.index(found["data_offsets"][0])
             expected = _described(box, dtype, start)
-            if found != expected or not 0 <= start < 2**62:
+            if found != expected or start < 0:
                 raise ValueError(f"it is {found} there, and {expected} in the manifest")
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"'{self.path}' is damaged where '{name}' lies ({_say(error)})") from None
+            raise ValueError(f"'{self.path}' is damaged where '{name}' lies ({error!r})") from None
         return Entry(self, name, box, dtype, self._begin + start, self._checksums[name], [])
 
 
@@ -202,25 +206,21 @@ class Entry(NamedTuple):
 
     def _fill(self, memory: Tensor) -> None:
         """Read all bytes into ``memory``. Raises ``ValueError`` unless they are those that were written."""
-        checksum, content = 0, memoryview(_bytes_of(memory))
-        for at in range(0, len(content), _BLOCK):
-            block = content[at : at + _BLOCK]
+        checksum, position = 0, self.position
+        for block in _blocks(memory):
             filled = 0
             while filled < len(block):  # a network's file system may give fewer bytes than it has
-                count = os.preadv(self.file.descriptor, [block[filled:]], self.position + at + filled)
+                count = os.preadv(self.file.descriptor, [block[filled:]], position + filled)
                 if count == 0:
                     raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
                 filled += count
             checksum = zlib.crc32(block, checksum)
+            position += filled
         if f"{checksum:08x}" != self.checksum:
             raise ValueError(
                 f"'{self.file.path}' is damaged where '{self.name}' lies: its bytes have checksum {checksum:08x}, and "
                 f"{self.checksum} when they were written"
             )
-
-
-def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _entry_name(part: Part, section: str, box: Box) -> str:
@@ -242,17 +242,19 @@ def _described(box: Box, dtype: torch.dtype, start: int) -> dict[str, Any]:
     return {"dtype": TYPE_NAMES.get(dtype, "U8"), "shape": shape, "data_offsets": place}
 
 
-def _head(of: str, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:
+def _head(save_id: str, path: Path, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:
     """The header: as many bytes whatever the checksums are."""
     in_order = " ".join(f"{checksums[each]:08x}" for each in sorted(checksums))
-    metadata = {_OF: of, _CHECKSUMS: in_order}
+    metadata = {_OF: _of(save_id, path), _CHECKSUMS: in_order}
     header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return len(header).to_bytes(8, "little") + header
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    """The tensor's elements, row by row, as a buffer of bytes."""
+def _blocks(tensor: Tensor) -> Iterator[Any]:
+    """The tensor's elements, row by row, as bytes, a block at a time."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # A dim of one element may have any stride, and view() wants 1.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    content: Any = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    for at in range(0, len(content), _BLOCK):
+        yield content[at : at + _BLOCK]

@@ -2,13 +2,14 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from maingrad.ddp.collectives import rank_fates
-from maingrad.ddp.collectives.rank_fates import RankFates, announce
+from maingrad.ddp.collectives.rank_fates import announce, ask_others
 
 
 def test_ranks_without_a_report_are_silent_and_named_with_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,10 +17,9 @@ def test_ranks_without_a_report_are_silent_and_named_with_their_process(monkeypa
     store = dist.HashStore()
     announce(store, 0)
     store.set("maingrad/failures/process/1", "process 5 on elsewhere")
-    fates = RankFates(store, 0, 3, "all_reduce of bucket 0")
-    fates.inquire()
-    assert fates.silent == [1, 2]
-    assert fates.lines() == [
+    silent, lines = ask_others(store, 0, 3, "all_reduce of bucket 0")
+    assert silent == [1, 2]
+    assert lines == [
         "silent for 0.1 s: rank 1 (process 5 on elsewhere), rank 2 (has wrapped no model): look whether it has ended, "
         "waits elsewhere, or takes another number of steps"
     ]
@@ -30,16 +30,14 @@ def test_ranks_that_report_are_not_silent(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rank_fates, "PATIENCE", 60.0)
     store = dist.HashStore()
     store.set("maingrad/failures/waited_for/1", "all_gather of bucket 2")
-    fates = RankFates(store, 2, 3, "all_reduce of bucket 0")
-    thread = threading.Thread(target=fates.inquire)
-    thread.start()
-    thread.join(0.3)
-    assert thread.is_alive() and fates.silent == [0]
-    store.set("maingrad/failures/waited_for/0", "all_reduce of bucket 0")
-    thread.join(20)
-    assert not thread.is_alive()
-    assert fates.silent == []
-    assert fates.lines() == ["failed in the same: rank 0", "failed elsewhere: rank 1 in all_gather of bucket 2"]
+    with ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask_others, store, 2, 3, "all_reduce of bucket 0")
+        time.sleep(0.3)
+        assert not asked.done()
+        store.set("maingrad/failures/waited_for/0", "all_reduce of bucket 0")
+        silent, lines = asked.result(20)
+    assert silent == []
+    assert lines == ["failed in the same: rank 0", "failed elsewhere: rank 1 in all_gather of bucket 2"]
 
 
 def test_what_was_read_before_the_store_went_is_told() -> None:
@@ -49,9 +47,7 @@ def test_what_was_read_before_the_store_went_is_told() -> None:
 
     store = Ends()
     store.set("maingrad/failures/waited_for/0", "all_reduce of bucket 0")
-    fates = RankFates(store, 1, 2, "all_reduce of bucket 0")
-    fates.inquire()
-    trouble, told = fates.lines()
+    _, (trouble, told) = ask_others(store, 1, 2, "all_reduce of bucket 0")
     assert "is out of reach (Connection reset by peer): look whether the process that serves it has ended" in trouble
     assert told == "failed in the same: rank 0"
 
@@ -59,8 +55,7 @@ def test_what_was_read_before_the_store_went_is_told() -> None:
 def test_rank_0_stays_until_the_others_have_read() -> None:
     store = dist.HashStore()
     store.set("maingrad/failures/waited_for/1", "all_reduce of bucket 0")
-    fates = RankFates(store, 0, 2, "all_reduce of bucket 0")
-    thread = threading.Thread(target=fates.inquire)
+    thread = threading.Thread(target=ask_others, args=(store, 0, 2, "all_reduce of bucket 0"))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
@@ -83,12 +78,11 @@ class Frozen(dist.Store):
 def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_fates, "PATIENCE", 0.1)
     store = Frozen()
-    fates = RankFates(store, 1, 2, "all_reduce of bucket 0")
     start = time.monotonic()
-    fates.inquire()
+    _, lines = ask_others(store, 1, 2, "all_reduce of bucket 0")
     assert time.monotonic() - start < 20.0, "it waits for PATIENCE, not for the store"
     store.over.set()
-    assert fates.lines() == [
+    assert lines == [
         "the store, through which ranks tell each other, is out of reach (it does not answer): look whether the "
         "process that serves it has ended (rank 0, where no launcher does)"
     ]
@@ -96,8 +90,6 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
 
 def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_fates, "PATIENCE", 1.0)
-    fates = RankFates(dist.HashStore(), 0, 1000, "all_reduce of bucket 0")
-    fates.inquire()
-    assert len(fates.silent) == 999
-    (line,) = fates.lines()
+    silent, (line,) = ask_others(dist.HashStore(), 0, 1000, "all_reduce of bucket 0")
+    assert len(silent) == 999
     assert "rank 8 (has wrapped no model) and 991 more: look whether" in line

@@ -126,7 +126,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.optimizer",
                 "_match_groups",
-                "matched[index] = index",
+                "groups[index] = index",
                 "pass",
             ),
         ],
@@ -139,7 +139,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.background",
                 "PendingSave._complete",
-                "RankFile(path, self._id, nbytes)",
+                "RankFile(path, self._id)",
                 "pass",
             ),
         ],

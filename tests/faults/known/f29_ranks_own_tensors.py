@@ -56,9 +56,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.model",
-                "ExpertSets.names",
-                "experts = {*holding.expert_buffers, *(",
-                "experts = {*(",
+                "experts_of",
+                "if id(buffer) in buffers}",
+                "if not buffers}",
             ),
         ],
     ),

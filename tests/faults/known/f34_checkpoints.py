@@ -205,10 +205,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.checkpoint",
-                "save_checkpoint",
-                "check_saved_once(model)",
-                "check_saved_once(nn.Module())",
+                "maingrad.ddp.checkpoint.wrapper_source",
+                "source_of",
+                "if isinstance(model, TorchDDP):",
+                "if model is TorchDDP:",
             ),
         ],
     ),
@@ -222,8 +222,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.wrapper_source",
                 "source_of",
-                'if hasattr(param, "device_mesh"):',
-                'if hasattr(param, "no_device_mesh"):',
+                'if hasattr(tensor, "device_mesh"):',
+                'if hasattr(tensor, "no_device_mesh"):',
             ),
         ],
     ),
@@ -267,7 +267,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
                 "RankFile.find",
-                "if found != expected or not 0 <= start < 2**62:",
+                "if found != expected or start < 0:",
                 'if found["shape"] != expected["shape"]:',
             ),
         ],
@@ -281,7 +281,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
-                "_bytes_of",
+                "_blocks",
                 "plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()",
                 "plain = tensor.detach().as_strided((tensor.numel(),), (1,))",
             ),

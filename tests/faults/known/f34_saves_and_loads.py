@@ -42,8 +42,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
                 "Entry._fill",
-                "os.preadv(self.file.descriptor, [block[filled:]], self.position + at + filled)",
-                "os.preadv(os.open(self.file.path, os.O_RDONLY), [block[filled:]], self.position + at + filled)",
+                "os.preadv(self.file.descriptor, [block[filled:]], position + filled)",
+                "os.preadv(os.open(self.file.path, os.O_RDONLY), [block[filled:]], position + filled)",
             ),
         ],
     ),

@@ -543,7 +543,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 def misfits(folder: Path) -> None:
     frozen = shard_everything()
     frozen.cube.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"parameter 'cube' is frozen, or has no optimizer, and was in group 0 when"):
+    with pytest.raises(ValueError, match=r"'cube' is frozen, or without an optimizer, and was in parameter group 0"):
         load_checkpoint(folder, frozen, adamw(frozen))
     with pytest.raises(ValueError, match=r"has the state of AdamW, and this optimizer is SGD"):
         load_checkpoint(folder, frozen, torch.optim.SGD(frozen.parameters()))
