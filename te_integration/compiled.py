@@ -161,7 +161,7 @@ Under a recipe operands are the tensors of the two transposed quantised copies, 
 
 
 def can_compile() -> bool:
-    """Return True if this torch keeps the operator's effect. Else a fused layer is a graph break: the import has warned.
+    """Return True if this torch keeps the operator's effect. Else fused layers are graph breaks: the import has warned.
 
     Compiled autograd keeps no effect; a fused layer is a graph break there, without a warning.
     """
