@@ -39,7 +39,7 @@ ExecutionMode: TypeAlias = Literal["graph", "break", "autograd"]
 
 
 class CompilableModule(Protocol):
-    """What a ``WgradHandle`` needs of its module."""
+    """The methods that a ``WgradHandle`` needs of its module."""
 
     def deliver_wgrad(self, product: int, operands: Sequence[Any]) -> None:
         """In a compiled backward: write the weight gradients of a product.
@@ -56,7 +56,7 @@ class CompilableModule(Protocol):
         """The number of the recipe by which a product in traced code is quantised; -1: none. Below: a graph break."""
 
     def mode_guards(self) -> list[Any]:
-        """What ``execution_mode`` depends on. A compiler runs this method before compiled code."""
+        """Return what ``execution_mode`` depends on. A compiler runs this method before compiled code."""
 
     def describe(self) -> str:
         """The module's name in error messages."""
@@ -159,7 +159,7 @@ Under a recipe operands are the tensors of the two transposed quantised copies, 
 
 
 def can_compile() -> bool:
-    """Whether this torch keeps the operator's effect. If not, a fused layer is a graph break; the import has warned.
+    """Return True if this torch keeps the operator's effect. Else fused layers are graph breaks: the import has warned.
 
     Compiled autograd keeps no effect; a fused layer is a graph break there, without a warning.
     """
@@ -167,7 +167,7 @@ def can_compile() -> bool:
 
 
 def weights_wanted(handle: WgradHandle, registered: Sequence[Tensor], first: int = 0) -> list[Tensor | None]:
-    """For each parameter of a module: the weight whose gradient the running compiled backward accumulates, or None.
+    """Return, for each parameter of a module, the weight whose gradient this compiled backward accumulates, or None.
 
     registered  the module's parameters; a sharded one stands for the whole weight of the forward
     first       number of the first of them among the weights that ``handle`` remembers

@@ -89,7 +89,7 @@ class Recipe(ComparedByState, ABC):
         return None
 
     def amax_of(self, operand: Operand) -> Tensor | None:
-        """Where the largest magnitude of the operand that is quantised now is recorded: 0-dim fp32; None: nowhere.
+        """Return the 0-dim fp32 tensor that records the operand's largest magnitude; None: nothing records it.
 
         Asked once for each matrix, which also has a ``scale_of``.
         """
@@ -244,7 +244,7 @@ _num_blocks = 0
 """``autocast`` blocks with a recipe that are open in any thread."""
 
 may_be_any = False
-"""Whether a forward of any thread may have a recipe: compilers read this in traced code, as a constant.
+"""True while a forward of any thread may have a recipe: compilers read this in traced code, as a constant.
 
 Two values alone, since compiled code is compiled again for each.
 """
@@ -371,7 +371,7 @@ def amax_group_now() -> Any:
 
 
 def is_recomputed_without_region() -> bool:
-    """Whether a forward runs in a backward, and not in a region: reentrant ``torch.utils.checkpoint``."""
+    """Return True if a forward runs in a backward, and not in a region: reentrant ``torch.utils.checkpoint``."""
     return current_backward() != -1 and not checkpointed_regions()
 
 

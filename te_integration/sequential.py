@@ -51,7 +51,7 @@ class Sequential(nn.Sequential):
         return input
 
     def need_backward_dw(self) -> bool:
-        """Whether delayed weight gradients of a module inside are pending."""
+        """Return True while delayed weight gradients of a module inside are pending."""
         return any(module.need_backward_dw() for module in self._delaying())
 
     def backward_dw(self) -> None:

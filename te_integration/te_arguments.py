@@ -1,5 +1,5 @@
-"""What Transformer Engine has and maingrad lacks: arguments, accepted at a value without effect and refused otherwise;
-and the extra state in checkpoints.
+"""Handles what Transformer Engine has and maingrad lacks: arguments, which are accepted at a value without effect and
+refused otherwise; and the extra state in checkpoints.
 """
 
 import io

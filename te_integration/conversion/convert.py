@@ -184,5 +184,5 @@ def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:
 
 
 def is_sharded(weight: nn.Parameter) -> bool:
-    """Whether ``maingrad.fsdp`` (which this folder must not import) or torch has sharded the weight."""
+    """Return True if ``maingrad.fsdp`` (which this folder must not import) or torch has sharded the weight."""
     return any(hasattr(form, "shard") for form in forms_of(weight)) or is_sharded_by_torch(weight)

@@ -81,7 +81,7 @@ def _share_of_tokens(module: Any) -> float:
 
 
 def _experts_per_token(config: Any) -> float:
-    """By the names that configs give to it; the mean of a list, which has a number for each layer."""
+    """Read the number by the names that configs give to it; of a list, with a number for each layer, the mean."""
     found = next((value for name in _EXPERTS_PER_TOKEN if (value := getattr(config, name, None))), 1)
     return sum(found) / len(found) if isinstance(found, list | tuple) else found
 

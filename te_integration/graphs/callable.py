@@ -60,7 +60,7 @@ class GraphedCallable(AroundModule):
         return graphs.result(_Replay.apply(graphs, *tensors, *graphs.params))
 
     def need_backward_dw(self) -> bool:
-        """Whether delayed weight gradients of this callable's microbatch are pending."""
+        """Return True while delayed weight gradients of this callable's microbatch are pending."""
         if self._graphs is None:
             return any(module.need_backward_dw() for module in self._delaying())
         return bool(self._graphs.pending)

@@ -22,7 +22,7 @@ class ReplayError(RuntimeError):
 
 
 class CapturedOrder:
-    """Where replays are in the captured order. After the last step comes the first.
+    """Checks that graphs are replayed in the captured order. After the last step comes the first.
 
     The first step may be replayed at any time, because an iteration may be given up, unless delayed weight gradients
     are pending. Replays may be on several streams, each behind all before it.

@@ -60,7 +60,7 @@ class GraphedChunk(nn.Module):
         return outputs
 
     def need_backward_dw(self) -> bool:
-        """Whether delayed weight gradients of any microbatch are pending."""
+        """Return True while delayed weight gradients of any microbatch are pending."""
         return any(layer.need_backward_dw() for layers in self.callables for layer in layers)
 
     def backward_dw(self) -> None:

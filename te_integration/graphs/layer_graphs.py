@@ -95,7 +95,7 @@ class LayerGraphs:
             self._outputs = [self._static(output) for output in outputs]
         self._results = Structure(result)
         self.have_graph = [output.requires_grad for output in outputs]
-        """For each output: whether a backward goes through it."""
+        """Says of each output if a backward goes through it."""
         if self.trial.has_backward:
             self._captured = leaves, outputs
 
@@ -122,7 +122,7 @@ class LayerGraphs:
         self._later = [delivery for delivery in noted.deliveries if delivery.delayed]
         written = {id(weight) for delivery in noted.deliveries for weight in delivery.weights}
         self.written = [number for number, param in enumerate(self.params) if id(param) in written]
-        """Which of ``params`` get their gradients from replays, in ``main_grad`` or later in ``.grad``."""
+        """Numbers of the ``params`` whose gradients replays write, to ``main_grad`` or later to ``.grad``."""
         self._captured = None  # lets go of autograd's graph, and so of what only D reads
         self._order.buffers.give_back(shared_outputs)
         if not self._later:
@@ -173,7 +173,7 @@ class LayerGraphs:
         return self._forward, [output.detach() for output in self._outputs]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
-        """What the layer returns, around these outputs."""
+        """Return what the layer returns, around these outputs."""
         return self._results.fill(outputs)
 
     def replay_dgrad(

@@ -1,4 +1,4 @@
-"""What cannot be captured, or would be replayed wrongly: refused by name before anything is captured."""
+"""Checks that refuse, by name and before a capture, what cannot be captured or would be replayed wrongly."""
 
 from collections.abc import Sequence
 

@@ -37,7 +37,7 @@ class Structure:
 
 
 class TensorKind(NamedTuple):
-    """What a tensor argument must be. Nothing is broadcast or cast."""
+    """A tensor argument must be of this kind. Nothing is broadcast or cast."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -16,7 +16,7 @@ __all__ = ["Trial", "content_kept", "differentiable", "run_trials"]
 
 
 class Trial(NamedTuple):
-    """What a layer's backward delivers."""
+    """The trial says this of a layer's backward."""
 
     params: tuple[nn.Parameter, ...]
     """Parameters whose gradients the backward delivers, to autograd, to ``main_grad`` or to a queue."""

@@ -12,7 +12,7 @@ __all__ = ["CapturedWeights", "hooks_of"]
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Where the module keeps the hooks on its forward and backward, which no replay calls."""
+    """Return the tables of hooks on the module's forward and backward, which no replay calls."""
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
@@ -63,7 +63,7 @@ class CapturedWeights:
                 raise self._error(f"{type(module).__name__} got another child")
 
     def in_modes_of_capture(self) -> bool:
-        """Whether all modules inside are in ``train()`` or ``eval()`` as they were captured."""
+        """Return True if all modules inside are in ``train()`` or ``eval()`` as they were captured."""
         return all(module.training is mode for module, mode in self._modes)
 
     def version(self) -> int:

@@ -31,14 +31,14 @@ LossFunction: TypeAlias = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRecord:
-    """What one step of a schedule ran. Module names are those of ``named_modules`` of the chunk."""
+    """The record of one step of a schedule. Module names are those of ``named_modules`` of the chunk."""
 
     entry: Entry
     """The step: an entry of the order, or the implied wgrad after a dgrad."""
     modules: tuple[str, ...]
     """Modules with parameters whose GEMMs ran here, in order: forward, input gradient or delayed weight gradient."""
     delayed: tuple[str, ...] = ()
-    """For a dgrad: the modules that delayed their weight gradients. All others computed theirs in this step."""
+    """A dgrad lists the modules that delayed their weight gradients. All others computed theirs in this step."""
 
 
 class ChunkLink(Protocol):
@@ -123,7 +123,7 @@ class ScheduleExecutor:
         counts = schedule.num_layers_per_chunk or (None,) * len(chunks)
         self._chunks = [_Chunk(number, *pair) for number, pair in enumerate(zip(chunks, counts, strict=True), start=1)]
         self.records: list[SlotRecord] = []
-        """What the latest run did, step by step."""
+        """The steps of the latest run."""
 
     def run(self, inputs: Sequence[Tensors], loss_fn: LossFunction) -> list[Tensor]:
         """Run all microbatches; returns their losses, detached.
@@ -161,12 +161,14 @@ class ScheduleExecutor:
             raise
         finally:
             run.close()
-        pending = [f"{name} of chunk {chunk.number}" for chunk in self._chunks for name in chunk.pending()]
-        if pending:
+        if pending := self._pending():
             raise RuntimeError(
-                f"after the last entry, weight gradients are still pending in {', '.join(pending)}: backward_dw() must "
-                f"run all of the oldest microbatch, and a module that delays must not hold others that do"
+                f"after the last entry, weight gradients are still pending in {pending}: backward_dw() must run all of "
+                f"the oldest microbatch, and a module that delays must not hold others that do"
             )
+
+    def _pending(self) -> str:
+        return ", ".join(f"{name} of chunk {chunk.number}" for chunk in self._chunks for name in chunk.pending())
 
     def _check_runnable(self) -> None:
         """Raise every error that is known before anything runs."""
@@ -176,12 +178,11 @@ class ScheduleExecutor:
         for entry in self.schedule.entries:
             if entry.kind is Kind.WGRAD and not self._chunks[entry.chunk - 1].delaying:
                 raise _nothing_delays(entry, self._chunks[entry.chunk - 1])
-        for chunk in self._chunks:
-            for name in chunk.pending():
-                raise RuntimeError(
-                    f"{name} of chunk {chunk.number} has pending weight gradients from before this run: call its "
-                    f"backward_dw() first, or it would run them in place of this run's"
-                )
+        if pending := self._pending():
+            raise RuntimeError(
+                f"{pending} has pending weight gradients from before this run: call its backward_dw() first, or it "
+                f"would run them in place of this run's"
+            )
 
 
 class _Chunk:
@@ -358,12 +359,12 @@ class _Run:
 
 
 def has_backward_dw(module: nn.Module) -> bool:
-    """Whether the module, or a module inside that it passes the call on to, may delay weight gradients."""
+    """Return True if the module, or a module inside that it passes the call on to, may delay weight gradients."""
     return all(callable(getattr(module, verb, None)) for verb in ("backward_dw", "need_backward_dw"))
 
 
 def _needs_backward_dw(module: Any) -> bool:
-    """Whether weight gradients are pending. Transformer Engine's method says only whether the module delays at all."""
+    """Return True while weight gradients are pending. Transformer Engine's method only says if the module delays."""
     store = getattr(module, "wgrad_store", None)
     if store is not None:
         return store.context is not None and not store.context.empty()

@@ -40,7 +40,7 @@ ERROR_WINDOW = 8  # entries shown before and after the entry at fault
 
 
 class Kind(enum.Enum):
-    """What an entry computes."""
+    """The kind of work that an entry computes."""
 
     FORWARD = "forward"
     DGRAD = "dgrad"

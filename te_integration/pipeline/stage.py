@@ -99,8 +99,8 @@ class PipelineStage(pipelining.PipelineStage):
         elif self.has_backward:
             raise RuntimeError(
                 f"stage {self.stage_index}: an earlier step failed after {self._num_backwards} backwards, and has left "
-                f"gradients{self._pending_text()}, which would be added to this step's: call stage.abandon_step() of "
-                f"every stage, on every rank, which throws this iteration's gradients away"
+                f"gradients (pending: {self.queue.pending_owners}), which would be added to this step's: call "
+                f"stage.abandon_step() of every stage, on every rank, which throws this iteration's gradients away"
             )
         if self.has_backward:
             self._find_parts()
@@ -208,7 +208,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     @property
     def _launches_early(self) -> bool:
-        """Whether buckets launch as they become ready; otherwise ``perform_reduce_grad`` launches them together.
+        """True if buckets launch as they become ready; otherwise ``perform_reduce_grad`` launches them together.
 
         All replicas must issue the collectives of a group in the same order. One wrapper keeps that order for its own
         buckets, also around several stages. With several wrappers in a process, a parameter that the last microbatch of
@@ -219,7 +219,7 @@ class PipelineStage(pipelining.PipelineStage):
         return len(self._parts) == 1 and self._parts[0].num_begun == stages_here
 
     def _has_leavings(self) -> bool:
-        """Whether a failed step has left gradients that were not dropped since."""
+        """Return True if a failed step has left gradients that were not dropped since."""
         if len(self.queue):
             return True
         if self._begun_in is None:
@@ -228,9 +228,6 @@ class PipelineStage(pipelining.PipelineStage):
         return any(not parts.is_clear and parts.iteration == before for parts, before in begun) or any(
             param.grad is not None for param in self._unwrapped_params()
         )
-
-    def _pending_text(self) -> str:
-        return f" ({len(self.queue)} pending, of {', '.join(self.queue.pending_owners)})" if len(self.queue) else ""
 
     def _unwrapped_params(self) -> list[nn.Parameter]:
         wrapped = {id(param) for host in self._hosts for param in host.parameters()}

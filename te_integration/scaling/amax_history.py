@@ -1,4 +1,4 @@
-"""Which amaxes become part of a history, and how a skipped step takes them back.
+"""Amaxes become part of a history at the end of an iteration, and a skipped step takes them back.
 
 A product's forward and its backward record into a row of their own. At the end of an iteration the rows that belong to
 it are merged into row 0 of the history::
@@ -39,11 +39,11 @@ BUFFERS = ("fp8_scale", "fp8_amax_history")
 OPERANDS = {"input": 0, "weight": 1, "grad": 2}
 """Places in a row."""
 NONE_YET = -1.0
-"""Where no amax was recorded: less than any amax."""
+"""Stands where no amax was recorded: less than any amax."""
 
 
 class ScalingUse:
-    """What the host knows of the scaling of a ``ScaledModule``, which is held weakly."""
+    """The host's state of the scaling of a ``ScaledModule``, which is held weakly."""
 
     def __init__(self, module: Any) -> None:
         self.module: Callable[[], Any] = weakref.ref(module)
@@ -70,7 +70,7 @@ class ScalingUse:
 
     @property
     def is_live(self) -> bool:
-        """Whether the module is there and has this use: it may be freed, or unconverted, before a backward ends."""
+        """True while the module is there and has this use: it may be freed, or unconverted, before a backward ends."""
         module = self.module()
         return module is not None and vars(module).get("_scaling_use") is self
 
@@ -93,7 +93,7 @@ class ScalingUse:
         return [weight for weight in weights if weight is not None and weight.requires_grad]
 
     def is_in_wrapper(self) -> bool:
-        """Whether a wrapper of ours updates the scales."""
+        """Return True if a wrapper of ours updates the scales."""
         if self._wrapped[0] != num_changes():
             self._wrapped = num_changes(), is_in_wrapper(self.module())
         return self._wrapped[1]
@@ -149,11 +149,11 @@ class AmaxRow:
         self.backward = NO_BACKWARD
         self.has_graph = True
         self.frozen = False
-        """Without a wrapper: the backward trains nothing of the module."""
+        """The backward trains nothing of the module, which has no wrapper."""
         self.values = torch.full((len(OPERANDS),), NONE_YET, dtype=torch.float32, device=use.history.device)
 
     def again(self, use: ScalingUse, owner: Any) -> "AmaxRow":
-        """For another backward of the same forward: it has a gradient of its own."""
+        """Return a row for another backward of the same forward, which has a gradient of its own."""
         other = AmaxRow(use, self.first, self.recipe, self.group, owner)
         other.forward, other.outer = self.forward, self.outer
         other.values[: OPERANDS["grad"]].copy_(self.values[: OPERANDS["grad"]])
@@ -161,11 +161,11 @@ class AmaxRow:
 
     @property
     def waits(self) -> bool:
-        """Whether a backward may come."""
+        """True while a backward may come."""
         return self.has_graph and self.backward == NO_BACKWARD and self.owner() is not None
 
     def is_in(self, trained: Collection[int]) -> bool:
-        """Whether its backward is one of these, or inside of one."""
+        """Return True if its backward is one of these, or inside of one."""
         return self.backward != NO_BACKWARD and (self.backward in trained or self.outer in trained)
 
 

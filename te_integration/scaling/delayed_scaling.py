@@ -61,7 +61,7 @@ class ScaledModule:
         raise NotImplementedError
 
     def scaling_of(self, recipe: DelayedScaling, product: int, device: torch.device) -> ProductScaling:
-        """What quantises a product of the forward that begins."""
+        """Return what quantises a product of the forward that begins."""
         if (where := _refused.get()) is not None:
             raise RuntimeError(
                 f"{self.describe()}: DelayedScaling does not go with {where}, whose trials would be recorded as "
@@ -91,7 +91,7 @@ class ScaledModule:
         return ProductScaling(recipe, use.scales, product, use, waits=waits)
 
     def scaling_state(self, length: int, device: torch.device) -> ScalingUse:
-        """What the host knows. The buffers are made, moved, or resized to ``length`` rows where needed."""
+        """Return the host's state. Buffers are made, moved, or resized to ``length`` rows where needed."""
         watch_iterations(_watcher)
         if self._scaling_use is None or self._scaling_use.module() is not self:
             self._scaling_use = ScalingUse(self)
@@ -130,7 +130,7 @@ class ScaledModule:
         return BUFFERS if self.num_products else ()
 
     def fits_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether these are shapes of ``on_demand_buffers``."""
+        """Return True if these are shapes of ``on_demand_buffers``."""
         scales, history = (shapes.get(name, ()) for name in BUFFERS)
         width = (len(OPERANDS) * self.num_products,)
         return len(history) == 2 and history[0] > 0 and scales == history[1:] == width
@@ -174,7 +174,7 @@ class ScaledModule:
 
 
 def is_of_experts(module: ScaledModule) -> bool:
-    """Whether a weight is marked as one that other ranks hold other values of."""
+    """Return True if a weight is marked as one that other ranks hold other values of."""
     return any(map(is_marked_expert, _weights(module)))
 
 

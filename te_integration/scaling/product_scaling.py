@@ -17,7 +17,7 @@ class _Graph:
 
 
 class ProductScaling:
-    """What quantises the operands of one product in one forward and its backward.
+    """Quantises the operands of one product in one forward and its backward.
 
     recipe   says elements and scales
     scales   [n] the module's
@@ -51,7 +51,7 @@ class ProductScaling:
                 use.awaited.add(self._graph)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the same scales quantise: copies of a weight are kept by it."""
+        """Return True if the same scales quantise: copies of a weight are kept by it."""
         return (
             isinstance(other, ProductScaling)
             and self.recipe == other.recipe
