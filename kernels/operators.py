@@ -15,7 +15,6 @@ from .experts import PerExpert
 from .grouped.products import (
     group_offsets,
     grouped_bias_grad,
-    grouped_dgrad,
     grouped_linear,
     grouped_scale_grad,
     grouped_wgrad_accumulate,
@@ -26,7 +25,6 @@ __all__ = [
     "define_operator",
     "group_offsets_op",
     "grouped_bias_grad_op",
-    "grouped_dgrad_op",
     "grouped_linear_op",
     "grouped_scale_grad_op",
     "grouped_wgrad_op",
@@ -84,14 +82,7 @@ grouped_linear_op = define_operator(
         x.shape[0], weights[0].shape[-1 if transposed else -2]
     ),
 )
-"""``grouped_linear``: x [T, K] -> [T, N]; an empty list of biases: none."""
-
-grouped_dgrad_op = define_operator(
-    "grouped_dgrad(Tensor dy, Tensor[] weights, Tensor offsets) -> Tensor",
-    lambda dy, weights, offsets: grouped_dgrad(dy, _each(weights, 2), offsets),
-    lambda dy, weights, offsets: dy.new_empty(dy.shape[0], weights[0].shape[-1]),
-)
-"""``grouped_dgrad``: dy [T, N] -> [T, K]."""
+"""``grouped_linear``, and ``grouped_dgrad`` by ``transposed``: x [T, K] -> [T, N]; an empty list of biases: none."""
 
 grouped_wgrad_op = define_operator(
     "grouped_wgrad(Tensor dy, Tensor x, Tensor offsets, ScalarType dtype) -> Tensor",

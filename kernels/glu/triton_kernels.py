@@ -63,37 +63,6 @@ def _clamped(
 
 
 @triton.jit
-def _glu_value(
-    gate: tl.tensor, linear: tl.tensor, alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
-    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """``act(g) l`` of fp32 halves."""
-    gate, linear, _, _ = _clamped(gate, linear, limit, offset, CLAMPED)
-    value, _ = _value_and_slope(gate, alpha, FUNCTION)
-    return value * linear
-
-
-@triton.jit
-def _glu_gradients(
-    upstream: tl.tensor, p: tl.tensor, gate: tl.tensor, linear: tl.tensor,
-    alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
-    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """dg, dl and the terms of dp, ``da act(g) l``, of fp32 halves; p [rows, 1] is used if SCALED."""
-    gate, linear, gate_free, linear_free = _clamped(gate, linear, limit, offset, CLAMPED)
-    value, slope = _value_and_slope(gate, alpha, FUNCTION)
-    terms = upstream * value * linear
-    if SCALED:
-        upstream = upstream * p
-    dgate = upstream * linear * slope
-    dlinear = upstream * value
-    if CLAMPED:
-        dgate = tl.where(gate_free | (gate != gate), dgate, 0.0)
-        dlinear = tl.where(linear_free | (linear != linear), dlinear, 0.0)
-    return dgate, dlinear, terms
-
-
-@triton.jit
 def _scaled_glu_kernel(
     h: tl.tensor, probs: tl.tensor, out: tl.tensor, T: tl.tensor, F: tl.tensor, stride_h: tl.tensor,
     alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
@@ -106,7 +75,9 @@ def _scaled_glu_kernel(
     at = h + row[:, None] * stride_h + column[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
     linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-    value = _glu_value(gate, linear, alpha, limit, offset, FUNCTION, CLAMPED)
+    gate, linear, _, _ = _clamped(gate, linear, limit, offset, CLAMPED)
+    value, _ = _value_and_slope(gate, alpha, FUNCTION)
+    value = value * linear
     if SCALED:
         value = value * tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]
     tl.store(out + row[:, None] * F + column[None, :], value.to(out.dtype.element_ty), mask=mask)
@@ -121,7 +92,6 @@ def _scaled_glu_backward_kernel(
 ) -> None:  # fmt: skip
     """A program computes BLOCK_T whole rows, so that the sum over features stays in registers."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    p = 1.0
     if SCALED:
         p = tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]  # [BLOCK_T, 1]
         sums = tl.zeros((BLOCK_T, BLOCK_F), dtype=tl.float32)
@@ -132,11 +102,16 @@ def _scaled_glu_backward_kernel(
         at = h + row[:, None] * stride_h + column[None, :]
         gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
         linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-        dgate, dlinear, terms = _glu_gradients(
-            upstream, p, gate, linear, alpha, limit, offset, FUNCTION, CLAMPED, SCALED
-        )
+        gate, linear, gate_free, linear_free = _clamped(gate, linear, limit, offset, CLAMPED)
+        value, slope = _value_and_slope(gate, alpha, FUNCTION)
         if SCALED:
-            sums += terms
+            sums += upstream * value * linear
+            upstream = upstream * p
+        dgate = upstream * linear * slope
+        dlinear = upstream * value
+        if CLAMPED:  # NaN was not clamped
+            dgate = tl.where(gate_free | (gate != gate), dgate, 0.0)
+            dlinear = tl.where(linear_free | (linear != linear), dlinear, 0.0)
         to = dh + row[:, None] * (2 * F) + column[None, :]
         tl.store(to, dgate.to(dh.dtype.element_ty), mask=mask)
         tl.store(to + F, dlinear.to(dh.dtype.element_ty), mask=mask)

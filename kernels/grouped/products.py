@@ -6,7 +6,8 @@ so it does not wait, and a captured CUDA graph may be replayed with other split 
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from ..experts import PerExpert
 from ..tuning import Problem, gpu_name, tuned_config
 from .reference import (
     grouped_bias_grad_reference,
-    grouped_dgrad_reference,
     grouped_linear_reference,
     grouped_scale_grad_reference,
     grouped_wgrad_accumulate_reference,
@@ -43,6 +43,8 @@ __all__ = [
     "grouped_scale_grad",
     "grouped_wgrad_accumulate",
 ]
+
+_Config = TypeVar("_Config")
 
 
 def group_offsets(splits: Tensor) -> Tensor:
@@ -79,19 +81,9 @@ def grouped_linear(
     Sums over K, scale and bias are computed in fp32, and rounded once. Raises ``ValueError`` for shapes that do not
     match and ``TypeError`` for operands of different dtypes.
     """
-    features = check_weights("grouped_linear", x, weights, offsets, contracted=int(not transposed))[transposed]
-    check_per_expert("grouped_linear", "bias", bias, offsets, (features,), x.dtype)
-    _check_rows("grouped_linear", "bias_scale", bias_scale, (x.shape[0],))
     if bias_scale is not None and bias is None:
         raise ValueError("grouped_linear got a bias_scale and no bias")
-    out = _output("grouped_linear", out, x, features)
-    if runs_on_triton("grouped_linear", x):
-        _gemm(x, weights, offsets, out, transposed=not transposed, bias=bias, bias_scale=bias_scale)
-    else:
-        if transposed:
-            weights = [weight.t() for weight in weights]
-        grouped_linear_reference(x, weights, offsets, out, bias=bias, bias_scale=bias_scale)
-    return out
+    return _product("grouped_linear", x, weights, offsets, out, transposed=transposed, bias=bias, bias_scale=bias_scale)
 
 
 def grouped_dgrad(dy: Tensor, weights: PerExpert, offsets: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -104,13 +96,7 @@ def grouped_dgrad(dy: Tensor, weights: PerExpert, offsets: Tensor, *, out: Tenso
     out      [T, K]                      written and returned
     =======  ==========================  ========================
     """
-    _, features = check_weights("grouped_dgrad", dy, weights, offsets, contracted=0)
-    out = _output("grouped_dgrad", out, dy, features)
-    if runs_on_triton("grouped_dgrad", dy):
-        _gemm(dy, weights, offsets, out, transposed=False)
-    else:
-        grouped_dgrad_reference(dy, weights, offsets, out)
-    return out
+    return _product("grouped_dgrad", dy, weights, offsets, out, transposed=True)
 
 
 def grouped_wgrad_accumulate(
@@ -169,7 +155,7 @@ def grouped_bias_grad(
 
 def grouped_scale_grad(dy: Tensor, bias: PerExpert, offsets: Tensor) -> Tensor:
     """``ds[t] = sum over n of dy[t, n] b_e[n]``: dy [T, N], b [E, N] or E x [N] -> ds [T] fp32; pad rows are zero."""
-    check_per_expert("grouped_scale_grad", "bias", bias, offsets, (dy.shape[1],))
+    _check_per_expert("grouped_scale_grad", "bias", bias, offsets, (dy.shape[1],))
     out = dy.new_empty(dy.shape[0], dtype=torch.promote_types(dy.dtype, torch.float32))
     run = grouped_scale_grad_triton if runs_on_triton("grouped_scale_grad", dy) else grouped_scale_grad_reference
     run(dy, bias, offsets, out)
@@ -179,29 +165,40 @@ def grouped_scale_grad(dy: Tensor, bias: PerExpert, offsets: Tensor) -> Tensor:
 # ---- Kernels. ----
 
 
-def _gemm(
+def _product(
+    name: str,
     x: Tensor,
     weights: PerExpert,
     offsets: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     *,
     transposed: bool,
     bias: PerExpert | None = None,
     bias_scale: Tensor | None = None,
-) -> None:
-    op = "grouped_linear" if transposed else "grouped_dgrad"
-    n, k = (out.shape[1], x.shape[1]) if transposed else (x.shape[1], out.shape[1])
-    config = _gemm_config(x.device, x.dtype, op, len(weights), x.shape[0], n, k)
+) -> Tensor:
+    """``grouped_linear``; ``name`` is the caller's, for errors."""
+    n, k = _shape_of_weights(name, x, weights, offsets, contracted=int(not transposed))
+    features = k if transposed else n
+    _check_per_expert(name, "bias", bias, offsets, (features,), x.dtype)
+    _check_rows(name, "bias_scale", bias_scale, (x.shape[0],))
+    out = _output(name, out, x, features)
+    if not runs_on_triton(name, x):
+        if transposed:
+            weights = [weight.t() for weight in weights]
+        grouped_linear_reference(x, weights, offsets, out, bias=bias, bias_scale=bias_scale)
+        return out
+    op = "grouped_dgrad" if transposed else "grouped_linear"
     grouped_gemm_triton(
         adjacent_columns(x),
         alike(weights),
         offsets,
         out,
-        config,
-        transposed=transposed,
+        _config(GemmConfig, default_gemm_config, x.device, x.dtype, op, len(weights), x.shape[0], n, k),
+        transposed=not transposed,
         bias=None if bias is None else alike(bias),
         bias_scale=None if bias_scale is None else bias_scale.contiguous(),
     )
+    return out
 
 
 def _wgrad(
@@ -213,46 +210,39 @@ def _wgrad(
 ) -> None:
     adds = not overwrite if isinstance(overwrite, bool) else not all(overwrite)
     op = "grouped_wgrad_accumulate" if adds else "grouped_wgrad_overwrite"
-    config = _wgrad_config(dy.device, dy.dtype, op, len(main_grads), dy.shape[0], dy.shape[1], x.shape[1])
-    dy, x = adjacent_columns(dy), adjacent_columns(x)
+    shape = len(main_grads), dy.shape[0], dy.shape[1], x.shape[1]
+    config = _config(WgradConfig, default_wgrad_config, dy.device, dy.dtype, op, *shape)
+    for here in by_layout(main_grads):
+        grouped_wgrad_triton(adjacent_columns(dy), adjacent_columns(x), here, offsets, overwrite, config)
+
+
+def by_layout(main_grads: Tensor | Sequence[Tensor | None]) -> Iterator[Tensor | list[Tensor | None]]:
+    """The accumulators of one row stride and dtype, for a launch of their own; nearly always these are all."""
     if isinstance(main_grads, Tensor):
         if main_grads.numel():
-            grouped_wgrad_triton(dy, x, main_grads, offsets, overwrite, config)
+            yield main_grads
         return
-    for here in by_layout(main_grads):
-        grouped_wgrad_triton(dy, x, here, offsets, overwrite, config)
-
-
-def by_layout(main_grads: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
-    """The accumulators of one row stride and dtype, for a launch of their own; nearly always these are all."""
     kinds = {(grad.stride(0), grad.dtype) for grad in main_grads if grad is not None and grad.numel()}
     for kind in kinds:
         yield [grad if grad is not None and (grad.stride(0), grad.dtype) == kind else None for grad in main_grads]
 
 
 @functools.lru_cache(maxsize=4096)
-def _gemm_config(
-    device: torch.device, dtype: torch.dtype, op: str, experts: int, rows: int, n: int, k: int
-) -> "GemmConfig":
-    found = tuned_config(gpu_name(device), Problem(op, _table_name(dtype), experts, rows, n, k))
-    if isinstance(found, dict):
-        return GemmConfig(**found)
-    return default_gemm_config(dtype, capability_of(device), rows / experts)
-
-
-@functools.lru_cache(maxsize=4096)
-def _wgrad_config(
-    device: torch.device, dtype: torch.dtype, op: str, experts: int, rows: int, n: int, k: int
-) -> "WgradConfig":
-    found = tuned_config(gpu_name(device), Problem(op, _table_name(dtype), experts, rows, n, k))
-    if isinstance(found, dict):
-        return WgradConfig(**found)
-    return default_wgrad_config(dtype, capability_of(device), rows / experts)
-
-
-def _table_name(dtype: torch.dtype) -> str:
-    """The dtype in tables: fp16 takes the same time as bf16, and tables have bf16 only."""
-    return "bfloat16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
+def _config(
+    kind: Callable[..., _Config],
+    default: Callable[[torch.dtype, tuple[int, int] | None, float], _Config],
+    device: torch.device,
+    dtype: torch.dtype,
+    op: str,
+    experts: int,
+    rows: int,
+    n: int,
+    k: int,
+) -> _Config:
+    # fp16 takes the same time as bf16, and tables have bf16 only.
+    name = "bfloat16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
+    found = tuned_config(gpu_name(device), Problem(op, name, experts, rows, n, k))
+    return kind(**found) if isinstance(found, dict) else default(dtype, capability_of(device), rows / experts)
 
 
 def adjacent_columns(tensor: Tensor) -> Tensor:
@@ -272,21 +262,14 @@ def alike(tensors: PerExpert) -> PerExpert:
 # ---- Arguments. ----
 
 
-def check_weights(op: str, x: Tensor, weights: PerExpert, offsets: Tensor, *, contracted: int) -> tuple[int, int]:
+def _shape_of_weights(op: str, x: Tensor, weights: PerExpert, offsets: Tensor, *, contracted: int) -> tuple[int, int]:
     """N and K; ``contracted`` is the dim of [N, K] that the last dim of ``x`` must match."""
-    num_experts = offsets.shape[0] - 1
-    shapes = {tuple(weights.shape[1:])} if isinstance(weights, Tensor) else {tuple(each.shape) for each in weights}
-    dtypes = {weights.dtype} if isinstance(weights, Tensor) else {each.dtype for each in weights}
-    shape = next(iter(shapes), ())
-    if len(weights) != num_experts or len(shapes) != 1 or len(shape) != 2 or num_experts < 1:
-        raise ValueError(
-            f"{op} needs weights [experts, N, K] or one [N, K] for each of {num_experts} experts; got "
-            f"{len(weights)} of {sorted(shapes)}"
-        )
+    shape = tuple(weights[0].shape) if len(weights) else ()
+    if len(shape) != 2:
+        raise ValueError(f"{op} needs weights [experts, N, K], or one [N, K] for each expert; got {shape} for each")
+    _check_per_expert(op, "weights", weights, offsets, shape, x.dtype)
     if x.dim() != 2 or x.shape[1] != shape[contracted]:
         raise ValueError(f"{op} needs {shape[contracted]} features in the last dim, got rows {tuple(x.shape)}")
-    if dtypes != {x.dtype}:
-        raise TypeError(f"{op} needs rows and weights of one dtype; got {x.dtype} and {sorted(map(str, dtypes))}")
     return shape
 
 
@@ -306,7 +289,7 @@ def _check_main_grad(op: str, expert: int, grad: Tensor, dy: Tensor, x: Tensor) 
         )
 
 
-def check_per_expert(
+def _check_per_expert(
     op: str,
     name: str,
     given: PerExpert | None,

@@ -14,7 +14,6 @@ from ..reference import wgrad_accumulate_reference
 
 __all__ = [
     "grouped_bias_grad_reference",
-    "grouped_dgrad_reference",
     "grouped_linear_reference",
     "grouped_scale_grad_reference",
     "grouped_wgrad_accumulate_reference",
@@ -47,14 +46,6 @@ def grouped_linear_reference(
             b = bias[expert].to(dtype)
             y += b if bias_scale is None else bias_scale[rows, None].to(dtype) * b
         out[rows] = y.to(out.dtype)
-
-
-def grouped_dgrad_reference(dy: Tensor, weights: Tensor | Sequence[Tensor], offsets: Tensor, out: Tensor) -> None:
-    """``out[t] = dy[t] W_e``: dy [T, N], W_e [N, K], out [T, K]; pad rows are zeros."""
-    dtype = torch.promote_types(dy.dtype, torch.float32)
-    out.zero_()
-    for expert, rows in enumerate(_rows(offsets)):
-        out[rows] = (dy[rows].to(dtype) @ weights[expert].to(dtype)).to(out.dtype)
 
 
 def grouped_wgrad_accumulate_reference(

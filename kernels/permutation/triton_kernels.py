@@ -14,73 +14,62 @@ _MAX_BLOCK = 2048
 
 
 @triton.jit
-def _permute_rows_kernel(
-    x: tl.tensor,
+def _permute_kernel(
+    source: tl.tensor,
     row_id_map: tl.tensor,
     out: tl.tensor,
     D: tl.tensor,
-    stride_x: tl.tensor,
+    stride_source: tl.tensor,
     stride_out: tl.tensor,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    INVERSE: tl.constexpr,
 ) -> None:
-    """``out[map[t, j]] = x[t]`` for one token and BLOCK features: one load, TOP_K stores."""
+    """One token and BLOCK features: ``out[map[t, j]] = source[t]``, one load and TOP_K stores.
+
+    INVERSE: ``out[t] = sum over j of source[map[t, j]]``, TOP_K loads, summed in fp32 in order of j, and one store.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D
-    values = tl.load(x + token * stride_x + column, mask=inside)  # [BLOCK]
+    if INVERSE:
+        values = tl.zeros((BLOCK,), dtype=tl.float32)
+    else:
+        values = tl.load(source + token * stride_source + column, mask=inside)  # [BLOCK]
     for j in tl.static_range(TOP_K):
         row = tl.load(row_id_map + token * TOP_K + j).to(tl.int64)
-        tl.store(out + row * stride_out + column, values, mask=inside)
-
-
-@triton.jit
-def _unpermute_rows_kernel(
-    rows: tl.tensor,
-    row_id_map: tl.tensor,
-    out: tl.tensor,
-    D: tl.tensor,
-    stride_rows: tl.tensor,
-    stride_out: tl.tensor,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """``out[t] = sum over j of rows[map[t, j]]``, TOP_K loads, summed in fp32 in order of j, and one store."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < D
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for j in tl.static_range(TOP_K):
-        row = tl.load(row_id_map + token * TOP_K + j).to(tl.int64)
-        total += tl.load(rows + row * stride_rows + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    tl.store(out + token * stride_out + column, total.to(out.dtype.element_ty), mask=inside)
+        if INVERSE:
+            values += tl.load(source + row * stride_source + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        else:
+            tl.store(out + row * stride_out + column, values, mask=inside)
+    if INVERSE:
+        tl.store(out + token * stride_out + column, values.to(out.dtype.element_ty), mask=inside)
 
 
 def permute_rows_triton(x: Tensor, row_id_map: Tensor, out: Tensor) -> None:
     """See ``permute_rows``; adjacent columns, ``row_id_map`` contiguous."""
-    _launch(_permute_rows_kernel, x, row_id_map, out, x.shape)
+    _launch(x, row_id_map, out, inverse=False)
 
 
 def unpermute_rows_triton(rows: Tensor, row_id_map: Tensor, out: Tensor) -> None:
     """See ``unpermute_rows``; adjacent columns, ``row_id_map`` contiguous."""
-    _launch(_unpermute_rows_kernel, rows, row_id_map, out, out.shape)
+    _launch(rows, row_id_map, out, inverse=True)
 
 
-def _launch(
-    kernel: triton.JITFunction, source: Tensor, row_id_map: Tensor, out: Tensor, shape: tuple[int, ...]
-) -> None:
-    tokens, features = shape
+def _launch(source: Tensor, row_id_map: Tensor, out: Tensor, *, inverse: bool) -> None:
+    (tokens, top_k), features = row_id_map.shape, out.shape[1]
     if not tokens or not features:
         return
     block = min(_MAX_BLOCK, triton.next_power_of_2(features))
-    kernel[(tokens, triton.cdiv(features, block))](
+    _permute_kernel[(tokens, triton.cdiv(features, block))](
         source,
         row_id_map,
         out,
         features,
         source.stride(0),
         out.stride(0),
-        TOP_K=row_id_map.shape[1],
+        TOP_K=top_k,
         BLOCK=block,
+        INVERSE=inverse,
         num_warps=max(1, min(8, block // 256)),
     )

@@ -9,15 +9,14 @@ from .grouped import GroupedQuantized as GroupedQuantized
 from .grouped import QuantizedExperts as QuantizedExperts
 from .grouped import dequantize_grouped as dequantize_grouped
 from .grouped import quantize_grouped as quantize_grouped
-from .grouped_operands import lacking_for_experts as lacking_for_experts
-from .grouped_operands import quantize_experts as quantize_experts
-from .grouped_operands import quantize_grouped_both as quantize_grouped_both
-from .grouped_products import scaled_grouped_product as scaled_grouped_product
-from .grouped_products import scaled_grouped_wgrad_accumulate as scaled_grouped_wgrad_accumulate
 from .operands import has_kernels as has_kernels
 from .operands import lacking as lacking
 from .operands import quantize_both as quantize_both
+from .operands import quantize_experts as quantize_experts
+from .operands import quantize_grouped_both as quantize_grouped_both
 from .operands import quantized_like as quantized_like
+from .products import scaled_grouped_product as scaled_grouped_product
+from .products import scaled_grouped_wgrad_accumulate as scaled_grouped_wgrad_accumulate
 from .products import scaled_product as scaled_product
 from .products import scaled_wgrad_accumulate as scaled_wgrad_accumulate
 from .quantize import dequantize as dequantize
@@ -39,7 +38,6 @@ __all__ = [
     "dequantize_grouped",
     "has_kernels",
     "lacking",
-    "lacking_for_experts",
     "quantize",
     "quantize_both",
     "quantize_experts",

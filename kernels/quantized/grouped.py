@@ -156,39 +156,30 @@ class _Experts(Parts):
 
     def __init__(self, offsets: Tensor, length: int, transposed: bool) -> None:
         parts = offsets.shape[0] - 1
-        experts = parts // 2 if transposed else parts
+        self._num_experts = parts // 2 if transposed else parts
         self._position = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
-        self._starts = offsets
-        """The first row of each part, and last the first row that no expert has."""
-        self._ends = torch.nn.functional.pad(offsets[1:], (0, 1), value=length)
-        self._part = torch.searchsorted(offsets[1:], self._position, right=True)
-        """[T]."""
-        self._experts = torch.arange(experts, device=offsets.device)
-        part = torch.arange(parts + 1, device=offsets.device)
-        self._owners = torch.where(part < parts, part % experts, experts)
-        """The expert of each part; E: none."""
-        self._firsts_more = (part - experts).clamp(min=0)
-        self.owner = self._owners[self._part]
-        """[T]."""
-        self.filled = self._part < parts
+        part = torch.searchsorted(offsets[1:], self._position, right=True)
+        self.filled = part < parts
         """[T]: whether it is an expert's."""
+        self.owner = torch.where(self.filled, part % self._num_experts, self._num_experts)
+        """[T]: the expert; E: none."""
+        self._start = offsets[part]
+        self._blocks_more = (part - self._num_experts).clamp(min=0)
+        """[T]: the first position of its part; and the rests of experts before it, whose last blocks may be smaller."""
         self._transposed = transposed
 
     def amax(self, values: Tensor) -> Tensor:
         """[E]."""
         each = values.abs().amax(1 - self._transposed)
-        return torch.where(self.owner == self._experts[:, None], each, 0.0).amax(1)
+        experts = torch.arange(self._num_experts, device=each.device)
+        return torch.where(self.owner == experts[:, None], each, 0.0).amax(1)
 
     def block_amax(self, values: Tensor, block: tuple[int, int]) -> Tensor:
         """Transposed [R, number of blocks]: those behind an expert's last block are 0."""
         if not self._transposed:
             return super().block_amax(values, block)
-        number, part = self._blocks(block)
-        starts = self._starts[part] + (number - self._firsts(block)[part]) * block[1]
-        columns = starts[:, None] + torch.arange(block[1], device=starts.device)
-        inside = columns < self._ends[part][:, None]
-        each = values.abs()[:, columns.clamp(max=values.shape[1] - 1)]  # [R, blocks, block columns]
-        return torch.where(inside, each, 0.0).amax(2)
+        columns, inside = self._columns_of_blocks(block[1])
+        return torch.where(inside, values.abs()[:, columns], 0.0).amax(2)
 
     def to_elements(self, per_part: Tensor) -> Tensor:
         """[E] -> [T, 1]; transposed [1, T]."""
@@ -199,24 +190,26 @@ class _Experts(Parts):
         """[E] -> [T, 1]; transposed [1, number of blocks]."""
         if not self._transposed:
             return self.to_elements(per_part)
-        return self._padded(per_part)[self._owners[self._blocks(block)[1]]][None]
+        columns, _ = self._columns_of_blocks(block[1])
+        return self._padded(per_part)[self.owner[columns[:, 0]]][None]
 
     def spread(self, per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
-        if not self._transposed:
-            return super().spread(per_block, block, shape)
-        within = (self._position - self._starts[self._part]).div(block[1], rounding_mode="floor")
-        return per_block[:, self._firsts(block)[self._part] + within]
+        return per_block[:, self._blocks(block[1])] if self._transposed else super().spread(per_block, block, shape)
 
-    def _firsts(self, block: tuple[int, int]) -> Tensor:
-        """The first block of each part."""
-        return self._starts.div(block[1], rounding_mode="floor") + self._firsts_more
+    def _blocks(self, width: int) -> Tensor:
+        """[T]: the number of each column's block, in ascending order."""
+        of_parts = self._start.div(width, rounding_mode="floor") + self._blocks_more
+        return of_parts + (self._position - self._start).div(width, rounding_mode="floor")
 
-    def _blocks(self, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """The number of each block, and its part."""
-        firsts = self._firsts(block)
-        length = -(-self._position.shape[0] // block[1]) + self._experts.shape[0]
-        number = torch.arange(length, device=firsts.device, dtype=firsts.dtype)
-        return number, torch.searchsorted(firsts[1:], number, right=True)
+    def _columns_of_blocks(self, width: int) -> tuple[Tensor, Tensor]:
+        """[number of blocks, width]: columns from the first of each block on, and whether they are the block's."""
+        blocks = self._blocks(width)
+        length = blocks.shape[0]
+        numbers = torch.arange(-(-length // width) + self._num_experts, device=blocks.device, dtype=blocks.dtype)
+        columns = torch.searchsorted(blocks, numbers)[:, None] + torch.arange(width, device=blocks.device)
+        inside = columns < length
+        columns = columns.clamp(max=length - 1)
+        return columns, inside & (blocks[columns] == numbers[:, None])
 
     @staticmethod
     def _padded(per_part: Tensor) -> Tensor:

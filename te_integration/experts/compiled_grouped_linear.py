@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...kernels.operators import (
     grouped_bias_grad_op,
-    grouped_dgrad_op,
     grouped_linear_op,
     grouped_scale_grad_op,
     grouped_wgrad_op,
@@ -89,10 +88,7 @@ class _CompiledGroupedLinear(torch.autograd.Function):
         dx = ds = None
         if needs_dx:
             matrices = _cast_all(weights, dy.dtype)
-            if ctx.transposed:
-                dx = cast(grouped_linear_op(dy, matrices, offsets, [], None, False), x.dtype)
-            else:
-                dx = cast(grouped_dgrad_op(dy, matrices, offsets), x.dtype)
+            dx = cast(grouped_linear_op(dy, matrices, offsets, [], None, not ctx.transposed), x.dtype)
         if needs_ds:
             ds = cast(grouped_scale_grad_op(dy, _cast_all(biases, dy.dtype), offsets), scale.dtype)
         dbs: list[Tensor | None] = [None] * len(biases)

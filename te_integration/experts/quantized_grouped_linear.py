@@ -15,7 +15,7 @@ from ...kernels import PerExpert
 from ...kernels.quantized import (
     GroupedQuantized,
     QuantizedExperts,
-    lacking_for_experts,
+    lacking,
     quantize_experts,
     quantize_grouped_both,
     restored,
@@ -73,7 +73,7 @@ def _refuse_unsupported(recipe: Recipe, input: Tensor, owner: str) -> None:
             f"computes in {input.dtype}, or under another recipe"
         )
     if input.is_cuda and not recipe.emulate:
-        needed = lacking_for_experts(recipe.specs("input")[0], input.device)
+        needed = lacking(recipe.specs("input")[0], input.device, experts=True)
         if needed is not None:
             raise RuntimeError(
                 f"{owner}: {name} with experts on {torch.cuda.get_device_name(input.device)} needs {needed}. "

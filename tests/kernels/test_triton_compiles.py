@@ -12,7 +12,6 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 # The type of each argument, with the number that divides it ("*bf16/16": a pointer to whole 16 bytes); a list: those of
 # a tuple's elements. What is no string, or starts with "=", is a constexpr; "=Config(...)" is evaluated in the kernel's
 # module. What follows "#" tells forms apart.
-_NUMBERS = {"alpha": "fp32", "limit": "fp32", "offset": "fp32"}
 _EXPERT_BIASES = ["*bf16/16", None, "i32/16", "i32", "i32"]
 _COPIES = {
     "x": "*bf16/16", "by_rows": "*fp8e4nv/16", "row_scales": "*fp32/16", "rows_stride": "i32/16",
@@ -53,6 +52,11 @@ _SCALED_WGRAD = {
     "x_rest": "tensordesc<fp8e4nv[128,32]>", "x_last": "tensordesc<fp8e4nv[1,128,32]>", "dy_scale": "*fp32/16",
     "x_scale": "*fp32/16", "CONFIG": "=WgradConfig(64, 128, 128, 4, 3, tma=True, parts=2)",
 }  # fmt: skip
+_PERMUTATION = {
+    "source": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_source": "i32/16",
+    "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
+}  # fmt: skip
+_NUMBERS = {"alpha": "fp32", "limit": "fp32", "offset": "fp32"}
 _GLU_TILE = {"FUNCTION": "=gelu", "CLAMPED": True, "SCALED": True, "BLOCK_T": 4, "BLOCK_F": 512}
 KERNELS = {
     "glu.triton_kernels._scaled_glu_kernel": {
@@ -78,14 +82,8 @@ KERNELS = {
         "dy": "*bf16/16", "bias": "*bf16/16", "offsets": "*i64/16", "out": "*fp32/16", "T": "i32", "N": "i32/16",
         "E": "i32", "stride_dy": "i32/16", "stride_bias": "i32/16", "BLOCK_T": 16, "BLOCK_N": 128, "BLOCK_E": 64,
     },
-    "permutation.triton_kernels._permute_rows_kernel": {
-        "x": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_x": "i32/16",
-        "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
-    },
-    "permutation.triton_kernels._unpermute_rows_kernel": {
-        "rows": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_rows": "i32/16",
-        "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
-    },
+    "permutation.triton_kernels._permute_kernel": {**_PERMUTATION, "INVERSE": False},
+    "permutation.triton_kernels._permute_kernel#inverse": {**_PERMUTATION, "INVERSE": True},
     "grouped.gemm_triton._grouped_gemm_kernel#bf16": _GEMM,
     "grouped.gemm_triton._grouped_gemm_kernel#experts": {**_SCALED_GEMM, "biases": None, "BIAS": False},
     "grouped.gemm_triton._grouped_gemm_kernel#blocks": {

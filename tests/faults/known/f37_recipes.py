@@ -156,8 +156,8 @@ FAULTS = [
             Change(
                 "maingrad.kernels.quantized.grouped",
                 "_Experts.__init__",
-                "self._firsts_more = (part - experts).clamp(min=0)",
-                "self._firsts_more = torch.zeros_like(part)",
+                "self._blocks_more = (part - self._num_experts).clamp(min=0)",
+                "self._blocks_more = torch.zeros_like(part)",
             ),
         ],
     ),
@@ -172,8 +172,8 @@ FAULTS = [
             Change(
                 "maingrad.kernels.quantized.grouped",
                 "_Experts.amax",
-                "return torch.where(self.owner == self._experts[:, None], each, 0.0).amax(1)",
-                "return torch.where(self.owner < len(self._experts), each, 0.0).amax().expand(len(self._experts))",
+                "return torch.where(self.owner == experts[:, None], each, 0.0).amax(1)",
+                "return torch.where(self.filled, each, 0.0).amax().expand(self._num_experts)",
             ),
         ],
     ),

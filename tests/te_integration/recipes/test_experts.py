@@ -422,8 +422,7 @@ def test_gpus_without_a_kernel_are_refused(
     no_products: None, capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fake tensors on a GPU, which this machine need not have; a module would look for the GPU."""
-    for module in ("operands", "grouped_operands"):
-        monkeypatch.setattr(f"maingrad.kernels.quantized.{module}.capability_of", lambda device: capability)
+    monkeypatch.setattr("maingrad.kernels.quantized.operands.capability_of", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     for recipe in RECIPES.values():
         if capability == (9, 0) and isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
