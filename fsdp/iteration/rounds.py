@@ -293,6 +293,8 @@ class GradRounds:
             bucket.grad_shard.publish()
         reached = [grads for grads in self._all if grads.under_way]
         self._delayed_in = next((grads.unit.label for grads in reached if grads.delays), None)
+        for grads in reached:
+            grads.state = State.IDLE
         for grads in self._all:
             grads.reset()
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
