@@ -52,23 +52,20 @@ class UnitGathers:
     def wait(self, unit: Unit) -> None:
         """Have the current stream (CUDA), or this thread (CPU), wait for the unit's gather."""
         for bucket in unit.buckets:
-            if bucket.gather is not None:
-                bucket.gather.wait()
+            bucket.gather.wait()
 
     def release(self, unit: Unit, *, was_read: bool = False) -> None:
         """Free the whole parameters, after all work of the current stream so far.
 
         Nothing happens for a unit that keeps whole parameters at rest, and between ``unshard()`` and ``reshard()``.
-        ``was_read``: the program was given them to read (``ShardedBucket.leave_params``).
+        ``was_read``: the program was given them to read (``ShardedBucket.release_params``).
         """
         if not (unit.gathered and unit.releasable) or unit.num_unshards:
             return
         self.wait(unit)
         unit.gathered = False
         for bucket in unit.buckets:
-            if was_read:
-                bucket.leave_params()
-            bucket.release_params()
+            bucket.release_params(was_read=was_read)
         if unit.freed is not None:
             unit.freed.record(current_stream(self._device))
             self._freed.append(unit.freed)
@@ -125,7 +122,6 @@ class UnitGathers:
     def end_capture(self) -> None:
         """Forget the events of the capture: it has not run."""
         for bucket in self._buckets:
-            assert bucket.gather is not None, "connected"
             bucket.gather.forget_capture()
             bucket.record_change()
         self.release_all()

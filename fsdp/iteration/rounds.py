@@ -142,7 +142,7 @@ class GradRounds:
         for bucket in buckets:
             bucket.grads.meter = self.meter
         self.launcher = BucketLauncher(
-            [bucket.grad_bucket for bucket in buckets if bucket.grad_bucket is not None],
+            [bucket.grad_bucket for bucket in buckets],
             [bucket.reduction for bucket in buckets],
             None,
             failures,
@@ -214,7 +214,6 @@ class GradRounds:
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give the bucket's whole gradients memory. If a reduction still uses the memory, wait for it first."""
         self.finish_reduction(bucket)
-        assert bucket.grad_bucket is not None, "trainable"
         if not bucket.grads.resident:
             self._bound_pool(bucket)
             bucket.grads.take()
@@ -240,7 +239,7 @@ class GradRounds:
 
     def delayed_wgrad_done(self, bucket: ShardedBucket) -> None:
         """A delayed weight gradient was computed."""
-        if self._device.type == "cuda" and bucket.grad_bucket is not None:
+        if self._device.type == "cuda":
             bucket.grad_bucket.streams.add(current_raw_stream(self._device.index))  # which wrote it
         if self._due is not None:
             self._send_due()
@@ -294,6 +293,8 @@ class GradRounds:
             bucket.grad_shard.publish()
         reached = [grads for grads in self._all if grads.under_way]
         self._delayed_in = next((grads.unit.label for grads in reached if grads.delays), None)
+        for grads in reached:
+            grads.state = State.IDLE
         for grads in self._all:
             grads.reset()
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
@@ -368,7 +369,6 @@ class GradRounds:
                 self._launch(grads.unit, bucket, bounds_pool=kept and bounds_pool, inside=inside, across=final)
 
     def _launch(self, unit: Unit, bucket: ShardedBucket, *, bounds_pool: bool, inside: bool, across: bool) -> None:
-        assert bucket.grad_bucket is not None, "trainable"
         if not bucket.is_written:
             self.make_room(bucket)  # this rank has written no gradient, and sends zeros
         if bounds_pool:
@@ -390,7 +390,6 @@ class GradRounds:
         home = self._home
         if home is None or home == current_stream(self._device):
             return bucket.grad_shard.claim()
-        assert bucket.grad_bucket is not None, "trainable"
         bucket.grad_bucket.streams.add(home.cuda_stream)  # the reduction waits for this stream
         with OnStream(home):
             return bucket.grad_shard.claim()
@@ -418,7 +417,7 @@ class GradRounds:
 
     def finish_reduction(self, bucket: ShardedBucket) -> None:
         """Wait for the bucket's reduction, if one was launched, and free the memory of whole gradients."""
-        if bucket.grad_bucket is None or not bucket.is_launched:
+        if not bucket.is_launched:
             return
         bucket.grad_shard.landed()
         self.launcher.wait_for(bucket.grad_bucket)

@@ -114,7 +114,7 @@ def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
 def _why_unfinished(bucket: "ShardedBucket") -> str | None:
     """Words for what keeps an optimizer from stepping over the bucket's gradients; None if it may step."""
     grads = None if bucket.round is None else bucket.round()
-    if grads is None or bucket.grad_bucket is None:
+    if grads is None:
         return None
     if bucket.has_pending:
         return (

@@ -107,13 +107,13 @@ class ShardedBucket:
         self.gathered.release()
         self._refuses_reads = False
         self._gathered_version = -1
-        self.gather: ParamGather | None = None
-        """None before ``connect``."""
+        self.gather: ParamGather
+        """Made by ``connect``."""
 
         # Gradients.
         self.records: tuple[GradRecord, ...] = ()
-        self.grad_bucket: Bucket | None = None
-        """The whole gradients as a bucket of ``ddp``, for the launcher. None before ``connect``, and if frozen."""
+        self.grad_bucket: Bucket
+        """The whole gradients as a bucket of ``ddp``, for the launcher. Made by ``connect``, unless frozen."""
         self.unit: weakref.ref[Unit]
         """Set by the unit."""
         self.root: weakref.ref[Root] | None = None
@@ -177,32 +177,24 @@ class ShardedBucket:
 
     def start_gather(self, stream: torch.cuda.Stream | None, observer: Observer) -> None:
         """Issue the gather on ``stream``. The caller has made ``stream`` wait for earlier readers of the memory."""
-        assert self.gather is not None, "connected"
         self.gather.start(stream, observer, fill=self._fill, ordered=True)
 
-    def release_params(self) -> None:
-        """Free the memory of the whole parameters, unless they are whole at rest. The caller orders streams."""
-        if not self.whole_params_at_rest:
-            self.gathered.release()
+    def release_params(self, *, was_read: bool) -> None:
+        """Free the memory of the whole parameters, which are gathered. The caller orders streams.
 
-    def leave_params(self) -> None:
-        """Free the whole parameters, which the program was given to read: its views of them keep their memory.
-
-        The parameters themselves refuse to be read until they are gathered again. Placements that keep parameters whole
-        change nothing. The caller orders streams.
+        was_read  the program was given them to read: its views of them keep their memory, and the parameters themselves
+                  refuse to be read until they are gathered again
         """
-        if self.whole_params_at_rest or not self.gathered.resident:
-            return
-        if self.gathered.pool is None:  # ranks take and free memory of a pool in one order
-            self._move_params()
+        if was_read:
+            if self.gathered.pool is None:  # ranks take and free memory of a pool in one order
+                self._move_params()
+            self._refuses_reads = True
+            for pair in self.pairs:
+                refuse_reads(pair.whole, pair.sharded.shard.name)
         self.gathered.release()
-        self._refuses_reads = True
-        for pair in self.pairs:
-            refuse_reads(pair.whole, pair.sharded.shard.name)
 
     def _move_params(self) -> None:
         """Leave the memory of the whole parameters to the program's views."""
-        assert self.gather is not None, "connected"
         nothing = self.gathered.data.new_empty(0)
         self.gather.flat = self._gather_input = nothing
         for pair in self.pairs:
@@ -239,13 +231,12 @@ class ShardedBucket:
     @property
     def is_written(self) -> bool:
         """Whole gradients have memory, and no reduction uses it."""
-        assert self.grad_bucket is not None, "trainable"
         return self.grads.resident and self.grad_bucket.phase is Phase.ACCUMULATING
 
     @property
     def is_launched(self) -> bool:
         """A reduction uses the memory of whole gradients."""
-        return self.grad_bucket is not None and self.grad_bucket.phase in (Phase.REDUCING, Phase.REDUCED)
+        return self.grad_bucket.phase in (Phase.REDUCING, Phase.REDUCED)
 
     @property
     def is_pooled(self) -> bool:
@@ -259,7 +250,6 @@ class ShardedBucket:
 
     def discard_grads(self) -> None:
         """Discard this rank's gradients of the iteration. The caller has waited for a reduction of them."""
-        assert self.grad_bucket is not None, "trainable"
         self.grad_shard.give_up()
         if not self.whole_grads_at_rest:
             self.grads.release()
@@ -307,12 +297,12 @@ def _on_grad(
 ) -> None:
     """The post-accumulate-grad hook of a whole parameter: move ``.grad`` into ``main_grad`` and tell the root."""
     live = here()
-    if live is None or live.grad_bucket is None:
+    if live is None or live.root is None:
         return
     take_grad_of_backward(param, record)
     if raw_stream is not None:
         live.grad_bucket.streams.add(raw_stream())
-    root = None if live.root is None else live.root()
+    root = live.root()
     if root is not None:
         root.on_grad(live)
 

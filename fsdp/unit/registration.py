@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -18,36 +18,6 @@ __all__ = ["Registration"]
 _requires_grad = attrgetter("requires_grad")
 
 
-class _Place(NamedTuple):
-    """One parameter in one module that registers it."""
-
-    parameters: dict[str, nn.Parameter | None]
-    """The module's ``_parameters``."""
-    module: "weakref.ref[nn.Module]"
-    local: str
-    """The parameter's name in the module."""
-    plain: bool
-    """The module's class has no ``__setattr__`` of its own; recurrent layers have one."""
-    sharded: ShardedParameter
-    whole: nn.Parameter
-    trainable: bool
-
-    @classmethod
-    def of(cls, pair: ShardedPair, module: "weakref.ref[nn.Module]", local: str) -> "_Place":
-        """The place, as it is when the unit is made."""
-        live = module()
-        assert live is not None, "the unit is being made of it"
-        plain = type(live).__setattr__ is nn.Module.__setattr__
-        return cls(live._parameters, module, local, plain, pair.sharded, pair.whole, pair.sharded.requires_grad)
-
-    def register(self, param: nn.Parameter) -> None:
-        """Register ``param`` in the module."""
-        if self.plain:
-            self.parameters[self.local] = param
-        else:
-            setattr(self.module(), self.local, param)
-
-
 class Registration:
     """Registers a unit's parameters in their modules, in one form or the other.
 
@@ -58,7 +28,16 @@ class Registration:
 
     def __init__(self, module: nn.Module, inside: Sequence[nn.Module], pairs: Sequence[ShardedPair]) -> None:
         self._module = weakref.ref(module)
-        self._places = [_Place.of(pair, *place) for pair in pairs for place in pair.places]
+        self._pairs = pairs
+        # Where modules register the parameters: the module's ``_parameters``, the name in it, and the module, if its
+        # class has a __setattr__ of its own, as recurrent layers have.
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, ShardedPair, weakref.ref[nn.Module] | None]] = []
+        for pair in pairs:
+            for reference, local in pair.places:
+                owner = reference()
+                assert owner is not None, "the unit is being made of it"
+                plain = type(owner).__setattr__ is nn.Module.__setattr__
+                self._places.append((owner._parameters, local, pair, None if plain else reference))
         self._tables = ModuleTables(inside)
         self._other_form = {id(pair.sharded): pair.whole for pair in pairs}
         self._forms = [form for pair in pairs for form in (pair.sharded, pair.whole)]
@@ -66,7 +45,7 @@ class Registration:
         self._note_contents()
         self._replaced: str | None = None  # name of a parameter that was replaced while whole ones were registered
         self._plain = {id(param) for param in module.parameters()} - {id(pair.before) for pair in pairs}
-        self._trained = [place for place in self._places if place.trainable]
+        self._trained = [pair for pair in pairs if pair.sharded.requires_grad]
         self._num_shown = 0  # calls of show_whole() without show_shards(): forwards nest, and unshard() counts
         self._shown_in_backward = False
         self._shown_frozen = False
@@ -74,7 +53,7 @@ class Registration:
     @property
     def is_frozen(self) -> bool:
         """The program has frozen all trained parameters of the unit for now, by ``requires_grad_(False)``."""
-        return not any(place.sharded.requires_grad for place in self._trained)
+        return not any(pair.sharded.requires_grad for pair in self._trained)
 
     @property
     def shows_whole(self) -> bool:
@@ -91,9 +70,9 @@ class Registration:
         ):
             return
         self.check_replaced()
-        for _, _, _, _, sharded, whole, trainable in self._places:
-            frozen_here = self._shown_frozen and trainable  # by a backward that goes through the unit
-            if sharded.requires_grad is not trainable or whole.requires_grad is not (trainable and not frozen_here):
+        for (_, _, _, sharded, whole), trainable in zip(self._pairs, self._trainable[::2], strict=True):
+            whole_is_trained = trainable and not self._shown_frozen  # by a backward that goes through the unit
+            if sharded.requires_grad is not trainable or whole.requires_grad is not whole_is_trained:
                 raise RuntimeError(_changed(sharded.shard.name, frozen=trainable))
         self._check_no_stranger(label)
         if not shown:
@@ -113,9 +92,9 @@ class Registration:
     def _find_replaced(self) -> str | None:
         """Name of a parameter that was replaced; None if there is none."""
         shown = self.shows_whole
-        for place in self._places:
-            if place.parameters.get(place.local) is not (place.whole if shown else place.sharded):
-                return place.sharded.shard.name
+        for parameters, local, pair, _ in self._places:
+            if parameters.get(local) is not (pair.whole if shown else pair.sharded):
+                return pair.sharded.shard.name
         return None
 
     def _note_contents(self) -> None:
@@ -140,8 +119,7 @@ class Registration:
         if frozen is not self._shown_frozen:
             self._freeze_whole(frozen)
         if self._num_shown == 1:
-            for place in self._places:
-                place.register(place.whole)
+            self._register(whole=True)
 
     def show_shards(self) -> None:
         """Undo one ``show_whole()``; the last registers the shards again."""
@@ -155,8 +133,8 @@ class Registration:
 
     def _freeze_whole(self, frozen: bool) -> None:
         self._shown_frozen = frozen
-        for place in self._trained:
-            place.whole.requires_grad_(not frozen)
+        for pair in self._trained:
+            pair.whole.requires_grad_(not frozen)
 
     def show_in_backward(self, *, frozen: bool) -> None:
         """Register the whole parameters in backward, for a recompute inside the unit."""
@@ -177,21 +155,26 @@ class Registration:
 
         Such a module writes its delayed weight gradient to the parameter that is registered at that time.
         """
-        modules = [(place.whole, module) for place in self._places if (module := place.module()) is not None]
-        delaying = {
-            id(module): module
-            for whole, module in modules
-            if (record := record_of(whole)) is not None and record.foreign_delayer == type(module).__name__
-        }
-        for module in delaying.values():
-            backward_dw = type(module).backward_dw  # type: ignore[attr-defined]
-            shown = partial(_among_whole, weakref.ref(self), backward_dw, weakref.ref(module))
-            object.__setattr__(module, "backward_dw", shown)
+        for pair in self._pairs:
+            record = record_of(pair.whole)
+            for reference, _ in pair.places:
+                module = reference()
+                if module is not None and record is not None and record.foreign_delayer == type(module).__name__:
+                    backward_dw = type(module).backward_dw  # type: ignore[attr-defined]
+                    shown = partial(_among_whole, weakref.ref(self), backward_dw, reference)
+                    object.__setattr__(module, "backward_dw", shown)
 
     def register_shards(self) -> None:
         """Register the shards, whichever form is registered now."""
-        for place in self._places:
-            place.register(place.sharded)
+        self._register(whole=False)
+
+    def _register(self, *, whole: bool) -> None:
+        for parameters, local, pair, module in self._places:
+            param = pair.whole if whole else pair.sharded
+            if module is None:
+                parameters[local] = param
+            else:
+                setattr(module(), local, param)
 
 
 def _changed(name: str, *, frozen: bool) -> str:

@@ -109,9 +109,7 @@ class Unit:
     @property
     def arrived(self) -> bool:
         """The whole parameters can be read now: their gather has arrived."""
-        return self.gathered and not any(
-            bucket.gather is not None and bucket.gather.under_way for bucket in self.buckets
-        )
+        return self.gathered and not any(bucket.gather.under_way for bucket in self.buckets)
 
     @property
     def releasable(self) -> bool:

@@ -314,13 +314,13 @@ def reduced_once(job: Job) -> frozenset[str]:
     model = shard(module, (*experts, *job.units), placements="zero3")
     for unit in model.units:
         for bucket in unit.buckets if unit.name not in job.holding else ():
-            late = [pair for pair in bucket.pairs if any(_delays(owner, local) for owner, local in pair.owned.owners)]
+            late = [pair for pair in bucket.pairs if any(_delays(owner(), local) for owner, local in pair.places)]
             if not ("modules" in job.delay and late):
                 names -= {pair.sharded.shard.name for pair in bucket.pairs}
     return names
 
 
-def _delays(owner: nn.Module, local: str) -> bool:
+def _delays(owner: nn.Module | None, local: str) -> bool:
     return isinstance(owner, Linear) and local == "weight"
 
 

@@ -7,7 +7,7 @@ FAULTS = [
         "48a-a-block-frees-what-was-read-in-it",
         sentence="Views and arrays of parameters that a program has taken within unsharded() lose their memory there.",
         tests=["tests/fsdp/unit/test_freed_memory.py::test_what_is_read_within_unsharded_lives_on"],
-        changes=[Change("maingrad.fsdp.iteration.gathers", "UnitGathers.release", "if was_read:", "if False:")],
+        changes=[Change("maingrad.fsdp.unit.bucket", "ShardedBucket.release_params", "if was_read:", "if False:")],
     ),
     Fault(
         "48b-a-state-dict-follows-training",
@@ -29,7 +29,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.unit.bucket",
-                "ShardedBucket.leave_params",
+                "ShardedBucket.release_params",
                 "refuse_reads(pair.whole, pair.sharded.shard.name)",
                 "pass",
             )
