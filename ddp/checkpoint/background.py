@@ -199,7 +199,12 @@ def reserve_memory(model: nn.Module, parts: Parts) -> None:
     ]
     if on_devices:
         wait_for_memory(model)
-        _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(on_devices,), name="memory of saves")
+
+        def take_and_free() -> None:
+            with suppress(RuntimeError):  # no memory: the save itself says so
+                _ = [page_locked(shape, dtype) for shape, dtype in on_devices]
+
+        _reserving[model] = thread = threading.Thread(target=take_and_free, name="memory of saves")
         thread.start()
 
 
@@ -208,11 +213,6 @@ def wait_for_memory(model: nn.Module) -> None:
     thread = _reserving.pop(model, None)
     if thread is not None:
         thread.join()
-
-
-def _take_and_free(sizes: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
-    with suppress(RuntimeError):  # no memory: the save itself says so
-        _ = [page_locked(shape, dtype) for shape, dtype in sizes]
 
 
 def page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -65,7 +65,7 @@ def save_checkpoint(
     finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
-    if ranks.leave_ranks_out:
+    if ranks.grid.leaves_ranks_out:
         refuse_slices(
             source.module.named_parameters(),
             "save_checkpoint",

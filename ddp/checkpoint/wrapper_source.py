@@ -58,11 +58,11 @@ class WrapperSource:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.ranks = CheckpointRanks.alone()
+        self.ranks = CheckpointRanks()
         self.expert_axes: Sequence[dist.ProcessGroup] | None = None
         if isinstance(model, DistributedDataParallel):
             grid, experts = model.grids["dense"], model.grids["expert"]
-            self.ranks = CheckpointRanks.of_grid(grid, model.failures)
+            self.ranks = CheckpointRanks(grid, model.failures)
             self.expert_axes = None if experts is grid else tuple(experts.axes)
 
     @property

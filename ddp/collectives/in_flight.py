@@ -93,18 +93,17 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 def device_types_of(group: dist.ProcessGroup) -> list[str]:
     """Device types that the group has a backend for; an empty list where one backend serves all."""
-    config = str(dist.get_backend_config(group))
-    return [entry.split(":")[0] for entry in config.split(",") if ":" in entry]
+    return [*_backend_by_device(group)]
 
 
 def backends_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> set[str]:
     """Names of the groups' backends for this type of device."""
-    backends = set()
-    for group in groups:
-        config = str(dist.get_backend_config(group))
-        by_device = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
-        backends.add(by_device.get(device.type, config))
-    return backends
+    return {_backend_by_device(group).get(device.type, str(dist.get_backend_config(group))) for group in groups}
+
+
+def _backend_by_device(group: dist.ProcessGroup) -> dict[str, str]:
+    config = str(dist.get_backend_config(group))
+    return dict(entry.split(":") for entry in config.split(",") if ":" in entry)
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:

@@ -86,7 +86,8 @@ def _state_of(recipe: object) -> tuple[tuple[str, Any], ...]:
     for cls in type(recipe).__mro__:
         slots = vars(cls).get("__slots__", ())
         names |= {slots} if isinstance(slots, str) else set(slots)
-    values = {name: getattr(recipe, name) for name in sorted(names - {"__dict__", "__weakref__"}) if _has(recipe, name)}
+    names = {name for name in names - {"__dict__", "__weakref__"} if hasattr(recipe, name)}  # a slot may be unset
+    values = {name: getattr(recipe, name) for name in sorted(names)}
     for name, value in values.items():
         try:
             hash(value)
@@ -97,11 +98,6 @@ def _state_of(recipe: object) -> tuple[tuple[str, Any], ...]:
                 f"that has a hash"
             ) from None
     return tuple((name, _comparable(value)) for name, value in values.items())
-
-
-def _has(recipe: object, name: str) -> bool:
-    """Whether a slot was set."""
-    return name in vars(recipe) or hasattr(recipe, name)
 
 
 def _comparable(value: Any) -> Any:

@@ -187,9 +187,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
             self._replay(variant)
 
     def _replay(self, variant: V) -> None:
-        self._before_replay()
-        variant.graph.replay()
-        self._note_replay()
+        self._launch(variant)
         self._finish_replay(variant)
 
     def _finish_replay(self, variant: V) -> None:
@@ -287,10 +285,9 @@ class StepGraphs(ABC, Generic[P, T, V]):
     def _capture_failed(self) -> None:
         """Give up the iteration of a capture that has failed."""
 
-    def _before_replay(self) -> None: ...
-
-    def _note_replay(self) -> None:
-        """The captured work was launched: count what its Python would have counted."""
+    def _launch(self, variant: V) -> None:
+        """Launch the captured work, and count what its Python would have counted."""
+        variant.graph.replay()
 
     @abstractmethod
     def _after_replay(self, variant: V) -> None:

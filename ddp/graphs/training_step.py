@@ -194,11 +194,10 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
             for gather in sync.gathers:
                 gather.leave_capture()
 
-    def _before_replay(self) -> None:
+    def _launch(self, variant: _Variant) -> None:
         if self._pool.stream is None:
             self._optimizer.finish_param_sync()  # on CPUs threads wait for collectives, and no operation does
-
-    def _note_replay(self) -> None:
+        super()._launch(variant)
         self._model.record_replay()
 
     def _after_replay(self, variant: _Variant) -> None:

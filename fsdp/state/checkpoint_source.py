@@ -204,7 +204,7 @@ def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> _Ranks:
 def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
     grids = list({_axes(param.shard.grid): param.shard.grid for param in params}.values())
     if not grids:
-        return _Ranks(CheckpointRanks.alone(), None)
+        return _Ranks(CheckpointRanks(), None)
     failures = FailureReporter()
     failures.grids = grids
     dense = max(grids, key=lambda grid: grid.size)
@@ -216,7 +216,7 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
         raise ValueError(f"parameters of one model are shared by ranks {sets}: a checkpoint knows two such sets")
     # Where an instance does not have all elements, the ranks of all instances write together.
     repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
-    together = CheckpointRanks.of_grid(dense, failures, instances_alike=repeats)
+    together = CheckpointRanks(dense, failures, instances_alike=repeats)
     return _Ranks(together, fewer[0] if fewer else None)
 
 

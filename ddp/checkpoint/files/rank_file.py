@@ -180,12 +180,17 @@ class Entry(NamedTuple):
     def read(self) -> None:
         """Copy the elements to where they are wanted; values are rounded to the dtypes there.
 
+        Bytes go straight to where a single part wants all elements as they are stored.
+
         Raises ``ValueError`` unless the bytes are those that were written.
         """
-        target = self._target()
-        if target is not None:
-            torch.autograd.graph.increment_version(target)  # optimizers compare versions
-            self._fill(target)
+        box, data = self.wanted[0]
+        is_all = len(self.wanted) == 1 and data.dtype is self.dtype and self.box.intersect(box) == self.box
+        view = box.view_of(self.box, data) if is_all else None
+        is_plain = view is not None and view.is_cpu and view.is_contiguous() and not view.is_inference()
+        if view is not None and is_plain and not (view.is_conj() or view.is_neg()):
+            torch.autograd.graph.increment_version(view)  # optimizers compare versions
+            self._fill(view)
             return
         elements = torch.empty(self.box.sizes, dtype=self.dtype, device="cpu")
         self._fill(elements)
@@ -193,16 +198,6 @@ class Entry(NamedTuple):
             both = self.box.intersect(box)
             if both is not None:
                 box.view_of(both, data).copy_(self.box.view_of(both, elements))
-
-    def _target(self) -> Tensor | None:
-        """Where a single part wants all elements as they are stored: its memory, to read them into. None elsewhere."""
-        box, data = self.wanted[0]
-        if len(self.wanted) > 1 or data.dtype is not self.dtype or self.box.intersect(box) != self.box:
-            return None
-        view = box.view_of(self.box, data)
-        if not view.is_cpu or not view.is_contiguous() or view.is_conj() or view.is_neg() or view.is_inference():
-            return None
-        return view
 
     def _fill(self, memory: Tensor) -> None:
         """Read all bytes into ``memory``. Raises ``ValueError`` unless they are those that were written."""

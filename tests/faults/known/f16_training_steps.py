@@ -158,7 +158,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.training_step",
-                "GraphedTrainingStep._note_replay",
+                "GraphedTrainingStep._launch",
                 "self._model.record_replay()",
                 "pass",
             ),

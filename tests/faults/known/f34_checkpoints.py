@@ -117,7 +117,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
                 "Entry.read",
-                "torch.autograd.graph.increment_version(target)",
+                "torch.autograd.graph.increment_version(view)",
                 "pass",
             ),
         ],

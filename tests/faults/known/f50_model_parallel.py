@@ -55,7 +55,9 @@ FAULTS = [
         sentence="All tensor-parallel ranks save their slices under one name in one folder.",
         tests=[TESTS + "test_a_checkpoint_of_slices_is_refused"],
         changes=[
-            Change("maingrad.ddp.checkpoint.checkpoint", "save_checkpoint", "if ranks.leave_ranks_out:", "if False:")
+            Change(
+                "maingrad.ddp.checkpoint.checkpoint", "save_checkpoint", "if ranks.grid.leaves_ranks_out:", "if False:"
+            )
         ],
     ),
     Fault(
