@@ -243,9 +243,7 @@ def guard_reads(modules: Iterable[nn.Module], gathers: Sequence[ParamGather], re
         of.update(dict.fromkeys(map(id, gather.live_params()), gather))
     for module in modules:
         call_before_compiled_code(module, lambda param: of[id(param)].wait_weakly if id(param) in of else None)
-        for gather in {of.get(id(param)): None for param in params_in_forward(module)}:
-            if gather is None:
-                continue
+        for gather in {of[key]: None for param in params_in_forward(module) if (key := id(param)) in of}:
             if isinstance(module, torch.jit.ScriptModule):
                 if refusal is None:  # TorchScript reads in C++, where nothing here is asked
                     gather.wait()

@@ -293,6 +293,6 @@ def _shown_grad(optimizer: Any, index: int) -> Tensor | None:
     info = ShardInfo(
         segment.flat.bucket.name, tuple(grads.shape), 0, grads.numel(), model.grids[layout.grid_name],
         model.reductions[layout.grid_name].num_replicas, "", model.grids["dense"],
-        any(record.sliced for record in model.records),
+        any(record.sliced for record in model.records), has_whole=False,  # ranks have masters of their own
     )  # fmt: skip
-    return make_sharded_grad(grads.view(-1), info, has_whole=False)  # ranks have masters of their own
+    return make_sharded_grad(grads.view(-1), info)

@@ -1,28 +1,31 @@
-"""How each function of torch runs on a sharded gradient. The function's name decides which of three cases applies.
+"""How each function of torch runs on a sharded gradient. The function's name decides which of four cases applies.
 
 =============  =====================================================================================================
+norms          norms of all elements, and the check for Inf: one collective for a whole list of gradients
 reads nothing  shape, dtype, hooks: runs as on a plain tensor
-element-wise   also copies, views and changes of dtype: runs on this rank's elements, and the result is a shard of them
-whole          everything else: torch's own function on the gathered gradients. Collective
+element-wise   also copies and changes of dtype: runs on this rank's elements, and the result is a shard of them
+other          ``RuntimeError``, which names ``full_tensor()``
 =============  =====================================================================================================
-
-Norms of all elements, and the check for Inf, take one collective for a whole list of gradients. They are the first
-things below. ``grad_functions.py`` runs the other functions.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 
-from ..torch_internals import DisableTorchFunctionSubclass, foreach_norms
+from ..torch_internals import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function,
+    foreach_norms,
+    tree_leaves,
+    tree_map,
+)
 from .over_ranks import everyone_of, max_over, norms, reduced
 from .shard_info import ShardInfo
 
-__all__ = ["NORMS", "VIEWS", "Handling", "handling_of", "name_of", "refuse", "shard_of", "writes"]
+__all__ = ["NORMS", "name_of", "on_elements", "reads_nothing", "shard_of", "writes"]
 
 
 def shard_of(tensor: Any) -> ShardInfo | None:
@@ -69,7 +72,7 @@ def _norm(func: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) > 4 or of_matrix or isinstance(ord, str) or (given.get("dim"), given.get("out")) != (None, None):
         return NotImplemented
     norm = _norms([grad], ord, given.get("dtype"))[0]
-    return norm.view([1] * len(grad.whole_shape or grad.shape)) if given.get("keepdim") else norm
+    return norm.view([1] * len(grad.shard.shape)) if given.get("keepdim") else norm
 
 
 def _check_and_unscale(func: Any, self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -88,30 +91,99 @@ NORMS: dict[Any, Callable[..., Any]] = {
 """By torch's function: what runs in its place. It is given torch's function first."""
 
 
-# ---- The three cases. ----
+# ---- Element-wise functions. ----
 
 
-class Handling(Enum):
-    """How a function runs; see the top of this file."""
+def on_elements(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``func`` on this rank's elements. Results are shards of the same elements; what it writes keeps its class.
 
-    PLAIN = auto()
-    ELEMENTWISE = auto()
-    WHOLE = auto()
+    Raises ``RuntimeError`` where these elements do not give the result.
+    """
+    name, values = func.__name__, [*args, *kwargs.values()]
+    if func is Tensor.__setitem__ and getattr(values[1], "dtype", None) is torch.bool:
+        return values[0].masked_fill_(*values[1:])
+    alone = not any(isinstance(each, Tensor) for each in values[1:])
+    if not _keeps_elements(func) or (alone and name in ("max", "min")) or (name == "where" and len(values) == 1):
+        _refuse(_first(values), name_of(func))
+    out = kwargs.get("out")
+    lists = [index for index, each in enumerate(values) if isinstance(each, list | tuple)]
+    if not name.startswith("_foreach_"):
+        made = _run(func, _local(func, values, out), kwargs)
+        return made if writes(func) or out is not None else tree_map(lambda leaf: _marked(leaf, values), made)
+    rows = list(zip(*(values[index] for index in lists), strict=True))
+    columns = zip(*(_local(func, row, out) for row in rows), strict=True)
+    made = _run(func, [next(columns) if index in lists else each for index, each in enumerate(values)], kwargs)
+    return made if writes(func) else [_marked(each, row) for each, row in zip(made, rows, strict=True)]
+
+
+def _run(func: Any, values: Sequence[Any], kwargs: Any) -> Any:
+    """``func`` of ``values``, of which the last are those of ``kwargs``."""
+    count = len(values) - len(kwargs)
+    named = dict(zip(kwargs, values[count:], strict=True))
+    return disabled_torch_function(func, (), tuple(values[:count]), named)
+
+
+def _local(func: Any, values: Sequence[Any], out: Tensor | None) -> Sequence[Any]:
+    """This rank's elements of each operand."""
+    like = _first(values)
+    if like is None or len(values) == 1 or func.__name__ in ("to", "type_as"):
+        return values
+    written = values[0] if writes(func) else out
+    return [_part(func, each, like, is_written=each is written) for each in values]
+
+
+def _part(func: Any, operand: Any, like: Any, *, is_written: bool) -> Any:
+    """This rank's elements of an operand beside the shard ``like``.
+
+    A plain tensor of the shard's shape is these elements. One that broadcasts to the parameter's shape is cut.
+    """
+    if not isinstance(operand, Tensor):
+        return operand
+    shard = like.shard
+    if shard_of(operand) is not None:
+        if not operand.shard.is_same_shard(shard) or operand.shape != like.shape:  # type: ignore[attr-defined]
+            _refuse(like, f"{name_of(func)} of shards of different elements, the other one {operand.shard},")  # type: ignore[attr-defined]
+        return operand
+    sizes = zip(reversed(operand.shape), reversed(shard.shape))  # noqa: B905
+    fits = operand.ndim <= len(shard.shape) and all(size in (1, whole) for size, whole in sizes)
+    if operand.shape == like.shape and not (fits and shard.flat):
+        return operand
+    if is_written or not fits:
+        _refuse(like, f"{name_of(func)} with a tensor of {tuple(operand.shape)}")
+    return operand if operand.ndim == 0 else shard.cut(operand.expand(shard.shape)).view(like.shape)
+
+
+def _first(given: Any) -> Any:
+    """The first shard; None without one."""
+    return next((leaf for leaf in tree_leaves(given) if shard_of(leaf) is not None), None)
+
+
+def _marked(found: Any, given: Any) -> Any:
+    """``found`` as a shard of the same elements as the shard in ``given``."""
+    like = _first(given)
+    return found if like is None else like.marked(found)
+
+
+# ---- Which case applies. ----
 
 
 @functools.cache
-def handling_of(func: Any) -> Handling:
-    """How ``func`` runs if an argument is a sharded gradient, and ``func`` is none of ``NORMS``."""
+def reads_nothing(func: Any) -> bool:
+    """Whether ``func`` runs as on a plain tensor."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        return _ATTRIBUTES.get(getattr(getattr(func, "__self__", None), "__name__", ""), Handling.PLAIN)
-    if name in _QUESTIONS or name.startswith(("_fused_", "_amp_")):
-        return Handling.PLAIN
-    if name in _NEEDS_WHOLE:
-        return Handling.WHOLE
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in ("T", "H", "mT", "mH", "real", "imag")
+    return name in _QUESTIONS or name.startswith(("_fused_", "_amp_"))
+
+
+@functools.cache
+def _keeps_elements(func: Any) -> bool:
+    """Whether ``func`` is element-wise, or keeps all elements in their order."""
+    name = func.__name__
+    if name == "__get__":
+        return func.__self__.__name__ in ("real", "imag")
     bare = name.strip("_").removeprefix("foreach_")
-    known = _is_elementwise(bare) or _is_elementwise(_in_place_or_reversed(name))
-    return Handling.ELEMENTWISE if known else Handling.WHOLE
+    return name not in _NO_ELEMENTS and (_is_elementwise(bare) or _is_elementwise(_in_place_or_reversed(name)))
 
 
 @functools.cache
@@ -130,7 +202,7 @@ def _in_place_or_reversed(name: str) -> str:
 
 def _is_elementwise(name: str) -> bool:
     name = _OPERATORS.get(name, name)
-    if name in _SAME_ELEMENTS or name in VIEWS:
+    if name in _SAME_ELEMENTS:
         return True
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     overloads = packet.overloads() if packet is not None else ()
@@ -144,17 +216,12 @@ def name_of(func: Any) -> str:
     return f"{func.__name__}()"
 
 
-def refuse(grad: Any, what: str) -> Never:
-    """Raise ``RuntimeError``: ``what`` is not defined on shards of a gradient."""
+def _refuse(grad: Any, what: str) -> Never:
     raise RuntimeError(
-        f"{what} is not defined over the shards of a gradient ({grad.shard}): change gradients by element-wise "
-        f"functions in place, take grad.full_tensor() for the whole one, on all ranks together, or grad.to_local() for "
-        f"this rank's elements alone"
+        f"{what} is not defined over the shards of a gradient ({grad.shard}): take grad.full_tensor() on all ranks "
+        f"together, or grad.to_local() for this rank's elements"
     )
 
-
-VIEWS = frozenset(["view", "view_as", "reshape", "reshape_as", "flatten", "ravel"])
-"""Functions that may change the shape, and keep all elements in their order."""
 
 _WORDS_SAME_ELEMENTS = """
     clone detach alias contiguous to type type_as float double half bfloat16 int long short bool byte char cfloat
@@ -162,16 +229,13 @@ _WORDS_SAME_ELEMENTS = """
     subtract multiply divide absolute negative floor_divide positive fix greater less greater_equal less_equal not_equal
     arccos arcsin arctan arccosh arcsinh arctanh dropout rrelu relu6 selu softsign logsigmoid tanhshrink
     empty_like zeros_like ones_like full_like rand_like randn_like randint_like
-    equal allclose copy fill zero normal uniform bernoulli exponential random log_normal cauchy
+    copy fill zero normal uniform bernoulli exponential random log_normal cauchy
 """
 _SAME_ELEMENTS = frozenset(_WORDS_SAME_ELEMENTS.split())
 """Element-wise functions, and functions that keep all elements in their order, without torch's tag ``pointwise``."""
 
-_WORDS_NEEDS_WHOLE = """
-    _foreach_max
-    __bool__ __float__ __int__ __long__ __complex__ __index__ __deepcopy__
-"""
-_NEEDS_WHOLE = frozenset(_WORDS_NEEDS_WHOLE.split())
+_WORDS_NO_ELEMENTS = "_foreach_max equal __bool__ __float__ __int__ __long__ __complex__ __index__"
+_NO_ELEMENTS = frozenset(_WORDS_NO_ELEMENTS.split())
 """Functions with the name or the tag of element-wise ones, which they are not."""
 
 _OPERATORS = {
@@ -185,11 +249,6 @@ _OPERATORS = {
     "lshift": "bitwise_left_shift",
     "rshift": "bitwise_right_shift",
     "pos": "positive",
-}
-
-_ATTRIBUTES = {
-    **dict.fromkeys(["T", "H", "mT", "mH"], Handling.WHOLE),
-    **dict.fromkeys(["real", "imag", "data"], Handling.ELEMENTWISE),
 }
 
 _WORDS_QUESTIONS = """

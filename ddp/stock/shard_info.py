@@ -33,6 +33,8 @@ class ShardInfo(NamedTuple):
     flat: bool = False
     """The program sees the whole parameter, and works with tensors of its shape: shards have one dim. False: the
     program sees shards, and works with tensors of a shard's shape."""
+    has_whole: bool = True
+    """All ranks' elements together are a tensor of ``shape``. False: each rank has a tensor of its own."""
 
     @property
     def numel(self) -> int:

@@ -1,9 +1,8 @@
 """``ShardedGrad``: ``.grad`` of a sharded parameter, whose reads give the whole gradient's answer.
 
 torch's ``clip_grad_norm_``, ``get_total_norm`` and ``GradScaler`` compute a norm of each gradient, or look for Inf and
-NaN. Programs log means, extrema and histograms of ``.grad``, and of copies, views and products of ``.grad``. Over one
-rank's shard these results would be wrong and differ between ranks. ``grad_reads.py`` says which function does what, and
-``grad_functions.py`` runs it.
+NaN. Over one rank's shard these results would be wrong and differ between ranks. Means, extrema and rows would be too:
+they are refused, and computed from ``full_tensor()``. ``grad_reads.py`` says which function does what.
 """
 
 import threading
@@ -21,8 +20,7 @@ from ..torch_internals import (
     make_subclass,
     tree_leaves,
 )
-from .grad_functions import on_elements, on_whole
-from .grad_reads import NORMS, Handling, handling_of, refuse, writes
+from .grad_reads import NORMS, on_elements, reads_nothing, writes
 from .master_param import MasterParameter
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
@@ -76,7 +74,7 @@ class ShardedGrad(Tensor):
     """This rank's shard of a gradient: ``.grad`` of a ``ShardedParameter``, and element-wise results of it.
 
     **Element-wise functions return shards**: ``g * 2``, ``g.abs()``, ``g.isnan()``, ``g.clone()``, ``g.float()``; so do
-    ``detach()``, ``data`` and ``view(-1)``. A shard may become ``.grad``. A plain operand of this shard's shape is this
+    ``detach()`` and ``data``. A shard may become ``.grad``. A plain operand of this shard's shape is this
     rank's elements; of an operand in the parameter's shape, or one that broadcasts to it, the same elements are taken.
 
     **Norms cover all ranks of the outermost unit**, each element counted once: ``norm()``, ``torch.norm``,
@@ -85,16 +83,13 @@ class ShardedGrad(Tensor):
     that all ranks skip the same steps. The norm of an expert's gradient includes the experts that other ranks have at
     its place. A list of norms takes one collective.
 
-    **Every other function runs on whole gradients**: sums, extrema, norms along dims, indices, transposes, matrix
-    products, ``torch.cat``, ``item()``, ``numpy()``. Gradients are gathered one after the other; tensors beside them
-    are used as they are. Results are plain, and equal on all ranks of the parameter's mesh. Functions in place that are
-    not element-wise raise ``RuntimeError``, and so do writes to views of what was gathered, such as ``g[0].zero_()``.
+    **Every other function raises** ``RuntimeError``: sums, extrema, norms along dims, indices, views, transposes,
+    matrix products, ``torch.cat``, ``item()``, ``numpy()``. Take ``full_tensor()`` for them, the whole gradient.
 
-    Norms and functions on whole gradients are collective: all ranks call them, in the same order.
+    Norms and ``full_tensor()`` are collective: all ranks call them, in the same order.
 
     **Shapes are local**: ``shape`` and ``numel()`` are of the rank's own elements, and ``numel()`` may be 0;
-    ``shard.shape`` is the parameter's shape. ``full_tensor()`` is the whole gradient, ``to_local()`` the rank's
-    elements.
+    ``shard.shape`` is the parameter's shape. ``to_local()`` is a plain tensor of the rank's elements.
 
     Between microbatches, every function first waits for a reduction under way into this tensor. Within an optimizer's
     ``step`` every function but norms of all elements is local and returns plain tensors.
@@ -103,9 +98,6 @@ class ShardedGrad(Tensor):
     """
 
     shard: ShardInfo
-    whole_shape: tuple[int, ...] | None
-    """The shape that all ranks' elements have together; one dim after ``view(-1)``. None: this shape is of this rank's
-    elements alone, and there is no whole tensor."""
     sums: "Callable[[], _Sums | None] | None" = None
     """Weak reference to the ``GradShard`` of which this tensor is a view."""
 
@@ -124,10 +116,9 @@ class ShardedGrad(Tensor):
                 return found
         if len(types) > 1 and torch.is_grad_enabled() and any(issubclass(each, nn.Parameter) for each in types):
             return NotImplemented  # the check of ShardedParameter decides
-        handling = handling_of(func)
-        if handling is Handling.PLAIN or _step.optimizer is not None:
+        if _step.optimizer is not None or reads_nothing(func):
             return disabled_torch_function(func, types, args, kwargs)
-        return (on_elements if handling is Handling.ELEMENTWISE else on_whole)(func, args, kwargs)
+        return on_elements(func, args, kwargs)
 
     def marked(self, found: Any) -> Any:
         """``found``, if it is a plain tensor, as a shard of the same elements."""
@@ -135,7 +126,7 @@ class ShardedGrad(Tensor):
             return found
         with DisableTorchFunctionSubclass():
             shares = found.untyped_storage()._cdata == self.untyped_storage()._cdata
-        marked = _as_shard(found, self.shard, self.whole_shape, type(self) if shares else ShardedGrad)
+        marked = _as_shard(found, self.shard, type(self) if shares else ShardedGrad)
         if shares:
             marked.sums = self.sums
         return marked
@@ -151,27 +142,25 @@ class ShardedGrad(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole gradient as a plain tensor of the parameter's shape, on every rank. Collective."""
-        if self.whole_shape is None:
-            refuse(self, f"A whole of {tuple(self.shape)}, which is of this rank's elements alone,")
+        if not self.shard.has_whole:
+            raise RuntimeError(
+                f"full_tensor() of {self.shard}, which are this rank's elements alone: take grad.to_local(), or the "
+                f"gradients of the model's parameters"
+            )
         return whole(self.to_local(), self.shard)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.shard}):\n{self.to_local()!r}"
 
     def __format__(self, format_spec: str) -> str:
-        return format(self.item(), format_spec) if format_spec else repr(self)
+        return format(repr(self), format_spec)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedGrad":
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        copied = _as_shard(self.to_local().clone(), self.shard, self.whole_shape)
-        memo[id(self)] = copied
-        return copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a sharded gradient is not pickled ({self.shard}): save grad.full_tensor(), or grad.to_local() for this "
-            f"rank's elements alone; copy it by copy.deepcopy()"
+            f"a sharded gradient is not pickled ({self.shard}): save grad.full_tensor(), or grad.to_local()"
         )
 
 
@@ -189,22 +178,17 @@ def _arrive(given: Any) -> None:
         sums.wait()
 
 
-def _as_shard(
-    local: Tensor, info: ShardInfo, whole_shape: tuple[int, ...] | None, kind: type[ShardedGrad] = ShardedGrad
-) -> ShardedGrad:
+def _as_shard(local: Tensor, info: ShardInfo, kind: type[ShardedGrad] = ShardedGrad) -> ShardedGrad:
     grad: ShardedGrad = make_subclass(kind, local, False)
-    grad.shard, grad.whole_shape = info, whole_shape
+    grad.shard = info
     return grad
 
 
-def make_sharded_grad(flat_view: Tensor, info: ShardInfo, *, has_whole: bool = True) -> ShardedGrad:
-    """A sharded gradient in the memory of ``flat_view`` [end - start], with the same version counter.
-
-    has_whole  all ranks' elements together are a tensor of ``info.shape``
-    """
+def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
+    """A sharded gradient in the memory of ``flat_view`` [end - start], with the same version counter."""
     if flat_view.shape != (info.numel,):
         raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
-    return _as_shard(flat_view.view(local_shape(info)), info, info.shape if has_whole else None)
+    return _as_shard(flat_view.view(local_shape(info)), info)
 
 
 def adopt_grad(grad: Any, info: ShardInfo) -> Any:
@@ -224,7 +208,7 @@ def adopt_grad(grad: Any, info: ShardInfo) -> Any:
             f"was given {tuple(grad.shape)}: change it in place by element-wise functions, or give it the part of a "
             f"whole gradient that is this rank's, param.shard.cut(grad).view(param.shape)"
         )
-    return grad if grad.requires_grad else _as_shard(grad, info, info.shape)
+    return grad if grad.requires_grad else _as_shard(grad, info)
 
 
 class PlaceholderGrad(ShardedGrad):
@@ -251,7 +235,7 @@ def make_placeholder_grads(params: Sequence[Any]) -> list[PlaceholderGrad]:
     zeros: list[Any] = []
     for param in params:
         local = zero.expand(local_shape(param.shard))
-        zeros.append(_as_shard(local, param.shard, param.shard.shape, PlaceholderGrad))
+        zeros.append(_as_shard(local, param.shard, PlaceholderGrad))
     return zeros
 
 

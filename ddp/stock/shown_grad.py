@@ -5,7 +5,8 @@ it asks. So a backward leaves a ``ShownGrad`` in ``.grad``. It has the parameter
 function that reads values of one has the iteration's reduction finished, and reads the gradients::
 
     whole gradients     ``.grad`` becomes a plain tensor: ``main_grad``'s memory, or a copy in the parameter's dtype
-    sharded gradients   a function sees this rank's elements as a ``ShardedGrad``, whose norms are those of all ranks
+    sharded gradients   a function sees this rank's elements as a ``ShardedGrad``: norms are those of all ranks, results
+                        of element-wise functions are of the parameter's shape too, others need ``full_tensor()``
 
 To set ``.grad`` to None discards the gradient, and another tensor in its place is the gradient, as in plain PyTorch.
 """
@@ -56,7 +57,7 @@ class ShownGrad(Tensor):
 
         def shown(leaf: Any) -> Any:
             """Element-wise results have the parameter's shape too, and may become ``.grad``."""
-            if not isinstance(leaf, ShardedGrad) or leaf.whole_shape != leaf.shard.shape:
+            if not isinstance(leaf, ShardedGrad):
                 return leaf
             return reads[id(leaf)] if id(leaf) in reads else _shown(leaf)
 
@@ -96,6 +97,15 @@ class ShownGrad(Tensor):
     @data.setter
     def data(self, data: Tensor) -> None:
         self.read().data = data
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.read())
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.read(), format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.clone()
 
     def full_tensor(self) -> Tensor:
         """The whole reduced gradient, of the parameter's shape, on every rank. Collective."""

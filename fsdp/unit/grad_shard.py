@@ -243,12 +243,12 @@ class GradShard:
             if grad is not shown or touched:  # a write through a view is not refused, but seen
                 raise RuntimeError(changed_too_early(param.shard))
 
-    def _carry_over(self, view: Tensor) -> None:
+    def _carry_over(self, view: ShardedGrad) -> None:
         """Copy a change of ``.grad`` to the total, if ``.grad`` is a copy of it."""
         if self._shown is not self._total:
             assert self._shown is not None and self._total is not None, "made together"
             start = view.storage_offset() - self._shown.storage_offset()
-            self._total[start : start + view.numel()].copy_(view.detach().view(-1))
+            self._total[start : start + view.numel()].copy_(view.to_local().view(-1))
 
 
 def _accumulate(into: Tensor, value: Tensor, adds: bool) -> None:

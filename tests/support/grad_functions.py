@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
@@ -64,6 +65,15 @@ OF_A_MATRIX: dict[str, Callable[[Any], Any]] = {
     "a row's largest element": lambda g: g[2].abs().max(),
     "a batch of one": lambda g: g.unsqueeze(0).squeeze(0).sum(1),
 }
+
+
+def answer(read: Callable[[Any], Any], grad: Any, *, on_shards: bool) -> Any:
+    """The result of ``read``, which the shards of a gradient give; or else an error with the remedy, and its result."""
+    if on_shards:
+        return read(grad)
+    with pytest.raises(RuntimeError, match=r"is not defined over the shards .*full_tensor\(\)"):
+        read(grad)
+    return read(grad.full_tensor())
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {

@@ -196,7 +196,7 @@ def whole(param: Any, part: Tensor) -> Tensor:
     """All ranks' parts of one parameter, or of its gradient, on the CPU."""
     info = param.shard
     found = torch.zeros(info.shape, device=here(), dtype=part.dtype)
-    found.view(-1)[info.start : info.end] = part.detach().flatten().to(found.device)
+    found.view(-1)[info.start : info.end] = getattr(part, "to_local", part.detach)().flatten().to(found.device)
     return (info.grid.sum(found) / info.num_replicas).cpu()
 
 

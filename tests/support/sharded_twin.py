@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from maingrad.ddp.stock.sharded_grad import ShardedGrad
 from maingrad.fsdp import FSDPModule, fully_shard
 from maingrad.fsdp.tensors.parameter import ShardedParameter
 from maingrad.launch import simulate
@@ -159,7 +160,8 @@ def assert_same_grads(model: nn.Module, expected: dict[str, Tensor | None], tole
             assert wanted is None or not wanted.any(), f"{name} has no gradient"
         else:
             whole = torch.zeros(_shard_of(param)[0]) if wanted is None else wanted
-            _assert_close(name, found, _shard_of(param), whole, tolerance)
+            local = found.to_local() if isinstance(found, ShardedGrad) else found
+            _assert_close(name, local, _shard_of(param), whole, tolerance)
 
 
 def assert_same_weights(model: nn.Module, twin: nn.Module, tolerance: float = TOLERANCE) -> None:

@@ -117,9 +117,9 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.grad_functions",
+                "maingrad.ddp.stock.grad_reads",
                 "_part",
-                "operand.shape == like.shape and not (fits and like.shard.flat)",
+                "operand.shape == like.shape and not (fits and shard.flat)",
                 "operand.shape == like.shape",
             ),
         ],

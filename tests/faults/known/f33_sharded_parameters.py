@@ -45,9 +45,9 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.grad_functions",
+                "maingrad.ddp.stock.grad_reads",
                 "on_elements",
-                "return made if written is not None else tree_map(lambda leaf: _marked(leaf, values), made)",
+                "return made if writes(func) or out is not None else tree_map(lambda leaf: _marked(leaf, values), made)",
                 "return made",
             ),
         ],
@@ -62,7 +62,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.stock.sharded_grad",
                 "adopt_grad",
-                "return grad if grad.requires_grad else _as_shard(grad, info, info.shape)",
+                "return grad if grad.requires_grad else _as_shard(grad, info)",
                 "return grad",
             ),
         ],
@@ -147,33 +147,15 @@ FAULTS = [
         "33j-a-sum-is-that-of-one-ranks-elements",
         sentence="Sums, rows and products of a sharded gradient are those of one rank's elements.",
         tests=[
-            "tests/fsdp/tensors/test_whole_grad_reads.py::test_what_needs_rows_positions_or_all_elements_is_that_of_the_whole_gradient",
-            "tests/ddp/stock/test_reads_of_parts.py::test_a_read_is_that_of_the_whole_gradient",
+            "tests/fsdp/tensors/test_whole_grad_reads.py::test_what_needs_rows_positions_or_all_elements_names_the_whole_gradient",
+            "tests/ddp/stock/test_reads_of_parts.py::test_a_read_is_that_of_the_whole_gradient_or_names_it",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.grad_functions",
-                "on_whole.gathered",
-                "leaf.full_tensor().view(leaf.whole_shape)",
-                "leaf.to_local()",
-            ),
-        ],
-    ),
-    Fault(
-        "33k-writes-to-a-row-are-lost",
-        sentence="A write to a row of a sharded gradient changes a gathered copy, and the gradient stays as it is.",
-        tests=[
-            "tests/fsdp/tensors/test_whole_grad_reads.py::test_writes_to_what_was_gathered_are_refused_and_not_lost",
-        ],
-        quick=[
-            "tests/fsdp/tensors/test_whole_grad_reads.py::test_writes_to_what_was_gathered_are_refused_and_not_lost[a row]",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.stock.grad_functions",
-                "_as_views",
-                "return tree_map(marked, found)",
-                "return found",
+                "maingrad.ddp.stock.grad_reads",
+                "_keeps_elements",
+                "return name not in _NO_ELEMENTS and (_is_elementwise(bare) or _is_elementwise(_in_place_or_reversed(name)))",
+                "return True",
             ),
         ],
     ),
@@ -190,24 +172,6 @@ FAULTS = [
                 "ShardInfo.cut",
                 "return values.reshape(-1)[self.start : self.end]",
                 "return values.reshape(-1)[: self.numel]",
-            ),
-        ],
-    ),
-    Fault(
-        "33m-sizes-are-taken-for-those-of-one-rank",
-        sentence="A view of a gradient under ZeRO-1 is made by the sizes of this rank's elements, not by the parameter's.",
-        tests=[
-            "tests/ddp/stock/test_reads_of_parts.py::test_sizes_are_those_of_the_parameter[another]",
-        ],
-        quick=[
-            "tests/ddp/stock/test_reads_of_parts.py::test_sizes_are_those_of_the_parameter[another]",
-        ],
-        changes=[
-            Change(
-                "maingrad.ddp.stock.grad_functions",
-                "_view",
-                "(whole_shape is None and grad.shard.flat)",
-                "False",
             ),
         ],
     ),

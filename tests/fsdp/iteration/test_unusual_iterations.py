@@ -62,7 +62,7 @@ def whole_grads(model: Any) -> list[Tensor]:
         info = param.shard
         part = torch.zeros(info.shape).flatten()
         if param.grad is not None:
-            part[info.start : info.end] = param.grad.flatten()
+            part[info.start : info.end] = param.grad.to_local().flatten()
         dist.all_reduce(part)
         grads.append(part.view(info.shape) / info.num_replicas)
     return grads
@@ -111,7 +111,7 @@ def nested_under_fully_shard(options: dict[str, Any]) -> list[Tensor]:
         with model.no_sync():
             model(batch(0)).backward()
         model(batch(1)).backward()
-        assert all(param.grad is None or not param.grad.any() for param in model.parameters()) or not options
+        assert all(param.grad is None or not param.grad.to_local().any() for param in model.parameters()) or not options
         with model.layers[0].no_sync():
             pass
         model(batch(2)).backward()
@@ -194,7 +194,7 @@ def after_a_failure(kept: bool, cleared: bool) -> list[Tensor]:
     with torch.no_grad():
         model(batch(2))  # the next forward has forgotten what failed
     for param, then in zip(first, before, strict=True):
-        assert param.grad is None if then is None else torch.equal(param.grad, then)
+        assert param.grad is None if then is None else torch.equal(param.grad.to_local(), then.to_local())
     if cleared:
         model.zero_grad()
     model(batch(3)).backward()

@@ -1,4 +1,4 @@
-"""Whichever way a program reads a sharded gradient, it sees the whole one's answer.
+"""Whichever way a program reads a sharded gradient, it sees the whole one's answer, or an error that names the whole.
 
 Plain PyTorch in one process, on the batches of all ranks, is the reference.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from grad_functions import Net, batch
+from grad_functions import Net, answer, batch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
@@ -91,6 +91,13 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+ON_SHARDS = {
+    "norm", "data", "detached", "cloned", "on the host", "vector_norm", "foreach", "foreach product", "stacked norms",
+    "clamped", "with a number first", "mended", "a deep copy",
+}  # fmt: skip
+"""Norms, also of element-wise results. The others need the whole gradient."""
+
+
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.sampled(3)
 def test_a_read_is_that_of_the_whole_gradient(name: str) -> None:
@@ -100,7 +107,8 @@ def test_a_read_is_that_of_the_whole_gradient(name: str) -> None:
         for key, param in model.named_parameters():
             for grad_mode in (True, False):
                 with torch.set_grad_enabled(grad_mode):
-                    found, wanted = READS[name](param.grad), reference[key]
+                    found = answer(READS[name], param.grad, on_shards=name in ON_SHARDS)
+                    wanted = reference[key]
                 assert type(found) is type(wanted)
                 if isinstance(found, Tensor):
                     assert found.dtype == wanted.dtype and found.shape == wanted.shape
@@ -118,7 +126,7 @@ def test_placements_read_alike(placements: str) -> None:
     def check(model: Any) -> None:
         for name, param in model.named_parameters():
             whole = reference.get_parameter(name).grad
-            torch.testing.assert_close(param.grad.data.abs().mean(), whole.abs().mean())
+            torch.testing.assert_close(param.grad.data.abs().norm(), whole.norm())
             torch.testing.assert_close(param.grad.full_tensor(), whole)
 
     on_each(check, placements=placements)
@@ -134,8 +142,7 @@ def test_replicas_and_experts_count_once() -> None:
         model(batch(dist.get_rank() % 2)).square().mean().backward()
         for name, param in model.named_parameters():
             whole = reference.get_parameter(name).grad
-            torch.testing.assert_close(param.grad.detach().sum(), whole.sum())
-            torch.testing.assert_close(param.grad.mean(), whole.mean())
+            torch.testing.assert_close(param.grad.detach().norm(1), whole.norm(1))
             torch.testing.assert_close(param.grad.full_tensor(), whole)
         own: Any = Net()
         fully_shard(own.head, mesh=WORLD_OF_ONE)
@@ -145,7 +152,7 @@ def test_replicas_and_experts_count_once() -> None:
         norms: list[Any] = [None] * 4
         dist.all_gather_object(norms, grad.to_local().norm())
         torch.testing.assert_close(grad.data.norm(), torch.stack(norms).norm())
-        torch.testing.assert_close(grad.data.sum(), grad.to_local().sum())  # its whole is this rank's expert
+        torch.testing.assert_close(grad.full_tensor().sum(), grad.to_local().sum())  # its whole is this rank's expert
 
     simulate(check, 4)
 
@@ -156,7 +163,7 @@ def test_the_remedies_are_the_whole_and_the_local_part() -> None:
     def check(model: Any) -> None:
         for name, param in model.named_parameters():
             whole, shard = reference.get_parameter(name).grad, param.shard
-            for grad in (param.grad, param.grad.view(-1), param.grad.clone()):
+            for grad in (param.grad, param.grad.detach(), param.grad.clone()):
                 found = grad.full_tensor()
                 assert type(found) is Tensor and found.shape == whole.shape
                 torch.testing.assert_close(found, whole)
@@ -164,8 +171,8 @@ def test_the_remedies_are_the_whole_and_the_local_part() -> None:
             assert type(local) is Tensor and local.shape == param.shape
             torch.testing.assert_close(local.reshape(-1), whole.reshape(-1)[shard.start : shard.end])
             local.zero_()
-            assert not param.grad.any(), "it is the same memory"
-        assert f"{model.scale.grad.item():.2f}" == f"{float(model.scale.grad):.2f}" == f"{model.scale.grad:.2f}"
+            assert not param.grad.full_tensor().any(), "it is the same memory"
+        assert "of 'scale' ()" in f"{model.scale.grad}"
 
     on_each(check)
 
@@ -257,7 +264,7 @@ def test_a_gradient_of_another_shape_is_refused_by_name() -> None:
     def check(model: Any) -> None:
         with pytest.raises(RuntimeError, match=r"this rank's elements alone \(elements \d+ to \d+ of 'wide\.weight'"):
             model.wide.weight.grad = torch.zeros(60, 5, dtype=torch.float64)
-        with pytest.raises(RuntimeError, match=r"copy_\(\) is not defined .*'wide\.weight'"):
+        with pytest.raises(RuntimeError, match=r"copy_\(\) .*'wide\.weight'"):
             model.wide.weight.grad.data = torch.zeros(5, 60, dtype=torch.float64)
 
     on_each(check)
@@ -308,9 +315,9 @@ def test_a_view_that_the_program_has_kept_waits_for_the_next_microbatch() -> Non
         with model.no_sync():
             for step in range(2):
                 model(batch(dist.get_rank(), step)).square().mean().backward()
-                kept = model.wide.weight.grad.view(-1) if kept is None else kept
+                kept = model.wide.weight.grad.detach() if kept is None else kept
         start, end = model.wide.weight.shard.start, model.wide.weight.shard.end
-        torch.testing.assert_close(kept.to_local(), reference.wide.weight.grad.view(-1)[start:end])
+        torch.testing.assert_close(kept.to_local().view(-1), reference.wide.weight.grad.view(-1)[start:end])
 
     simulate(check, RANKS)
 
