@@ -14,7 +14,7 @@ FAULTS = [
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._check_complete",
                 "if self._in_backward:",
-                "if any(each.round.phase is RoundPhase.WRITING for each in self._all):",
+                "if any(grads.state is State.WRITING for grads in self._all):",
             ),
         ],
     ),
