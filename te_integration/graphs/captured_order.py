@@ -61,8 +61,10 @@ class CapturedOrder:
     def enter(self, step: int) -> None:
         """Before a replay: have the current stream wait for the replays before.
 
-        Raises ``ReplayError`` unless it is this step's turn.
+        Raises ``ReplayError`` unless it is this step's turn, and where its graph was freed.
         """
+        if step in self._freed:
+            raise ReplayError(f"{self.steps[step]} comes after reset(), which has freed its graph: call reset() later")
         if step != self._next:
             self._check_turn(step)
         self.wait()

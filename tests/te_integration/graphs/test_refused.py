@@ -413,6 +413,22 @@ def test_a_reset_callable_runs_the_layer_and_the_others_their_graphs():
     assert all(map(torch.equal, *outcomes))
 
 
+@pytest.mark.parametrize("step", ["dgrad", "wgrad"])
+def test_a_reset_callable_has_no_graph_for_what_it_began(step):
+    layer = linear()
+    ddp = wrapped(layer)
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    loss = graphed(x()).sum()
+    if step == "wgrad":
+        loss.backward()
+    graphed.reset()
+    with pytest.raises(RuntimeError, match=f"the {step} of module 0 .* has freed its graph"):
+        loss.backward() if step == "dgrad" else graphed.backward_dw()
+    layer.wgrad_queue.clear()
+    ddp.zero_grad_buffer()
+    layer(x()).sum().backward()
+
+
 def test_another_autocast_than_that_of_the_capture():
     layer = linear(delay_wgrad_compute=False)
     ddp = wrapped(layer)
