@@ -139,7 +139,9 @@ class AmaxRow:
     owner   lives as long as the forward's graph
     """
 
-    def __init__(self, use: ScalingUse, first: int, recipe: DelayedScaling, group: Any, owner: Any) -> None:
+    def __init__(
+        self, use: ScalingUse, first: int, recipe: DelayedScaling, group: Any, owner: Any, device: torch.device
+    ) -> None:
         self.use = weakref.ref(use)
         self.first, self.recipe, self.group = first, recipe, group
         self.owner = weakref.ref(owner)
@@ -150,11 +152,11 @@ class AmaxRow:
         self.has_graph = True
         self.frozen = False
         """The backward trains nothing of the module, which has no wrapper."""
-        self.values = torch.full((len(OPERANDS),), NONE_YET, dtype=torch.float32, device=use.history.device)
+        self.values = torch.full((len(OPERANDS),), NONE_YET, dtype=torch.float32, device=device)
 
     def again(self, use: ScalingUse, owner: Any) -> "AmaxRow":
         """Return a row for another backward of the same forward, which has a gradient of its own."""
-        other = AmaxRow(use, self.first, self.recipe, self.group, owner)
+        other = AmaxRow(use, self.first, self.recipe, self.group, owner, self.values.device)  # the module may be gone
         other.forward, other.outer = self.forward, self.outer
         other.values[: OPERANDS["grad"]].copy_(self.values[: OPERANDS["grad"]])
         return other

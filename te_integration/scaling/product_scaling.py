@@ -44,7 +44,7 @@ class ProductScaling:
         self._graph = _Graph()
         self._row: AmaxRow | None = None
         if use is not None:
-            self._row = AmaxRow(use, self._first, recipe, amax_group_now(), self._graph)
+            self._row = AmaxRow(use, self._first, recipe, amax_group_now(), self._graph, scales.device)
             if waits:
                 use.add(self._row)
             else:

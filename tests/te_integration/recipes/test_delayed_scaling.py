@@ -1,7 +1,9 @@
 """``DelayedScaling``: scales follow the amaxes of earlier iterations, alike on all ranks."""
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -30,8 +32,10 @@ from maingrad.te_integration import (
     Linear,
     WgradQueue,
     autocast,
+    convert_linears,
     delayed_wgrad,
     make_graphed_callables,
+    unconvert,
 )
 
 BF16 = torch.bfloat16
@@ -743,3 +747,25 @@ def test_another_history_length_keeps_the_newest() -> None:
         kept = min(length, 4) - 2
         assert torch.equal(found[-1 - kept : -1], before[4 - kept :])
         assert (found[1:] >= 0).all(), "what has no amax is 0 in the past"
+
+
+@pytest.mark.parametrize("gone", ["freed", "unconverted"])
+def test_a_graph_outlives_its_module(gone: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)).requires_grad_(False)
+    convert_linears(model)
+    x = torch.ones(4, 16, dtype=torch.bfloat16, requires_grad=True)
+    with autocast(recipe=DelayedScaling()):
+        loss = model(x).float().sum()
+    if gone == "freed":
+        layer = weakref.ref(model[0])
+        del model
+        gc.collect()
+        assert layer() is None
+    else:
+        unconvert(model)
+    grads = []
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+        grads.append(x.grad)
+        x.grad = None
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
