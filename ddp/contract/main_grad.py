@@ -365,6 +365,7 @@ def add_to_grad(weight: Tensor, gradient: Tensor, record: GradRecord | None) -> 
 
     Our provider keeps the sum beside ``.grad``, which may show this iteration's gradient already.
     """
+    gradient = gradient.to(weight.dtype)  # a product computes all its slices in one dtype
     if record is None:
         weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
     else:
