@@ -23,6 +23,10 @@ class GroupedWgrad:
         self._packed = weights[0].dim() == 3
         self._tied = len(set(map(id, weights))) < len(weights)
 
+    def fits(self, weights: Sequence[Tensor]) -> bool:
+        """See ``WgradProduct``: operands tell the shapes."""
+        return True
+
     def accumulate(
         self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], dy: Operand, x: Operand, offsets: Tensor
     ) -> None:

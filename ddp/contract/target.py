@@ -75,6 +75,9 @@ class WgradProduct(Protocol):
     rows_apart: bool
     """``main_grad`` need not be contiguous: see ``accumulator_of``."""
 
+    def fits(self, weights: Sequence[Tensor]) -> bool:
+        """Whether the weights have the shapes that this object was made for."""
+
     def accumulate(self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], *operands: Any) -> None:
         """``main_grad (+)= dW`` for each weight; weights with None are left out."""
 
@@ -92,6 +95,10 @@ class DenseWgrad:
 
     def __init__(self, features: Sequence[int]) -> None:
         self._features = list(features)
+
+    def fits(self, weights: Sequence[Tensor]) -> bool:
+        """See ``WgradProduct``: slices may get other sizes, when heads are pruned."""
+        return len(weights) == 1 or [weight.shape[0] for weight in weights] == self._features
 
     def accumulate(
         self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], dy: WgradOperand, x: WgradOperand

@@ -95,6 +95,7 @@ class ProductUse:
             and not (queue is not None and in_torch_ddp())
             and self.fused is fused
             and (self.target is None or self.target.refers_to(weights))
+            and self.product.fits(weights)
         )
 
     def __reduce__(self) -> Any:

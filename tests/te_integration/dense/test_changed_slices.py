@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maingrad.te_integration import Linear, make_graphed_callables
+from maingrad.te_integration import Float8CurrentScaling, Linear, autocast, make_graphed_callables
 
 ROWS, FEATURES = 16, 32
 
@@ -34,3 +34,16 @@ def test_delayed_gradients_of_slices_have_the_dtypes_of_the_slices(graphed: bool
     for weight, expected in zip(module.parameters(), by_hand(module.float(), x.detach()), strict=True):
         assert weight.grad is not None
         torch.testing.assert_close(weight.grad.float(), expected, rtol=0.05, atol=1.0)
+
+
+def test_heads_that_are_pruned_under_a_recipe() -> None:
+    module = attention()
+    x = torch.randn(ROWS, FEATURES)
+    for rows in (16, 8):
+        module.query_weight = nn.Parameter(module.query_weight.detach()[:rows])
+        module.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16), autocast(recipe=Float8CurrentScaling()):
+            y = module(x)
+        y.float().square().sum().backward()
+        for weight, expected in zip(module.parameters(), by_hand(module, x), strict=True):
+            assert weight.grad is not None and (weight.grad - expected).norm() < 0.1 * expected.norm()
