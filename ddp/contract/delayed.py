@@ -41,7 +41,7 @@ class DelayedWgrad:
     records   our provider's records of the weights; none for weights of a foreign provider, or without provider
     owner     the module, for errors
     backward  number of the backward (``current_backward``) that made the operands
-    weights   returns the weights that are still alive
+    weights   returns the weights; none of them where one was freed
     """
 
     def __init__(

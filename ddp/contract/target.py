@@ -260,17 +260,20 @@ class WgradTarget:
         self._product.accumulate(main_grads, overwrite, *operands)
 
     def _compute(self, mine: Sequence[bool], entry: DelayedWgrad, *operands: Any) -> None:
-        """Compute the delayed gradients ``entry``."""
-        places = self._places_for_write(mine)
-        if self._fused:
+        """Compute the delayed gradients ``entry``, and then raise ``RuntimeError`` for a weight that was freed."""
+        kept = [own and weight.reference() is not None for weight, own in zip(self._weights, mine, strict=True)]
+        places = self._places_for_write(kept)
+        weights = [place.weight for place in places if place is not None]
+        if weights and self._fused:
             self._accumulate(places, operands, entry.backward)
-        else:
-            weights = [place and place.weight for place in places]
-            dtype = next(weight.dtype for weight in weights if weight is not None)
-            self._add_to_grads(weights, self.gradients(mine, dtype, operands), ours=True)
-        for place in places:
-            if place is not None:
-                absorb_late_sum(place.weight, record_of(place.weight), entry)
+        elif weights:
+            found = self.gradients(kept, weights[0].dtype, operands)
+            self._add_to_grads([place and place.weight for place in places], found, ours=True)
+        for weight in weights:
+            absorb_late_sum(weight, record_of(weight), entry)
+        for freed, own in zip(self._weights, mine, strict=True):
+            if own:
+                freed.alive()
 
     def _leave_to(self, capture: BackwardCapture, places: Places, operands: Operands) -> list[Tensor | None]:
         """``deliver`` in a backward that is captured."""
@@ -302,8 +305,9 @@ class WgradTarget:
                 add_to_grad(weight, gradient, record_of(weight) if ours else None)
 
     def _alive(self, mine: Sequence[bool]) -> list[Tensor]:
+        """The weights of a delayed gradient; none where one was freed, so that the queue drops the entry."""
         found = [weight.reference() for weight, own in zip(self._weights, mine, strict=True) if own]
-        return [weight for weight in found if weight is not None]
+        return [] if any(weight is None for weight in found) else found
 
 
 class _Weight:

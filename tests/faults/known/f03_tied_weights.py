@@ -88,8 +88,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.contract.target",
                 "WgradTarget._compute",
-                "if place is not None:",
-                "if place is not None and not self._fused:",
+                "for weight in weights:",
+                "for weight in () if self._fused else weights:",
             ),
         ],
     ),
