@@ -27,7 +27,7 @@ class ParamSync:
             ParamGather(
                 flat.bucket.name,
                 flat.params,
-                [wired.owned.param for wired in flat.wired],
+                [entry.owned.param for entry in flat.bucket_params],
                 model.grids[flat.bucket.layout.grid_name],
                 model.failures,
             )

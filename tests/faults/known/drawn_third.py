@@ -14,10 +14,10 @@ FAULTS = [
                 "maingrad.ddp.buckets.readiness",
                 "Readiness._on_backward_start",
                 """
-                if self._is_last(wired.record):
-                    self._mark_ready(wired.bucket, wired.record)
+                if self._is_last(entry.record):
+                    self._mark_ready(entry.bucket, entry.record)
                 """,
-                "self._mark_ready(wired.bucket, wired.record)",
+                "self._mark_ready(entry.bucket, entry.record)",
             ),
         ],
     ),

@@ -52,7 +52,7 @@ FAULTS = [
                 if not cuts:
                     continue
                 """,
-                "cuts = cuts or [(0, group_of(flat.wired[0]))]",
+                "cuts = cuts or [(0, group_of(flat.bucket_params[0]))]",
             ),
         ],
     ),
