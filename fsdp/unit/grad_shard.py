@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...ddp.collectives.reduction import GradReduction
-from ...ddp.stock.sharded_grad import (
+from ...ddp.torch_grads.sharded_grad import (
     PlaceholderGrad,
     ShardedGrad,
     being_reduced,
