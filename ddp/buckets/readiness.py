@@ -19,7 +19,7 @@ from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import take_grad_of_backward
 from ..contract.record import GradRecord
-from ..stock.shown_params import ShownGrads
+from ..torch_grads.shown_params import ShownGrads
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .bucket import Bucket, Phase
 from .bucket_params import BucketParam

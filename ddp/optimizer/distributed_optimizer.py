@@ -15,8 +15,8 @@ from torch import Tensor
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import run_on_all_ranks
 from ..collectives.streams import is_capturing
-from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
-from ..stock.skipped_steps import prepare_skippable_step
+from ..torch_grads.master_param import StateByMaster, WatchedMasters, late_grad
+from ..torch_grads.skipped_steps import prepare_skippable_step
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .around_optimizer import AroundOptimizer

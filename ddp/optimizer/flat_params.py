@@ -23,9 +23,9 @@ from ..buckets.buffer import FlatBuffer
 from ..collectives.in_flight import group_size
 from ..plan.layout import ParamSlot
 from ..plan.ranges import Range
-from ..stock.master_param import MasterParameter, make_master
-from ..stock.shard_info import ShardInfo
-from ..stock.sharded_grad import make_sharded_grad
+from ..torch_grads.master_param import MasterParameter, make_master
+from ..torch_grads.shard_info import ShardInfo
+from ..torch_grads.sharded_grad import make_sharded_grad
 from ..torch_internals.weak_method import weak_method
 from ..wrapper.data_parallel import DistributedDataParallel
 

@@ -14,8 +14,8 @@ from ..collectives.rank_grid import RankGrid
 from ..contract.main_grad import attach, detach, forget_failed_backward
 from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
-from ..stock.optimizer import clear_exposed_grad, guard_stock_optimizers
-from ..stock.shown_grad import ShownGrad
+from ..torch_grads.optimizer import clear_exposed_grad, guard_stock_optimizers
+from ..torch_grads.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass
 from .around_module import AroundModule
 from .dropped import forget_dropped, mark_dropped

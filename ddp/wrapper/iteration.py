@@ -38,7 +38,7 @@ from ..config import DistributedDataParallelConfig
 from ..contract.delayed import compute_pending
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
-from ..stock.shown_params import ShownGrads
+from ..torch_grads.shown_params import ShownGrads
 from .around_module import AroundModule
 from .attachment import discard_grads
 from .parts import BucketParts

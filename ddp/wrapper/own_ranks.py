@@ -1,7 +1,7 @@
 """Parameters whose gradient no rank of the wrapper has in whole: experts of other ranks, slices of tensor parallelism.
 
 A norm over one rank's gradients would differ between ranks, and so would a search for Inf. So ``.grad`` of such models
-shows each rank's part (``stock/shown_grad.py``), whose norms are those over all ranks, and are refused for slices.
+shows each rank's part (``torch_grads/shown_grad.py``). Its norms are those over all ranks, and are refused for slices.
 """
 
 from collections.abc import Iterable, Mapping

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...ddp import DistributedDataParallel, DistributedOptimizer
 from ...ddp.buckets.bucket_params import BucketParam
 from ...ddp.optimizer.param_groups import assign_groups, check_options, is_fused
-from ...ddp.stock.optimizer import after_closure
+from ...ddp.torch_grads.optimizer import after_closure
 from ...fsdp import FSDPModule, translate_state_dicts
 from ...fsdp.module import root_of
 

@@ -12,7 +12,7 @@ from grad_functions import COLUMN, OF_A_MATRIX, WEIGHTS, WRITES, WRITES_TO_VIEWS
 from torch import Tensor, nn
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp.stock.sharded_grad import ShardedGrad
+from maingrad.ddp.torch_grads.sharded_grad import ShardedGrad
 from maingrad.launch import simulate
 
 RANKS = (1, 2, 3)
