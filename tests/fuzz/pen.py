@@ -63,7 +63,7 @@ class Pen:
     @property
     def exposes(self) -> bool:
         """torch's own optimizer steps, and the program says so to the wrapper."""
-        return self.ddp is not None and self.ddp.torch_grads and not self.ddp.plain_loop
+        return self.ddp is not None and self.ddp.stock and not self.ddp.plain_loop
 
     @property
     def fsdp(self) -> Fsdp | None:

@@ -100,7 +100,7 @@ def write_beside_optimizer(pen: Pen) -> None:
     if wanted.schedule != "no":
         pen(f"schedule = torch.optim.lr_scheduler.{schedules[wanted.schedule]}")
     if wanted.scaled:
-        ours = pen.ddp is not None and not pen.ddp.torch_grads
+        ours = pen.ddp is not None and not pen.ddp.stock
         pen(f'scaler = {"" if ours else "torch.amp."}GradScaler("cpu", init_scale=1024.0, growth_interval=2)')
 
 
@@ -227,7 +227,7 @@ def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
     if clip is not None and not (ddp and ddp.max_grad_norm):
         if wanted.scaled:
             pen("scaler.unscale_(optimizer)")
-        ours = ddp is not None and not ((ddp.torch_grads or ddp.plain_loop) and ddp.clips != "library")
+        ours = ddp is not None and not ((ddp.stock or ddp.plain_loop) and ddp.clips != "library")
         called = "clip_grad_norm(model" if ours else f"torch.nn.utils.clip_grad_norm_({pen.owner}.parameters()"
         pen(f"norm = {called}, {clip})")
     if pen.exposes and not clips_late:
