@@ -17,7 +17,7 @@ from ..ddp.collectives.timeline import Observer
 from ..ddp.gathers.gathered_models import GatheredModel
 from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks, counted_steps
 from ..ddp.optimizer.param_groups import is_fused
-from ..ddp.stock.sharded_grad import step_ended
+from ..ddp.torch_grads.sharded_grad import step_ended
 from ..ddp.torch_internals import DisableTorchFunctionSubclass, hook_keys
 from .iteration.root import Root
 from .module import FSDPModule, root_of

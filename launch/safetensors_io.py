@@ -244,7 +244,7 @@ def _gather_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[str, Tens
         ranges, here = [[]] * group.size(), group.rank()
         dist.all_gather_object(ranges, mine, group=group)
     for index, part in enumerate(slices):
-        numel = part.wired.owned.param.numel()
+        numel = part.bucket_param.owned.param.numel()
         owners = [rank for rank, parts in enumerate(ranges) if parts[index][0] < parts[index][1]]
         if ranges[0][index] == (0, numel):
             owners = [0]  # the first rank has all of it

@@ -12,7 +12,7 @@ from ..contract.record import GradRecord
 from ..gathers.waiting_modules import registered_params
 from ..torch_internals import DisableTorchFunctionSubclass
 from .bucket import Phase
-from .wiring import WiredParam
+from .bucket_params import BucketParam
 
 __all__ = [
     "check_no_stranger",
@@ -25,10 +25,10 @@ __all__ = [
 
 
 @torch.compiler.disable
-def is_frozen(wired: Iterable[WiredParam]) -> bool:
+def is_frozen(bucket_params: Iterable[BucketParam]) -> bool:
     """Whether no parameter of the model requires a gradient now: backwards go through the model and train nothing."""
     with DisableTorchFunctionSubclass():
-        return not any(entry.owned.param.requires_grad for entry in wired)
+        return not any(entry.owned.param.requires_grad for entry in bucket_params)
 
 
 def check_no_stranger(module: nn.Module) -> None:
@@ -67,12 +67,12 @@ def check_nothing_pending(records: Iterable[GradRecord], caller: str, *, gives_u
         )
 
 
-def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: str) -> None:
+def check_nothing_bypassed(bucket_params: Iterable[tuple[Tensor, GradRecord]], caller: str) -> None:
     """Raise where ``.grad`` holds a gradient that no hook has seen.
 
     A hook empties ``.grad`` after autograd has filled it, unless a foreign ``backward_dw`` is still to use it.
     """
-    for param, record in wired:
+    for param, record in bucket_params:
         if param.grad is not None and not record.exposed and not record.pending:
             raise RuntimeError(
                 f"{caller}: a gradient of parameter '{record.name}' was put into .grad by hand, where no hook sees it, "
@@ -104,9 +104,9 @@ def check_whole(config: DistributedDataParallelConfig, caller: str) -> None:
         )
 
 
-def check_scalable(wired: Iterable[WiredParam], caller: str) -> None:
+def check_scalable(bucket_params: Iterable[BucketParam], caller: str) -> None:
     """Raise where scaling a bucket would race with its reduction."""
-    for entry in wired:
+    for entry in bucket_params:
         if entry.bucket.phase is Phase.REDUCING:
             raise RuntimeError(
                 f"{caller} while {entry.bucket.name} is being reduced: call it before start_grad_sync(), or after "

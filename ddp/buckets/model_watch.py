@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..gathers.waiting_modules import registered_params
 from ..torch_internals import DisableTorchFunctionSubclass
+from .bucket_params import BucketParam
 from .checks import check_no_stranger
-from .wiring import WiredParam
 
 __all__ = ["ModelWatch", "ModuleTables"]
 
@@ -26,12 +26,12 @@ _state_of = attrgetter("requires_grad", "dtype", "device")
 class ModelWatch:
     """Compares a model with what it was when it was wrapped.
 
-    wired   the parameters that are trained, and reduced
-    module  the wrapped model
+    bucket_params  the parameters that are trained, and reduced
+    module         the wrapped model
     """
 
-    def __init__(self, wired: Sequence[WiredParam], module: nn.Module) -> None:
-        self._wired = wired
+    def __init__(self, bucket_params: Sequence[BucketParam], module: nn.Module) -> None:
+        self._bucket_params = bucket_params
         self._module = module
         self._seen: _Seen | None = None  # None: no full check has passed yet
 
@@ -42,7 +42,7 @@ class ModelWatch:
         would be reduced as zero.
         """
         frozen = self._find_frozen()
-        if frozen and not any(entry.record.written for entry in self._wired):
+        if frozen and not any(entry.record.written for entry in self._bucket_params):
             frozen[0].refuse_frozen()
 
     def check_launch(self) -> None:
@@ -55,15 +55,15 @@ class ModelWatch:
             if not entry.record.written:
                 entry.refuse_frozen()
 
-    def _find_frozen(self) -> list[WiredParam]:
-        """The wired parameters that are frozen now. Raises for all other changes."""
+    def _find_frozen(self) -> list[BucketParam]:
+        """The trained parameters that are frozen now. Raises for all other changes."""
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
             if self._seen is not None and self._seen.holds():
                 return []
-            for entry in self._wired:
+            for entry in self._bucket_params:
                 entry.check()
             check_no_stranger(self._module)
-            frozen = [entry for entry in self._wired if not entry.owned.param.requires_grad]
+            frozen = [entry for entry in self._bucket_params if not entry.owned.param.requires_grad]
             if not frozen:
                 modules = list(self._module.modules())
                 # TorchScript's modules make their tables anew with each read: they are checked in full each time.

@@ -19,14 +19,14 @@ from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import take_grad_of_backward
 from ..contract.record import GradRecord
-from ..stock.shown_params import ShownGrads
+from ..torch_grads.shown_params import ShownGrads
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .bucket import Bucket, Phase
+from .bucket_params import BucketParam
 from .graph_walk import differentiable_tensors, walk_graph
 from .iteration_ends import TrainedBackwards, is_watched, record_forward
 from .launcher import BucketLauncher
 from .model_watch import ModelWatch
-from .wiring import WiredParam
 
 __all__ = ["Readiness"]
 
@@ -36,7 +36,7 @@ class Readiness:
 
     def __init__(
         self,
-        wired: Sequence[WiredParam],
+        bucket_params: Sequence[BucketParam],
         launcher: BucketLauncher,
         config: DistributedDataParallelConfig,
         device: torch.device,
@@ -45,7 +45,7 @@ class Readiness:
         shown: ShownGrads,
         enter_backward: Callable[[], None],
     ) -> None:
-        self._wired = wired
+        self._bucket_params = bucket_params
         self._shown = shown
         self._enter_backward = enter_backward
         self._steps = steps
@@ -72,7 +72,7 @@ class Readiness:
             None  # graph task of the outermost backward; None outside backward, and where unknown
         )
         self._recomputes: bool | None = None  # whether a reentrant recompute was seen; None before the first forward
-        self._unused: list[WiredParam] | None = (
+        self._unused: list[BucketParam] | None = (
             None  # what no forward of the final microbatch reaches; None: no such forward yet
         )
         self._passed: list[tuple[Bucket, GradRecord]] = []  # these get ready when the outermost backward ends
@@ -116,7 +116,7 @@ class Readiness:
             self._recomputes = bool(self._recomputes) or walk.recomputes
             if find_unused:
                 # Several forwards may feed one backward: a parameter is unused if no forward reaches it.
-                candidates = self._wired if self._unused is None else self._unused
+                candidates = self._bucket_params if self._unused is None else self._unused
                 hidden = walk.recomputes
                 self._unused = [w for w in candidates if not hidden and id(w.owned.param) not in walk.leaves]
         here = weakref.ref(self)
@@ -141,10 +141,10 @@ class Readiness:
     def listen(self) -> list[RemovableHandle]:
         """Have gradients of every parameter reported here, delayed ones too. Returns the parameters' hooks."""
         hooks = []
-        for wired in self._wired:
-            self._expect_delayed(wired.bucket, wired.record)
-            hook = self._grad_hook(wired.bucket, wired.record)
-            hooks.append(wired.owned.param.register_post_accumulate_grad_hook(hook))
+        for entry in self._bucket_params:
+            self._expect_delayed(entry.bucket, entry.record)
+            hook = self._grad_hook(entry.bucket, entry.record)
+            hooks.append(entry.owned.param.register_post_accumulate_grad_hook(hook))
         return hooks
 
     def _grad_hook(self, bucket: Bucket, record: GradRecord) -> Callable[[Tensor], None]:
@@ -239,9 +239,9 @@ class Readiness:
             self._mark_ready(bucket, record)
         self._launcher.record_delayed()
 
-    def complete(self, wired: WiredParam) -> None:
+    def complete(self, entry: BucketParam) -> None:
         """No further backward of this iteration reaches this parameter."""
-        self._mark_ready(wired.bucket, wired.record)
+        self._mark_ready(entry.bucket, entry.record)
 
     def complete_passed(self) -> None:
         """The outermost backward has ended."""
@@ -261,9 +261,9 @@ class Readiness:
         self._launcher.observer.backward_started()
         if self.sync and self._overlap:
             unused, self._unused = self._unused, None
-            for wired in unused or ():
-                if self._is_last(wired.record):
-                    self._mark_ready(wired.bucket, wired.record)
+            for entry in unused or ():
+                if self._is_last(entry.record):
+                    self._mark_ready(entry.bucket, entry.record)
 
     def _is_last(self, record: GradRecord) -> bool:
         return self.completes is None or id(record) in self.completes

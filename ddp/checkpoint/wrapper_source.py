@@ -124,5 +124,5 @@ def _are_on_cpu_without_masters(optimizer: DistributedOptimizer) -> bool:
 
     Reading them is then cheaper than gathering shards over gloo. The answer is the same on all ranks.
     """
-    params = [entry.owned.param for entry in optimizer.model.wired]
+    params = [entry.owned.param for entry in optimizer.model.bucket_params]
     return all(param.is_cpu and param.dtype not in (torch.bfloat16, torch.float16) for param in params)

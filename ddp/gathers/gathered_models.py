@@ -8,19 +8,22 @@ __all__ = ["GatheredModel", "gathered_models", "record_gathered_model"]
 
 
 class GatheredModel(Protocol):
-    """The gathers of one model."""
+    """The gathers of one model. Subclasses leave out what does not concern them."""
 
     def finish(self) -> None:
         """Wait for the gathers under way."""
 
     def begin_capture(self) -> None:
         """A capture that may read the model begins."""
+        return
 
     def end_capture(self) -> None:
         """Note that capture is over. Nothing of it has run."""
+        return
 
     def record_replay(self) -> None:
         """A captured step was replayed, which may have changed the model: no version counter tells."""
+        return
 
 
 class _Thread(threading.local):

@@ -102,7 +102,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
             train_step,
             optimizer,
             model,
-            [wired.owned.param for wired in model.wired],
+            [entry.owned.param for entry in model.bucket_params],
             model.device,
             num_warmup_steps=num_warmup_steps,
             max_graphs=max_graphs,
@@ -110,7 +110,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         self._model = model
         self._optimizer = optimizer
         self._num_loads = optimizer.num_loads
-        self._trained = {id(wired.owned.param) for wired in model.wired}
+        self._trained = {id(entry.owned.param) for entry in model.bucket_params}
 
     @property
     def _gathers(self) -> GatheredModel:

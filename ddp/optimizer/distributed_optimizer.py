@@ -15,8 +15,8 @@ from torch import Tensor
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import run_on_all_ranks
 from ..collectives.streams import is_capturing
-from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
-from ..stock.skipped_steps import prepare_skippable_step
+from ..torch_grads.master_param import StateByMaster, WatchedMasters, late_grad
+from ..torch_grads.skipped_steps import prepare_skippable_step
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .around_optimizer import AroundOptimizer
@@ -73,7 +73,7 @@ class DistributedOptimizer(AroundOptimizer):
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
         whole = model.ddp_config.keep_params_whole
-        check_optimizer_class(optimizer_class, model.wired, whole=whole)
+        check_optimizer_class(optimizer_class, model.bucket_params, whole=whole)
         check_optimizer_over_slices(model, optimizer_class, max_grad_norm)
         self.model = model
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
@@ -83,7 +83,7 @@ class DistributedOptimizer(AroundOptimizer):
         """Steps that ``skip_nonfinite`` has skipped, a 0-dim fp32 tensor on the model's device."""
 
         # All checks come before parameters move: where one raises, an earlier DistributedOptimizer still works.
-        groups = assign_groups(model.wired, param_groups)
+        groups = assign_groups(model.bucket_params, param_groups)
         if is_fused(optimizer_class) and not options.get("foreach"):
             options.setdefault("fused", True)
         if lr is not None:
@@ -92,7 +92,7 @@ class DistributedOptimizer(AroundOptimizer):
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model), key=lambda flat: flat.bucket.index)
-        self.segments = segments_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
+        self.segments = segments_of(self._flats, lambda entry: groups[entry.owned.name], whole=whole)
 
         # The inner optimizer does the arithmetic. Both optimizers share one list of groups and one state, so that
         # schedulers and state dicts act on what the step reads.
@@ -108,10 +108,10 @@ class DistributedOptimizer(AroundOptimizer):
         """How often a program has replaced masters or state: alike on all ranks."""
         self._sealed = True
 
-        group_of = lambda wired: groups[wired.owned.name]  # noqa: E731
+        group_of = lambda entry: groups[entry.owned.name]  # noqa: E731
         self.slices: list[ParamSlice] = slices_of(self._flats, self.segments, group_of, self.state)
         """What this rank updates of each parameter: for checkpoints and exports."""
-        self._params = [held.wired.owned.param for held in self.slices]
+        self._params = [held.bucket_param.owned.param for held in self.slices]
         self._addresses = [held.view.data_ptr() for held in self.slices]
         self._versions = [param._version for param in self._params]
 
@@ -122,8 +122,8 @@ class DistributedOptimizer(AroundOptimizer):
         )
         model.follow(self.param_sync.gathers, self._masters)
         self._in_charge = object()
-        for wired in model.wired:
-            wired.record.updater = self._in_charge
+        for entry in model.bucket_params:
+            entry.record.updater = self._in_charge
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -183,7 +183,7 @@ class DistributedOptimizer(AroundOptimizer):
             grads = [param.grad for param in self._params]
             versions = [param._version for param in self._params]
         for held, grad in zip(self.slices, grads, strict=True):
-            if grad is not None and not (self.model.shown.active or held.wired.record.exposed):
+            if grad is not None and not (self.model.shown.active or held.bucket_param.record.exposed):
                 raise late_grad(held.name)
         for index in [i for i, version in enumerate(versions) if version != self._versions[i]]:
             held = self.slices[index]
@@ -380,7 +380,7 @@ class DistributedOptimizer(AroundOptimizer):
         self.param_sync.begin_step()
 
     def _check_in_charge(self) -> None:
-        if self.model.wired[0].record.updater is not self._in_charge:
+        if self.model.bucket_params[0].record.updater is not self._in_charge:
             raise RuntimeError(
                 "this DistributedOptimizer was replaced: another one was built over its model, and has the parameters "
                 "and their masters in memory of its own; step, save and load that one alone"

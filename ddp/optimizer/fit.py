@@ -58,7 +58,7 @@ def check_fits(state_dict: Mapping[str, Any], key: str, here: str, lengths: Mapp
 def check_storage(slices: Sequence[ParamSlice], addresses: Sequence[int]) -> None:
     """Raise ``RuntimeError`` where a parameter has another memory than the optimizer gave it at ``addresses``."""
     with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
-        now = [held.wired.owned.param.data_ptr() for held in slices]
+        now = [held.bucket_param.owned.param.data_ptr() for held in slices]
     if now != addresses:
         moved = [held for held, address in zip(slices, now, strict=True) if address != held.view.data_ptr()]
         raise RuntimeError(

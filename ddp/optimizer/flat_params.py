@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ..buckets.bucket import Bucket
+from ..buckets.bucket_params import BucketParam
 from ..buckets.buffer import FlatBuffer
-from ..buckets.wiring import WiredParam
 from ..collectives.in_flight import group_size
 from ..plan.layout import ParamSlot
 from ..plan.ranges import Range
-from ..stock.master_param import MasterParameter, make_master
-from ..stock.shard_info import ShardInfo
-from ..stock.sharded_grad import make_sharded_grad
+from ..torch_grads.master_param import MasterParameter, make_master
+from ..torch_grads.shard_info import ShardInfo
+from ..torch_grads.sharded_grad import make_sharded_grad
 from ..torch_internals.weak_method import weak_method
 from ..wrapper.data_parallel import DistributedDataParallel
 
@@ -55,7 +55,7 @@ class FlatBucket(NamedTuple):
     """[owned.numel] fp32 copy of ``owned_params``; ``owned_params`` itself where parameters are fp32 or wider."""
     grads: Tensor
     """[owned.numel] view of the bucket's gradients."""
-    wired: tuple[WiredParam, ...]
+    bucket_params: tuple[BucketParam, ...]
     """The bucket's parameters, in the order of the layout's slots."""
 
 
@@ -80,7 +80,7 @@ class Segment(NamedTuple):
 class ParamSlice(NamedTuple):
     """The elements [start, end) of one flattened parameter that this rank updates."""
 
-    wired: WiredParam
+    bucket_param: BucketParam
     start: int
     end: int
     """Equal to ``start`` where other ranks update all of the parameter."""
@@ -102,12 +102,12 @@ class ParamSlice(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the parameter."""
-        return self.wired.owned.name
+        return self.bucket_param.owned.name
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
-        return tuple(self.wired.owned.param.shape)
+        return tuple(self.bucket_param.owned.param.shape)
 
     @property
     def grad(self) -> Tensor:
@@ -115,10 +115,10 @@ class ParamSlice(NamedTuple):
 
         A read has the reduction finished where nothing else has: all ranks read, or step, in one order.
         """
-        parts = None if self.wired.record.parts is None else self.wired.record.parts()
+        parts = None if self.bucket_param.record.parts is None else self.bucket_param.record.parts()
         if parts is not None:
             parts.finish_reduction()
-        grads = self.wired.record.view.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
+        grads = self.bucket_param.record.view.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 
     @property
@@ -149,7 +149,7 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
     Raises ``ValueError`` for complex parameters and for parameters that share memory.
     """
     check_flattenable(model)
-    by_name = {wired.owned.name: wired for wired in model.wired}
+    by_name = {entry.owned.name: entry for entry in model.bucket_params}
     by_index = {bucket.index: bucket for bucket in model.buckets}
     flats = []
     for layout in model.plan.buffers:
@@ -157,8 +157,8 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
         mapped_in = gather if group_size(gather) > 1 else None
         buffer = FlatBuffer(layout, layout.param_dtype, model.device, mapped_in=mapped_in)
         for bucket_layout in layout.buckets:
-            wired = tuple(by_name[slot.spec.name] for slot in bucket_layout.slots)
-            for slot, entry in zip(bucket_layout.slots, wired, strict=True):
+            bucket_params = tuple(by_name[slot.spec.name] for slot in bucket_layout.slots)
+            for slot, entry in zip(bucket_layout.slots, bucket_params, strict=True):
                 view = buffer.param_view(slot)
                 view.copy_(entry.owned.param.detach())
                 entry.owned.param.data = view
@@ -167,7 +167,7 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
             owned_params, grads = params[slice(*owned)], bucket.grad_data[slice(*owned)]
             in_half = owned_params.dtype in (torch.bfloat16, torch.float16)
             master = owned_params.float() if in_half else owned_params
-            flats.append(FlatBucket(bucket, params, owned, owned_params, master, grads, wired))
+            flats.append(FlatBucket(bucket, params, owned, owned_params, master, grads, bucket_params))
     return flats
 
 
@@ -177,12 +177,12 @@ def check_flattenable(model: DistributedDataParallel) -> None:
     Raises ``RuntimeError`` for a parameter that was replaced, moved or cast after wrapping.
     """
     names: dict[int, str] = {}
-    for wired in model.wired:
-        wired.check()
-        name, param = wired.owned.name, wired.owned.param
+    for entry in model.bucket_params:
+        entry.check()
+        name, param = entry.owned.name, entry.owned.param
         if param.is_complex():
             raise ValueError(
-                f"parameter '{name}' is {wired.dtype}: DistributedOptimizer updates real parameters; use a stock "
+                f"parameter '{name}' is {entry.dtype}: DistributedOptimizer updates real parameters; use a stock "
                 f"optimizer, with use_distributed_optimizer=False"
             )
         first = names.setdefault(param.data_ptr(), name)
@@ -193,7 +193,7 @@ def check_flattenable(model: DistributedDataParallel) -> None:
             )
 
 
-def segments_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], *, whole: bool) -> list[Segment]:
+def segments_of(flats: Sequence[FlatBucket], group_of: Callable[[BucketParam], int], *, whole: bool) -> list[Segment]:
     """Cut the owned range of every bucket into segments, which cover all of the range, padding included.
 
     An owned range of padding alone has no segment: a checkpoint has no state of padding, so that the optimizer would
@@ -205,17 +205,17 @@ def segments_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], in
     segments = []
     for flat in flats:
         origin = flat.bucket.layout.start + flat.owned.start
-        held = [(wired, part.counted_from(origin)) for wired, _, part in _owned_parts(flat) if part.numel]
+        held = [(entry, part.counted_from(origin)) for entry, _, part in _owned_parts(flat) if part.numel]
         held.sort(key=lambda entry: entry[1].start)
         if whole:
-            for wired, (start, end) in held:
-                shape = wired.owned.param.shape or (1,)  # a scalar's moments must differ from its counter of steps
+            for entry, (start, end) in held:
+                shape = entry.owned.param.shape or (1,)  # a scalar's moments must differ from its counter of steps
                 master = make_master(flat.master[start:end].view(shape))
-                segments.append(Segment(flat, start, end, group_of(wired), master))
+                segments.append(Segment(flat, start, end, group_of(entry), master))
             continue
         cuts: list[tuple[int, int]] = []  # (first element, group)
-        for wired, (start, _) in held:
-            group = group_of(wired)
+        for entry, (start, _) in held:
+            group = group_of(entry)
             if not cuts or cuts[-1][1] != group:
                 cuts.append((start if cuts else 0, group))
         if not cuts:
@@ -225,17 +225,19 @@ def segments_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], in
     return segments
 
 
-def _owned_parts(flat: FlatBucket) -> list[tuple[WiredParam, ParamSlot, Range]]:
+def _owned_parts(flat: FlatBucket) -> list[tuple[BucketParam, ParamSlot, Range]]:
     """Each parameter, its slot, and the elements of the slot that this rank updates, counted in the buffer."""
     layout = flat.bucket.layout
     owned = flat.owned.counted_from(-layout.start)
-    return [(wired, slot, slot.range.intersect(owned)) for slot, wired in zip(layout.slots, flat.wired, strict=True)]
+    return [
+        (entry, slot, slot.range.intersect(owned)) for slot, entry in zip(layout.slots, flat.bucket_params, strict=True)
+    ]
 
 
 def slices_of(
     flats: Sequence[FlatBucket],
     segments: Sequence[Segment],
-    group_of: Callable[[WiredParam], int],
+    group_of: Callable[[BucketParam], int],
     state_by_master: Mapping[Any, Any],
 ) -> list[ParamSlice]:
     """This rank's slice of every parameter, in the order of buckets."""
@@ -245,7 +247,7 @@ def slices_of(
     slices = []
     for flat in flats:
         origin = flat.bucket.layout.start + flat.owned.start
-        for wired, slot, part in _owned_parts(flat):
+        for entry, slot, part in _owned_parts(flat):
             held = in_param = Range(0, 0)
             own = None
             if part.numel:
@@ -253,13 +255,13 @@ def slices_of(
                 own = next(s for s in by_bucket[flat.bucket.index] if s.start <= held.start and held.end <= s.end)
             slices.append(
                 ParamSlice(
-                    wired=wired,
+                    bucket_param=entry,
                     start=in_param.start,
                     end=in_param.end,
-                    view=wired.owned.param.detach(),
+                    view=entry.owned.param.detach(),
                     param=flat.owned_params[slice(*held)],
                     master=flat.master[slice(*held)],
-                    group=group_of(wired),
+                    group=group_of(entry),
                     segment=own,
                     offset=0 if own is None else held.start - own.start,
                     state_by_master=state_by_master,

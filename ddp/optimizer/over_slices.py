@@ -42,5 +42,5 @@ def refuse_scaler(model: DistributedDataParallel) -> None:
 
 def _refuse(model: DistributedDataParallel, what: str, consequence: str, remedy: str) -> None:
     if model.grids["dense"].leaves_ranks_out:
-        params = ((wired.owned.name, wired.owned.param) for wired in model.wired)
+        params = ((entry.owned.name, entry.owned.param) for entry in model.bucket_params)
         refuse_slices(params, what, consequence, remedy)

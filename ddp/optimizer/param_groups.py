@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.wiring import WiredParam
+from ..buckets.bucket_params import BucketParam
 
 __all__ = [
     "assign_groups",
@@ -37,7 +37,7 @@ _PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 """Classes whose update of a parameter depends on this parameter's gradient and state alone."""
 
 
-def check_optimizer_class(cls: type, wired: Iterable[WiredParam], *, whole: bool) -> None:
+def check_optimizer_class(cls: type, bucket_params: Iterable[BucketParam], *, whole: bool) -> None:
     """Raise ``ValueError`` for a class whose update of an element depends on elements in other shards or segments.
 
     ``why_not_over`` has the rule. All ranks raise, whatever their shards hold.
@@ -50,7 +50,7 @@ def check_optimizer_class(cls: type, wired: Iterable[WiredParam], *, whole: bool
             f"as it is, with use_distributed_optimizer=False"
         )
     if whole and issubclass(cls, torch.optim.Muon):
-        for entry in wired:
+        for entry in bucket_params:
             if entry.owned.param.dim() != 2:
                 raise ValueError(
                     f"{cls.__name__} updates matrices, and parameter '{entry.owned.name}' has shape "
@@ -122,7 +122,7 @@ def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mappin
 Selector = str | Sequence[str] | Callable[[str, torch.Tensor], bool]
 
 
-def assign_groups(wired: Iterable[WiredParam], groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def assign_groups(bucket_params: Iterable[BucketParam], groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Name of each parameter -> index of the first group that selects it; ``len(groups)`` for the rest.
 
     Each group's ``"params"`` is a name or pattern (``"*.bias"``), a sequence of them, or a function of a parameter's
@@ -130,7 +130,7 @@ def assign_groups(wired: Iterable[WiredParam], groups: Sequence[Mapping[str, Any
     """
     if isinstance(groups, Mapping | str) or not all(isinstance(group, Mapping) for group in groups):
         raise TypeError(f"param_groups is a sequence of dicts, one for each group; got {groups!r}")
-    params = {entry.owned.name: entry.owned.param for entry in wired}
+    params = {entry.owned.name: entry.owned.param for entry in bucket_params}
     selected = [_selected(index, group, params) for index, group in enumerate(groups)]
     assigned = {
         name: next((index for index, names in enumerate(selected) if name in names), len(groups)) for name in params

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from ..collectives.placements import placements_of
-from ..gathers.gathered_models import record_gathered_model
+from ..gathers.gathered_models import GatheredModel, record_gathered_model
 from ..gathers.param_gather import ParamGather, guard_reads
 from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket
@@ -14,8 +14,10 @@ from .flat_params import FlatBucket
 __all__ = ["CapturedUpdates", "ParamSync"]
 
 
-class ParamSync:
+class ParamSync(GatheredModel):
     """What a step calls after it has updated parameters, bucket by bucket.
+
+    Captures and replays of other steps concern it in nothing: parameters are gathered after its own update alone.
 
     model  its parameters lie in ``flats``
     flats  in launch order; each bucket whose ranks hold shards gets a gather
@@ -27,7 +29,7 @@ class ParamSync:
             ParamGather(
                 flat.bucket.name,
                 flat.params,
-                [wired.owned.param for wired in flat.wired],
+                [entry.owned.param for entry in flat.bucket_params],
                 model.grids[flat.bucket.layout.grid_name],
                 model.failures,
             )
@@ -99,15 +101,6 @@ class ParamSync:
         """Wait for the gathers under way."""
         for gather in self.gathers:
             gather.wait()
-
-    def begin_capture(self) -> None:
-        """See ``GatheredModel``. All gathers have ended, and a captured read has none to wait for."""
-
-    def end_capture(self) -> None:
-        """See ``GatheredModel``."""
-
-    def record_replay(self) -> None:
-        """See ``GatheredModel``. Nothing is gathered at a forward, but after this model's own update."""
 
     # ---- Captured steps: all but the gathers is in the graph. ----
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..buckets.wiring import WiredParam
+from ..buckets.bucket_params import BucketParam
 from ..contract.torch_ddp import check_not_collected, check_not_inside
 
 __all__ = ["AroundModule"]
@@ -22,16 +22,16 @@ class AroundModule(nn.Module):
     """
 
     module: nn.Module
-    wired: Sequence[WiredParam]
+    bucket_params: Sequence[BucketParam]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """``nn.Module.named_parameters``. Raises where torch's wrapper calls."""
-        check_not_collected((wired.owned.param for wired in self.wired), _OURS)
+        check_not_collected((entry.owned.param for entry in self.bucket_params), _OURS)
         return super().named_parameters(*args, **kwargs)
 
     def check_not_in_torch_ddp(self) -> None:
         """Raise ``RuntimeError`` inside torch's ``DistributedDataParallel``, which would reduce the same gradients."""
-        check_not_inside((wired.owned.param for wired in self.wired), _OURS)
+        check_not_inside((entry.owned.param for entry in self.bucket_params), _OURS)
 
     def __getattr__(self, name: str) -> Any:
         """Python calls this for missing attributes, and after a property raised ``AttributeError``."""

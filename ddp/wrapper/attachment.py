@@ -8,14 +8,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from ..buckets.bucket_params import BucketParam
 from ..buckets.iteration_ends import discard_iteration, forget_model, record_model
-from ..buckets.wiring import WiredParam
 from ..collectives.rank_grid import RankGrid
 from ..contract.main_grad import attach, detach, forget_failed_backward
 from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
-from ..stock.optimizer import clear_exposed_grad, guard_stock_optimizers
-from ..stock.shown_grad import ShownGrad
+from ..torch_grads.optimizer import clear_exposed_grad, guard_stock_optimizers
+from ..torch_grads.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass
 from .around_module import AroundModule
 from .dropped import forget_dropped, mark_dropped
@@ -32,7 +32,10 @@ class _Attached(NamedTuple):
 
 
 def attach_params(
-    wrapper: AroundModule, wired: Sequence[WiredParam], hooks: Sequence[RemovableHandle], grids: Mapping[str, RankGrid]
+    wrapper: AroundModule,
+    bucket_params: Sequence[BucketParam],
+    hooks: Sequence[RemovableHandle],
+    grids: Mapping[str, RankGrid],
 ) -> "weakref.finalize[Any, Any]":
     """Give every parameter its accumulator, while ``wrapper`` lives.
 
@@ -42,7 +45,7 @@ def attach_params(
     Returns the finalizer of ``wrapper``, which takes everything back; ``detach_params`` runs it earlier.
     """
     attached: list[_Attached] = []
-    for entry in wired:
+    for entry in bucket_params:
         owners = [module for module, _ in entry.owned.owners]
         listen_to_foreign_delays(entry.owned.param, entry.record, owners)
         attach(entry.owned.param, entry.record)
@@ -64,13 +67,13 @@ def detach_params(end: "weakref.finalize[Any, Any]") -> None:
         _take_back(*pending[2], dropped=False)
 
 
-def discard_grads(wired: Iterable[WiredParam], ended: nn.Module | None) -> None:
+def discard_grads(bucket_params: Iterable[BucketParam], ended: nn.Module | None) -> None:
     """Clear what an iteration left on parameters: flags of a backward that failed, and ``.grad`` that is not shown.
 
     ended  the model, where its gradients were reduced: watchers are told that they are gone
     """
     with DisableTorchFunctionSubclass():  # no values are read, so no gather is waited for
-        for entry in wired:
+        for entry in bucket_params:
             forget_failed_backward(entry.owned.param)
             entry.owned.param.grad = None
     if ended is not None:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..buckets.bucket_params import BucketParam, allocate_buckets
 from ..buckets.checks import is_frozen
 from ..buckets.launcher import BucketLauncher
 from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas
-from ..buckets.wiring import WiredParam, allocate_buckets
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
 from ..collectives.reduction import GradReduction, make_reductions
@@ -33,9 +33,9 @@ from ..gathers.param_gather import ParamGather
 from ..plan.layout import ParamSlot
 from ..plan.owned_params import find_owned_params, find_tensors
 from ..plan.ranges import Range
-from ..stock.master_param import WatchedMasters
-from ..stock.shard_info import ShardInfo
-from ..stock.shown_params import ShownGrads, ShownParam
+from ..torch_grads.master_param import WatchedMasters
+from ..torch_grads.shard_info import ShardInfo
+from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run
 from ..torch_internals.weak_method import weak_method
 from .attachment import attach_params, detach_params
@@ -64,7 +64,7 @@ class DistributedDataParallel(BucketIteration):
         optimizer.zero_grad()
 
     From the last backward on, ``.grad`` is the average over ranks, in the parameter's shape. Its first read in an
-    iteration is collective (``stock/shown_grad.py``). Programs that are written for Megatron-core call
+    iteration is collective (``torch_grads/shown_grad.py``). Programs that are written for Megatron-core call
     ``start_grad_sync``, ``finish_grad_sync``, ``zero_grad_buffer`` and ``expose_grads``; no other program needs them.
 
     module                the model, on its final device and in its final dtype; frozen parameters get no accumulator
@@ -135,10 +135,10 @@ class DistributedDataParallel(BucketIteration):
             check_whose_experts(overwritten, self.grids["dense"], process_group, expert_process_group)
 
         # Storage, and the collectives over it.
-        self.buckets, self.wired = allocate_buckets(self.plan, trainable, self.device)
+        self.buckets, self.bucket_params = allocate_buckets(self.plan, trainable, self.device)
         """Trainable parameters with their buckets and records, in the order of the buffers."""
-        self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self.wired)
-        record_own_ranks(self.wired, self.grids)
+        self.records: tuple[GradRecord, ...] = tuple(entry.record for entry in self.bucket_params)
+        record_own_ranks(self.bucket_params, self.grids)
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
         dense = self.reductions["dense"]
@@ -151,18 +151,18 @@ class DistributedDataParallel(BucketIteration):
         self._masters: weakref.ref[WatchedMasters] | None = None
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
-        self._watch = ModelWatch(self.wired, module)
+        self._watch = ModelWatch(self.bucket_params, module)
         self.shown = ShownGrads(
             self._shown_params(), partial(weak_method(self.finish_for_optimizer), "a read of .grad")
         )
         enter = weak_method(self._enter_backward)
         self.readiness = Readiness(
-            self.wired, self._launcher, config, self.device, self.steps, self._watch, self.shown, enter
+            self.bucket_params, self._launcher, config, self.device, self.steps, self._watch, self.shown, enter
         )
         for record in self.records:
             record.reopen = weak_method(self._reopen)
         hooks = self.readiness.listen()
-        self._attachment = attach_params(self, self.wired, hooks, self.grids)
+        self._attachment = attach_params(self, self.bucket_params, hooks, self.grids)
         self.grad_parts = BucketParts(self)
         self._end_making()
         if init_sync:
@@ -191,21 +191,26 @@ class DistributedDataParallel(BucketIteration):
         if own or self.ddp_config.use_distributed_optimizer:
             slots = {slot.spec.name: slot for bucket in self.buckets for slot in bucket.layout.slots}
         return [
-            ShownParam(wired.owned.param, wired.record, wired.dtype, self._part(wired, slots.get(wired.owned.name)))
-            for wired in self.wired
+            ShownParam(
+                entry.owned.param,
+                entry.record,
+                entry.dtype,
+                self._part(entry, slots.get(entry.owned.name)),
+            )
+            for entry in self.bucket_params
         ]
 
-    def _part(self, wired: WiredParam, slot: ParamSlot | None) -> tuple[Tensor, ShardInfo] | None:
+    def _part(self, entry: BucketParam, slot: ParamSlot | None) -> tuple[Tensor, ShardInfo] | None:
         if slot is None:
             return None
-        layout = wired.bucket.layout
+        layout = entry.bucket.layout
         whole = slot.range.counted_from(layout.start)
         held = whole.intersect(Range(*self.owned_range(layout)))
         info = ShardInfo(
             slot.spec.name, slot.spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
-            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], wired.record.sliced, flat=True,
+            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], entry.record.sliced, flat=True,
         )  # fmt: skip
-        return wired.bucket.grad_data[slice(*held)], info
+        return entry.bucket.grad_data[slice(*held)], info
 
     def follow(self, gathers: Sequence[ParamGather], masters: WatchedMasters) -> None:
         """By ``DistributedOptimizer``: compiled forwards wait for ``gathers``, every forward checks ``masters``."""
@@ -229,7 +234,7 @@ class DistributedDataParallel(BucketIteration):
             self._finish_gathers()
         if not compiling and self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
-        if not torch.is_grad_enabled() or is_frozen(self.wired):
+        if not torch.is_grad_enabled() or is_frozen(self.bucket_params):
             return self._replicas.run(self.module, args, kwargs)
         self._begin_forward()
         outputs = self._replicas.run(self.module, args, kwargs)

@@ -38,7 +38,7 @@ from ..config import DistributedDataParallelConfig
 from ..contract.delayed import compute_pending
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
-from ..stock.shown_params import ShownGrads
+from ..torch_grads.shown_params import ShownGrads
 from .around_module import AroundModule
 from .attachment import discard_grads
 from .parts import BucketParts
@@ -248,7 +248,7 @@ class BucketIteration(AroundModule):
         self.steps.next_iteration()
         self.shown.hide()  # before buckets are emptied: what the program keeps is copied
         self._empty_buckets()  # step 10 of docs/by_hand.py
-        discard_grads(self.wired, self.module if self._ended else None)
+        discard_grads(self.bucket_params, self.module if self._ended else None)
         self.readiness.reset()
         self._launched = self._finished = self._settled = self._ended = False
         self.iteration += 1
@@ -329,7 +329,7 @@ class BucketIteration(AroundModule):
         """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
         if self.shown.active:
             self.finish_and_take_changes("scale_gradients()")
-        check_scalable(self.wired, "scale_gradients()")
+        check_scalable(self.bucket_params, "scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
         self.shown.copy_again()
 

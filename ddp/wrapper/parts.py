@@ -26,7 +26,7 @@ from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
 
 if TYPE_CHECKING:
-    from ..buckets.wiring import WiredParam
+    from ..buckets.bucket_params import BucketParam
     from .data_parallel import DistributedDataParallel
 
 __all__ = ["BucketParts", "Parts", "parts_of"]
@@ -113,8 +113,8 @@ class BucketParts(Parts):
     def __init__(self, wrapper: "DistributedDataParallel") -> None:
         super().__init__()
         self._wrapper = weakref.ref(wrapper)
-        self._wired = {id(wired.owned.param): wired for wired in wrapper.wired}
-        self._of: weakref.WeakKeyDictionary[Any, dict[int, WiredParam]] = weakref.WeakKeyDictionary()
+        self._bucket_params = {id(entry.owned.param): entry for entry in wrapper.bucket_params}
+        self._of: weakref.WeakKeyDictionary[Any, dict[int, BucketParam]] = weakref.WeakKeyDictionary()
         for record in wrapper.records:
             record.parts = weakref.ref(self)
 
@@ -130,7 +130,9 @@ class BucketParts(Parts):
         super().begin(part, params)
         self.host.begin_if_cleared()
         self.host.check_before_forward()
-        self._of[part] = {id(param): self._wired[id(param)] for param in params if id(param) in self._wired}
+        self._of[part] = {
+            id(param): self._bucket_params[id(param)] for param in params if id(param) in self._bucket_params
+        }
 
     @contextmanager
     def backward(self, part: object, *, final: bool) -> Iterator[None]:
@@ -138,7 +140,7 @@ class BucketParts(Parts):
         readiness = self.host.readiness
         before = readiness.sync, readiness.completes
         if final:
-            readiness.completes = frozenset(id(wired.record) for wired in self._completed_by(part))
+            readiness.completes = frozenset(id(entry.record) for entry in self._completed_by(part))
         else:
             readiness.sync = False
         try:
@@ -156,10 +158,10 @@ class BucketParts(Parts):
         if not wrapper.require_backward_grad_sync:
             return
         if wrapper.ddp_config.overlap_grad_reduce:
-            own = [(wired.owned.param, wired.record) for wired in complete]
+            own = [(entry.owned.param, entry.record) for entry in complete]
             check_nothing_bypassed(own, "the end of a stage's step")
-            for wired in complete:
-                wrapper.readiness.complete(wired)
+            for entry in complete:
+                wrapper.readiness.complete(entry)
         if not self._open:
             wrapper.shown.show()
 
@@ -214,10 +216,10 @@ class BucketParts(Parts):
     def _abandon(self) -> None:
         self.host.abandon_iteration()
 
-    def _completed_by(self, part: object) -> "list[WiredParam]":
+    def _completed_by(self, part: object) -> "list[BucketParam]":
         """The parameters of ``part`` that no other open part has."""
         others = {key for other in self._open if other is not part for key in self._of[other]}
-        return [wired for key, wired in self._of[part].items() if key not in others]
+        return [entry for key, entry in self._of[part].items() if key not in others]
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[Parts]:

@@ -20,7 +20,7 @@ from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
-from ...ddp.stock.sharded_grad import step_ended
+from ...ddp.torch_grads.sharded_grad import step_ended
 from ...ddp.torch_internals import current_raw_stream
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...ddp.stock.grad_reads import name_of
+from ...ddp.torch_grads.grad_reads import name_of
 from ...ddp.torch_internals import disabled_torch_function, tree_leaves
 from .parameter import leads_to_values, reads_no_values
 

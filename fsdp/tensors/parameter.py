@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...ddp.stock.grad_reads import name_of
-from ...ddp.stock.shard_info import ShardInfo, local_shape
-from ...ddp.stock.sharded_grad import adopt_grad
+from ...ddp.torch_grads.grad_reads import name_of
+from ...ddp.torch_grads.shard_info import ShardInfo, local_shape
+from ...ddp.torch_grads.sharded_grad import adopt_grad
 from ...ddp.torch_internals import (
     disabled_torch_function,
     grad_of_tensor,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...ddp.collectives.in_flight import InFlight, in_stages
 from ...ddp.collectives.reduction import GradReduction
-from ...ddp.stock.sharded_grad import (
+from ...ddp.torch_grads.sharded_grad import (
     PlaceholderGrad,
     ShardedGrad,
     being_reduced,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp import DistributedDataParallel, DistributedOptimizer
-from ...ddp.buckets.wiring import WiredParam
+from ...ddp.buckets.bucket_params import BucketParam
 from ...ddp.optimizer.param_groups import assign_groups, check_options, is_fused
-from ...ddp.stock.optimizer import after_closure
+from ...ddp.torch_grads.optimizer import after_closure
 from ...fsdp import FSDPModule, translate_state_dicts
 from ...fsdp.module import root_of
 
@@ -94,8 +94,8 @@ def _groups(model: FSDPModule, param_groups: Sequence[Mapping[str, Any]]) -> lis
     whole = {id(pair.sharded): pair.whole for bucket in root.buckets for pair in bucket.pairs}
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     # As far as groups are assigned by it: the name, and the whole parameter for its shape, dtype and attributes.
-    wired = [SimpleNamespace(owned=SimpleNamespace(name=name, param=whole.get(id(p), p))) for name, p in named]
-    chosen = assign_groups(cast("list[WiredParam]", wired), param_groups)
+    bucket_params = [SimpleNamespace(owned=SimpleNamespace(name=name, param=whole.get(id(p), p))) for name, p in named]
+    chosen = assign_groups(cast("list[BucketParam]", bucket_params), param_groups)
     members: list[list[Tensor]] = [[] for _ in range(len(param_groups) + 1)]
     for name, param in named:
         members[chosen[name]].append(param)

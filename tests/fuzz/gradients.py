@@ -6,6 +6,9 @@ To add a way, add an expression to ``READS`` or ``READS_OF_ALL``, or lines to ``
 from pen import Pen
 from programs import Ddp, Iteration
 
+WHOLE = "(grad.full_tensor() if hasattr(grad, 'full_tensor') else grad)"
+"""What needs all elements is refused on a shard, and right here."""
+
 READS = {
     "norm": "grad.norm()",
     "torch.norm": "torch.norm(grad, 1)",
@@ -13,23 +16,23 @@ READS = {
     "data": "grad.data.norm()",
     "detach": "grad.detach().norm(3)",
     "clone": "grad.clone().norm()",
-    "view": "grad.view(-1).norm()",
-    "flatten": "grad.flatten().abs().max()",
+    "view": f"{WHOLE}.view(-1).norm()",
+    "flatten": f"{WHOLE}.flatten().abs().max()",
     "double": "grad.double().norm()",
     "product": "(grad * 0.5).norm()",
     "negated": "(0.5 * -grad / 2).norm(1)",
     "in place": "grad.clone().mul_(0.5).norm()",
-    "root of squares": "grad.square().sum().sqrt()",
-    "power": "(grad**2).mean()",
-    "maximum": "grad.abs().max()",
-    "finite": "grad.isfinite().all()",
-    "small ones": "(grad.abs() < 1e-12).any() & grad.isnan().any()",
-    "whole": "(grad.full_tensor() if hasattr(grad, 'full_tensor') else grad).reshape(-1)[:2].norm()",
-    "sum": "grad.sum()",
-    "mean": "grad.data.mean()",
-    "extrema": "grad.max() - grad.min()",
-    "products": "(grad * grad.detach() + grad).sum()",
-    "deviation": "grad.std(unbiased=False)",
+    "root of squares": f"{WHOLE}.square().sum().sqrt()",
+    "power": f"({WHOLE}**2).mean()",
+    "maximum": f"{WHOLE}.abs().max()",
+    "finite": f"{WHOLE}.isfinite().all()",
+    "small ones": f"({WHOLE}.abs() < 1e-12).any() & {WHOLE}.isnan().any()",
+    "whole": f"{WHOLE}.reshape(-1)[:2].norm()",
+    "sum": f"{WHOLE}.sum()",
+    "mean": f"{WHOLE}.mean()",
+    "extrema": f"{WHOLE}.max() - {WHOLE}.min()",
+    "products": f"({WHOLE} * {WHOLE}.detach() + {WHOLE}).sum()",
+    "deviation": f"{WHOLE}.std(unbiased=False)",
 }
 """Of one gradient. What cancels is in ``CANCELS``."""
 CANCELS = ("sum", "mean", "products", "deviation")
@@ -38,9 +41,9 @@ READS_OF_ALL = {
     "total norm": "torch.nn.utils.get_total_norm(grads)",
     "norm of norms": "torch.stack([grad.norm() for grad in grads]).norm()",
     "foreach": "torch.stack(torch._foreach_norm(grads)).max()",
-    "squares": "sum(grad.pow(2).sum() for grad in grads) ** 0.5",
+    "squares": f"sum({WHOLE}.pow(2).sum() for grad in grads) ** 0.5",
     "foreach of products": "torch.stack(torch._foreach_norm(torch._foreach_mul(grads, 0.5))).max()",
-    "vector": "torch.nn.utils.parameters_to_vector(grads).norm()",
+    "vector": f"torch.nn.utils.parameters_to_vector([{WHOLE} for grad in grads]).norm()",
 }
 """Of all gradients at once."""
 

@@ -75,8 +75,9 @@ def means_over_ranks(grads, params):
 
 
 def zero_or_copy(param):
-    """Of its gradient."""
-    return torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
+    """Of its gradient; of a shard, those elements that this rank has."""
+    grad = torch.zeros_like(param) if param.grad is None else param.grad
+    return (grad.to_local() if hasattr(grad, "to_local") else grad).detach().clone()
 
 
 def projected(first, second, over_ranks=False):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from maingrad.ddp.stock.sharded_grad import ShardedGrad
+from maingrad.ddp.torch_grads.sharded_grad import ShardedGrad
 from maingrad.fsdp import FSDPModule, fully_shard
 from maingrad.fsdp.tensors.parameter import ShardedParameter
 from maingrad.launch import simulate

@@ -490,7 +490,7 @@ def test_only_modules_convert(model) -> None:
 def test_a_converted_model_without_a_provider_says_what_is_missing() -> None:
     model = mlp()
     convert_linears(model)
-    with pytest.raises(RuntimeError, match=re.escape("Linear(in_features=16, out_features=4): fuse_wgrad")):
+    with pytest.raises(RuntimeError, match=re.escape("Linear(in_features=16, out_features=4), weight: fuse_wgrad")):
         square(model, 0).backward()
 
 

@@ -21,9 +21,9 @@ class Watched:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.objects: dict[str, weakref.ref[object]] = {"wrapper": weakref.ref(ddp), "model": weakref.ref(ddp.module)}
         self.memory: dict[str, StorageWeakRef] = {}
-        for wired in ddp.wired:
-            self.objects[f"parameter {wired.owned.name}"] = weakref.ref(wired.owned.param)
-            self.watch_memory(f"memory of parameter {wired.owned.name}", wired.owned.param)
+        for entry in ddp.bucket_params:
+            self.objects[f"parameter {entry.owned.name}"] = weakref.ref(entry.owned.param)
+            self.watch_memory(f"memory of parameter {entry.owned.name}", entry.owned.param)
         for bucket in ddp.buckets:
             self.objects[bucket.name] = weakref.ref(bucket)
         self.watch_memory("memory of gradients", ddp.buckets[0].grad_data)

@@ -242,8 +242,8 @@ def reads_on(victim: int) -> list[str]:
     optimizer.step()
     errors = []
     for read in (
-        model.state_dict, model.state_dict, last.sum, last.clone, lambda: layer.weight, lambda: layer(torch.ones(1)),
-        lambda: loss_of(model, make_batches(1)[0]),
+        model.state_dict, model.state_dict, last.sum, last.clone, lambda: layer.weight.sum(),
+        lambda: layer(torch.ones(1)), lambda: loss_of(model, make_batches(1)[0]),
     ):  # fmt: skip
         with pytest.raises(RuntimeError) as raised:
             read()

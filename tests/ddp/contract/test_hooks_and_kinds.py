@@ -179,8 +179,8 @@ def test_complex_gradients_are_reduced_whatever_the_wire(name: str) -> None:
         model(batches[dist.get_rank()]).backward()
         model.finish_grad_sync()
         found = []
-        for wired in model.wired:
-            bucket, record = wired.bucket, wired.record
+        for entry in model.bucket_params:
+            bucket, record = entry.bucket, entry.record
             first, last = model.owned_range(bucket.layout)
             start = record.view.storage_offset() - bucket.grad_data.storage_offset()
             low, high = max(first - start, 0), min(last - start, record.view.numel())

@@ -69,7 +69,7 @@ class Trained:
         self.steps += 1
 
     def in_flight(self) -> int:
-        return sum(type(wired.owned.param) is not nn.Parameter for wired in self.ddp.wired)
+        return sum(type(entry.owned.param) is not nn.Parameter for entry in self.ddp.bucket_params)
 
     def check_plain(self) -> None:
         """Every module is what it was: the same dict, and no hook."""
@@ -295,12 +295,12 @@ def let_go_in_flight() -> list[str]:
     assert trained.in_flight()
     watched = {name: weakref.ref(param) for name, param in vars(trained.ddp)["_modules"].items()}
     memory = {}
-    for wired in trained.ddp.wired:
-        watched[wired.owned.name] = weakref.ref(wired.owned.param)
+    for entry in trained.ddp.bucket_params:
+        watched[entry.owned.name] = weakref.ref(entry.owned.param)
         with torch._C.DisableTorchFunctionSubclass():
-            memory[wired.owned.name] = StorageWeakRef(wired.owned.param.untyped_storage())
+            memory[entry.owned.name] = StorageWeakRef(entry.owned.param.untyped_storage())
     assert trained.in_flight()
-    del wired, trained
+    del entry, trained
     dist.barrier()
     alive = [name for name, reference in watched.items() if reference() is not None]
     return alive + [name for name, reference in memory.items() if not reference.expired()]

@@ -53,7 +53,7 @@ def train_one(ddp: DistributedDataParallel, step: int) -> float:
 
 
 def in_flight(ddp: DistributedDataParallel) -> bool:
-    return any(type(wired.owned.param) is not nn.Parameter for wired in ddp.wired)
+    return any(type(entry.owned.param) is not nn.Parameter for entry in ddp.bucket_params)
 
 
 def same_with_and_without_overlap(fn: Callable[..., Any], *args: Any) -> None:

@@ -67,7 +67,7 @@ def trainer(
 
 def in_flight(ddp: DistributedDataParallel) -> list[str]:
     """Names of the parameters whose gather nobody has waited for. Asking the model for them would wait."""
-    return [wired.owned.name for wired in ddp.wired if type(wired.owned.param) is not nn.Parameter]
+    return [entry.owned.name for entry in ddp.bucket_params if type(entry.owned.param) is not nn.Parameter]
 
 
 def weights_after(steps: int, overlap: bool) -> list[Tensor]:

@@ -84,7 +84,7 @@ def test_an_attribute_is_set_where_it_is_read() -> None:
 
 def test_an_attribute_of_the_wrapper_is_the_wrappers_whatever_the_module_has() -> None:
     model = make_model()
-    for name in ("plan", "iteration", "_launched", "readiness", "_wired"):
+    for name in ("plan", "iteration", "_launched", "readiness", "_bucket_params"):
         setattr(model, name, name)
     twin = copy.deepcopy(model)
     ddp = wrap(model, overlap_grad_reduce=True)

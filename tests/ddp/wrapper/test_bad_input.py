@@ -37,7 +37,7 @@ def test_wrapping_twice_is_refused_and_harms_nothing() -> None:
         with pytest.raises(ValueError, match=r"parameter '.*' already has a main_grad.*wrap a model once"):
             wrap(again)
         for parameter in again.parameters():
-            mine = any(parameter is wired.owned.param for wired in ddp.wired)
+            mine = any(parameter is entry.owned.param for entry in ddp.bucket_params)
             assert hasattr(parameter, "main_grad") is mine, "nothing is left half attached"
             assert bool(parameter._post_accumulate_grad_hooks) is mine
     ddp_backward(ddp, make_batches(2))
@@ -352,7 +352,8 @@ def linear_with(main_grad: Any) -> Linear:
 def test_a_missing_main_grad_names_the_layer_and_the_remedy(main_grad: Any) -> None:
     layer = linear_with(main_grad)
     with pytest.raises(
-        RuntimeError, match=r"Linear\(in_features=8, out_features=4\): fuse_.* needs weight.main_grad.*fuse_.*=False"
+        RuntimeError,
+        match=r"Linear\(in_features=8, out_features=4\), weight: fuse_.* needs weight.main_grad.*fuse_.*=False",
     ):
         layer(make_batches(1)[0]).sum().backward()
 
@@ -370,7 +371,9 @@ def test_a_missing_main_grad_names_the_layer_and_the_remedy(main_grad: Any) -> N
 )
 def test_an_unusable_main_grad_is_refused_before_anything_is_written(main_grad: Tensor, got: str) -> None:
     layer = linear_with(main_grad)
-    with pytest.raises(RuntimeError, match=rf"Linear\(.*\): main_grad must be contiguous, of .* \(4, 8\).*{got}"):
+    with pytest.raises(
+        RuntimeError, match=rf"Linear\(.*\), weight: main_grad must be contiguous, of .* \(4, 8\).*{got}"
+    ):
         layer(make_batches(1)[0]).sum().backward()
     assert main_grad.is_meta or not main_grad.any()
 

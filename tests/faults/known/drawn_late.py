@@ -9,7 +9,7 @@ FAULTS = [
         tests=["tests/fsdp/tensors/test_grad_reads.py::test_inf_is_found_among_the_ranks_of_each_of_two_models"],
         changes=[
             Change(
-                "maingrad.ddp.stock.grad_reads",
+                "maingrad.ddp.torch_grads.grad_reads",
                 "_check_and_unscale",
                 "{grid[:2]: grid for grid in grids}.values()",
                 "list({grid[:2]: grid for grid in grids}.values())[:1]",
@@ -22,7 +22,7 @@ FAULTS = [
         tests=["tests/fsdp/tensors/test_grad_reads.py::test_a_norm_keeps_the_dims_of_the_whole"],
         changes=[
             Change(
-                "maingrad.ddp.stock.grad_reads",
+                "maingrad.ddp.torch_grads.grad_reads",
                 "_norm",
                 'if given.get("keepdim") else norm',
                 "if False else norm",
@@ -37,7 +37,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.sharded_grad",
+                "maingrad.ddp.torch_grads.sharded_grad",
                 "ShardedGrad.marked",
                 """
                 if shares:
@@ -53,7 +53,7 @@ FAULTS = [
         tests=["tests/fsdp/tensors/test_grad_reads.py::test_a_step_within_a_step_leaves_the_outer_one_local"],
         changes=[
             Change(
-                "maingrad.ddp.stock.sharded_grad",
+                "maingrad.ddp.torch_grads.sharded_grad",
                 "step_ended",
                 "if optimizer is None or _step.optimizer == id(optimizer):",
                 "if True:",
@@ -63,7 +63,9 @@ FAULTS = [
     Fault(
         "28r-grad-by-hand-outlives-zero-grad",
         sentence="model.zero_grad() leaves what the program has put into .grad.",
-        tests=["tests/ddp/stock/test_zeroing.py::test_zero_grad_of_the_wrapper_clears_what_was_put_there_by_hand"],
+        tests=[
+            "tests/ddp/torch_grads/test_zeroing.py::test_zero_grad_of_the_wrapper_clears_what_was_put_there_by_hand"
+        ],
         changes=[
             Change(
                 "maingrad.ddp.wrapper.attachment",

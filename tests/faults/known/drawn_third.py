@@ -14,10 +14,10 @@ FAULTS = [
                 "maingrad.ddp.buckets.readiness",
                 "Readiness._on_backward_start",
                 """
-                if self._is_last(wired.record):
-                    self._mark_ready(wired.bucket, wired.record)
+                if self._is_last(entry.record):
+                    self._mark_ready(entry.bucket, entry.record)
                 """,
-                "self._mark_ready(wired.bucket, wired.record)",
+                "self._mark_ready(entry.bucket, entry.record)",
             ),
         ],
     ),
@@ -40,11 +40,11 @@ FAULTS = [
         "24i-a-reduced-gradient-that-was-cleared-goes-on",
         sentence="A gradient that was reduced and then set to None is part of the next backward's sum.",
         tests=[
-            "tests/ddp/stock/test_zeroing.py::test_one_layers_gradients_are_discarded_after_a_read_and_the_others_go_on"
+            "tests/ddp/torch_grads/test_zeroing.py::test_one_layers_gradients_are_discarded_after_a_read_and_the_others_go_on"
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_params",
+                "maingrad.ddp.torch_grads.shown_params",
                 "ShownGrads._zero_cleared_now",
                 "self._cleared = [each for each in self._cleared if each.record.closed is not None]",
                 "self._cleared.clear()",
@@ -55,11 +55,11 @@ FAULTS = [
         "24j-what-came-earlier-is-shown-again",
         sentence="A gradient that was set to None is shown again by a backward that does not reach its parameter.",
         tests=[
-            "tests/ddp/stock/test_zeroing.py::test_gradients_that_were_discarded_stay_away_in_a_backward_that_does_not_reach_them"
+            "tests/ddp/torch_grads/test_zeroing.py::test_gradients_that_were_discarded_stay_away_in_a_backward_that_does_not_reach_them"
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_params",
+                "maingrad.ddp.torch_grads.shown_params",
                 "ShownGrads.show_again",
                 "arrived, self._arrived = self._arrived, []",
                 "arrived = self._arrived",
@@ -113,11 +113,11 @@ FAULTS = [
         "33o-a-row-as-long-as-a-part-is-not-cut",
         sentence="A row with as many elements as a rank's part is taken for the part.",
         tests=[
-            "tests/ddp/stock/test_reads_of_parts.py::test_a_row_is_cut_for_a_part_with_as_many_elements_from_the_middle_of_one"
+            "tests/ddp/torch_grads/test_reads_of_parts.py::test_a_row_is_cut_for_a_part_with_as_many_elements_from_the_middle_of_one"
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.grad_reads",
+                "maingrad.ddp.torch_grads.grad_reads",
                 "_part",
                 "operand.shape == like.shape and not (fits and shard.flat)",
                 "operand.shape == like.shape",
@@ -169,11 +169,11 @@ FAULTS = [
         "14d-gradients-without-values-are-contiguous",
         sentence="Until its values are read, a gradient has other strides than its parameter.",
         tests=[
-            "tests/ddp/stock/test_existing_models.py::test_gradients_have_the_parameters_strides_before_their_values_are_read"
+            "tests/ddp/torch_grads/test_existing_models.py::test_gradients_have_the_parameters_strides_before_their_values_are_read"
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_grad",
+                "maingrad.ddp.torch_grads.shown_grad",
                 "without_memory",
                 "like.stride() if like.shape == shape else None",
                 "None",
@@ -197,8 +197,8 @@ FAULTS = [
         "57n-the-only-gradient-is-taken-for-a-discarded-one",
         sentence="Where no other parameter has a gradient, the hook's clearing of .grad discards the iteration.",
         tests=[
-            "tests/ddp/stock/test_zeroing.py::test_a_model_of_one_parameter_goes_on_after_a_read",
-            "tests/ddp/stock/test_zeroing.py::test_the_last_gradient_that_is_not_discarded_goes_on",
+            "tests/ddp/torch_grads/test_zeroing.py::test_a_model_of_one_parameter_goes_on_after_a_read",
+            "tests/ddp/torch_grads/test_zeroing.py::test_the_last_gradient_that_is_not_discarded_goes_on",
         ],
         changes=[
             Change(

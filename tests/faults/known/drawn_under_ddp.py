@@ -107,7 +107,7 @@ FAULTS = [
         "28o-zeroing-is-refused-for-what-others-lack",
         sentence="An optimizer of some parameters cannot clear its gradients, though the others have none.",
         tests=[
-            "tests/ddp/stock/test_zeroing.py::test_an_optimizer_of_some_parameters_discards_if_the_others_have_nothing"
+            "tests/ddp/torch_grads/test_zeroing.py::test_an_optimizer_of_some_parameters_discards_if_the_others_have_nothing"
         ],
         changes=[
             Change(

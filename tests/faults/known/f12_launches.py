@@ -183,14 +183,14 @@ FAULTS = [
                 "maingrad.ddp.wrapper.data_parallel",
                 "DistributedDataParallel._forward",
                 """
-                if not torch.is_grad_enabled() or is_frozen(self.wired):
+                if not torch.is_grad_enabled() or is_frozen(self.bucket_params):
                     return self._replicas.run(self.module, args, kwargs)
                 self._begin_forward()
                 """,
                 """
                 if not torch.is_grad_enabled():
                     return self._replicas.run(self.module, args, kwargs)
-                if not is_frozen(self.wired):
+                if not is_frozen(self.bucket_params):
                     self._begin_forward()
                 """,
             ),

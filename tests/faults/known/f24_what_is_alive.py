@@ -76,7 +76,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.sharded_grad",
+                "maingrad.ddp.torch_grads.sharded_grad",
                 "ShardedGrad.__torch_function__",
                 """
                 if being_reduced:

@@ -12,7 +12,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.over_ranks",
+                "maingrad.ddp.torch_grads.over_ranks",
                 "everyone_of",
                 "return info.everyone",
                 "return info.grid",

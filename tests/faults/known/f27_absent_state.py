@@ -5,13 +5,13 @@ FAULTS = [
         "27a-skipped-momentum-is-uninitialised",
         sentence="A first step that overflows leaves momentum as it was in memory.",
         tests=[
-            "tests/ddp/stock/test_skipped_steps.py::test_a_skipped_step_leaves_no_trace[SGD, momentum-first]",
-            "tests/ddp/stock/test_skipped_steps.py::test_a_stock_optimizers_first_step_is_skipped_without_a_trace[0.0-True]",
+            "tests/ddp/torch_grads/test_skipped_steps.py::test_a_skipped_step_leaves_no_trace[SGD, momentum-first]",
+            "tests/ddp/torch_grads/test_skipped_steps.py::test_a_stock_optimizers_first_step_is_skipped_without_a_trace[0.0-True]",
             "tests/fsdp/state/test_optimizer_traces.py::test_a_first_step_that_is_skipped_leaves_no_trace[SGD, momentum, fused-zero3]",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.skipped_steps",
+                "maingrad.ddp.torch_grads.skipped_steps",
                 "prepare_skippable_step",
                 "optimizer.state[param][_MOMENTUM] = torch.zeros_like(param, requires_grad=False)",
                 "optimizer.state[param][_MOMENTUM] = torch.empty_like(param, requires_grad=False)",
@@ -22,15 +22,15 @@ FAULTS = [
         "27b-the-first-gradient-is-dampened",
         sentence="After a first step that was skipped, dampening takes its part of the first gradient.",
         tests=[
-            "tests/ddp/stock/test_skipped_steps.py::test_a_skipped_step_leaves_no_trace[SGD, dampening-first]",
+            "tests/ddp/torch_grads/test_skipped_steps.py::test_a_skipped_step_leaves_no_trace[SGD, dampening-first]",
             "tests/fsdp/state/test_optimizer_traces.py::test_a_first_step_that_is_skipped_leaves_no_trace[SGD, dampening, fused-zero3]",
         ],
         quick=[
-            "tests/ddp/stock/test_skipped_steps.py::test_a_skipped_step_leaves_no_trace[SGD, dampening-first]",
+            "tests/ddp/torch_grads/test_skipped_steps.py::test_a_skipped_step_leaves_no_trace[SGD, dampening-first]",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.skipped_steps",
+                "maingrad.ddp.torch_grads.skipped_steps",
                 "prepare_skippable_step",
                 "if found_inf.item():",
                 "if False:",
@@ -52,7 +52,7 @@ FAULTS = [
                 if not cuts:
                     continue
                 """,
-                "cuts = cuts or [(0, group_of(flat.wired[0]))]",
+                "cuts = cuts or [(0, group_of(flat.bucket_params[0]))]",
             ),
         ],
     ),

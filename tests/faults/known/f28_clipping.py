@@ -5,8 +5,8 @@ FAULTS = [
         "28a-what-is-not-shown-is-not-clipped",
         sentence="torch's clipping skips parameters without .grad: the norm is 0, and nothing is clipped.",
         tests=[
-            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_norm_]",
-            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_value_]",
+            "tests/ddp/torch_grads/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_norm_]",
+            "tests/ddp/torch_grads/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_value_]",
             "tests/ddp/wrapper/test_plain_loop.py::test_logged_norms_are_those_of_the_whole_batch[ddp]",
         ],
         changes=[
@@ -17,23 +17,25 @@ FAULTS = [
         "28b-a-read-does-not-wait-for-the-reduction",
         sentence="A first read of .grad takes what this rank has summed, and not all ranks' sum.",
         tests=[
-            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_norm_]",
+            "tests/ddp/torch_grads/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{}-clip_grad_norm_]",
             "tests/ddp/wrapper/test_plain_loop.py::test_each_optimizer_trains_as_in_plain_pytorch[ddp-2-sgd-1]",
         ],
         changes=[
-            Change("maingrad.ddp.stock.shown_params", "ShownGrads.finish_reduction", "self._finish_reduction()", ""),
+            Change(
+                "maingrad.ddp.torch_grads.shown_params", "ShownGrads.finish_reduction", "self._finish_reduction()", ""
+            ),
         ],
     ),
     Fault(
         "28c-a-norm-is-that-of-one-ranks-shard",
         sentence="Under ZeRO-1 torch's clipping takes the norm of this rank's elements for that of the whole gradient.",
         tests=[
-            "tests/ddp/stock/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{'use_distributed_optimizer': True}-clip_grad_norm_]",
+            "tests/ddp/torch_grads/test_stock_clipping.py::test_every_clip_is_plain_pytorchs[2-{'use_distributed_optimizer': True}-clip_grad_norm_]",
             "tests/ddp/wrapper/test_plain_loop.py::test_logged_norms_are_those_of_the_whole_batch[zero1]",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_params",
+                "maingrad.ddp.torch_grads.shown_params",
                 "ShownGrads.fill",
                 "each.note(make_sharded_grad(*each.part))",
                 "each.note(each.part[0].view(-1))",
@@ -51,7 +53,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_params",
+                "maingrad.ddp.torch_grads.shown_params",
                 "ShownGrads.expose",
                 "(param.grad is not None and (param.grad is grad or param.grad is grad.reduced))",
                 "param.grad is grad or param.grad is grad.reduced",
@@ -63,8 +65,8 @@ FAULTS = [
         sentence="DistributedOptimizer steps with main_grad, and another tensor that a program has put into .grad is lost.",
         tests=[
             "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-replaced-before_clip]",
-            "tests/ddp/stock/test_written_masters.py::test_a_whole_gradient_that_is_put_in_place_of_another_is_stepped",
-            "tests/ddp/stock/test_stock_clipping.py::test_what_is_put_into_grad_before_our_clipping_is_clipped",
+            "tests/ddp/torch_grads/test_written_masters.py::test_a_whole_gradient_that_is_put_in_place_of_another_is_stepped",
+            "tests/ddp/torch_grads/test_stock_clipping.py::test_what_is_put_into_grad_before_our_clipping_is_clipped",
         ],
         quick=[
             "tests/ddp/wrapper/test_plain_loop.py::test_what_is_done_to_grad_is_what_steps[ddp_own-replaced-before_clip]",
@@ -86,13 +88,13 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_params",
+                "maingrad.ddp.torch_grads.shown_params",
                 "_keep_own",
                 "sys.getrefcount(each.spare) > _alone()",
                 "False",
             ),
             Change(
-                "maingrad.ddp.stock.shown_params",
+                "maingrad.ddp.torch_grads.shown_params",
                 "_keep_own",
                 "sys.getrefcount(each.plain) > _alone()",
                 "False",
@@ -103,7 +105,7 @@ FAULTS = [
         "28g-cleared-gradients-are-added-to",
         sentence="zero_grad sets every .grad to None, and the next backward adds to the gradients of before.",
         tests=[
-            "tests/ddp/stock/test_zeroing.py::test_zero_grad_after_a_backward_for_something_else_discards_it[sgd-1-False]",
+            "tests/ddp/torch_grads/test_zeroing.py::test_zero_grad_after_a_backward_for_something_else_discards_it[sgd-1-False]",
         ],
         changes=[
             Change(
@@ -113,7 +115,7 @@ FAULTS = [
                 "if False:",
             ),
             Change(
-                "maingrad.ddp.stock.shown_params",
+                "maingrad.ddp.torch_grads.shown_params",
                 "ShownGrads.unfill",
                 "self._cleared = [each for each in self.params if each.grad is not None and each.param.grad is None]",
                 "self._cleared = []",
@@ -137,21 +139,21 @@ FAULTS = [
             "tests/ddp/buckets/test_end_of_backward.py::test_a_gradient_by_hand_of_what_no_backward_reaches_is_refused"
         ],
         changes=[
-            Change("maingrad.ddp.stock.shown_params", "ShownGrads.show", "each.param.grad is not None or ", ""),
+            Change("maingrad.ddp.torch_grads.shown_params", "ShownGrads.show", "each.param.grad is not None or ", ""),
         ],
     ),
     Fault(
         "28j-our-clipping-scales-what-is-not-stepped",
         sentence="A tensor that a program has put into .grad stays there unscaled when our clipping scales main_grad.",
         tests=[
-            "tests/ddp/stock/test_stock_clipping.py::test_what_is_put_into_grad_before_our_clipping_is_clipped",
+            "tests/ddp/torch_grads/test_stock_clipping.py::test_what_is_put_into_grad_before_our_clipping_is_clipped",
         ],
         quick=[
-            "tests/ddp/stock/test_stock_clipping.py::test_what_is_put_into_grad_before_our_clipping_is_clipped[False-None-replaced]",
+            "tests/ddp/torch_grads/test_stock_clipping.py::test_what_is_put_into_grad_before_our_clipping_is_clipped[False-None-replaced]",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_params",
+                "maingrad.ddp.torch_grads.shown_params",
                 "ShownGrads.take_changes",
                 "if each.param.grad is not None:",
                 "if False:",
@@ -169,7 +171,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_params",
+                "maingrad.ddp.torch_grads.shown_params",
                 "ShownParam.is_changed",
                 "return address != self.memory[0] or (version != self.memory[1] and address != self.target.data_ptr())",
                 "return False",
@@ -187,7 +189,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shown_grad",
+                "maingrad.ddp.torch_grads.shown_grad",
                 "ShownGrad.__torch_function__",
                 "return reads[id(leaf)] if id(leaf) in reads else _shown(leaf)",
                 "return leaf",

@@ -45,7 +45,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.grad_reads",
+                "maingrad.ddp.torch_grads.grad_reads",
                 "on_elements",
                 "return made if writes(func) or out is not None else tree_map(lambda leaf: _marked(leaf, values), made)",
                 "return made",
@@ -60,7 +60,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.sharded_grad",
+                "maingrad.ddp.torch_grads.sharded_grad",
                 "adopt_grad",
                 "return grad if grad.requires_grad else _as_shard(grad, info)",
                 "return grad",
@@ -71,11 +71,11 @@ FAULTS = [
         "33e-masters-are-written-on-one-rank",
         sentence="A program writes to the tensors of a sharded optimizer's groups: ranks go on with different weights.",
         tests=[
-            "tests/ddp/stock/test_written_masters.py::test_what_is_written_to_masters_reaches_all_ranks_or_is_refused",
+            "tests/ddp/torch_grads/test_written_masters.py::test_what_is_written_to_masters_reaches_all_ranks_or_is_refused",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.master_param",
+                "maingrad.ddp.torch_grads.master_param",
                 "WatchedMasters.check",
                 "if not self.follow_late:",
                 "if True:",
@@ -86,11 +86,11 @@ FAULTS = [
         "33f-grad-data-takes-the-accumulator-away",
         sentence="Somebody sets .grad.data of an exposed gradient: backward accumulates into memory that is never reduced.",
         tests=[
-            "tests/ddp/stock/test_closures.py::test_what_is_done_to_a_gradient_is_stepped_and_gone_in_the_next_iteration",
+            "tests/ddp/torch_grads/test_closures.py::test_what_is_done_to_a_gradient_is_stepped_and_gone_in_the_next_iteration",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.optimizer",
+                "maingrad.ddp.torch_grads.optimizer",
                 "expose_grad",
                 "record.view.detach() if same",
                 "record.view if same",
@@ -101,11 +101,11 @@ FAULTS = [
         "33g-nobody-looks-after-a-closure",
         sentence="A closure leaves gradients in main_grad, and the step after it skips every parameter.",
         tests=[
-            "tests/ddp/stock/test_closures.py::test_a_closure_may_leave_the_last_reduction_to_the_step",
+            "tests/ddp/torch_grads/test_closures.py::test_a_closure_may_leave_the_last_reduction_to_the_step",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.optimizer",
+                "maingrad.ddp.torch_grads.optimizer",
                 "after_closure.checked",
                 "then()",
                 "",
@@ -148,11 +148,11 @@ FAULTS = [
         sentence="Sums, rows and products of a sharded gradient are those of one rank's elements.",
         tests=[
             "tests/fsdp/tensors/test_whole_grad_reads.py::test_what_needs_rows_positions_or_all_elements_names_the_whole_gradient",
-            "tests/ddp/stock/test_reads_of_parts.py::test_a_read_is_that_of_the_whole_gradient_or_names_it",
+            "tests/ddp/torch_grads/test_reads_of_parts.py::test_a_read_is_that_of_the_whole_gradient_or_names_it",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.grad_reads",
+                "maingrad.ddp.torch_grads.grad_reads",
                 "_keeps_elements",
                 "return name not in _NO_ELEMENTS and (_is_elementwise(bare) or _is_elementwise(_in_place_or_reversed(name)))",
                 "return True",
@@ -164,11 +164,11 @@ FAULTS = [
         sentence="Of a whole tensor beside a sharded gradient the first elements are taken, on every rank.",
         tests=[
             "tests/fsdp/tensors/test_whole_grad_reads.py::test_whole_operands_change_this_ranks_elements_in_place",
-            "tests/ddp/stock/test_reads_of_parts.py::test_whole_tensors_beside_a_part",
+            "tests/ddp/torch_grads/test_reads_of_parts.py::test_whole_tensors_beside_a_part",
         ],
         changes=[
             Change(
-                "maingrad.ddp.stock.shard_info",
+                "maingrad.ddp.torch_grads.shard_info",
                 "ShardInfo.cut",
                 "return values.reshape(-1)[self.start : self.end]",
                 "return values.reshape(-1)[: self.numel]",

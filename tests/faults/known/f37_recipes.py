@@ -327,7 +327,7 @@ FAULTS = [
                 "maingrad.kernels.quantized.quantize_kernels",
                 "blocks_kernel",
                 "tl.store(place, elements, (row < end) & (column < rows_stride))",
-                "tl.store(place, elements, (row < end) & (column < columns))",
+                "tl.store(place, elements, (row < end) & (column < C))",
             ),
         ],
     ),

@@ -42,7 +42,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.buckets.model_watch",
                 "ModelWatch.check_forward",
-                "if frozen and not any(entry.record.written for entry in self._wired):",
+                "if frozen and not any(entry.record.written for entry in self._bucket_params):",
                 "if frozen:",
             )
         ],

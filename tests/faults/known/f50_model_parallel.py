@@ -43,7 +43,7 @@ FAULTS = [
         tests=[TESTS + "test_what_would_cover_one_ranks_slices_is_refused"],
         changes=[
             Change(
-                "maingrad.ddp.stock.over_ranks",
+                "maingrad.ddp.torch_grads.over_ranks",
                 "everyone_of",
                 "if info.is_slice and info.everyone.leaves_ranks_out:",
                 "if False:",

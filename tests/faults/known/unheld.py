@@ -196,11 +196,11 @@ FAULTS = [
                 "GraphedTrainingStep.__init__",
                 """
                 model,
-                [wired.owned.param for wired in model.wired],
+                [entry.owned.param for entry in model.bucket_params],
                 """,
                 """
                 model.module,
-                [wired.owned.param for wired in model.wired],
+                [entry.owned.param for entry in model.bucket_params],
                 """,
             ),
         ],

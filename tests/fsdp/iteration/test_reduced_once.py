@@ -34,7 +34,7 @@ from sharded_twin import Net, assert_same_grads, batches_of, both, mean_loss, on
 from torch import Tensor, nn
 
 from maingrad.ddp import save_checkpoint
-from maingrad.ddp.stock.sharded_grad import ShardedGrad
+from maingrad.ddp.torch_grads.sharded_grad import ShardedGrad
 from maingrad.fsdp import FSDPModule, fully_shard
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate

@@ -25,7 +25,7 @@ from sharded_twin import (
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from maingrad.ddp.stock.sharded_grad import PlaceholderGrad, ShardedGrad
+from maingrad.ddp.torch_grads.sharded_grad import PlaceholderGrad, ShardedGrad
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 

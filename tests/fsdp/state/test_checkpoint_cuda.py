@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.stock.sharded_grad import PlaceholderGrad
+from maingrad.ddp.torch_grads.sharded_grad import PlaceholderGrad
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from maingrad.ddp.collectives.rank_grid import RankGrid, make_grid
-from maingrad.ddp.stock.sharded_grad import ShardedGrad, make_sharded_grad
+from maingrad.ddp.torch_grads.sharded_grad import ShardedGrad, make_sharded_grad
 from maingrad.fsdp.state.optimizer_watch import watch_optimizers
 from maingrad.fsdp.tensors.parameter import ShardedParameter, ShardInfo, local_shape, make_sharded
 from maingrad.launch import simulate

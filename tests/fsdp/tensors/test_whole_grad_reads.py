@@ -11,7 +11,7 @@ import torch.distributed as dist
 from grad_functions import COLUMN, OF_A_MATRIX, WEIGHTS, WRITES, WRITES_TO_VIEWS, Net, answer, batch
 from torch import Tensor
 
-from maingrad.ddp.stock.sharded_grad import ShardedGrad
+from maingrad.ddp.torch_grads.sharded_grad import ShardedGrad
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 

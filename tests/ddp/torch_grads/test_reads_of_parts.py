@@ -12,7 +12,7 @@ from grad_functions import COLUMN, OF_A_MATRIX, WEIGHTS, WRITES, WRITES_TO_VIEWS
 from torch import Tensor, nn
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp.stock.sharded_grad import ShardedGrad
+from maingrad.ddp.torch_grads.sharded_grad import ShardedGrad
 from maingrad.launch import simulate
 
 RANKS = (1, 2, 3)
@@ -188,3 +188,24 @@ def test_norms_take_one_collective_and_whole_gradients_one_each(ranks: int) -> N
         assert launched(lambda: params[0].grad.mul_(params[0]).clamp_(-1, 1)) == 0
 
     simulate(check, ranks, schedule=schedule)
+
+
+def moved() -> None:
+    """``nn.Module.cpu()`` sets ``grad.data`` of each gradient to a copy of it, as trainers do when they end."""
+    model = zero1()
+    before = [param.grad.full_tensor() for param in model.parameters()]
+    model.module.cpu()
+    for old, param in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, param.grad.full_tensor()) and old.any()
+
+
+def moved_before_it_is_read() -> None:
+    model, same = zero1(), zero1()
+    model.module.cpu()
+    for other, param in zip(same.parameters(), model.parameters(), strict=True):
+        assert torch.equal(other.grad.full_tensor(), param.grad.full_tensor())
+
+
+@pytest.mark.parametrize("program", [moved, moved_before_it_is_read])
+def test_a_model_with_sharded_gradients_may_be_moved_to_where_it_is(program: Callable[[], None]) -> None:
+    simulate(program, 2)

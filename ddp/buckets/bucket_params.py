@@ -13,10 +13,10 @@ from ..plan.owned_params import OwnedParam
 from .bucket import Bucket
 from .buffer import FlatBuffer
 
-__all__ = ["WiredParam", "allocate_buckets"]
+__all__ = ["BucketParam", "allocate_buckets"]
 
 
-class WiredParam(NamedTuple):
+class BucketParam(NamedTuple):
     """A parameter with its record and its bucket, as the parameter was when the model was wrapped."""
 
     owned: OwnedParam
@@ -61,10 +61,10 @@ class WiredParam(NamedTuple):
 
 def allocate_buckets(
     plan: GradPlan, trainable: Sequence[OwnedParam], device: torch.device
-) -> tuple[tuple[Bucket, ...], list[WiredParam]]:
+) -> tuple[tuple[Bucket, ...], list[BucketParam]]:
     """Allocate the plan's buffers; returns the buckets, in launch order, and the parameters, in the buffers' order."""
     by_name = {owned.name: owned for owned in trainable}
-    buckets, wired = [], []
+    buckets, bucket_params = [], []
     # Step 1 of docs/by_hand.py: one flat tensor for each buffer of the plan. A parameter's main_grad is a view of it.
     for buffer_layout in plan.buffers:
         buffer = FlatBuffer(buffer_layout, buffer_layout.grad_dtype, device)
@@ -82,8 +82,8 @@ def allocate_buckets(
             ]
             bucket = Bucket(layout, buffer.bucket_view(layout), records)
             buckets.append(bucket)
-            wired += [
-                WiredParam(owned, record, bucket, owned.param.dtype, device)
+            bucket_params += [
+                BucketParam(owned, record, bucket, owned.param.dtype, device)
                 for owned, record in zip(owned_here, records, strict=True)
             ]
-    return tuple(sorted(buckets, key=lambda bucket: bucket.index)), wired
+    return tuple(sorted(buckets, key=lambda bucket: bucket.index)), bucket_params

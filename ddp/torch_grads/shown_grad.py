@@ -96,7 +96,7 @@ class ShownGrad(Tensor):
 
     @data.setter
     def data(self, data: Tensor) -> None:
-        self.read().data = data
+        self.read().data = data.read() if isinstance(data, ShownGrad) else data
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.read())
