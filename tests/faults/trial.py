@@ -114,7 +114,7 @@ class Trial:
             write_changed(fault, self.copy, changed)
         process = WARM.Process(target=_run_here, args=(self, changed, results, output, tests))
         process.start()
-        process.join(self.timeout * 1.5 + 30)
+        process.join(self.timeout * (1.5 + len(tests) / 10) + 30)  # each test has its own timeout in there
         if process.is_alive():
             assert process.pid is not None, "started"
             os.killpg(process.pid, signal.SIGKILL)
