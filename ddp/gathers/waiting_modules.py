@@ -50,10 +50,41 @@ def call_before_forward(module: nn.Module, bucket: str, hook: Callable[..., None
     """
     hooks: Any = module._forward_pre_hooks
     key = _HOOK + bucket
-    hooks[key] = hook
+    hooks[key] = _Hook(hook)
     if len(hooks) > 1:  # the user's own hooks may read parameters
         hooks.move_to_end(key, last=False)
     return partial(hooks.pop, key, None)
+
+
+class _Hook:
+    """The forward pre-hook that calls ``wait``. One in a copy of the module has none, and removes itself when called.
+
+    A copy of a module that registers parameters has no hook: to copy these waits. But in a module of which children
+    alone register them, as in a ``ParameterList``, hooks are copied before the children are.
+    """
+
+    def __init__(self, wait: Callable[..., None] | None) -> None:
+        self._wait = wait
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Called by ``module`` before its forward."""
+        if self._wait is not None:
+            self._wait()
+            return
+        hooks: Any = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]
+
+    def __reduce__(self) -> Any:
+        return _Hook, (None,)
+
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script asks for it, and would have C++ read the parameters without a wait.
+        raise AttributeError(
+            "torch.jit.script over a module while its updated parameters are gathered: call "
+            "optimizer.finish_param_sync() first"
+        )
 
 
 def is_waiting_hook(key: object) -> bool:

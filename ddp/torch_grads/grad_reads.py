@@ -100,7 +100,7 @@ def on_elements(func: Any, args: Any, kwargs: Any) -> Any:
     Raises ``RuntimeError`` where these elements do not give the result.
     """
     name, values = func.__name__, [*args, *kwargs.values()]
-    if func is Tensor.__setitem__ and getattr(values[1], "dtype", None) is torch.bool:
+    if func is Tensor.__setitem__ and _masks_all(*values[:2]):
         return values[0].masked_fill_(*values[1:])
     alone = not any(isinstance(each, Tensor) for each in values[1:])
     if not _keeps_elements(func) or (alone and name in ("max", "min")) or (name == "where" and len(values) == 1):
@@ -114,6 +114,12 @@ def on_elements(func: Any, args: Any, kwargs: Any) -> Any:
     columns = zip(*(_local(func, row, out) for row in rows), strict=True)
     made = _run(func, [next(columns) if index in lists else each for index, each in enumerate(values)], kwargs)
     return made if writes(func) else [_marked(each, row) for each, row in zip(made, rows, strict=True)]
+
+
+def _masks_all(grad: Any, index: Any) -> bool:
+    """Whether ``index`` is a mask of all elements. A mask of fewer dims chooses rows, and ``masked_fill_`` columns."""
+    like = _first((grad, index))
+    return getattr(index, "dtype", None) is torch.bool and index.shape in (like.shape, like.shard.shape)
 
 
 def _run(func: Any, values: Sequence[Any], kwargs: Any) -> Any:

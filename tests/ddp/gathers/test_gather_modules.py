@@ -271,6 +271,54 @@ def test_what_is_done_in_flight(deed: str) -> None:
             assert len(mine) == len(theirs)
 
 
+class OfAList(nn.Module):
+    """Registers no parameter itself, but in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0] @ self.weights[1]
+
+
+def copy_a_module_whose_parameters_lie_in_a_list() -> tuple[Tensor, Tensor]:
+    trained = Trained(model=nn.Sequential(OfAList()))
+    with pytest.raises(TypeError, match="wired to gradient buckets and cannot be pickled"):
+        torch.save(trained.model[0], io.BytesIO())
+    trained.step()
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(trained.model), file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    x = torch.ones(2, WIDTH)
+    found = twin(x)
+    check_untouched(twin)
+    assert not any(module._forward_pre_hooks for module in twin.modules())
+    trained.optimizer.finish_param_sync()
+    return found, trained.model(x)
+
+
+def test_copies_of_a_module_whose_parameters_lie_in_a_list_wait_for_nothing() -> None:
+    for found, expected in simulate(copy_a_module_whose_parameters_lie_in_a_list, RANKS):
+        assert torch.equal(found, expected)
+
+
+def script_in_flight() -> tuple[str, Tensor, Tensor]:
+    trained = Trained(model=nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(AttributeError) as caught:
+        torch.jit.script(trained.model[0])
+    trained.optimizer.finish_param_sync()
+    x = torch.ones(2, WIDTH)
+    return str(caught.value), torch.jit.script(trained.model[0])(x), trained.model[0](x)
+
+
+def test_a_module_is_scripted_after_its_gathers() -> None:
+    for message, found, expected in simulate(script_in_flight, RANKS):
+        assert "call optimizer.finish_param_sync() first" in message
+        assert torch.equal(found, expected)
+
+
 def wait_for_one_bucket_after_another() -> list[int]:
     trained = Trained()
     module = trained.model[2]

@@ -260,6 +260,20 @@ def test_what_is_put_into_grad_goes_on_to_accumulate() -> None:
     assert on_each(two) == [pytest.approx(expected)] * RANKS
 
 
+def test_a_mask_of_rows_is_refused_and_changes_nothing() -> None:
+    def cleared(placements: str) -> tuple[str, list[float]]:
+        model: Any = fully_shard(nn.Linear(4, 4, bias=False), placements=placements)
+        model(torch.ones(2, 4)).sum().backward()
+        rows = torch.tensor([True, False, False, False])
+        with pytest.raises(RuntimeError) as caught:
+            model.weight.grad[rows] = 0.0  # torch clears row 0; masked_fill_() would clear column 0
+        return str(caught.value), model.weight.grad.full_tensor().flatten().tolist()
+
+    for message, whole in simulate(cleared, RANKS, "zero3"):
+        assert "__setitem__() is not defined over the shards of a gradient" in message
+        assert whole == [2.0] * 16
+
+
 def test_a_gradient_of_another_shape_is_refused_by_name() -> None:
     def check(model: Any) -> None:
         with pytest.raises(RuntimeError, match=r"this rank's elements alone \(elements \d+ to \d+ of 'wide\.weight'"):
