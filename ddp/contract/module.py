@@ -9,12 +9,14 @@ from torch.utils.weak import TensorWeakRef
 
 from .main_grad import is_delayed, mark_delayed, take_grad_of_backward_dw
 from .record import GradRecord
+from .torch_fsdp import is_sharded_by_torch
 
 __all__ = [
     "DelayedWgradModule",
     "FusedWgradModule",
     "forms_of",
     "has_shard",
+    "is_sharded",
     "listen_to_foreign_delays",
     "record_shard",
 ]
@@ -93,6 +95,11 @@ def forms_of(weight: Tensor) -> Iterator[Tensor]:
     shard = None if reference is None else reference()
     if shard is not None:
         yield shard
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether ``maingrad.fsdp`` or torch has sharded the weight."""
+    return any(hasattr(form, "shard") for form in forms_of(weight)) or is_sharded_by_torch(weight)
 
 
 def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable[Any]) -> None:

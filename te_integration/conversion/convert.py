@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...ddp.contract.main_grad import has_main_grad
-from ...ddp.contract.module import forms_of
-from ...ddp.contract.torch_fsdp import is_sharded_by_torch
+from ...ddp.contract.module import is_sharded
 from ..dense.conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
 from ..dense.layer_norm_linear import LayerNormLinear
 from ..dense.layer_norm_mlp import LayerNormMLP
@@ -18,7 +17,7 @@ from ..experts.grouped_mlp import GroupedMLP
 from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts
 from .report import Conversion, linear_weights
 
-__all__ = ["Conversion", "convert_linears", "is_sharded", "unconvert"]
+__all__ = ["Conversion", "convert_linears", "unconvert"]
 
 _KNOWN = (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP)
 
@@ -181,8 +180,3 @@ def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:
     if not weight.is_floating_point() or weight.itemsize < 2:
         return f"{module}'s weight is {weight.dtype}: fused weight gradients are floating point of 16 to 64 bits"
     return None
-
-
-def is_sharded(weight: nn.Parameter) -> bool:
-    """Return True if ``maingrad.fsdp`` (which this folder must not import) or torch has sharded the weight."""
-    return any(hasattr(form, "shard") for form in forms_of(weight)) or is_sharded_by_torch(weight)

@@ -8,11 +8,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.main_grad import is_lazy, record_of
-from ...ddp.contract.module import DelayedWgradModule
+from ...ddp.contract.module import DelayedWgradModule, is_sharded
 from ...ddp.gathers.waiting_modules import is_waiting_hook
 from ...ddp.torch_internals import has_tensor_hooks
 from ...ddp.wrapper.around_module import AroundModule
-from ..conversion.convert import is_sharded
 from ..experts.grouped_module import GroupedModule
 from ..pipeline.executor import has_backward_dw
 from ..sequential import Sequential as Ours
