@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _USAGE_ERROR = 2
-_SECONDS_FOR_THE_FIRST = 3.0
+_SECONDS_FOR_THE_FIRST = 10.0
 
 _ConfigFile = Annotated[Positional[Path], arg(metavar="CONFIG.toml", help="configuration file")]
 
