@@ -51,10 +51,6 @@ class GradRecord:
         """Only our fused modules own the parameter. ``view`` is never zeroed then: the first write has beta = 0."""
         self.shared = shared
         """More than one module registers the parameter (a tied weight)."""
-        self.all_ranks: Any = None
-        """For an expert that only some ranks hold: the ``RankGrid`` of all ranks. None for all other parameters."""
-        self.sliced = False
-        """A slice of tensor parallelism: ranks outside the wrapper's hold the rest of the parameter."""
         self.updater: object | None = None
         """A token of the ``DistributedOptimizer`` that was built last over the parameter."""
         self.parts: Callable[[], Any] | None = None

@@ -295,6 +295,6 @@ def _shown_grad(optimizer: Any, index: int) -> Tensor | None:
     info = ShardInfo(
         segment.flat.bucket.name, tuple(grads.shape), 0, grads.numel(), model.grids[layout.grid_name],
         model.reductions[layout.grid_name].num_replicas, "", model.grids["dense"],
-        any(record.sliced for record in model.records), has_whole=False,  # ranks have masters of their own
+        bool(model.slices), has_whole=False,  # ranks have masters of their own
     )  # fmt: skip
     return make_sharded_grad(grads.view(-1), info)

@@ -32,6 +32,7 @@ from ..contract.record import GradRecord
 from ..gathers.param_gather import ParamGather
 from ..plan.layout import ParamSlot
 from ..plan.owned_params import find_owned_params, find_tensors
+from ..plan.parallel_marks import is_slice
 from ..plan.ranges import Range
 from ..torch_grads.master_param import WatchedMasters
 from ..torch_grads.shard_info import ShardInfo
@@ -41,7 +42,6 @@ from ..torch_internals.weak_method import weak_method
 from .attachment import attach_params, detach_params
 from .comparison import broadcast_tensors, check_same_config, check_same_model
 from .iteration import BucketIteration
-from .own_ranks import record_own_ranks
 from .parts import BucketParts
 from .setup_checks import check_arguments, grids_of, plan_on_each_rank
 from .whose_experts import check_whose_experts
@@ -138,7 +138,9 @@ class DistributedDataParallel(BucketIteration):
         self.buckets, self.bucket_params = allocate_buckets(self.plan, trainable, self.device)
         """Trainable parameters with their buckets and records, in the order of the buffers."""
         self.records: tuple[GradRecord, ...] = tuple(entry.record for entry in self.bucket_params)
-        record_own_ranks(self.bucket_params, self.grids)
+        marked = (entry.owned for entry in self.bucket_params if is_slice(entry.owned.param))
+        self.slices = frozenset(owned.name for owned in marked if self.grids["dense"].leaves_ranks_out)
+        """Names of the slices of tensor parallelism: ranks outside the wrapper's hold the rest of each parameter."""
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
         dense = self.reductions["dense"]
@@ -186,7 +188,9 @@ class DistributedDataParallel(BucketIteration):
 
     def _shown_params(self) -> list[ShownParam]:
         """The parameters, with this rank's part of each gradient where norms over it would not be of the whole."""
-        own = any(record.all_ranks is not None or record.sliced for record in self.records)
+        # Norms of experts that only some ranks hold would differ between ranks, and so would a search for Inf.
+        sizes = {self.grids[bucket.layout.grid_name].size for bucket in self.buckets}
+        own = bool(self.slices) or min(sizes, default=0) < self.grids["dense"].size
         slots: dict[str, ParamSlot] = {}
         if own or self.ddp_config.use_distributed_optimizer:
             slots = {slot.spec.name: slot for bucket in self.buckets for slot in bucket.layout.slots}
@@ -208,7 +212,8 @@ class DistributedDataParallel(BucketIteration):
         held = whole.intersect(Range(*self.owned_range(layout)))
         info = ShardInfo(
             slot.spec.name, slot.spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
-            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], entry.record.sliced, flat=True,
+            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], slot.spec.name in self.slices,
+            flat=True,
         )  # fmt: skip
         return entry.bucket.grad_data[slice(*held)], info
 

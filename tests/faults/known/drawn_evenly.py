@@ -53,10 +53,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.own_ranks",
-                "record_own_ranks",
-                "all_ranks.leaves_ranks_out and is_slice(entry.owned.param)",
-                "is_slice(entry.owned.param)",
+                "maingrad.ddp.wrapper.data_parallel",
+                "DistributedDataParallel.__init__",
+                'for owned in marked if self.grids["dense"].leaves_ranks_out',
+                "for owned in marked",
             ),
         ],
     ),

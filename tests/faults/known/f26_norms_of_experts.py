@@ -30,7 +30,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.wrapper.data_parallel",
                 "DistributedDataParallel._shown_params",
-                "own = any(record.all_ranks is not None or record.sliced for record in self.records)",
+                'own = bool(self.slices) or min(sizes, default=0) < self.grids["dense"].size',
                 "own = False",
             ),
         ],
