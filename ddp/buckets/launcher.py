@@ -68,12 +68,12 @@ class BucketLauncher:
         """CUDA: a stream of reductions. Small collectives behind them run here too, so that groups keep one order."""
         return self._streams[0] if self._streams else None
 
-    def record_ready(self, bucket: Bucket) -> None:
+    def on_bucket_ready(self, bucket: Bucket) -> None:
         """``bucket`` is ready: launch every ready bucket whose turn has come."""
         self.observer.bucket_ready(bucket.name)
         self._launch_ready()
 
-    def record_all_came(self) -> None:
+    def on_backward_over(self) -> None:
         """A backward is over, perhaps the iteration's last: parameters that it has not reached are unused.
 
         Launched here, all ranks' reductions come before whatever collectives the program issues next.
@@ -81,7 +81,7 @@ class BucketLauncher:
         self._all_came = True
         self._launch_ready()
 
-    def record_delayed(self) -> None:
+    def on_delayed_wgrad(self) -> None:
         """A delayed gradient was computed."""
         if self._all_came:
             self._launch_ready()

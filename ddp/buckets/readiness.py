@@ -227,7 +227,7 @@ class Readiness:
         if counts and self.sync and self.completes is None:
             self._check_once()
             if self._overlap:
-                self._launcher.record_all_came()
+                self._launcher.on_backward_over()
             self._shown.show()
 
     def on_delayed_wgrad(self, bucket: Bucket, record: GradRecord) -> None:
@@ -237,7 +237,7 @@ class Readiness:
             self._shown.show_late(record)
         if record.awaits_delayed and not record.pending:
             self._mark_ready(bucket, record)
-        self._launcher.record_delayed()
+        self._launcher.on_delayed_wgrad()
 
     def complete(self, entry: BucketParam) -> None:
         """No further backward of this iteration reaches this parameter."""
@@ -289,7 +289,7 @@ class Readiness:
         bucket.mark_ready(record)
         if bucket.phase is Phase.READY:
             self._check_once()
-            self._launcher.record_ready(bucket)
+            self._launcher.on_bucket_ready(bucket)
 
     def _check_once(self) -> None:
         """Before an iteration's first launch: the model is what it was."""

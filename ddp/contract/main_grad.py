@@ -350,7 +350,7 @@ def open_for_write(weight: Tensor, record: GradRecord | None, backward: int) -> 
 def hand_over(weight: Tensor, record: GradRecord | None, *, delayed: bool, fused: bool) -> Tensor | None:
     """Call in backward after the gradient was written or queued: sets the flag, returns what autograd gets."""
     has_flag = hasattr(weight, "grad_added_to_main_grad")
-    outcome = wgrad_outcome(True, delayed, fused, has_flag, record is not None)
+    outcome = wgrad_outcome(True, delayed, has_main_grad=fused, has_flag=has_flag, provider_is_ours=record is not None)
     if record is not None:
         record.consumer_wrote = True
     if outcome.sets_flag:

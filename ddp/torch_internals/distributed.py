@@ -1,6 +1,6 @@
 """The private names of torch.distributed, and of its wrappers, that ``ddp`` and ``fsdp`` use.
 
-``torch_internals.py`` holds the others, and says what happens where a version of torch lacks a name.
+``__init__.py`` holds the others, and says what happens where a version of torch lacks a name.
 """
 
 import sys

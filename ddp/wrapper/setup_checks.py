@@ -1,4 +1,7 @@
-"""What each rank does alone before memory is allocated: checks of its model, configuration and groups, and the plan."""
+"""Checks of a rank's model, configuration and groups, and the plan, before memory is allocated.
+
+``plan_on_each_rank`` runs them so that an error of one rank is raised on all ranks: a new refusal goes there.
+"""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence

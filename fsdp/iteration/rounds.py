@@ -36,42 +36,45 @@ class State(enum.Enum):
     IDLE = "idle"
     WRITING = "writing"
     KEPT = "kept"
-    PARTIAL = "partial"
-    REDUCED = "reduced"
+    SENT_INSIDE = "sent inside the instance"
+    SENT = "sent"
 
     __hash__ = object.__hash__  # enum's own __hash__ is Python code, and each move calls it twice
 
 
 _MOVES = {
     State.IDLE: {State.WRITING},
-    State.WRITING: {State.KEPT, State.PARTIAL, State.REDUCED},
-    State.KEPT: {State.WRITING, State.REDUCED},
-    State.PARTIAL: {State.WRITING, State.REDUCED},
-    State.REDUCED: {State.WRITING, State.IDLE},
+    State.WRITING: {State.KEPT, State.SENT_INSIDE, State.SENT},
+    State.KEPT: {State.WRITING, State.SENT},
+    State.SENT_INSIDE: {State.WRITING, State.SENT},
+    State.SENT: {State.WRITING, State.IDLE},
 }
 
 
 class GradRound:
     """The gradients of one unit in an iteration, from backward's first write to the sum over all ranks.
 
-    =======  ==========================================  =========================================  ==================
-    state    what has happened in the iteration          whole gradients                            moves to
-    =======  ==========================================  =========================================  ==================
-    IDLE     no backward has reached the unit            no memory                                  WRITING
-    WRITING  backward has reached the unit's outputs     memory from the first write on, which      KEPT, PARTIAL,
-                                                         waits for a reduction that still uses it   REDUCED
-    KEPT     backward has passed, and nothing is sent:   stay. The next microbatch adds to them     WRITING, REDUCED
-             ``reduces_once``, or some are delayed
-    PARTIAL  sent inside the instance, in a microbatch   freed when another bucket needs the        WRITING, REDUCED
-             that is not the last                        memory, or at the end
-    REDUCED  sent over all ranks, in the last            the same                                   WRITING, IDLE
-             microbatch or after it
-    =======  ==========================================  =========================================  ==================
+    ===========  ========================================  ========================================  =================
+    state        what has happened in the iteration        whole gradients                           moves to
+    ===========  ========================================  ========================================  =================
+    IDLE         no backward has reached the unit          no memory                                 WRITING
+    WRITING      backward has reached the unit's outputs   memory from the first write on, which     KEPT, SENT,
+                                                           waits for a reduction that still uses it  SENT_INSIDE
+    KEPT         backward has passed, and nothing is       stay. The next microbatch adds to them    WRITING, SENT
+                 sent: ``reduces_once``, or some are
+                 delayed
+    SENT_INSIDE  sent inside the instance, in a            freed when another bucket needs the       WRITING, SENT
+                 microbatch that is not the last           memory, or at the end
+    SENT         sent over all ranks, in the last          the same                                  WRITING, IDLE
+                 microbatch or after it
+    ===========  ========================================  ========================================  =================
+
+    Sent is launched: ``Phase.REDUCED`` of ``ddp/buckets/bucket.py`` says that the sum has arrived.
 
     From every state to IDLE if the iteration is given up: backward has failed, and the next forward begins a new one.
 
     Each move follows from the forwards and backwards that the program runs, and these are the same on all ranks. Each
-    move to PARTIAL or REDUCED is a collective. So no move may depend on what differs between ranks: which gradients a
+    move to SENT_INSIDE or SENT is a collective. So no move may depend on what differs between ranks: which gradients a
     rank has written, which graphs are alive, or what ``.grad`` is.
 
     A unit has one round. If modules delay weight gradients, their buckets have a second round, which ends later.
@@ -108,7 +111,7 @@ class GradRound:
     @property
     def is_left(self) -> bool:
         """Backward has passed, and gradients are to be sent at the end of the iteration."""
-        return self._state in (State.KEPT, State.PARTIAL)
+        return self._state in (State.KEPT, State.SENT_INSIDE)
 
     @property
     def has_pending(self) -> bool:
@@ -356,13 +359,13 @@ class GradRounds:
     # ---- One reduction. ----
 
     def _send(self, grads: GradRound, *, final: bool, bounds_pool: bool = True) -> None:
-        """Launch the reductions of a round. In state PARTIAL only those across instances are left.
+        """Launch the reductions of a round. In state SENT_INSIDE only those across instances are left.
 
         bounds_pool  gradients that were kept now count for the pool, and the launch waits until the pool is within its
                      bound. False: no wait, because other parts of the model compute meanwhile
         """
-        inside = grads.state is not State.PARTIAL
-        grads.state = State.REDUCED if final else State.PARTIAL
+        inside = grads.state is not State.SENT_INSIDE
+        grads.state = State.SENT if final else State.SENT_INSIDE
         for bucket in grads.buckets:
             if inside or bucket.reduction.grid.outer_size > 1:
                 kept = grads.delays or bucket.reduces_once

@@ -1,7 +1,7 @@
 """``CompilableLinear``: how the products of a module with linear layers run in code that ``torch.compile`` traces.
 
-Eager code never comes here. Traced code asks ``mode_and_recipe`` of each product. A compiled backward calls
-``deliver_wgrad``: see ``te_integration/compiled.py``.
+Eager code makes the handle, and asks nothing else. Traced code asks ``mode_and_recipe`` of each product. A compiled
+backward calls ``deliver_wgrad``: see ``te_integration/compiled.py``.
 """
 
 from collections.abc import Sequence

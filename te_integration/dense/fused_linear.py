@@ -129,7 +129,7 @@ def _run(forward: Forward, module: nn.Module, *args: Any) -> Any:
     return forward(module, *args)
 
 
-# A graph break, for what a compiled graph cannot hold: see ``LinearModule.way``. The caller passes its
+# A graph break, for what a compiled graph cannot hold: see ``CompilableLinear.mode``. The caller passes its
 # forward, because type(module).forward may belong to a subclass.
 run_outside_graph: Callable[..., Any] = torch.compiler.disable(_run)
 

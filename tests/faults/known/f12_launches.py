@@ -158,8 +158,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "",
-                "State.REDUCED: {State.WRITING, State.IDLE},",
-                "State.REDUCED: {State.WRITING, State.IDLE, State.REDUCED},",
+                "State.SENT: {State.WRITING, State.IDLE},",
+                "State.SENT: {State.WRITING, State.IDLE, State.SENT},",
             ),
             Change(
                 "maingrad.fsdp.iteration.rounds",

@@ -94,12 +94,12 @@ FAULTS = [
                 """
                 self._check_once()
                 if self._overlap:
-                    self._launcher.record_all_came()
+                    self._launcher.on_backward_over()
                 """,
                 """
                 if self._overlap:
                     self._check_once()
-                    self._launcher.record_all_came()
+                    self._launcher.on_backward_over()
                 """,
             ),
         ],
