@@ -5,10 +5,8 @@ independent work that fits anywhere later in the schedule. If they are computed 
 bucket overlaps the weight gradients of the next bucket.
 """
 
-import functools
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from torch import nn
 
 from ..ddp.contract.delayed import DelayedWgrad, delaying_into
 from ..ddp.contract.module import forms_of
-from ..ddp.contract.record import tell
+from ..ddp.torch_internals.weak_method import weak_method
 
 __all__ = ["RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules"]
 
@@ -85,13 +83,12 @@ class WgradQueue:
             self._backward = entry.backward
         entry.pending.microbatch = self._microbatch
         self._entries.append(entry)
-        entry.pending.compute = functools.partial(tell, weakref.ref(self), WgradQueue.run, weakref.ref(entry))
+        entry.pending.compute = weak_method(self.run, entry)
 
-    def run(self, here: "weakref.ref[DelayedWgrad]") -> None:
+    def run(self, entry: DelayedWgrad) -> None:
         """Compute this entry now, if it still waits: a step needs its gradient."""
         with self._draining:
-            entry = here()
-            if entry is not None and entry in self._entries:
+            if entry in self._entries:
                 self._run_one(entry)
 
     @contextmanager
@@ -181,7 +178,7 @@ def drain_modules(model: nn.Module) -> None:
     queues = dict.fromkeys(queue for queue in found if isinstance(queue, WgradQueue))
     waiting = [(entry.bucket_index, entry.sequence, entry, queue) for queue in queues for entry in queue]
     for _, _, entry, queue in sorted(waiting, key=lambda item: item[:2]):
-        queue.run(weakref.ref(entry))  # unless another thread has drained it
+        queue.run(entry)  # unless another thread has drained it
 
 
 @contextmanager

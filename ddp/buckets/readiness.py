@@ -21,6 +21,7 @@ from ..contract.main_grad import take_grad_of_backward
 from ..contract.record import GradRecord
 from ..torch_grads.shown_params import ShownGrads
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
+from ..torch_internals.weak_method import weak_method
 from .bucket import Bucket, Phase
 from .bucket_params import BucketParam
 from .graph_walk import differentiable_tensors, walk_graph
@@ -142,7 +143,7 @@ class Readiness:
         """Have gradients of every parameter reported here, delayed ones too. Returns the parameters' hooks."""
         hooks = []
         for entry in self._bucket_params:
-            self._expect_delayed(entry.bucket, entry.record)
+            entry.record.on_delayed_wgrad = weak_method(self.on_delayed_wgrad, entry.bucket, entry.record)
             hook = self._grad_hook(entry.bucket, entry.record)
             hooks.append(entry.owned.param.register_post_accumulate_grad_hook(hook))
         return hooks
@@ -163,18 +164,6 @@ class Readiness:
                 live.on_grad(param, bucket, record)
 
         return hook
-
-    def _expect_delayed(self, bucket: Bucket, record: GradRecord) -> None:
-        """Have the record call ``on_delayed_wgrad``."""
-        # The record keeps ``computed``. Its references are weak, or a cycle would keep the buckets alive.
-        here, weak_bucket, weak_record = weakref.ref(self), weakref.ref(bucket), weakref.ref(record)
-
-        def computed() -> None:
-            live, live_bucket, live_record = here(), weak_bucket(), weak_record()
-            if live is not None and live_bucket is not None and live_record is not None:
-                live.on_delayed_wgrad(live_bucket, live_record)
-
-        record.on_delayed_wgrad = computed
 
     def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
         """In the hook: a parameter's gradient of one backward is in ``.grad``, in ``main_grad``, or in a queue."""

@@ -3,16 +3,13 @@
 A record is what our provider knows of the parameter beyond the attributes that all providers share.
 """
 
-import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["GradRecord", "PendingWgrad", "check_accumulator", "tell"]
-
-T = TypeVar("T")
+__all__ = ["GradRecord", "PendingWgrad", "check_accumulator"]
 
 
 class PendingWgrad:
@@ -203,13 +200,3 @@ def _rows_fit(main_grad: Tensor) -> bool:
             return False
         end = max(end, stride * size)
     return main_grad.stride(-1) == 1
-
-
-def tell(here: "weakref.ref[T]", event: Callable[..., None], *args: Any) -> None:
-    """Call ``event`` with the object behind ``here`` and ``args``. Nothing is called once the object is gone.
-
-    Records, hooks and buckets keep callbacks of this form: a strong reference would keep the wrapper alive.
-    """
-    live = here()
-    if live is not None:
-        event(live, *args)

@@ -188,12 +188,16 @@ class WgradTarget:
         self._product = product
         self._owner = owner
         self._fused = fused
-        self._queue = None if queue is None else weakref.ref(queue)
+        self._queue = None if queue is None else weakref.ref(queue)  # weak: modules must not keep a queue alive
 
     @property
     def delays(self) -> bool:
         """Whether weight gradients wait in a queue."""
         return self._queue is not None
+
+    def delays_into(self, queue: WgradQueueLike | None) -> bool:
+        """Whether weight gradients wait in ``queue``; for None, whether backward computes them."""
+        return queue is None if self._queue is None else queue is not None and self._queue() is queue
 
     def refers_to(self, weights: Sequence[Tensor]) -> bool:
         """Whether this is the target of ``weights``, in this order."""

@@ -241,8 +241,12 @@ def guard_reads(modules: Iterable[nn.Module], gathers: Sequence[ParamGather], re
         gather.refusal = refusal and refusal.format(name=gather.name)
         gather.guard()
         of.update(dict.fromkeys(map(id, gather.live_params()), gather))
+
+    def wait_of(param: Tensor) -> Callable[[], None] | None:
+        return of[id(param)].wait_weakly if id(param) in of else None
+
     for module in modules:
-        call_before_compiled_code(module, lambda param: of[id(param)].wait_weakly if id(param) in of else None)
+        call_before_compiled_code(module, wait_of)
         for gather in {of[key]: None for param in params_in_forward(module) if (key := id(param)) in of}:
             if isinstance(module, torch.jit.ScriptModule):
                 if refusal is None:  # TorchScript reads in C++, where nothing here is asked

@@ -3,7 +3,6 @@
 Legend: T rows (all leading dims of the input together), K input features, N output features.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +50,6 @@ class ProductUse:
     """
 
     __slots__ = (
-        "_queue",
         "fused",
         "only_save",
         "owner",
@@ -76,7 +74,6 @@ class ProductUse:
         only_save: bool = False,
     ) -> None:
         self.owner, self.fused, self.transposed = owner, fused, transposed
-        self._queue = None if queue is None else weakref.ref(queue)  # weak: modules must not keep a queue alive
         self.save_original_input, self.only_save = save_original_input, only_save
         self.product = product
         self.packed = weights[0].dim() == 3
@@ -90,12 +87,12 @@ class ProductUse:
 
         Never for a delayed product inside torch's ``DistributedDataParallel``: a new object refuses it by name.
         """
+        if self.target is None:
+            same = queue is None
+        else:
+            same = self.target.delays_into(queue) and self.target.refers_to(weights)
         return (
-            (queue is None if self._queue is None else queue is not None and self._queue() is queue)
-            and not (queue is not None and in_torch_ddp())
-            and self.fused is fused
-            and (self.target is None or self.target.refers_to(weights))
-            and self.product.fits(weights)
+            same and self.fused is fused and not (queue is not None and in_torch_ddp()) and self.product.fits(weights)
         )
 
     def __reduce__(self) -> Any:

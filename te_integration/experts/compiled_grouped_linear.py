@@ -40,7 +40,7 @@ def compiled_grouped_linear(
     key              of the module whose ``deliver_wgrad`` writes the weight gradients, ``WgradHandle.key``; None:
                      autograd delivers them
     product          the number that ``deliver_wgrad`` gets
-    transposed       see ``GroupedUse``
+    transposed       see ``ProductUse``
     """
     rows = cast(rows, dtype_of_products(rows))
     arguments = rows, key, product, transposed, offsets, bias_scale, len(weights), *weights, *biases

@@ -197,8 +197,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.fused_linear",
-                "ProductUse.__init__",
+                "maingrad.ddp.contract.target",
+                "WgradTarget.__init__",
                 "weakref.ref(queue)  # weak: modules must not keep a queue alive",
                 "lambda: queue",
             ),
