@@ -106,7 +106,7 @@ class Delivery:
 
     def hand_over(self) -> list[Tensor | None]:
         """In the backward that replays: set flags, and return what autograd gets for each weight."""
-        return [hand_over(weight, record_of(weight), delayed=self.delayed, fused=self.fused) for weight in self.weights]
+        return [hand_over(weight, record_of(weight), fused=self.fused) for weight in self.weights]
 
     def put(self, replay: Callable[[], None], operands: tuple[Tensor, ...], backward: int) -> DelayedWgrad:
         """In the backward that replays: queue the delayed gradients; returns the entry.

@@ -1,5 +1,6 @@
 """``DelayedWgrad``: the weight gradient of one product, computed some time after backward; and who delays."""
 
+import functools
 import itertools
 import threading
 import weakref
@@ -9,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...kernels.wgrad import GroupedWgradOperand, WgradOperand, tensors_of
 from ..torch_internals import checkpointed_region
-from .late_grads import record_lost, record_over, record_waiting
 from .main_grad import hand_over_sum
 from .record import GradRecord, PendingWgrad
 
@@ -72,13 +74,9 @@ class DelayedWgrad:
         self.pending.order = self.bucket_index, self.sequence
         for record in records:
             record.pending.append(self.pending)
-        if not records:
-            record_waiting(self)
-
-    @property
-    def owner(self) -> str:
-        """The module, for errors."""
-        return self.pending.owner
+        if not records:  # under a wrapper of ours, its records count what is pending
+            _register_once()
+            _waiting.add(self)
 
     def serves(self, weight: Tensor) -> bool:
         """Whether this is a gradient of ``weight``."""
@@ -123,15 +121,14 @@ class DelayedWgrad:
             # reads it. The queue keeps the entry until ``in_use`` is False.
             self._done = torch.cuda.Event()
             self._done.record(current)
-        if not self._records:
-            record_over(self)
+        _waiting.discard(self)
         for record in self._records:
             record.delayed_wgrad_done(self.pending)
 
     def drop(self) -> None:
         """Give the gradient up, because its iteration is abandoned."""
         self._operands = None
-        record_over(self)
+        _waiting.discard(self)
         for record in self._records:
             record.pending.remove(self.pending)
 
@@ -140,7 +137,8 @@ class DelayedWgrad:
         self._operands = None
         self.pending.lost = True
         if not self._records:
-            record_lost(self)
+            _waiting.discard(self)
+            _lost.append(self)
 
     @property
     def waits(self) -> bool:
@@ -165,6 +163,42 @@ def absorb_late_sum(weight: Tensor, record: GradRecord | None, entry: DelayedWgr
     """After a delayed gradient was written: absorb the sum that unfused owners of a tied weight have added to."""
     if record is not None and record.late_sum is not None and entry.is_last_of(record):
         hand_over_sum(record)
+
+
+# ---- Without a wrapper of ours, a step while a gradient is not computed yet would lack that gradient, which would then
+# ---- be added to the next iteration's .grad: refuse the step. Globals, because torch's hook serves every optimizer.
+
+_waiting: "weakref.WeakSet[DelayedWgrad]" = weakref.WeakSet()
+_lost: list[DelayedWgrad] = []
+"""Their queues were freed: the next step over their weights lacks these gradients for good."""
+
+
+@functools.cache
+def _register_once() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _waiting and not _lost:
+        return
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    step = f"{type(optimizer).__name__}.step()"
+    _lost[:] = [entry for entry in _lost if entry.weights()]
+    for entry in (*_lost, *_waiting):
+        if not any(id(weight) in params for weight in entry.weights()):
+            continue
+        if entry.pending.lost:
+            _lost.remove(entry)
+            raise RuntimeError(
+                f"{step} without a delayed weight gradient of {entry.pending.owner}, whose WgradQueue was let go "
+                f"before it was drained: keep the queue, and drain() it before the step; zero_grad() begins this "
+                f"iteration anew"
+            )
+        raise RuntimeError(
+            f"{step} while a delayed weight gradient of {entry.pending.owner} is pending: it would be missing here, "
+            f"and be added to the next iteration's .grad; call backward_dw() or drain its WgradQueue before the step, "
+            f"or clear() the queue to give it up"
+        )
 
 
 # ---- Modules with delay_wgrad_compute always delay. All others delay in a ``delayed_wgrad`` block, kept here. ----

@@ -24,7 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..torch_internals import has_tensor_hooks
 from .record import GradRecord, PendingWgrad, check_accumulator
-from .return_table import Returned, placeholder, wgrad_outcome
 
 __all__ = [
     "absorb_grad",
@@ -47,6 +46,7 @@ __all__ = [
     "is_lazy",
     "mark_delayed",
     "open_for_write",
+    "placeholder",
     "record_of",
     "take_grad_of_backward",
     "take_grad_of_backward_dw",
@@ -347,17 +347,54 @@ def open_for_write(weight: Tensor, record: GradRecord | None, backward: int) -> 
     return getattr(weight, "overwrite_main_grad", False) and _first_write_of(backward, weight)
 
 
-def hand_over(weight: Tensor, record: GradRecord | None, *, delayed: bool, fused: bool) -> Tensor | None:
-    """Call in backward after the gradient was written or queued: sets the flag, returns what autograd gets."""
-    has_flag = hasattr(weight, "grad_added_to_main_grad")
-    outcome = wgrad_outcome(True, delayed, has_main_grad=fused, has_flag=has_flag, provider_is_ours=record is not None)
+def hand_over(weight: Tensor, record: GradRecord | None, *, fused: bool) -> Tensor | None:
+    """Call in backward after the gradient was written or queued: set the flag, and return what autograd gets.
+
+    ================  ==================  =======  =====  ==================================================
+    the gradient      the weight's flag   returns  flag   because
+    ================  ==================  =======  =====  ==================================================
+    goes into .grad   any                 None     stays  ``backward_dw`` delivers it
+    is fused          absent              None     --     the provider has no hook that would run
+    is fused          of our provider     None     True   our hook runs for None too
+    is fused          of a foreign one    zeros    True   a foreign hook runs only if autograd delivers a tensor
+    ================  ==================  =======  =====  ==================================================
+
+    The flag means "``.grad`` is a placeholder". A delayed weight's flag is set before its gradient is written.
+    """
     if record is not None:
         record.consumer_wrote = True
-    if outcome.sets_flag:
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if outcome.returned is Returned.PLACEHOLDER:
-        return placeholder(weight)
+    if fused and hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+        if record is None:
+            return placeholder(weight)
     return None
+
+
+_scratch: dict[tuple[torch.device, torch.dtype], tuple[Tensor, int]] = {}
+"""One scratch tensor for each (device, dtype), with its version when it was last known to hold zeros. All placeholders
+share it, as nobody reads them."""
+
+
+def placeholder(weight: Tensor) -> Tensor:
+    """Zeros of ``weight``'s shape, dtype and device: a view of one shared scratch tensor, without new memory.
+
+    Autograd uses a detached view as ``.grad`` without a copy; it would clone a stride-0 expand. Zeros make mixed use
+    safe: placeholder + gradient = gradient. A write into an earlier placeholder changes the scratch's version, and the
+    scratch is zeroed again.
+    """
+    key = (weight.device, weight.dtype)
+    scratch, version = _scratch.get(key, (None, 0))
+    if scratch is None or scratch.numel() < weight.numel():
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a placeholder gradient cannot be allocated during a CUDA graph capture: run one eager iteration first"
+            )
+        scratch = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
+        _scratch[key] = (scratch, scratch._version)
+    elif scratch._version != version:
+        scratch.zero_()
+        _scratch[key] = (scratch, scratch._version)
+    return scratch[: weight.numel()].view(weight.shape).detach()
 
 
 def add_to_grad(weight: Tensor, gradient: Tensor, record: GradRecord | None) -> None:

@@ -219,7 +219,6 @@ class WgradTarget:
         """
         if capturing.active is not None:
             return self._leave_to(capturing.active, places, operands)
-        delayed = self._queue is not None
         # Step 3 of docs/by_hand.py: the product into main_grad, then the flag.
         if self._queue is None:
             self._accumulate(places, operands, backward)
@@ -230,10 +229,7 @@ class WgradTarget:
             compute, alive = partial(self._compute, mine), partial(self._alive, mine)
             entry = DelayedWgrad(compute, tuple(operands), known, self._owner, backward, alive)
             _live(self._queue, self._owner).put(entry)
-        return [
-            place and hand_over(place.weight, record_of(place.weight), delayed=delayed, fused=self._fused)
-            for place in places
-        ]
+        return [place and hand_over(place.weight, record_of(place.weight), fused=self._fused) for place in places]
 
     def gradients(self, wanted: Sequence[bool], dtype: torch.dtype, operands: Operands) -> list[Tensor | None]:
         """``dW`` of each wanted weight as a new tensor: for autograd."""

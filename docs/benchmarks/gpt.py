@@ -106,7 +106,7 @@ class _AddmmWgrad(torch.autograd.Function):
         rows, columns = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
         overwrite = open_for_write(weight, record, current_backward())
         _write_product(total, rows, columns, overwrite)
-        return dx, hand_over(weight, record, delayed=False, fused=True)
+        return dx, hand_over(weight, record, fused=True)
 
 
 def _write_product(total, a, b, overwrite):

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.ddp.contract.main_grad import hand_over, has_main_grad, record_of
-from maingrad.ddp.contract.return_table import placeholder
+from maingrad.ddp.contract.main_grad import hand_over, has_main_grad, placeholder, record_of
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 
 
@@ -156,7 +155,7 @@ class _Report(torch.autograd.Function):
     def backward(ctx, *grads):
         weight = ctx.weight
         if has_main_grad(weight):
-            return grads[0], hand_over(weight, record_of(weight), delayed=False, fused=True), None
+            return grads[0], hand_over(weight, record_of(weight), fused=True), None
         return grads[0], placeholder(weight) if ctx.is_foreign else None, None
 
 

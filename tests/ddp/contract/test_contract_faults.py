@@ -13,7 +13,7 @@ from loops import FEATURES, assert_same, ddp_backward, loss_of, main_grads, make
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.ddp.contract.return_table import placeholder
+from maingrad.ddp.contract.main_grad import placeholder
 from maingrad.te_integration import Linear
 
 OUT = 4

@@ -1,6 +1,5 @@
-"""The return table of docs/main_grad.md: the pure function on every row, and what ``Linear`` really does on each."""
+"""The return table of docs/main_grad.md: what ``Linear`` does on each row."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,41 +11,10 @@ from moves import moves_of_size
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.ddp.contract.return_table import Returned, WgradOutcome, Written, placeholder, wgrad_outcome
+from maingrad.ddp.contract.main_grad import placeholder
 from maingrad.te_integration import Linear
 
 OUT = 4
-
-# ---- The pure function: (needs_grad, delayed, has_main_grad, has_flag) -> the outcome under a foreign provider. ----
-
-FROZEN = WgradOutcome(Returned.NONE, Written.NO, sets_flag=False)
-TABLE = {
-    (True, False, False): WgradOutcome(Returned.WGRAD, Written.NO, sets_flag=False),
-    (True, True, False): WgradOutcome(Returned.NONE, Written.NO, sets_flag=False),
-    (True, False, True, False): WgradOutcome(Returned.NONE, Written.BACKWARD, sets_flag=False),
-    (True, False, True, True): WgradOutcome(Returned.PLACEHOLDER, Written.BACKWARD, sets_flag=True),
-    (True, True, True, False): WgradOutcome(Returned.NONE, Written.BACKWARD_DW, sets_flag=False),
-    (True, True, True, True): WgradOutcome(Returned.PLACEHOLDER, Written.BACKWARD_DW, sets_flag=True),
-}
-
-
-@pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.parametrize(
-    "needs_grad, delayed, has_main_grad, has_flag", list(itertools.product([False, True], repeat=4))
-)
-def test_the_pure_function_is_the_table(
-    needs_grad: bool, delayed: bool, has_main_grad: bool, has_flag: bool, ours: bool
-) -> None:
-    if not needs_grad:
-        expected = FROZEN
-    elif not has_main_grad:
-        expected = TABLE[True, delayed, False]
-    else:
-        expected = TABLE[True, delayed, True, has_flag]
-        if ours and has_flag:
-            expected = expected._replace(returned=Returned.NONE)
-    assert wgrad_outcome(needs_grad, delayed, has_main_grad, has_flag, ours) == expected
-
 
 # ---- What Linear does on every row that does not delay. ----
 

@@ -28,7 +28,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.return_table",
+                "maingrad.ddp.contract.main_grad",
                 "placeholder",
                 "scratch.zero_()",
                 "",

@@ -165,10 +165,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.contract.delayed",
                 "DelayedWgrad.__init__",
-                """
-                if not records:
-                    record_waiting(self)
-                """,
+                "_waiting.add(self)",
                 "",
             ),
         ],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.ddp.contract.return_table import placeholder
+from maingrad.ddp.contract.main_grad import placeholder
 
 NUM_MICROBATCHES = 3
 ROUNDING = 2.0**-19

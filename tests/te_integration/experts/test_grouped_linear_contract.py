@@ -11,7 +11,7 @@ from modules import error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.ddp.contract.return_table import placeholder
+from maingrad.ddp.contract.main_grad import placeholder
 from maingrad.launch import simulate
 from maingrad.te_integration import GroupedLinear, WgradQueue, delayed_wgrad
 
