@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import pytest
 from atoms import ONE_BUCKET, models, spec, starts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,9 +75,3 @@ def test_one_bucket_where_two_or_three_gain_nothing() -> None:
     ]
     assert sum(bounds[:-1]) == bounds[-1]
     assert split(numels, atoms, 16, 8, 0.05) == [[0, 1, 2, 3, 4]]
-
-
-@pytest.mark.parametrize(("most", "keep"), [(-0.1, False), (0.1, True)])
-def test_a_split_that_cannot_be_is_refused(most: float, keep: bool) -> None:
-    with pytest.raises(ValueError, match=f"max_atom_padding={most}: it is at least 0, and None where parameters"):
-        plan_gradients([spec("a", 4)], max_atom_padding=most, keep_params_whole=keep)
