@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .cut import PARAM_ALIGNMENT, round_up
 
-__all__ = ["MAX_PILES", "ParamSize", "piles_of", "walk"]
+__all__ = ["MAX_PILES", "ParamSize", "Walked", "piles_of", "walk"]
 
 MAX_PILES = 16  # each step of the walk looks at so many of the coarsest atoms
 
@@ -52,8 +52,16 @@ def piles_of(sizes: Sequence[ParamSize]) -> dict[int, _Pile]:
     return dict(sorted(piles.items(), key=lambda entry: -(entry[0] or math.inf)))
 
 
-def walk(sizes: Sequence[ParamSize], shard_numel: int) -> tuple[list[int], int] | None:
-    """Place all parameters; returns their starts, and the end of the last one. None: some parameter fits nowhere.
+class Walked(NamedTuple):
+    """Where ``walk`` has placed the parameters."""
+
+    starts: list[int]
+    end: int
+    """End of the last parameter."""
+
+
+def walk(sizes: Sequence[ParamSize], shard_numel: int) -> Walked | None:
+    """Place all parameters. None: some parameter fits nowhere.
 
     ``walk`` takes as many shards of ``shard_numel`` elements as it needs.
     """
@@ -83,7 +91,7 @@ def walk(sizes: Sequence[ParamSize], shard_numel: int) -> tuple[list[int], int] 
         position = best.start + best.pile.numels.pop(best.at)
         if not best.pile.numels and best.pile is not free:
             coarse = [pile for pile in coarse if pile.numels]
-    return starts, position
+    return Walked(starts, position)
 
 
 def _soonest(pile: _Pile, first: int, shard_numel: int) -> _Option | None:
