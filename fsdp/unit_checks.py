@@ -13,9 +13,8 @@ from ..ddp.collectives.in_flight import device_types_of
 from ..ddp.collectives.placements import PLACEMENTS, Placement, Placements
 from ..ddp.collectives.rank_grid import RankGrid
 from ..ddp.collectives.world import Ranks
-from ..ddp.contract.main_grad import check_unattached
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam, check_shapes, find_owned_params
+from ..ddp.plan.owned_params import OwnedParam, check_plain, check_shapes, find_owned_params
 from ..ddp.torch_internals import is_hooked
 from ..ddp.wrapper.comparison import compare_between_ranks
 from .module import FSDPModule, unit_of
@@ -119,18 +118,13 @@ def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
     """The parameters that this unit is to shard, each with all modules that register it.
 
     ignored  ``id`` of parameters that are not sharded. Parameters that units inside have ignored are not sharded either
-
-    Raises ``ValueError`` for a parameter that has a ``main_grad``.
     """
     inside = {id(found) for found in own_modules(module)}
-    owned = [
+    return [
         entry
         for entry in find_owned_params(module)
         if id(entry.param) not in ignored and any(id(owner) in inside for owner, _ in entry.owners)
     ]
-    for entry in owned:
-        check_unattached(entry.param, entry.name)
-    return owned
 
 
 def record_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> None:
@@ -169,13 +163,7 @@ def check_params(owned: Iterable[OwnedParam]) -> None:
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:
-    if hasattr(param, "to_local"):
-        raise ValueError(
-            f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism): shard a "
-            f"model of plain parameters"
-        )
-    if param.grad is not None:
-        raise ValueError(f"parameter '{name}' already has a .grad: call module.zero_grad() before fully_shard")
+    check_plain(name, param, "fully_shard")
     if is_hooked(param):
         raise ValueError(
             f"parameter '{name}' has hooks, which no backward would call: whole gradients never lie in .grad; remove "

@@ -20,7 +20,13 @@ from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import take_grad_of_backward
 from ..contract.record import GradRecord
 from ..torch_grads.shown_params import ShownGrads
-from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
+from ..torch_internals import (
+    NO_BACKWARD,
+    call_when_backward_ends,
+    current_backward,
+    current_raw_stream,
+    is_profiling,
+)
 from ..torch_internals.weak_method import weak_method
 from .bucket import Bucket, Phase
 from .bucket_params import BucketParam
@@ -69,14 +75,13 @@ class Readiness:
         self._checked = False  # the model was checked before this iteration's first launch
 
         # State of the backward.
-        self._outer_task: int | None = (
-            None  # graph task of the outermost backward; None outside backward, and where unknown
-        )
-        self._recomputes: bool | None = None  # whether a reentrant recompute was seen; None before the first forward
-        self._unused: list[BucketParam] | None = (
-            None  # what no forward of the final microbatch reaches; None: no such forward yet
-        )
-        self._passed: list[tuple[Bucket, GradRecord]] = []  # these get ready when the outermost backward ends
+        self._outer_task: int | None = None
+        """Graph task of the outermost backward; None outside backward, and where unknown."""
+        self._recomputes: bool | None = None  # a reentrant recompute was seen; None before the first forward
+        self._unused: list[BucketParam] | None = None
+        """What no forward of the final microbatch reaches; None: there was no such forward yet."""
+        self._passed: dict[int, tuple[Bucket, GradRecord]] = {}
+        """By ``id``: records whose hook ran and may run again. They get ready when the outermost backward ends."""
         self._counts = False  # it accumulates into a parameter, as ``autograd.grad`` does not
 
     def reset(self) -> None:
@@ -90,29 +95,28 @@ class Readiness:
     @property
     def has_failed(self) -> bool:
         """Whether the last backward has raised: outside of a backward, the end of one is still to come."""
-        return self._outer_task is not None and current_backward() == -1
+        return self._outer_task is not None and current_backward() == NO_BACKWARD
 
     def check_backward_over(self, caller: str) -> None:
         """Raise ``RuntimeError`` in a hook of a backward through the model, whose gradients are not complete yet."""
         task = current_backward()
-        if task != -1 and (self._counts or task == self._outer_task):
+        if task != NO_BACKWARD and (self._counts or task == self._outer_task):
             raise RuntimeError(
                 f"{caller} in a hook, while a backward is under way: other ranks' gradients are added after it; step "
                 f"and read .grad after the backward. An optimizer that steps in hooks needs maingrad.fsdp.fully_shard"
             )
 
     @torch.compiler.disable
-    def watch(self, outputs: Any, *, trains: bool) -> None:
+    def expect_backward(self, outputs: Any, *, trains: bool) -> None:
         """After a forward: have backward's start noticed, and find out which parameters backward will reach.
 
         trains  the model is in training mode
         """
         record_forward()
         self._counts = False
-        watches = self._overlap or self._launcher.observer.recording
         tensors = differentiable_tensors(outputs)
         find_unused = self._find_unused and self.sync
-        if find_unused or (watches and self._recomputes is None):
+        if find_unused or (self._overlap and self._recomputes is None):
             walk = walk_graph(tensors)
             self._recomputes = bool(self._recomputes) or walk.recomputes
             if find_unused:
@@ -183,9 +187,7 @@ class Readiness:
         if nested:
             self._recomputes = True
         if record.shared or self._recomputes:
-            if not record.passed:
-                record.passed = True
-                self._passed.append((bucket, record))
+            self._passed[id(record)] = bucket, record
         else:
             self._mark_ready(bucket, record)
 
@@ -234,8 +236,8 @@ class Readiness:
 
     def complete_passed(self) -> None:
         """The outermost backward has ended."""
-        passed, self._passed = self._passed, []
-        for bucket, record in passed:
+        passed, self._passed = self._passed, {}
+        for bucket, record in passed.values():
             self._mark_ready(bucket, record)
 
     def _on_backward_start(self) -> None:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from ..collectives.agreement import gather
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
+from ..collectives.world import own_rank
 from ..config import DistributedDataParallelConfig
 from ..plan.owned_params import find_owned_params, grid_name_of
 from ..torch_internals import DisableTorchFunctionSubclass
 
-__all__ = ["Replicas", "bits_of", "check_equal", "written_from_local_data"]
+__all__ = ["Replicas", "bits_of", "check_equal", "find_parted", "written_from_local_data"]
 
 
 class Replicas:
@@ -117,26 +118,37 @@ def check_equal(
 
     tensors  by name, in the same order on all ranks
     """
-    held, axes = list(tensors), list(axes)
-    if not axes:
+    parted = find_parted(tensors, axes, failures)
+    if not parted:
         return
-    names = [name for name, _ in held]
-    mine = bits_of([tensor for _, tensor in held])
-    what = "the comparison of replicas"
-    digests = gather((dist.get_rank(), hash(tuple(mine))), axes, failures, what)
-    if len({digest for _, digest in digests}) == 1:
-        return
-    ranks = [rank for rank, _ in digests]
-    everyone = gather(mine, axes, failures, what)
-    parted = [index for index in range(len(names)) if len({bits[index] for bits in everyone}) > 1]
-    first = parted[0]
-    others = [str(rank) for rank, bits in zip(ranks, everyone, strict=True) if bits[first] != everyone[0][first]]
+    name, bits = next(iter(parted.items()))
+    first = next(iter(bits))
+    others = ", ".join(str(rank) for rank, theirs in bits.items() if theirs != bits[first])
     more = f", and so have {len(parted) - 1} other parameters" if len(parted) > 1 else ""
     raise RuntimeError(
-        f"replicas have parted: parameter '{names[first]}' has other values on rank {', '.join(others)} than on rank "
-        f"{ranks[0]}{more}. Something has changed it on each rank by itself (a write from local data, a write through "
-        f".data, an update that ranks compute differently): change parameters on all ranks alike"
+        f"replicas have parted: parameter '{name}' has other values on rank {others} than on rank {first}{more}. "
+        f"Something has changed it on each rank by itself (a write from local data, a write through .data, an update "
+        f"that ranks compute differently): change parameters on all ranks alike"
     )
+
+
+def find_parted(
+    tensors: Iterable[tuple[str, Tensor]], axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None = None
+) -> dict[str, dict[int, int]]:
+    """The tensors whose bits differ between ranks, by name: each rank's checksum. All ranks get the same. Collective.
+
+    tensors  by name, in the same order on all ranks
+    """
+    held, axes = list(tensors), list(axes)
+    if not axes:
+        return {}
+    mine = bits_of([tensor for _, tensor in held])
+    what = "the comparison of values between ranks"
+    if len(set(gather(hash(tuple(mine)), axes, failures, what))) == 1:
+        return {}
+    everyone = gather((own_rank(), mine), axes, failures, what)
+    found = {name: {rank: bits[index] for rank, bits in everyone} for index, (name, _) in enumerate(held)}
+    return {name: bits for name, bits in found.items() if len(set(bits.values())) > 1}
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals.distributed import timeout_on, zero_cta_options
 from .in_flight import device_types_of, group_or_default, group_rank, group_size
-from .world import WORLD_OF_ONE, Ranks, WorldOfOne, check_no_late_group, own_rank
+from .world import WORLD_OF_ONE, Ranks, WorldOfOne, own_rank
 
 __all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids", "with_separate_gather"]
 
@@ -83,8 +83,12 @@ class RankGrid(NamedTuple):
         what    the owner of this grid, for the error
         option  name of the owner's argument that names ranks
         """
-        if self.assumed:
-            check_no_late_group(what, option)
+        if self.assumed and self.in_larger_world:
+            raise RuntimeError(
+                f"{what} was made before torch.distributed.init_process_group(), as a world of one, and there are "
+                f"{dist.get_world_size()} ranks now, over which nothing would be reduced; make it after "
+                f"init_process_group(). Where this process is to train alone, say {option}={WORLD_OF_ONE!r}"
+            )
 
     @torch.no_grad()
     def sum(self, value: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ _COUNTS = _APART + 1  # first column of the counts
 _NUM_COUNTS = 4
 NUM_COLUMNS = _COUNTS + 2 * _NUM_COUNTS
 """Integers, of 8 bytes, of the row that a group keeps on its device."""
-_LIMIT = 4096  # entries that a log keeps
+_LIMIT = 4096  # entries that a log keeps: an evaluation may have any number
 _OTHER_STEPS = {
     1: "ranks have skipped different batches before iteration {number}, and gradients of different steps were "
     "averaged: forwards whose gradients were not used: {found}. Decide on all ranks alike whether to skip (all-reduce "
@@ -61,25 +61,20 @@ _OTHER_STEPS = {
 
 
 class _Entries:
-    """What this rank has gathered, or reduced, on one group since the last comparison: indices of names."""
+    """This rank's gathers, or reductions, on one group since the last comparison: indices of names."""
 
-    __slots__ = ("folded", "found", "num_folded")
+    __slots__ = ("digest", "first")
 
     def __init__(self) -> None:
-        self.found: list[int] = []
-        self.folded = 0
-        """Hash of earlier entries, which are forgotten."""
-        self.num_folded = 0
+        self.digest = 0
+        """Hash of all entries, not negative, below 2^62. Python hashes integers alike in all processes."""
+        self.first: list[int] = []
+        """The first entries, by which a difference is named."""
 
     def add(self, index: int) -> None:
-        self.found.append(index)
-        if len(self.found) == _LIMIT:  # a long evaluation
-            self.folded, self.num_folded = self.digest(), self.num_folded + _LIMIT
-            self.found = []
-
-    def digest(self) -> int:
-        """Not negative, below 2^62. Python hashes integers alike in all processes."""
-        return hash((self.folded, *self.found)) & (2**62 - 1)
+        self.digest = hash((self.digest, index)) & (2**62 - 1)
+        if len(self.first) < _LIMIT:
+            self.first.append(index)
 
 
 class GroupLog:
@@ -325,10 +320,9 @@ class StepCheck:
 
     def _difference(self, log: GroupLog, mine: list[_Entries]) -> str | None:
         """The first collective in which the ranks of a group differ, in words. Collective over the group."""
-        told = [(entries.num_folded, entries.folded, entries.found) for entries in mine]
-        everyone = gather((own_rank(), told), [log.group], self._failures, "the ranks' orders of units")
+        everyone = gather((own_rank(), mine), [log.group], self._failures, "the ranks' orders of units")
         texts = (
-            _first_difference(verb, {rank: told[kind] for rank, told in everyone}, log.names)
+            _first_difference(verb, {rank: theirs[kind] for rank, theirs in everyone}, log.names)
             for kind, verb in enumerate(_KINDS)
         )
         return next(filter(None, texts), None)
@@ -344,7 +338,7 @@ class StepCheck:
 
 
 def _row(found: list[_Entries], counts: list[int]) -> list[int]:
-    hashes = [entries.digest() for entries in found]
+    hashes = [entries.digest for entries in found]
     return [*hashes, *(-each for each in hashes), 0, *counts, *(-each for each in counts)]
 
 
@@ -354,15 +348,15 @@ def _spreads(maxima: list[int]) -> list[int]:
     return [high + low for high, low in zip(maxima[:half], maxima[half:], strict=True)]
 
 
-def _first_difference(verb: str, orders: dict[int, tuple[int, int, list[int]]], names: Sequence[str]) -> str | None:
-    """orders  by rank: number and hash of forgotten entries, and the entries after them"""
-    if len({order[:2] for order in orders.values()}) > 1:
-        return f"{verb} in an order that differs from the start of a long evaluation"
-    for entries in zip_longest(*(found for _, _, found in orders.values())):
+def _first_difference(verb: str, orders: dict[int, _Entries], names: Sequence[str]) -> str | None:
+    """The first entry in which ``orders``, by rank, differ."""
+    if len({order.digest for order in orders.values()}) == 1:
+        return None
+    for entries in zip_longest(*(order.first for order in orders.values())):
         if len(set(entries)) > 1:
             named = ("nothing more" if entry is None else names[entry] for entry in entries)
             return f"{verb} {_by_value(dict(zip(orders, named, strict=True)))}"
-    return None
+    return f"{verb} in an order that differs after {_LIMIT} units of a long evaluation"
 
 
 def _by_value(found: dict[int, str]) -> str:

@@ -12,7 +12,6 @@ __all__ = [
     "Process",
     "Ranks",
     "WorldOfOne",
-    "check_no_late_group",
     "check_not_launched",
     "init_process_group",
     "own_rank",
@@ -89,20 +88,6 @@ def check_not_launched(option: str) -> None:
             f"there is no process group, and the environment says WORLD_SIZE={num_ranks}: each of these ranks would "
             f"train by itself; call torch.distributed.init_process_group() before wrapping. Where this process is to "
             f"train alone, say {option}={WORLD_OF_ONE!r}, or unset WORLD_SIZE"
-        )
-
-
-def check_no_late_group(what: str, option: str) -> None:
-    """Raise ``RuntimeError`` where there is a process group of several ranks now.
-
-    what    the object that was made without a process group, as a world of one
-    option  name of the argument that names ranks
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError(
-            f"{what} was made before torch.distributed.init_process_group(), as a world of one, and there are "
-            f"{dist.get_world_size()} ranks now, over which nothing would be reduced; make it after "
-            f"init_process_group(). Where this process is to train alone, say {option}={WORLD_OF_ONE!r}"
         )
 
 

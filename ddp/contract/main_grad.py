@@ -241,10 +241,7 @@ def add_grad(param: Tensor, grad: Tensor) -> None:
     if grad.shape != param.shape:
         raise ValueError(f"add_grad: parameter '{record.name}' is {tuple(param.shape)}, and grad {tuple(grad.shape)}")
     with torch.no_grad():
-        if record.open_for_write():
-            record.view.copy_(grad)
-        else:
-            record.view.add_(grad)
+        _add(record, grad)
 
 
 def _check_foreign_write(record: GradRecord) -> None:

@@ -87,8 +87,6 @@ class GradRecord:
         # Per backward: the hook clears them.
         self.consumer_wrote = False
         """One of our modules wrote ``view`` in this backward, and so returned None to autograd."""
-        self.passed = False
-        """The hook ran and may run again: the parameter is ready when the outermost backward ends."""
 
         # Over the record's life.
         self.num_fused_writes = 0
@@ -168,7 +166,7 @@ class GradRecord:
     def reset(self) -> None:
         """Start a new iteration."""
         self.record_version()
-        self.written = self.ready = self.passed = self.awaits_delayed = False
+        self.written = self.ready = self.awaits_delayed = False
         self.closed = self.of_weight = None
 
 

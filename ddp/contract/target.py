@@ -12,13 +12,13 @@ import enum
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from ...kernels.quantized import Quantized
 from ...kernels.wgrad import GroupedWgradOperand, WgradOperand, wgrad_accumulate, wgrad_product
 from ..torch_internals import has_tensor_hooks, will_execute
 from . import capturing
@@ -120,16 +120,8 @@ class DenseWgrad:
             return (dy,)
         if isinstance(dy, Tensor):
             return list(dy.split(self._features, dim=1))
-        return _rows(dy, self._features)
-
-
-def _rows(dy: Quantized, features: Sequence[int]) -> list[WgradOperand]:
-    parts: list[WgradOperand] = []
-    start = 0
-    for size in features:
-        parts.append(dy.rows(start, start + size))  # transposed, so that features are rows
-        start += size
-    return parts
+        # Transposed, so that features are rows.
+        return [dy.rows(end - size, end) for size, end in zip(self._features, accumulate(self._features), strict=True)]
 
 
 class Place(NamedTuple):
@@ -341,7 +333,12 @@ class _Weight:
             accumulator = self._torch_shards.accumulator(weight)
             return None if accumulator is None else Place(weight, accumulator)
         if has_tensor_hooks(weight):  # registered after the forward: the hook must get the gradient
-            self._refuse_hook_on_delayed()
+            if self._delayed:
+                raise RuntimeError(
+                    f"{self._owner}: a hook on the weight (register_hook) wants to see its gradient in backward, and "
+                    f"that is delayed; remove the hook and change .grad or main_grad before the step, or let this "
+                    f"module compute its gradients in backward"
+                )
             return None
         if not weight.requires_grad:  # frozen after the forward: autograd drops the gradient
             return None
@@ -367,14 +364,6 @@ class _Weight:
                 f"gradient to hand over; call torch.compiler.reset() then, so that the layer is compiled again"
             )
         return weight
-
-    def _refuse_hook_on_delayed(self) -> None:
-        if self._delayed:
-            raise RuntimeError(
-                f"{self._owner}: a hook on the weight (register_hook) wants to see its gradient in backward, and that "
-                f"is delayed; remove the hook and change .grad or main_grad before the step, or let this module "
-                f"compute its gradients in backward"
-            )
 
 
 def _live(queue: "weakref.ref[WgradQueueLike]", owner: str) -> WgradQueueLike:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..contract.main_grad import is_delayed
+from ..contract.main_grad import check_unattached, is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
 from .parallel_marks import grid_name_of, is_marked_expert
 
@@ -15,6 +15,7 @@ __all__ = [
     "ModelTensor",
     "OwnedParam",
     "buffers_of_experts",
+    "check_plain",
     "check_shapes",
     "find_owned_params",
     "find_tensors",
@@ -98,6 +99,24 @@ def check_shapes(module: nn.Module, before: str) -> None:
     for name, tensor in tensors:
         if is_lazy(tensor):
             raise ValueError(f"'{name}' has no shape yet: run a forward of the lazy module before {before}")
+
+
+def check_plain(name: str, param: nn.Parameter, before: str) -> None:
+    """Raise ``ValueError`` for a DTensor, for a parameter that has a gradient, and for one that has a ``main_grad``.
+
+    before  what the model is given to
+    """
+    if hasattr(param, "to_local"):
+        raise ValueError(
+            f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism), and its "
+            f"gradient is one too, or never reaches it in backward: give {before} a model of plain parameters"
+        )
+    if param.grad is not None:
+        raise ValueError(
+            f"parameter '{name}' already has a .grad, which would count in the first iteration: call "
+            f"module.zero_grad() before {before}"
+        )
+    check_unattached(param, name)
 
 
 def find_owned_params(module: nn.Module) -> list[OwnedParam]:

@@ -5,7 +5,7 @@ Each check raises ``ValueError`` on all ranks.
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import zip_longest
 
 import torch
@@ -37,19 +37,28 @@ def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks) -> No
             compare_between_ranks(group, {"config": lines})
 
 
-def check_same_model(plan: GradPlan, overwritten: Iterable[ModelTensor], grids: Mapping[str, RankGrid]) -> None:
+def check_same_model(plan: GradPlan, overwritten: Collection[ModelTensor], grids: Mapping[str, RankGrid]) -> None:
     """Compare models and plans between ranks. The error shows the first parameter, buffer or bucket that differs.
 
     overwritten  tensors that training or ``init_sync`` will overwrite
 
     Dense parameters and experts are compared over their own ranks each: inside the instances, then across.
     """
-    rest = [each for each in overwritten if not each.trained]
-    grid_names = [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]
-    for own in grid_names:
-        model = [line for grid_name in own for line in _describe_params(plan, grid_name)]
-        model += [line for grid_name in own for line in _describe_rest(rest, grid_name)]
-        buckets = [line for grid_name in own for line in _describe_buckets(plan, grid_name)]
+    for own in [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]:
+        model, buckets = [], []
+        for bucket in plan.buckets:
+            if bucket.grid_name in own:
+                specs = [slot.spec for slot in bucket.slots]
+                model += [f"'{s.name}' {s.param_dtype} {list(s.shape)} in bucket {bucket.index}" for s in specs]
+                buckets.append(
+                    f"bucket {bucket.index} of {bucket.numel} elements {specs[0].grad_dtype} in "
+                    f"{bucket.shard_degree} shards"
+                )
+        model += [
+            f"{'buffer' if each.is_buffer else 'frozen'} '{each.name}' {each.tensor.dtype} {list(each.tensor.shape)}"
+            for each in overwritten
+            if each.grid_name in own and not each.trained
+        ]
         for group in grids[own[0]].axes:
             compare_between_ranks(group, {"model": model, "gradient plan": buckets})
 
@@ -77,31 +86,10 @@ def compare_between_ranks(group: dist.ProcessGroup, mine: Mapping[str, list[str]
                 )
 
 
-def _describe_params(plan: GradPlan, grid_name: str) -> Iterator[str]:
-    for bucket in plan.buckets:
-        for slot in bucket.slots if bucket.grid_name == grid_name else ():
-            spec = slot.spec
-            yield f"'{spec.name}' {spec.param_dtype} {list(spec.shape)} in bucket {bucket.index}"
-
-
-def _describe_buckets(plan: GradPlan, grid_name: str) -> Iterator[str]:
-    for bucket in plan.buckets:
-        if bucket.grid_name == grid_name:
-            grad_dtype = bucket.slots[0].spec.grad_dtype
-            yield f"bucket {bucket.index} of {bucket.numel} elements {grad_dtype} in {bucket.shard_degree} shards"
-
-
-def _describe_rest(rest: Iterable[ModelTensor], grid_name: str) -> Iterator[str]:
-    """Frozen parameters and buffers, which are in no plan."""
-    for name, tensor, own_grid, is_buffer in rest:
-        if own_grid == grid_name:
-            yield f"{'buffer' if is_buffer else 'frozen'} '{name}' {tensor.dtype} {list(tensor.shape)}"
-
-
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[ModelTensor], grids: Mapping[str, RankGrid], failures: FailureReporter) -> None:
     """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
     with failures.watch("the broadcast of parameters and buffers"):
-        for _, tensor, grid_name, _ in tensors:
-            grids[grid_name].broadcast(tensor.detach())
-            torch.autograd.graph.increment_version(tensor)  # collectives do not raise it, and masters follow it
+        for each in tensors:
+            grids[each.grid_name].broadcast(each.tensor.detach())
+            torch.autograd.graph.increment_version(each.tensor)  # collectives do not raise it, and masters follow it

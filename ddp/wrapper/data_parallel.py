@@ -243,7 +243,7 @@ class DistributedDataParallel(BucketIteration):
             return self._replicas.run(self.module, args, kwargs)
         self._begin_forward()
         outputs = self._replicas.run(self.module, args, kwargs)
-        self.readiness.watch(outputs, trains=self.module.training)
+        self.readiness.expect_backward(outputs, trains=self.module.training)
         return outputs
 
     @torch.compiler.disable

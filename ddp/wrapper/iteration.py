@@ -73,7 +73,6 @@ class BucketIteration(AroundModule):
         """Number of iterations begun."""
         self._launched = False  # from the first launch outside a hook to the next iteration
         self._finished = False  # all gradients are reduced
-        self._settled = False  # that was done by a read or a step, not by finish_grad_sync
         self._ended = False  # watchers were told of the iteration's end
         self._num_tokens: Tensor | int | None = None
 
@@ -127,21 +126,15 @@ class BucketIteration(AroundModule):
         num_tokens        see ``set_num_tokens``
         force_all_reduce  Megatron-core's; True is refused where gradients are sharded
 
-        Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration, and
+        Unused parameters have the gradient zero. A second call in an iteration changes nothing. Raises
         ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds NaN or Inf.
         """
         if num_tokens is not None:
             self.set_num_tokens(num_tokens)
-        if self._settled:
-            return  # a read of .grad came first
-        if self._finished:
-            raise RuntimeError(
-                "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
-                "model.zero_grad() after optimizer.step()"
-            )
         if force_all_reduce:
             check_whole(self.ddp_config, "finish_grad_sync(force_all_reduce=True)")
-        self._reduce_all("finish_grad_sync()")
+        if not self._finished:
+            self._reduce_all("finish_grad_sync()")
 
     @torch.no_grad()
     def finish_reduction(self, caller: str) -> None:
@@ -159,7 +152,6 @@ class BucketIteration(AroundModule):
                 f"model.finish_grad_sync(), since other ranks reduce theirs"
             )
         self._reduce_all(caller)
-        self._settled = True
 
     def _compute_pending(self) -> None:
         """What the program's queues still hold; a schedule's parts hold what the schedule computes."""
@@ -250,7 +242,7 @@ class BucketIteration(AroundModule):
         self._empty_buckets()  # step 10 of docs/by_hand.py
         discard_grads(self.bucket_params, self.module if self._ended else None)
         self.readiness.reset()
-        self._launched = self._finished = self._settled = self._ended = False
+        self._launched = self._finished = self._ended = False
         self.iteration += 1
 
     def _empty_buckets(self, *, goes_on: bool = False) -> None:
@@ -293,7 +285,7 @@ class BucketIteration(AroundModule):
         self._launcher.carry([bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in self.buckets])
         self._empty_buckets(goes_on=True)
         self.steps.go_on()
-        self._launched = self._finished = self._settled = False
+        self._launched = self._finished = False
 
     def abandon_iteration(self) -> None:
         """``zero_grad_buffer`` after a backward that failed. Collective: launched buckets are reduced first."""

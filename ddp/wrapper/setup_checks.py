@@ -16,21 +16,19 @@ from ..collectives.mapped_memory import check_copy_engines
 from ..collectives.rank_grid import RankGrid, make_grids
 from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
-from ..contract.main_grad import check_unattached
 from ..contract.torch_ddp import check_none_inside
 from ..plan.layout import GradPlan
 from ..plan.model_plan import plan_model
-from ..plan.owned_params import ModelTensor, OwnedParam, check_shapes
+from ..plan.owned_params import ModelTensor, OwnedParam, check_plain, check_shapes
 from ..plan.parallel_marks import check_marks
 
 __all__ = ["check_arguments", "grids_of", "plan_on_each_rank"]
 
 
 def check_arguments(module: object, config: object) -> None:
-    """Raise ``TypeError`` for what is no module or configuration, ``ValueError`` for a lazy module without shapes."""
+    """Raise ``TypeError`` for what is no module or configuration."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"DistributedDataParallel takes one nn.Module first, got {type(module).__name__}")
-    check_shapes(module, "DistributedDataParallel")
     if not isinstance(config, DistributedDataParallelConfig | None):
         raise TypeError(f"config is a maingrad.ddp.DistributedDataParallelConfig, got {type(config).__name__}")
 
@@ -61,11 +59,12 @@ def _check_setup(
     grids: Iterable[RankGrid],
 ) -> torch.device:
     """The device of all trainable parameters of ``module``. Raises ``ValueError`` for settings that cannot work."""
+    check_shapes(module, "DistributedDataParallel")
     check_none_inside(module)
     if not trainable:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
     device: torch.device = trainable[0].param.device
-    for name, param, _, _ in trainable:
+    for name, param in ((each.name, each.param) for each in trainable):
         if param.device.type == "meta":
             raise ValueError(f"parameter '{name}' is on the meta device: materialise the model before wrapping it")
         if hasattr(param, "shard"):
@@ -73,21 +72,11 @@ def _check_setup(
                 f"parameter '{name}' is sharded (maingrad.fsdp.fully_shard), and its gradient reduced, already: use "
                 f"one of both over the whole model"
             )
-        if hasattr(param, "to_local"):
-            raise ValueError(
-                f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism): its "
-                f"gradient is a DTensor too, or never reaches it in backward; wrap a model of plain parameters"
-            )
         if param.device != device:
             raise ValueError(
                 f"parameter '{name}' is on {param.device}, '{trainable[0].name}' on {device}: one wrapper, one device"
             )
-        if param.grad is not None:
-            raise ValueError(
-                f"parameter '{name}' already has a .grad, which the first iteration would add to main_grad: call "
-                f"module.zero_grad() before wrapping"
-            )
-        check_unattached(param, name)
+        check_plain(name, param, "DistributedDataParallel")
     backends = backends_of((group for grid in grids for group in grid.axes), device)
     if config.average_in_collective and not all("nccl" in backend for backend in backends):
         raise ValueError(
@@ -106,8 +95,8 @@ def _check_setup(
 
 def _check_overwritten(tensors: Iterable[ModelTensor]) -> None:
     """Raise ``ValueError`` for frozen parameters and buffers that ``init_sync`` cannot copy between ranks."""
-    for name, tensor, _, is_buffer in tensors:
-        what = f"{'buffer' if is_buffer else 'frozen parameter'} '{name}'"
+    for each in tensors:
+        tensor, what = each.tensor, f"{'buffer' if each.is_buffer else 'frozen parameter'} '{each.name}'"
         if tensor.is_meta:
             raise ValueError(f"{what} is on the meta device, which keeps no values: give it some before wrapping")
         if hasattr(tensor, "to_local"):

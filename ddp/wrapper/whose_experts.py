@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
+from ..buckets.replicas import find_parted
 from ..collectives.rank_grid import RankGrid
 from ..collectives.world import Ranks
 from ..plan.owned_params import ModelTensor
@@ -43,10 +43,10 @@ def check_same_experts(experts: Sequence[tuple[str, Tensor]], grid: RankGrid, re
     """
     if grid.size == 1 or not experts:
         return
-    found = _first_difference(experts, grid)
-    if found is not None:
+    found = find_parted(experts, grid.axes)
+    if found:
         raise ValueError(
-            f"'{found}' is an expert's (allreduce = False) and differs between ranks, and nobody said "
+            f"'{next(iter(found))}' is an expert's (allreduce = False) and differs between ranks, and nobody said "
             f"which ranks hold the same experts: {remedy}"
         )
 
@@ -61,29 +61,10 @@ def check_same_slices(tensors: Iterable[tuple[str, Tensor]], grid: RankGrid, opt
     would be averaged. Collective over the grid.
     """
     slices = [(name, tensor) for name, tensor in tensors if is_slice(tensor)]
-    found = _first_difference(slices, grid) if slices and grid.size > 1 else None
-    if found is not None:
+    found = find_parted(slices, grid.axes) if slices and grid.size > 1 else None
+    if found:
         raise ValueError(
-            f"parameter '{found}' is a slice of tensor parallelism (tensor_model_parallel = True) and differs between "
-            f"ranks, and nobody said which ranks hold the same slices: pass the data-parallel group as {option}, or "
-            f"torch.distributed.group.WORLD where all are to have the first rank's"
+            f"parameter '{next(iter(found))}' is a slice of tensor parallelism (tensor_model_parallel = True) and "
+            f"differs between ranks, and nobody said which ranks hold the same slices: pass the data-parallel group as "
+            f"{option}, or torch.distributed.group.WORLD where all are to have the first rank's"
         )
-
-
-@torch.no_grad()
-def _first_difference(tensors: Sequence[tuple[str, Tensor]], grid: RankGrid) -> str | None:
-    """The name of the first tensor whose bits differ between ranks, the same on all; None: all are alike.
-
-    Collective over the grid. Copies one tensor at a time.
-    """
-    differs = torch.zeros(len(tensors), device=tensors[0][1].device)
-    for index, (_, tensor) in enumerate(tensors):
-        first = tensor.detach().clone()
-        grid.broadcast(first)
-        differs[index] = not torch.equal(_bits(first), _bits(tensor))
-    found = grid.sum(differs).nonzero().flatten().tolist()
-    return tensors[found[0]][0] if found else None
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)

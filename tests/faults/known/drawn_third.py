@@ -188,8 +188,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.step_check",
                 "_Entries.add",
-                "self.digest()",
-                "hash(tuple(self.found)) & (2**62 - 1)",
+                "(self.digest, index)",
+                "(0, index)",
             ),
         ],
     ),

@@ -535,7 +535,7 @@ def lazy(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (with_grad, r"parameter '.*' already has a .grad: call module.zero_grad\(\) before fully_shard"),
+        (with_grad, r"parameter '.*' already has a .grad.*module.zero_grad\(\) before fully_shard"),
         (with_hook, r"parameter 'head.weight' has hooks, which no backward would call"),
         (complex_one, r"parameter 'extra' is torch.complex64: .* list it in ignored_params"),
         (owned_elsewhere, r"parameter '.*' already has a main_grad: it belongs to another"),
