@@ -117,15 +117,15 @@ class BucketLauncher:
         del self._in_flight[bucket.index]
         bucket.phase = Phase.REDUCED
         if bucket.index in self._carried:
-            part, reduced_before = self._carried.pop(bucket.index)
-            part.add_(reduced_before)
+            owned, reduced_before = self._carried.pop(bucket.index)
+            owned.add_(reduced_before)
 
-    def carry(self, parts: Sequence[Tensor]) -> None:
+    def carry(self, owned: Sequence[Tensor]) -> None:
         """The iteration goes on after its reductions: add what they gave after the next ones.
 
-        parts  of each bucket the elements that this rank gets
+        owned  of each bucket the elements that this rank gets
         """
-        self._carried = {index: (part, part.clone()) for index, part in enumerate(parts)}
+        self._carried = {index: (sums, sums.clone()) for index, sums in enumerate(owned)}
 
     def reset(self, *, forget: bool = True) -> None:
         """Launch all buckets again: in a new iteration, or in one that goes on (not ``forget``)."""

@@ -17,8 +17,7 @@ CUDA  the row travels behind the iteration's reductions, and the host reads it a
       the row complete, it would leave the others alone in a collective
 """
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from .agreement import gather
 from .failure_report import FailureReporter
-from .in_flight import InFlight, in_stages
+from .in_flight import in_stages
 from .rank_grid import RankGrid
 from .streams import OnStream, is_capturing
 from .world import own_rank
@@ -113,10 +112,10 @@ class GroupLog:
 class _Sent(NamedTuple):
     """A comparison under way."""
 
-    flight: InFlight | None
-    """None on CUDA, where an event tells the end."""
-    values: "array[int]"
-    """The rows, one after the other. On CPUs collectives write here, and the last row is complete in the end."""
+    wait: Callable[[], object]
+    """Waits for the end. The host waits on CUDA too."""
+    row: Tensor
+    """The last row on the host, complete in the end."""
     number: int
     """The iteration's number."""
     counts: list[int]
@@ -155,8 +154,6 @@ class StepCheck:
         self._sent: _Sent | None = None
         self._number = 0  # of comparisons
         self._started = False  # in this iteration
-        self._event = None if stream is None else torch.cuda.Event()
-        self._answer: Tensor | None = None  # CUDA: pinned memory that the last row is copied to
         self._rows: Tensor | None = None  # CUDA: where the rows are reduced
 
         self._reductions = 1  # of all gradients, in this iteration
@@ -231,10 +228,9 @@ class StepCheck:
             self._leave_out_single_names()
         self._number += 1
         entries = self._take()
-        values = array("q", [value for found in entries for value in _row(found, counts)])
-        rows = torch.frombuffer(values, dtype=torch.int64).view(len(entries), NUM_COLUMNS)
+        rows = torch.tensor([_row(found, counts) for found in entries])
         with self._failures.watch("the comparison of steps between ranks"):
-            self._sent = _Sent(self._send(rows), values, self._number, counts, entries)
+            self._sent = _Sent(*self._send(rows), self._number, counts, entries)
 
     def finish(self) -> None:
         """CPU: wait for the comparison, and raise what it has found."""
@@ -250,13 +246,8 @@ class StepCheck:
             return
         sent, self._sent = self._sent, None
         with self._failures.watch("the comparison of steps between ranks"):
-            if sent.flight is not None:
-                sent.flight.wait()
-                row = sent.values[-NUM_COLUMNS:].tolist()
-            else:
-                assert self._event is not None and self._answer is not None, "sent before"
-                self._event.synchronize()
-                row = self._answer.tolist()
+            sent.wait()
+        row: list[int] = sent.row.tolist()
         used, left, updates, reductions = _spreads(row[_COUNTS:])
         if row[_APART] or any(_spreads(row[:_APART])):
             self._raise_other_units(sent)
@@ -278,21 +269,20 @@ class StepCheck:
         self._forwards = self._used = self._updates = 0
         return [log.take() for log in self._logs]
 
-    def _send(self, rows: Tensor) -> InFlight | None:
+    def _send(self, rows: Tensor) -> tuple[Callable[[], object], Tensor]:
+        """``_Sent.wait`` and ``_Sent.row``."""
         if self._stream is None:
-            return in_stages(self._stages(rows), (rows,))
-        assert self._event is not None, "with a stream"
-        if self._answer is None:
-            self._answer = torch.empty(NUM_COLUMNS, dtype=torch.int64, pin_memory=True)
-        pinned = rows.pin_memory()
+            return in_stages(self._stages(rows), (rows,)).wait, rows[-1]
+        pinned, answer = rows.pin_memory(), torch.empty(NUM_COLUMNS, dtype=torch.int64, pin_memory=True)
+        event = torch.cuda.Event()
         with OnStream(self._stream):
             if self._rows is None:
                 self._rows = torch.empty_like(rows, device=self._device)
             self._rows.copy_(pinned, non_blocking=True)  # behind the comparison before, on the same stream
             in_stages(self._stages(self._rows), (self._rows, pinned)).wait()
-            self._answer.copy_(self._rows[-1], non_blocking=True)
-            self._event.record(self._stream)
-        return None
+            answer.copy_(self._rows[-1], non_blocking=True)
+            event.record(self._stream)
+        return event.synchronize, answer
 
     def _stages(self, rows: Tensor) -> Iterator[Any]:
         for index, log in enumerate(self._logs):

@@ -213,16 +213,16 @@ class Timeline(Observer):
         launched = self.mark()
         ready = self._ready.pop(bucket, launched)
         flight = start()
-        finished: Callable[[], Mark]
+        finished: Mark | Callable[[], Mark]
         if flight.work is None:  # a world of one: nothing was launched
-            finished = partial(_given, launched)
+            finished = launched
         elif self._device.type == "cuda":
             flight.work.wait()  # the communication stream, which is current here, waits; the host does not
-            finished = partial(_given, self.mark())
+            finished = self.mark()
         else:
             ended = partial(self._wait_for, flight.work)
-            finished = cache(ended) if self._watcher is None else self._watcher.submit(ended).result
-            flight = InFlight(_NotedWork(lambda: self.wait(bucket, collective, finished)), flight.tensors)
+            end = finished = cache(ended) if self._watcher is None else self._watcher.submit(ended).result
+            flight = InFlight(_NotedWork(lambda: self.wait(bucket, collective, end)), flight.tensors)
         name = "none" if flight.work is None else collective
         if collective == "all_gather":
             self._record(self.gathers, GatherSpan, bucket, name, nbytes(), launched, finished)
@@ -276,10 +276,6 @@ def recorded_on(observed: _Observed, device: torch.device, grids: Iterable[RankG
     finally:
         observed.observer = UNOBSERVED
         timeline.close()
-
-
-def _given(mark: Mark) -> Mark:
-    return mark
 
 
 class _NotedWork(NamedTuple):

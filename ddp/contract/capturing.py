@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .delayed import DelayedWgrad, absorb_late_sum
+from .delayed import DelayedWgrad, absorb_late_sum, live_queue
 from .main_grad import accumulator_of, add_to_grad, hand_over, open_for_write, record_of
 
 __all__ = ["BackwardCapture", "Delivery", "FirstWrites", "Kept", "noting", "open_deliveries", "settle_kept"]
@@ -114,9 +114,8 @@ class Delivery:
         replay    computes them, and those of other deliveries of the same graph, where that has not happened yet
         operands  memory that ``replay`` reads and eager code fills
         """
-        queue = None if self._queue is None else self._queue()
-        if queue is None:
-            raise RuntimeError(f"{self.owner}: the WgradQueue that this backward was captured with was let go")
+        assert self._queue is not None, "delayed"
+        queue = live_queue(self._queue, self.owner)
 
         def write(entry: DelayedWgrad, *_: Tensor) -> None:
             replay()

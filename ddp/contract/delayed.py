@@ -25,6 +25,7 @@ __all__ = [
     "current_checkpoint",
     "delay_blocks",
     "delaying_into",
+    "live_queue",
     "queue_of_block",
 ]
 
@@ -149,6 +150,17 @@ class DelayedWgrad:
     def in_use(self) -> bool:
         """Whether, after ``run``, another stream still reads the operands."""
         return self._done is not None and not self._done.query()
+
+
+def live_queue(reference: "weakref.ref[Any]", owner: str) -> Any:
+    """The queue, or ``RuntimeError``: nobody would compute what ``owner`` delays."""
+    queue = reference()
+    if queue is None:
+        raise RuntimeError(
+            f"{owner}: the WgradQueue that this forward delayed into was let go before backward, and nobody would "
+            f"compute what it delays: keep the queue until it is drained"
+        )
+    return queue
 
 
 def compute_pending(records: Iterable[GradRecord]) -> None:

@@ -50,16 +50,16 @@ class GradRecord:
         """More than one module registers the parameter (a tied weight)."""
         self.updater: object | None = None
         """A token of the ``DistributedOptimizer`` that was built last over the parameter."""
-        self.parts: Callable[[], Any] | None = None
+        self.parts: Callable[[], Any] = _nothing
         """Weak reference to the ``Parts`` of the ``DistributedDataParallel`` that reduces the gradient."""
         self.make_room: Callable[[], None] | None = None
         """Set by a lazy provider (FSDP): gives ``view`` memory before the first write of an iteration."""
 
-        self.reopen: Callable[[], None] | None = None
+        self.reopen: Callable[[], None] = _nothing
         """Set by the provider: called before a write while ``view`` is closed, which it may open again."""
 
         # Delayed weight gradients.
-        self.on_delayed_wgrad: Callable[[], None] | None = None
+        self.on_delayed_wgrad: Callable[[], None] = _nothing
         """Set by the provider: called after each delayed weight gradient."""
         self.foreign_delayer: str | None = None
         """Class name of the foreign module that delays this gradient and reports its ``backward_dw``."""
@@ -125,7 +125,7 @@ class GradRecord:
             self._check_zero()
         if self.make_room is not None and (self.closed is not None or not self.written):
             self.make_room()
-        if self.closed is not None and self.reopen is not None and not written_already:
+        if self.closed is not None and not written_already:
             self.reopen()
         if self.closed is not None:
             raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
@@ -151,8 +151,7 @@ class GradRecord:
     def delayed_wgrad_done(self, pending: PendingWgrad) -> None:
         """``pending`` was computed."""
         self.pending.remove(pending)
-        if self.on_delayed_wgrad is not None:
-            self.on_delayed_wgrad()
+        self.on_delayed_wgrad()
 
     def forget_lost(self) -> None:
         """The iteration is given up: remove pending gradients that nobody can compute."""
@@ -168,6 +167,10 @@ class GradRecord:
         self.record_version()
         self.written = self.ready = self.awaits_delayed = False
         self.closed = self.of_weight = None
+
+
+def _nothing() -> None:
+    """What a record calls where its provider has set no function."""
 
 
 # ---- Which tensors may be an accumulator, by shape, dtype, device and strides. ----

@@ -23,7 +23,7 @@ from ...kernels.wgrad import GroupedWgradOperand, WgradOperand, wgrad_accumulate
 from ..torch_internals import has_tensor_hooks, will_execute
 from . import capturing
 from .capturing import BackwardCapture, Delivery
-from .delayed import DelayedWgrad, absorb_late_sum
+from .delayed import DelayedWgrad, absorb_late_sum, live_queue
 from .main_grad import (
     accumulator_of,
     add_to_grad,
@@ -220,7 +220,7 @@ class WgradTarget:
             known = [record for record in records if record is not None]
             compute, alive = partial(self._compute, mine), partial(self._alive, mine)
             entry = DelayedWgrad(compute, tuple(operands), known, self._owner, backward, alive)
-            _live(self._queue, self._owner).put(entry)
+            live_queue(self._queue, self._owner).put(entry)
         return [place and hand_over(place.weight, record_of(place.weight), fused=self._fused) for place in places]
 
     def gradients(self, wanted: Sequence[bool], dtype: torch.dtype, operands: Operands) -> list[Tensor | None]:
@@ -364,13 +364,3 @@ class _Weight:
                 f"gradient to hand over; call torch.compiler.reset() then, so that the layer is compiled again"
             )
         return weight
-
-
-def _live(queue: "weakref.ref[WgradQueueLike]", owner: str) -> WgradQueueLike:
-    live = queue()
-    if live is None:
-        raise RuntimeError(
-            f"{owner}: the WgradQueue that this forward delayed into was let go before backward, and nobody would "
-            f"compute what it delays: keep the queue until it is drained"
-        )
-    return live

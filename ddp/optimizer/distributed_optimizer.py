@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..buckets.iteration_ends import record_step
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import run_on_all_ranks
 from ..collectives.streams import is_capturing
@@ -154,7 +155,7 @@ class DistributedOptimizer(AroundOptimizer):
             self._update(flats, divisor, found_inf)  # step 8 of docs/by_hand.py
             self._round(flats)
             self.param_sync.record_updated(flats)
-        self.model.grad_parts.record_step(found_inf)
+        record_step(self.model.module, found_inf)
         self._masters.note()
         self.param_sync.publish()
         return loss

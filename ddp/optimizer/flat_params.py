@@ -115,9 +115,9 @@ class ParamSlice(NamedTuple):
 
         A read has the reduction finished where nothing else has: all ranks read, or step, in one order.
         """
-        parts = None if self.bucket_param.record.parts is None else self.bucket_param.record.parts()
+        parts = self.bucket_param.record.parts()
         if parts is not None:
-            parts.finish_reduction()
+            parts.begin_read()
         grads = self.bucket_param.record.view.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 

@@ -115,9 +115,7 @@ def _begin(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
                 f"or build none over this wrapper"
             )
     for parts in _parts_of(ours):
-        parts.prepare_stock_step()
-        parts.record_update()
-        parts.record_step(vars(optimizer).get("found_inf"))
+        parts.begin_stock_step(vars(optimizer).get("found_inf"))
 
 
 def _have_main_grad_cleared(optimizer: Optimizer) -> None:
@@ -138,7 +136,7 @@ def _have_main_grad_cleared(optimizer: Optimizer) -> None:
 
 def _parts_of(records: Sequence[GradRecord]) -> list[Any]:
     """The ``Parts`` of the wrappers that reduce these gradients."""
-    references = {id(record.parts): record.parts for record in records if record.parts is not None}
+    references = {id(record.parts): record.parts for record in records}
     return [parts for reference in references.values() if (parts := reference()) is not None]
 
 

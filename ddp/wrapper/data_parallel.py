@@ -23,7 +23,7 @@ from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas
 from ..collectives.failure_report import FailureReporter
-from ..collectives.rank_grid import RankGrid
+from ..collectives.rank_grid import RankGrid, make_grids
 from ..collectives.reduction import GradReduction, make_reductions
 from ..collectives.step_check import StepCheck
 from ..collectives.world import Ranks
@@ -43,7 +43,7 @@ from .attachment import attach_params, detach_params
 from .comparison import broadcast_tensors, check_same_config, check_same_model
 from .iteration import BucketIteration
 from .parts import BucketParts
-from .setup_checks import check_arguments, grids_of, plan_on_each_rank
+from .setup_checks import check_arguments, plan_on_each_rank
 from .whose_experts import check_whose_experts
 
 __all__ = ["DistributedDataParallel"]
@@ -121,7 +121,15 @@ class DistributedDataParallel(BucketIteration):
         self.failures = failures = FailureReporter()
         with failures.watch("the comparison of configs between ranks"):
             check_same_config(config, process_group)
-        self.grids: dict[str, RankGrid] = grids_of(config, process_group, expert_process_group, tensors, failures)
+        with failures.watch("the making of process groups"):
+            self.grids: dict[str, RankGrid] = make_grids(
+                process_group,
+                expert_process_group,
+                has_experts=any(each.grid_name == "expert" for each in tensors),
+                num_instances=config.num_distributed_optimizer_instances,
+                separate_gather=config.overlap_param_gather,
+                copy_engines=config.copy_engine_param_gather,
+            )
         """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
         failures.grids = self.grids.values()
 

@@ -165,8 +165,8 @@ class BucketParts(Parts):
         if not self._open:
             wrapper.shown.show()
 
-    def finish_reduction(self) -> None:
-        """A program reads gradients of the wrapper's parameters."""
+    def begin_read(self) -> None:
+        """A program reads gradients of the wrapper's parameters: they are reduced now, if nothing came before."""
         if self.host.shown.active:
             self.host.finish_for_optimizer("a read of gradients")
 
@@ -187,12 +187,10 @@ class BucketParts(Parts):
             )
         wrapper.zero_grad_buffer()
 
-    def prepare_stock_step(self) -> None:
-        """A stock optimizer is about to read ``.grad`` of the wrapper's parameters."""
+    def begin_stock_step(self, found_inf: Tensor | None) -> None:
+        """A stock optimizer is about to read ``.grad``. The device skips its step where ``found_inf`` is not 0."""
         self.host.prepare_stock_step()
-
-    def record_step(self, found_inf: Tensor | None) -> None:
-        """An optimizer takes its step; the device skips it where ``found_inf`` is not 0."""
+        self.host.steps.record_update()
         record_step(self.host.module, found_inf)
 
     @property
@@ -208,10 +206,6 @@ class BucketParts(Parts):
     def no_sync(self) -> AbstractContextManager[None]:
         """See ``Parts``."""
         return self.host.no_sync()
-
-    def record_update(self) -> None:
-        """A stock optimizer steps over parameters of the wrapper."""
-        self.host.steps.record_update()
 
     def _abandon(self) -> None:
         self.host.abandon_iteration()
@@ -235,7 +229,7 @@ def parts_of(modules: Iterable[nn.Module]) -> list[Parts]:
                 found[inside] = None
         for param in module.parameters():
             record = record_of(param)
-            around = None if record is None or record.parts is None else record.parts()
+            around = None if record is None else record.parts()
             if around is not None:
                 found[around] = None
     return list(found)

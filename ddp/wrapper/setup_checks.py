@@ -13,8 +13,7 @@ from ..collectives.agreement import run_on_all_ranks
 from ..collectives.failure_report import FailureReporter
 from ..collectives.in_flight import backends_of
 from ..collectives.mapped_memory import check_copy_engines
-from ..collectives.rank_grid import RankGrid, make_grids
-from ..collectives.world import Ranks
+from ..collectives.rank_grid import RankGrid
 from ..config import DistributedDataParallelConfig
 from ..contract.torch_ddp import check_none_inside
 from ..plan.layout import GradPlan
@@ -22,7 +21,7 @@ from ..plan.model_plan import plan_model
 from ..plan.owned_params import ModelTensor, OwnedParam, check_plain, check_shapes
 from ..plan.parallel_marks import check_marks
 
-__all__ = ["check_arguments", "grids_of", "plan_on_each_rank"]
+__all__ = ["check_arguments", "plan_on_each_rank"]
 
 
 def check_arguments(module: object, config: object) -> None:
@@ -31,25 +30,6 @@ def check_arguments(module: object, config: object) -> None:
         raise TypeError(f"DistributedDataParallel takes one nn.Module first, got {type(module).__name__}")
     if not isinstance(config, DistributedDataParallelConfig | None):
         raise TypeError(f"config is a maingrad.ddp.DistributedDataParallelConfig, got {type(config).__name__}")
-
-
-def grids_of(
-    config: DistributedDataParallelConfig,
-    ranks: Ranks,
-    expert_ranks: Ranks,
-    tensors: Iterable[ModelTensor],
-    failures: FailureReporter,
-) -> dict[str, RankGrid]:
-    """The ranks that dense tensors, and experts where there are any, are reduced over. Collective."""
-    with failures.watch("the making of process groups"):
-        return make_grids(
-            ranks,
-            expert_ranks,
-            has_experts=any(each.grid_name == "expert" for each in tensors),
-            num_instances=config.num_distributed_optimizer_instances,
-            separate_gather=config.overlap_param_gather,
-            copy_engines=config.copy_engine_param_gather,
-        )
 
 
 def _check_setup(

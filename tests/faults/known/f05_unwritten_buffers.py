@@ -40,9 +40,9 @@ FAULTS = [
             Change(
                 "maingrad.ddp.contract.target",
                 "WgradTarget.deliver",
-                "_live(self._queue, self._owner).put(entry)",
+                "live_queue(self._queue, self._owner).put(entry)",
                 """
-                _live(self._queue, self._owner).put(entry)
+                live_queue(self._queue, self._owner).put(entry)
                 if not self._fused:
                     return [None if place is None else torch.full_like(place[0], torch.nan) for place in places]
                 """,

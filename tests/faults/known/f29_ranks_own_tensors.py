@@ -11,8 +11,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.wrapper.comparison",
                 "broadcast_tensors",
-                "grids[grid_name].broadcast(tensor.detach())",
-                'grids[grid_name if tensor.requires_grad else "dense"].broadcast(tensor.detach())',
+                "grids[each.grid_name].broadcast",
+                'grids[each.grid_name if each.tensor.requires_grad else "dense"].broadcast',
             ),
         ],
     ),
@@ -25,8 +25,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.setup_checks",
-                "grids_of",
+                "maingrad.ddp.wrapper.data_parallel",
+                "DistributedDataParallel.__init__",
                 'has_experts=any(each.grid_name == "expert" for each in tensors),',
                 'has_experts=any(each.grid_name == "expert" and each.trained for each in tensors),',
             ),
