@@ -13,7 +13,7 @@ __all__ = ["Bucket", "Phase", "check_nothing_under_way"]
 
 
 class Phase(enum.Enum):
-    """What has happened to a bucket in the current iteration."""
+    """The state of a bucket in the current iteration."""
 
     IDLE = "idle"
     """No gradient was written."""

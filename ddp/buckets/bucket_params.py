@@ -27,8 +27,8 @@ class BucketParam(NamedTuple):
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if the module has another parameter now, or this one was moved or cast."""
-        name, param, owners, _ = self.owned
-        module, local = owners[0]
+        name, param = self.owned.name, self.owned.param
+        module, local = self.owned.owners[0]
         found = registered_params(module).get(local)
         if found is not param and found is not None and is_sharded_by_torch(found):
             raise RuntimeError(

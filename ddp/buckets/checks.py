@@ -1,4 +1,4 @@
-"""What must hold at certain points of an iteration; each ``RuntimeError`` names the parameter and a remedy."""
+"""Checks at certain points of an iteration; each ``RuntimeError`` names the parameter and a remedy."""
 
 import sys
 from collections.abc import Iterable

@@ -17,7 +17,7 @@ that does not exist before."""
 
 
 class GraphWalk(NamedTuple):
-    """What ``walk_graph`` has found."""
+    """The result of ``walk_graph``."""
 
     leaves: set[int]
     """``id`` of every leaf tensor that backward reaches."""

@@ -1,4 +1,4 @@
-"""What rooms above ``ddp`` learn of a model's iterations: their ends, their steps, and what was given up.
+"""Tells rooms above ``ddp`` of a model's iterations: their ends, their steps, and what was given up.
 
 Both wrappers note their models here, and call these functions, each at one point of the order of collectives.
 """

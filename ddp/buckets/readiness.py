@@ -79,7 +79,7 @@ class Readiness:
         """Graph task of the outermost backward; None outside backward, and where unknown."""
         self._recomputes: bool | None = None  # a reentrant recompute was seen; None before the first forward
         self._unused: list[BucketParam] | None = None
-        """What no forward of the final microbatch reaches; None: there was no such forward yet."""
+        """Parameters that no forward of the final microbatch reaches; None: there was no such forward yet."""
         self._passed: dict[int, tuple[Bucket, GradRecord]] = {}
         """By ``id``: records whose hook ran and may run again. They get ready when the outermost backward ends."""
         self._counts = False  # it accumulates into a parameter, as ``autograd.grad`` does not

@@ -190,7 +190,7 @@ class StepCheck:
         self._forwards = self._used = 0
 
     def forget(self) -> None:
-        """What ranks have done since the last comparison makes no difference: they agree again, by other means."""
+        """Forget everything since the last comparison: the ranks agree again, by other means."""
         self._take()
 
     # ---- Comparisons. ----

@@ -1,6 +1,6 @@
-"""What a provider gives a parameter: an accumulator, which is checked, and, ours alone, a ``GradRecord``.
+"""``GradRecord``: our provider's state of one parameter; and the check of accumulators that any provider gives.
 
-A record is what our provider knows of the parameter beyond the attributes that all providers share.
+A record holds what our provider knows of the parameter beyond the attributes that all providers share.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class PendingWgrad:
 
 
 class GradRecord:
-    """What our provider knows of one parameter in the current iteration.
+    """Our provider's state of one parameter in the current iteration.
 
     The parameter owns the record; the record holds no reference to the parameter.
     """
@@ -81,8 +81,8 @@ class GradRecord:
         """The last contribution of this iteration is in ``view``."""
 
         self.of_weight: Any = None
-        """What a module computed from the weight, which stays as it is while gradients are summed: cleared with them,
-        and when ``view`` is closed."""
+        """Cache of the quantised weight, which does not change while gradients are summed. Cleared by ``reset`` and
+        ``close``."""
 
         # Per backward: the hook clears them.
         self.consumer_wrote = False
@@ -101,7 +101,7 @@ class GradRecord:
         )
 
     def record_version(self) -> None:
-        """What ``view`` holds now was not written by the program."""
+        """Take the present content of ``view`` as not written by the program."""
         self.version = self.view._version
 
     def clear_touched(self) -> None:
@@ -170,7 +170,7 @@ class GradRecord:
 
 
 def _nothing() -> None:
-    """What a record calls where its provider has set no function."""
+    """Do nothing: the callback of a record whose provider has set none."""
 
 
 # ---- Which tensors may be an accumulator, by shape, dtype, device and strides. ----

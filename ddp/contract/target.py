@@ -40,12 +40,12 @@ from .torch_fsdp import TorchShards
 __all__ = ["Demand", "DenseWgrad", "Operands", "Place", "WgradProduct", "WgradQueueLike", "WgradTarget", "demand"]
 
 Operands = Sequence[WgradOperand | GroupedWgradOperand]
-"""What a product's weight gradients are computed from: ``dy`` [T, N] and ``x`` [T, K], or both quantised; of a grouped
-product the experts' offsets [E + 1] too."""
+"""Operands of a product's weight gradients: ``dy`` [T, N] and ``x`` [T, K], or both quantised; a grouped product adds
+the experts' offsets [E + 1]."""
 
 
 class Demand(enum.Enum):
-    """What the running backward does with a weight's gradient."""
+    """The running backward's use of a weight's gradient."""
 
     ACCUMULATE = "backward(): deliver it to the parameter"
     NOTHING = "the gradient is not asked for: autograd.grad(loss, inputs), backward(inputs=...)"

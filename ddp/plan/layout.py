@@ -49,7 +49,7 @@ DEFAULT_BUCKET_NUMEL_PER_RANK = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSpec:
-    """What the plan knows of one parameter."""
+    """One parameter, as the plan knows it."""
 
     name: str
     """Fully qualified name, unique."""

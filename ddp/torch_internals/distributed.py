@@ -32,19 +32,11 @@ __all__ = [
 # ---- torch's own DistributedDataParallel. Neither attribute has a public reader. ----
 
 
-def _wrapper_that_runs() -> TorchDDP | None:
-    return TorchDDP._active_ddp_module
-
-
-def _unknown() -> TorchDDP | None:
-    return None
-
-
 active_torch_ddp: Callable[[], TorchDDP | None] = private_name(
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
     loss="a model of maingrad inside torch's DistributedDataParallel is not refused in its forward",
-    use=_wrapper_that_runs,
-    fallback=_unknown,
+    use=lambda: TorchDDP._active_ddp_module,
+    fallback=lambda: None,
 )
 """The wrapper whose forward runs now. torch's compiler reads the same attribute."""
 
@@ -197,15 +189,11 @@ default_store: Callable[[], Any] | None = (
 """The key-value store of the default process group. ``torch.distributed`` has no public reader for it."""
 
 
-def _backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
-    return group._get_backend(device)
-
-
 backend_on: Callable[[dist.ProcessGroup, torch.device], Any] | None = (
     private_name(
         "torch.distributed.ProcessGroup._get_backend",
         loss="groups that maingrad makes have the backend's default timeout, and copy engines do not run gathers",
-        use=_backend_on,
+        use=lambda group, device: group._get_backend(device),
         fallback=None,
     )
     if dist.is_available()

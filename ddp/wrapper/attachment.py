@@ -24,7 +24,7 @@ __all__ = ["attach_params", "detach_params", "discard_grads"]
 
 
 class _Attached(NamedTuple):
-    """What one parameter was given, and the modules that register it. Weak: a dropped model is freed at once."""
+    """One parameter, its record, and the modules that register it. Weak: a dropped model is freed at once."""
 
     param: TensorWeakRef
     record: GradRecord

@@ -1,4 +1,4 @@
-"""What all ranks must have alike: configuration, model, plan, and the values that a model starts with.
+"""Compares configuration, model and plan between ranks, and gives all ranks the values that a model starts with.
 
 Each check raises ``ValueError`` on all ranks.
 """

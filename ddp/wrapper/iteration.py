@@ -154,7 +154,7 @@ class BucketIteration(AroundModule):
         self._reduce_all(caller)
 
     def _compute_pending(self) -> None:
-        """What the program's queues still hold; a schedule's parts hold what the schedule computes."""
+        """Compute the gradients that the program's queues still hold. A schedule computes those of its parts itself."""
         if not self.grad_parts.num_open:
             compute_pending(self.records)
 

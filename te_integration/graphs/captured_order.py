@@ -99,7 +99,8 @@ class CapturedOrder:
         if pending:
             raise ReplayError(
                 f"{self.steps[step]} begins anew while {len(pending)} delayed weight gradients are pending, of "
-                f"{pending[0].owner}: call backward_dw() of each callable first, or clear() the queues of its modules"
+                f"{pending[0].pending.owner}: call backward_dw() of each callable first, or clear() the queues of its "
+                f"modules"
             )
 
 
