@@ -1,7 +1,7 @@
 # maingrad: `make train` and `make test` need nothing but Python 3.11+ and a network for the first run.
 #
 #   make train      train a byte-level GPT on two CPU processes; pictures and metrics land in runs/
-#   make test       the tests (two workers, seven minutes on two cores); samples of large matrices
+#   make test       the tests (three workers, six minutes on two cores); samples of large matrices
 #   make test-all   slow tests too, and property tests at full counts
 #   make test-newest  the quick start and a sample of the tests, with the newest versions that pip gives
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
@@ -16,6 +16,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Cores for tests, fuzzing and faults.
 WORKERS ?= 2
 CONFIG ?= launch/configs/stdlib.toml
 RANKS ?= 2
@@ -65,14 +66,19 @@ ONLY_ON_CPU := recomputes_itself_inside and not copies_and_materialised
 train: $(call installed,launch)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) -m maingrad train $(CONFIG) $(ARGS)
 
+# One worker more than cores: a quarter of the time of tests is waiting, for a timeout or for a process that starts.
+# Compiled modules are kept, or each of the processes compiles the library anew.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
+PARALLEL = -n $$(($(WORKERS) + 1)) --dist worksteal
+
 # Rewriting all assertions takes each worker a tenth of the time: only what failed is run with them.
 test: $(call installed,test)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" --assert=plain $(ARGS) || { \
+	$(PYTEST) $(PARALLEL) -m "not slow and not gpu" --assert=plain $(ARGS) || { \
 		echo "make test: once more what failed, with the values that were compared"; \
-		$(PY) -m pytest --last-failed --last-failed-no-failures none $(ARGS); exit 1; }
+		$(PYTEST) --last-failed --last-failed-no-failures none $(ARGS); exit 1; }
 
 test-all: $(call installed,test)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu" --hypothesis-profile=full --timeout 1800 $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not gpu" --hypothesis-profile=full --timeout 1800 $(ARGS)
 
 test-newest:
 	$(PYTHON) .ci/newest.py $(NEWEST)

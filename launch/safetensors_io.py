@@ -24,7 +24,7 @@ from ..ddp.checkpoint.files.folder import belongs_to_checkpoint
 from ..ddp.checkpoint.files.manifest import MANIFEST_FILE, Manifest
 from ..ddp.checkpoint.files.opened import open_checkpoint
 from ..ddp.checkpoint.files.rank_file import TYPE_NAMES
-from ..ddp.checkpoint.model import ModelTensors, check_same_call
+from ..ddp.checkpoint.model import ModelTensors, check_same_call, model_tensors
 from ..ddp.checkpoint.wrapper_source import WrapperSource, source_of
 
 __all__ = ["CheckpointWeights", "export_safetensors", "load_safetensors", "read_weights", "save_safetensors"]
@@ -108,7 +108,7 @@ def save_safetensors(
     """
     _check_dtype(dtype)
     source = _whole_source_of(model)
-    ranks, tensors = source.ranks, source.tensors
+    ranks, tensors = source.ranks, model_tensors(source.module)
     path, _, sets = check_same_call(target, optimizer, source, "save_safetensors")
     _check_one_model(sets.number)
     found: dict[str, Tensor] = {}
@@ -144,7 +144,7 @@ def load_safetensors(
     that are missing, unknown or of another shape. All ranks raise alike, before the model changes.
     """
     whole = _whole_source_of(model)
-    ranks, tensors = whole.ranks, whole.tensors
+    ranks, tensors = whole.ranks, model_tensors(whole.module)
     path, *_ = check_same_call(source, optimizer, whole, "load_safetensors")
     present: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
     stored_as = ranks.run_on_all_ranks(lambda: _match(path, tensors, present), f"the opening of '{path}'")

@@ -92,7 +92,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     yield
     own = {marker.name for marker in metafunc.definition.iter_markers()}
     combinations = metafunc._calls
-    if not combinations or "gpu" in own or "slow" in own:
+    if not combinations:
+        return
+    left_out = {name for name in ("gpu", "slow") if f"not {name}" in metafunc.config.option.markexpr}
+    if own & {"gpu", "slow"}:
+        if own & left_out:
+            del combinations[1:]
         return
 
     def has(combination: Any, *names: str) -> bool:
@@ -107,7 +112,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
         kept |= {index for index, each in enumerate(quick) if f"{name}[{each.id}]" in noticers()}
         for index in set(range(len(quick))) - kept:
             quick[index].marks.append(pytest.mark.slow.mark)
-    if "not slow" in metafunc.config.option.markexpr:
+    if "slow" in left_out:
         # pytest takes an empty list for a test without parameters.
         combinations[:] = [each for each in combinations if not has(each, "slow")] or combinations[:1]
 

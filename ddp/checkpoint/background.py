@@ -40,6 +40,8 @@ _PATIENCE = 0.02
 _pending: "weakref.WeakKeyDictionary[nn.Module, PendingSave]" = weakref.WeakKeyDictionary()
 """The last save of each model in the background. Alike on all ranks: saves and waits are collective."""
 os.register_at_fork(after_in_child=_pending.clear)  # the threads are the parent's
+# Torch's first look for NumPy holds a lock. If a save's thread took it, a process forked meanwhile would wait for ever.
+torch.empty(0).numpy()
 
 _reserving: "weakref.WeakKeyDictionary[nn.Module, threading.Thread]" = weakref.WeakKeyDictionary()
 """The thread that takes host memory for the saves of each model."""
@@ -68,8 +70,6 @@ class PendingSave:
         """What ``wait`` raises."""
         self.is_over = True
         """Whether this rank knows the end of the save."""
-        self._none_writes = False
-        """Whether no rank is writing any more: then files of a failed save can be deleted."""
         self._until = self._appears_by = float("inf")
         self._program = threading.current_thread()
         # No daemon: a program that ends without waiting still completes its checkpoint.
@@ -116,7 +116,6 @@ class PendingSave:
                 self._finish(self._written.result, self._completed.result)
             except Exception as error:
                 self._error = error
-                self._none_writes = not isinstance(error, CollectiveError)
                 self.give_up(after=0.0)
             self._thread.join()
             self.is_over = True
@@ -168,7 +167,9 @@ class PendingSave:
         if not self._program.is_alive():
             self.give_up()
         if time.monotonic() > self._until:
-            kind = RuntimeError if self._none_writes else CollectiveError
+            # After another error than this no rank is writing any more, and ``Staging`` can delete the files.
+            some_write = self._error is None or isinstance(self._error, CollectiveError)
+            kind = CollectiveError if some_write else RuntimeError
             raise kind(f"the save to '{self.path}' was given up: not all ranks have written")
         return time.monotonic() < self._appears_by
 

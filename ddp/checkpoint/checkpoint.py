@@ -13,8 +13,7 @@ checks all it can before it changes the model, and then each rank reads its part
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ from .files.folder import Staging
 from .files.manifest import Manifest, assign
 from .files.opened import MOST_TRIES, OpenedCheckpoint, open_checkpoint
 from .model import Notes, check_same_call, make_manifest, misfit_of, parts_of_model, parts_to_fill
-from .on_demand import OnDemand
-from .optimizer import OptimizerLoad, describe_optimizer, describe_updates
+from .on_demand import with_on_demand
+from .optimizer import describe_optimizer, describe_updates, plan_optimizer
 from .source import Holding
 from .wrapper_source import source_of
 
@@ -74,20 +73,17 @@ def save_checkpoint(
         )
     target, save_id, sets = check_same_call(path, optimizer, source, "save_checkpoint")
 
-    def prepare() -> tuple[Holding, Parts]:
+    def prepare() -> tuple[Holding, Parts, Notes]:
         holding = sets.stored(source.hold(optimizer, saving=True))
         parts = parts_of_model(holding, ranks)
         if ranks.leads:
             staging.begin()
-        return holding, parts
+        return holding, parts, Notes([*parts], describe_updates(holding), [*holding.buffers], holding.tied)
 
-    def note(prepared: tuple[Holding, Parts]) -> Notes:
-        holding, parts = prepared
-        return Notes([*parts], describe_updates(holding), [*holding.buffers], holding.tied)
-
-    with ExitStack() as stack:
-        staging = stack.enter_context(Staging(target))
-        (holding, parts), notes = ranks.run_and_gather(prepare, note, f"the preparation of checkpoint '{target}'")
+    with Staging(target) as staging:
+        (holding, parts, _), notes = ranks.run_and_gather(
+            prepare, lambda prepared: prepared[-1], f"the preparation of checkpoint '{target}'"
+        )
 
         def plan() -> PendingSave:
             writers = assign([each.parts for each in notes])
@@ -100,7 +96,6 @@ def save_checkpoint(
         if background:
             wait_for_memory(model)
             ranks.run_on_all_ranks(pending.copy_to_host, f"the copying of checkpoint '{target}'")
-            stack.pop_all()
             pending.start(model)
         else:
             pending.write_now()
@@ -126,34 +121,34 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     ranks = source.ranks
     target, _, sets = check_same_call(path, optimizer, source, "load_checkpoint")
 
-    def prepare() -> tuple[OpenedCheckpoint, OptimizerLoad | None, OnDemand]:
-        holding = source.hold(optimizer, saving=False)
-        state: OptimizerLoad | None = None
-        on_demand: OnDemand
+    def prepare() -> tuple[OpenedCheckpoint, list[Callable[[], None]]]:
+        held = source.hold(optimizer, saving=False)
+        at_the_end: list[Callable[[], None]] = []
 
         def choose(manifest: Manifest) -> Parts:
-            nonlocal state, on_demand
-            on_demand = OnDemand.plan(source.module, manifest.tensors)
-            shown = on_demand.shown_in(holding)
+            holding, adopt = with_on_demand(held, source.module, manifest.tensors)
             # Earlier versions have stored buffers of experts once for all sets, unless they were marked.
-            of_all = manifest.tensors.keys() & shown.buffers.keys()
-            shown = sets.stored(shown._replace(experts={*shown.experts} - of_all))
-            misfit = misfit_of(manifest, shown, sets)
+            of_all = manifest.tensors.keys() & holding.buffers.keys()
+            holding = sets.stored(holding._replace(experts={*holding.experts} - of_all))
+            entries = sets.here_of(manifest.tensors)
+            misfit = misfit_of(manifest.num_expert_sets, entries, holding, sets)
             if misfit is not None:
                 raise ValueError(
                     f"checkpoint '{target}' does not fit this model: {misfit}; load it into a model that is built as "
                     f"the saved one was, or begin a new run in another folder"
                 )
-            parts = parts_to_fill(manifest, shown)
-            if shown.optimizer is not None:
-                state = OptimizerLoad.plan(manifest, shown, shown.optimizer, sets)
-                parts |= state.parts
+            parts = parts_to_fill(entries, holding)
+            at_the_end[:] = [adopt]
+            if holding.optimizer is not None:
+                moments, install = plan_optimizer(manifest.optimizer, entries, holding, holding.optimizer)
+                parts |= moments
+                at_the_end.append(install)
             return parts
 
-        return open_checkpoint(target, choose), state, on_demand
+        return open_checkpoint(target, choose), at_the_end
 
     for _ in range(MOST_TRIES):
-        (opened, state, on_demand), ids = ranks.run_and_gather(
+        (opened, at_the_end), ids = ranks.run_and_gather(
             prepare, lambda load: load[0].manifest.save_id, f"the opening of checkpoint '{target}'"
         )
         if len(set(ids)) == 1:
@@ -167,9 +162,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     except Exception as error:
         cause = error.__cause__ if isinstance(error, CollectiveError) else error
         raise with_more_text(error, "; the model is partly overwritten, do not go on with it") from cause
-    on_demand.finish()
-    if state is not None:
-        state.finish()
+    for finish in at_the_end:
+        finish()
     source.loaded(optimizer)
     return opened.manifest.extra
 

@@ -39,9 +39,9 @@ T = TypeVar("T")
 class ExpertSets(NamedTuple):
     """The sets of experts that different ranks hold under the same names: each is stored under names of its own."""
 
-    here: int = 0
+    here: int
     """Which set this rank holds; -1: none."""
-    number: int = 1
+    number: int
 
     def stored(self, holding: Holding) -> Holding:
         """``holding`` by the names in the files."""
@@ -52,23 +52,17 @@ class ExpertSets(NamedTuple):
         def rename(name: str) -> str:
             return name + self.suffix(self.here) if name in experts else name
 
-        def renamed(held: Mapping[str, T]) -> dict[str, T]:
-            return {rename(name): each for name, each in held.items()}
+        renamed: dict[str, Any] = {
+            field: {rename(name): each for name, each in getattr(holding, field).items()}
+            for field in ("params", "buffers", "whole", "slices")
+        }
+        tied = {rename(alias): rename(first) for alias, first in holding.tied.items()}
+        return holding._replace(**renamed, tied=tied, experts={*map(rename, experts)})
 
-        return Holding(
-            renamed(holding.params),
-            renamed(holding.buffers),
-            {rename(alias): rename(first) for alias, first in holding.tied.items()},
-            renamed(holding.whole),
-            renamed(holding.slices),
-            holding.optimizer,
-            {*map(rename, experts)},
-        )
-
-    def elsewhere(self, stored: str) -> bool:
-        """Whether a stored parameter is an expert that only other ranks hold."""
-        others = (self.suffix(index) for index in range(self.number) if index != self.here)
-        return self.number > 1 and stored.endswith(tuple(others))
+    def here_of(self, stored: Mapping[str, T]) -> dict[str, T]:
+        """Stored tensors without the experts that only other ranks hold."""
+        others = tuple(self.suffix(index) for index in range(self.number) if index != self.here)
+        return {name: each for name, each in stored.items() if not name.endswith(others)}
 
     def suffix(self, expert_set: int) -> str:
         """Suffix of the stored names of one set's experts."""
@@ -86,10 +80,11 @@ def check_same_call(
 
     Collective over the source's ranks.
     """
-    ranks, axes = source.ranks, source.expert_axes
+    ranks = source.ranks
     experts = -1  # else the smallest rank that holds the same
-    if axes is not None:
-        experts = min(gather(dist.get_rank(), axes, ranks.failures, "the comparison of experts between ranks"))
+    if ranks.experts is not None:
+        what_for = "the comparison of experts between ranks"
+        experts = min(gather(dist.get_rank(), ranks.experts.axes, ranks.failures, what_for))
 
     def call() -> tuple[str, bool, str, int]:
         if not os.fspath(path):
@@ -106,7 +101,7 @@ def check_same_call(
     if len(set(has_optimizer)) > 1:
         raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
     known = sorted({*all_experts} - {-1})
-    sets = ExpertSets(known.index(experts) if experts in known else -1, len(known)) if len(known) > 1 else ExpertSets()
+    sets = ExpertSets(known.index(experts) if experts in known else -1, max(1, len(known)))
     return Path(paths[0]), ids[0], sets
 
 
@@ -127,15 +122,13 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     for name, param in module.named_parameters(remove_duplicate=False):
         if first.setdefault(param, name) != name:
             tied[name] = first[param]
-    buffers: dict[str, Tensor] = {}
+    buffers: dict[int, tuple[str, Tensor]] = {}
     for prefix, owner in module.named_modules():
         for local, buffer in owner._buffers.items():
+            # A buffer may have several names, and its first name may be a non-persistent one.
             if buffer is not None and local not in owner._non_persistent_buffers_set:
-                buffers[f"{prefix}.{local}" if prefix else local] = buffer
-    # A buffer may have several names, and its first name may be a non-persistent one.
-    first_of = {id(buffer): name for name, buffer in reversed(buffers.items())}
-    buffers = {name: buffer for name, buffer in buffers.items() if first_of[id(buffer)] == name}
-    return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
+                buffers.setdefault(id(buffer), (f"{prefix}.{local}" if prefix else local, buffer))
+    return ModelTensors({name: param for param, name in first.items()}, dict(buffers.values()), tied)
 
 
 def experts_of(module: nn.Module, tensors: ModelTensors, is_expert: Callable[[nn.Parameter], bool]) -> set[str]:
@@ -176,7 +169,7 @@ def _dense(stored: str, tensor: Tensor) -> Parts:
     return part_of_whole(stored, "model", tensor.detach())
 
 
-def parts_to_fill(manifest: Manifest, holding: Holding) -> Parts:
+def parts_to_fill(entries: Mapping[str, SavedTensor], holding: Holding) -> Parts:
     """The memory into which a model's values are read. Call ``misfit_of`` before."""
     parts: Parts = {}
     for name, tensor in {**holding.buffers, **holding.whole}.items():
@@ -189,7 +182,7 @@ def parts_to_fill(manifest: Manifest, holding: Holding) -> Parts:
     for name, held in holding.slices.items():
         if name in holding.whole:
             continue  # the master is a view of the whole parameter
-        entry = manifest.tensors[name]
+        entry = entries[name]
         # The parameter follows from its master.
         section = "master" if entry.has_master and held.master.dtype is torch.float32 else "model"
         parts |= parts_of_range(name, entry.shape, held.start, {section: held.master})
@@ -250,11 +243,13 @@ def make_manifest(
     return Manifest(save_id, tensors, tied, sets.number, optimizer, extra)
 
 
-def misfit_of(manifest: Manifest, holding: Holding, sets: ExpertSets) -> str | None:
+def misfit_of(
+    num_expert_sets: int, entries: Mapping[str, SavedTensor], holding: Holding, sets: ExpertSets
+) -> str | None:
     """The first parameter or buffer in which model and checkpoint differ, for an error."""
-    if manifest.num_expert_sets != sets.number:
+    if num_expert_sets != sets.number:
         return (
-            f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
+            f"the checkpoint was saved by ranks with {num_expert_sets} different set(s) of experts, and these "
             f"ranks have {sets.number}: experts do not move between ranks"
         )
     # By name, what the saved tensor may be.
@@ -262,11 +257,7 @@ def misfit_of(manifest: Manifest, holding: Holding, sets: ExpertSets) -> str | N
         name: [_described(False, param.shape, dtype) for dtype in (param.dtype, param.kept)]
         for name, param in holding.params.items()
     } | {name: [_described(True, buffer.shape, buffer.dtype)] for name, buffer in holding.buffers.items()}
-    saved = {
-        name: _described(entry.is_buffer, entry.shape, entry.dtype)
-        for name, entry in manifest.tensors.items()
-        if not sets.elsewhere(name)
-    }
+    saved = {name: _described(entry.is_buffer, entry.shape, entry.dtype) for name, entry in entries.items()}
     missing = [name for name in present if name not in saved]
     unknown = [name for name in saved if name not in present]
     if missing or unknown:

@@ -2,20 +2,19 @@
 
 import math
 import reprlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .files.boxes import Parts, parts_of_range
-from .files.manifest import Manifest, SavedOptimizer, SavedTensor
+from .files.manifest import SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, from_json, to_json
-from .model import ExpertSets
 from .source import Holding
 
-__all__ = ["OptimizerLoad", "describe_optimizer", "describe_updates"]
+__all__ = ["describe_optimizer", "describe_updates", "plan_optimizer"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
@@ -57,78 +56,67 @@ def describe_updates(holding: Holding) -> dict[str, tuple[int | None, dict[str, 
     }
 
 
-class OptimizerLoad(NamedTuple):
-    """A checked load of optimizer state, before the tensors are read."""
+def plan_optimizer(
+    saved: SavedOptimizer | None, entries: Mapping[str, SavedTensor], holding: Holding, optimizer: Optimizer
+) -> tuple[Parts, Callable[[], None]]:
+    """The memory into which this rank's moments are read; and a function for the end of the load, which installs the
+    state and the hyperparameters.
 
-    optimizer: Optimizer
-    parts: Parts
-    """The memory into which this rank's moments are read."""
-    state: Mapping[Tensor, dict[str, Any]]
-    """The optimizer's state after the load."""
-    groups: Mapping[int, Mapping[str, Any]]
-    """Saved hyperparameters by the index of a group here."""
+    Raises ``ValueError`` where the saved state does not fit the optimizer.
+    """
+    if saved is None:
+        raise ValueError(
+            "the checkpoint was saved without an optimizer: load_checkpoint(path, model) takes its weights, and "
+            "the optimizer starts anew from them"
+        )
+    if saved.optimizer_class != _class_name(optimizer):
+        raise ValueError(
+            f"the checkpoint has the state of {saved.optimizer_class}, and this optimizer is "
+            f"{_class_name(optimizer)}, which keeps other moments: {_ALONE}"
+        )
+    groups = _match_groups(saved, optimizer, holding, entries)
+    for here, there in groups.items():
+        _check_options(here, saved.groups[there], optimizer.param_groups[here])
+    state: dict[Tensor, dict[str, Any]] = {}
+    first: dict[Tensor, str] = {}
+    parts: Parts = {}
+    for name, held in holding.slices.items():
+        entry, updated = entries[name], held.updated
+        if held.group is None or updated is None:
+            continue
+        width = torch.float32 if entry.has_master else entry.dtype
+        if held.master.dtype is not width:
+            raise ValueError(
+                f"the optimizer updates parameter '{name}' in {dtype_name(held.master.dtype)}, and the saved one "
+                f"did in {dtype_name(width)}: {_ALONE}"
+            )
+        other = entries[first.setdefault(updated, name)]
+        if updated not in state:
+            group = optimizer.param_groups[held.group]
+            state[updated] = _make_state(optimizer.state.get(updated, {}), updated, group, entry)
+        if (entry.state, entry.scalars) != (other.state, other.scalars):
+            one, another = (f"{sorted(each.state)} {each.scalars}" for each in (other, entry))
+            raise ValueError(
+                f"parameters '{first[updated]}' and '{name}' are updated together here, and the checkpoint has "
+                f"different states of them: {one}, and {another}; some steps left one of them out. A fully "
+                f"sharded model goes on from it; here, {_ALONE}"
+            )
+        if entry.state:
+            place = slice(held.offset, held.offset + held.master.numel())
+            flat = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
+            parts |= parts_of_range(name, entry.shape, held.start, flat)
+    for group in optimizer.param_groups:  # tensors without elements are not saved, but step with the others
+        likes = {updated.dtype: updated for updated in group["params"] if updated in first}
+        for updated in group["params"]:
+            if updated.numel() == 0 and updated.requires_grad and updated not in state:
+                like = likes.get(updated.dtype)
+                state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
 
-    @classmethod
-    def plan(cls, manifest: Manifest, holding: Holding, optimizer: Optimizer, sets: ExpertSets) -> "OptimizerLoad":
-        """Check that the saved state fits the optimizer, else raise ``ValueError``; allocate memory."""
-        saved = manifest.optimizer
-        if saved is None:
-            raise ValueError(
-                "the checkpoint was saved without an optimizer: load_checkpoint(path, model) takes its weights, and "
-                "the optimizer starts anew from them"
-            )
-        if saved.optimizer_class != _class_name(optimizer):
-            raise ValueError(
-                f"the checkpoint has the state of {saved.optimizer_class}, and this optimizer is "
-                f"{_class_name(optimizer)}, which keeps other moments: {_ALONE}"
-            )
-        entries = {name: entry for name, entry in manifest.tensors.items() if not sets.elsewhere(name)}
-        groups = _match_groups(saved, optimizer, holding, entries)
+    def install() -> None:
+        optimizer.state.update(state)
         for here, there in groups.items():
-            _check_options(here, saved.groups[there], optimizer.param_groups[here])
-        state: dict[Tensor, dict[str, Any]] = {}
-        first: dict[Tensor, str] = {}
-        parts: Parts = {}
-        for name, held in holding.slices.items():
-            entry, updated = entries[name], held.updated
-            if held.group is None or updated is None:
-                continue
-            width = torch.float32 if entry.has_master else entry.dtype
-            if held.master.dtype is not width:
-                raise ValueError(
-                    f"the optimizer updates parameter '{name}' in {dtype_name(held.master.dtype)}, and the saved one "
-                    f"did in {dtype_name(width)}: {_ALONE}"
-                )
-            other = entries[first.setdefault(updated, name)]
-            if updated not in state:
-                group = optimizer.param_groups[held.group]
-                state[updated] = _make_state(optimizer.state.get(updated, {}), updated, group, entry)
-            if (entry.state, entry.scalars) != (other.state, other.scalars):
-                one, another = (f"{sorted(each.state)} {each.scalars}" for each in (other, entry))
-                raise ValueError(
-                    f"parameters '{first[updated]}' and '{name}' are updated together here, and the checkpoint has "
-                    f"different states of them: {one}, and {another}; some steps left one of them out. A fully "
-                    f"sharded model goes on from it; here, {_ALONE}"
-                )
-            if entry.state:
-                place = slice(held.offset, held.offset + held.end - held.start)
-                flat = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
-                parts |= parts_of_range(name, entry.shape, held.start, flat)
-        for group in optimizer.param_groups:  # tensors without elements are not saved, but step with the others
-            likes = {updated.dtype: updated for updated in group["params"] if updated in first}
-            for updated in group["params"]:
-                if updated.numel() == 0 and updated.requires_grad and updated not in state:
-                    like = likes.get(updated.dtype)
-                    state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
-        return cls(optimizer, parts, state, {here: saved.groups[there] for here, there in groups.items()})
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """After reading: install the state and the hyperparameters."""
-        self.optimizer.state.update(self.state)
-        for index, saved in self.groups.items():
-            group = self.optimizer.param_groups[index]
-            for key, value in saved.items():
+            group = optimizer.param_groups[here]
+            for key, value in saved.groups[there].items():
                 loaded, current = from_json(value), group.get(key)
                 if isinstance(current, Tensor):
                     current.fill_(loaded)  # captured graphs and schedulers hold this tensor
@@ -136,6 +124,8 @@ class OptimizerLoad(NamedTuple):
                     group[key] = loaded.item()  # a number here, though a tensor when saved
                 else:
                     group[key] = list(loaded) if isinstance(current, list) else loaded
+
+    return parts, install
 
 
 def _check_options(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
@@ -171,10 +161,9 @@ def _match_groups(
     Raises ``ValueError`` where the saved groups hold other parameters.
     """
     placed = {name: (held.group if (held := holding.slices.get(name)) else None) for name in entries}
-    pairs = {(placed[name], entry.group) for name, entry in entries.items()}
+    pairs = {(None, None), *((placed[name], entry.group) for name, entry in entries.items())}
     matched = dict(pairs)
-    is_one_to_one = len(pairs) == len(matched) == len({*matched.values()})
-    if not is_one_to_one or any((one is None) != (other is None) for one, other in pairs):
+    if not len(pairs) == len(matched) == len({*matched.values()}):  # not one to one
         if len(saved.groups) != len(optimizer.param_groups):
             raise ValueError(
                 f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer "

@@ -21,6 +21,8 @@ class CheckpointRanks(NamedTuple):
     """Names the rank that is gone, in errors."""
     instances_alike: bool = True
     """Whether each instance holds all of the model and the optimizer: then the first one writes."""
+    experts: RankGrid | None = None
+    """The ranks that hold the same experts as this one; None: all ranks do."""
 
     @property
     def place(self) -> int:

@@ -5,11 +5,10 @@ A wrapper has a method ``checkpoint_source()``, which returns a ``CheckpointSour
 ``Holding`` from the source: names, shapes and dtypes of the whole model, and views of this rank's memory.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,24 +29,20 @@ class HeldParam(NamedTuple):
 
 
 class HeldSlice(Protocol):
-    """Elements [start, end) of a flattened parameter that this rank holds, with their optimizer state."""
+    """Consecutive elements of a flattened parameter that this rank holds, with their optimizer state."""
 
     @property
     def start(self) -> int:
         """First element."""
 
     @property
-    def end(self) -> int:
-        """First element behind the slice: equal to ``start`` where this rank holds no element."""
-
-    @property
     def param(self) -> Tensor:
-        """[end - start], which a save rounds to the dtype that the model computes with. The master, where the rank
+        """[elements here], which a save rounds to the dtype that the model computes with. The master, where the rank
         keeps nothing else."""
 
     @property
     def master(self) -> Tensor:
-        """[end - start] in the dtype that the optimizer updates: a load writes into it."""
+        """[elements here] in the dtype that the optimizer updates: a load writes into it."""
 
     @property
     def group(self) -> int | None:
@@ -63,7 +58,7 @@ class HeldSlice(Protocol):
         """Place of the first element in ``updated``."""
 
     def state(self) -> dict[str, Tensor]:
-        """Elementwise state: views, [end - start] each. Empty before the first step."""
+        """Elementwise state: views, [elements here] each. Empty before the first step."""
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, such as the number of steps."""
@@ -98,10 +93,6 @@ class CheckpointSource(Protocol):
     @property
     def module(self) -> nn.Module:
         """The module whose names the entries have."""
-
-    @property
-    def expert_axes(self) -> Sequence[dist.ProcessGroup] | None:
-        """Groups that join this rank with the ranks that hold the same experts; None: all ranks hold the same."""
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds. All ranks call it.

@@ -1,18 +1,16 @@
 """The ``CheckpointSource`` of modules with whole parameters: in ``DistributedDataParallel``, or in no wrapper."""
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..plan.parallel_marks import is_marked_expert
 from ..wrapper.data_parallel import DistributedDataParallel
-from .model import ModelTensors, experts_of, model_tensors
+from .model import experts_of, model_tensors
 from .ranks import CheckpointRanks
 from .source import CheckpointSource, HeldParam, Holding
 
@@ -57,24 +55,12 @@ class WrapperSource:
     """The source of a ``DistributedDataParallel`` model, or of a module that this process saves and loads alone."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = self.module = model
         self.ranks = CheckpointRanks()
-        self.expert_axes: Sequence[dist.ProcessGroup] | None = None
         if isinstance(model, DistributedDataParallel):
+            self.module = model.module
             grid, experts = model.grids["dense"], model.grids["expert"]
-            self.ranks = CheckpointRanks(grid, model.failures)
-            self.expert_axes = None if experts is grid else tuple(experts.axes)
-
-    @property
-    def module(self) -> nn.Module:
-        """The module itself."""
-        model = self._model
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    @property
-    def tensors(self) -> ModelTensors:
-        """Parameters and buffers of the module itself."""
-        return model_tensors(self.module)
+            self.ranks = CheckpointRanks(grid, model.failures, experts=None if experts is grid else experts)
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds: the optimizer's slices; all elements of frozen parameters, and without an optimizer."""
@@ -85,7 +71,7 @@ class WrapperSource:
             held.prepare_state()
             if saving:
                 held.refresh_masters()
-        tensors = self.tensors
+        tensors = model_tensors(self.module)
         slices = {} if held is None else {part.name: part for part in held.slices}
         read_whole = not saving and held is not None and _are_on_cpu_without_masters(held)
         return Holding(

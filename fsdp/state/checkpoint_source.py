@@ -23,7 +23,6 @@ from ...ddp.checkpoint.source import HeldParam, Holding
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.world import own_rank
-from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter
 from ..unit.pair import ShardedPair
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
@@ -34,12 +33,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class ShardSlice(NamedTuple):
-    """This rank's elements [start, end) of one flattened parameter; a ``HeldSlice``."""
+    """This rank's elements of one flattened parameter; a ``HeldSlice``."""
 
     start: int
-    end: int
     master: Tensor
-    """[end - start], a view of the rank's shard."""
+    """[elements here], a view of the rank's shard."""
     group: int | None
     """Index of the optimizer's parameter group; None: in no group."""
     updated: Tensor | None
@@ -51,11 +49,11 @@ class ShardSlice(NamedTuple):
 
     @property
     def param(self) -> Tensor:
-        """[end - start]: the master, because whole parameters are freed."""
+        """The master, because whole parameters are freed."""
         return self.master
 
     def state(self) -> dict[str, Tensor]:
-        """Elementwise state by key, [end - start] each, views. Empty before the first step."""
+        """Elementwise state by key, in the shape of ``master``, views. Empty before the first step."""
         if self.updated is None:
             return {}
         elementwise = elementwise_of(self.updated, self._known(), self.counters)
@@ -82,10 +80,7 @@ class ShardedSource:
     def __init__(self, module: nn.Module, pairs: Iterable[ShardedPair]) -> None:
         self.module = module
         self._whole = {pair.sharded: pair.whole for pair in pairs}
-        ranks = _ranks_of(module, list(self._whole))
-        self.ranks = ranks.together
-        self._experts = ranks.experts
-        self.expert_axes: Sequence[dist.ProcessGroup] | None = None if ranks.experts is None else ranks.expert_axes
+        self.ranks = _ranks_of(module, list(self._whole))
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """See ``CheckpointSource``. Sharded parameters, and parameters in the optimizer, have a slice each."""
@@ -128,11 +123,9 @@ class ShardedSource:
         state: Mapping[Any, Any],
         counters: frozenset[str],
     ) -> ShardSlice:
-        described = self._describe(param)
-        numel: int = math.prod(described.shape)
-        elements = param.shard.elements if isinstance(param, ShardedParameter) else Range(0, numel)
+        numel: int = math.prod(self._describe(param).shape)
         return ShardSlice(
-            *elements,
+            start=param.shard.elements.start if isinstance(param, ShardedParameter) else 0,
             master=param.detach().view(-1),
             group=group,
             updated=param if group is not None and numel else None,
@@ -141,9 +134,10 @@ class ShardedSource:
         )
 
     def _is_experts(self, param: nn.Parameter) -> bool:
-        if self._experts is None or not isinstance(param, ShardedParameter):
+        experts = self.ranks.experts
+        if experts is None or not isinstance(param, ShardedParameter):
             return False
-        return _axes(param.shard.grid) == _axes(self._experts)
+        return _axes(param.shard.grid) == _axes(experts)
 
     def _describe(self, param: nn.Parameter) -> HeldParam:
         if not isinstance(param, ShardedParameter):
@@ -181,30 +175,20 @@ def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
 # ---- Ranks. ----
 
 
-class _Ranks(NamedTuple):
-    together: CheckpointRanks
-    experts: RankGrid | None
-    """The grid of experts: parameters that fewer ranks share than the others; None: no such parameters."""
-
-    @property
-    def expert_axes(self) -> tuple[dist.ProcessGroup, ...]:
-        return () if self.experts is None else tuple(self.experts.axes)
-
-
 _RANKS = "_maingrad_checkpoint_ranks"
 
 
-def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> _Ranks:
+def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> CheckpointRanks:
     """The ranks of a module's checkpoints. Found once and stored on the module: ranks compare their meshes."""
     if _RANKS not in module.__dict__:
         module.__dict__[_RANKS] = _find_ranks(params)
     return module.__dict__[_RANKS]  # type: ignore[no-any-return]
 
 
-def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
+def _find_ranks(params: Sequence[ShardedParameter]) -> CheckpointRanks:
     grids = list({_axes(param.shard.grid): param.shard.grid for param in params}.values())
     if not grids:
-        return _Ranks(CheckpointRanks(), None)
+        return CheckpointRanks()
     failures = FailureReporter()
     failures.grids = grids
     dense = max(grids, key=lambda grid: grid.size)
@@ -216,8 +200,7 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
         raise ValueError(f"parameters of one model are shared by ranks {sets}: a checkpoint knows two such sets")
     # Where an instance does not have all elements, the ranks of all instances write together.
     repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
-    together = CheckpointRanks(dense, failures, instances_alike=repeats)
-    return _Ranks(together, fewer[0] if fewer else None)
+    return CheckpointRanks(dense, failures, instances_alike=repeats, experts=fewer[0] if fewer else None)
 
 
 def _axes(grid: RankGrid) -> tuple[Any, ...]:

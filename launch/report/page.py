@@ -31,6 +31,14 @@ _CURVES = {
     "load_balancing_loss": ("Load-balancing loss", "1 at perfect balance"),
     "router_z_loss": ("Router z-loss", ""),
 }
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters |= {"bytes": format_bytes, "rate": format_rate, "duration": format_duration}
 _MOST_ROWS = 200  # of the table of values
 
 
@@ -46,18 +54,10 @@ def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | No
     runs = read_runs(folders)
     for run in runs:
         run.derive(peak_tflops)
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {"bytes": format_bytes, "rate": format_rate, "duration": format_duration}
     drawn = {"loss": draw_loss(runs)}
     for key, (_, unit) in _CURVES.items():
         drawn[key] = draw_curves([run.points(key) for run in runs], unit)
-    page = templates.get_template("page.html.j2").render(
+    page = _TEMPLATES.get_template("page.html.j2").render(
         runs=runs,
         title=", ".join(run.label for run in runs),
         colours=RUN_COLOURS,

@@ -37,8 +37,6 @@ class Box(NamedTuple):
 
     def intersect(self, other: "Box") -> "Box | None":
         """The elements that are in both boxes of one tensor; None: no element is."""
-        if self == other and self.numel:
-            return self
         offsets = tuple(map(max, self.offsets, other.offsets))
         sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         sizes = tuple(min(at + size, place + length) - max(at, place) for at, size, place, length in sides)
@@ -46,8 +44,6 @@ class Box(NamedTuple):
 
     def view_of(self, inner: "Box", data: Tensor) -> Tensor:
         """The elements of ``inner``, which is in this box, as a view of this box's elements ``data``."""
-        if self == inner:
-            return data
         return data[
             tuple(
                 slice(start - offset, start - offset + size)
@@ -108,20 +104,16 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
     numel = math.prod(shape)
     if not 0 <= start <= end <= numel:
         raise ValueError(f"elements [{start}, {end}) are not in a tensor of shape {list(shape)}")
-    if numel == 0:
+    if end - start == numel:
         return [Box((0,) * len(shape), tuple(shape))]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     boxes = []
     while start < end:
         # The box extends along the outermost dim of which a whole step starts at ``start`` and ends in the range.
-        dim, steps = len(shape), 1
-        for dim, stride in enumerate(strides):
-            if start % stride == 0 and start + stride <= end:
-                steps = min((end - start) // stride, shape[dim] - start // stride % shape[dim])
-                break
+        dim = next(dim for dim, stride in enumerate(strides) if start % stride == 0 and start + stride <= end)
+        steps = min((end - start) // strides[dim], shape[dim] - start // strides[dim] % shape[dim])
         offsets = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
-        sizes = (*(1 for _ in shape[:dim]), *((steps, *shape[dim + 1 :]) if shape else ()))
-        boxes.append(Box(offsets, sizes))
+        boxes.append(Box(offsets, (*(1 for _ in shape[:dim]), steps, *shape[dim + 1 :])))
         start += boxes[-1].numel
     return boxes
 

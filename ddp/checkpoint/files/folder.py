@@ -19,12 +19,12 @@ import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from ...collectives.failure_report import CollectiveError
 from .manifest import MANIFEST_FILE
 from .rank_file import FILE_NAME
+from .whole_file import TEMPORARY
 
 __all__ = [
     "MARK_FILE",
@@ -94,7 +94,7 @@ class Staging:
             raise FileExistsError(
                 f"'{path}' is the working directory, and a save replaces its folder: save to a folder in it"
             )
-        if not (_is_free(path) or _is_leftover(path) or (is_complete(path) and _is_ours(path))):
+        if not _is_just_a_checkpoint(path):
             raise FileExistsError(
                 f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
             )
@@ -136,11 +136,9 @@ class Staging:
     def __enter__(self) -> "Staging":
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._mark is None:
-            return
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
+        if self._mark is None or error is None:
+            return  # this is not the rank that writes here, or a thread goes on writing
         try:
             # A complete folder stays even if the save fails later: it is the newest checkpoint.
             failed = isinstance(error, Exception) and not isinstance(error, CollectiveError)
@@ -232,7 +230,7 @@ def _is_written_by_a_save(entry: Path) -> bool:
 
 def belongs_to_checkpoint(name: str) -> bool:
     """Whether a save writes files of this name."""
-    own = name.removesuffix(".tmp")
+    own = name.removesuffix(TEMPORARY)
     return own in (MANIFEST_FILE, MARK_FILE) or FILE_NAME.fullmatch(own) is not None
 
 
@@ -240,6 +238,11 @@ def _is_leftover(folder: Path) -> bool:
     """Whether there is nothing, or a folder that a save has made beside a checkpoint's path, or that ``remove`` has
     begun to delete."""
     return _is_free(folder) or (_is_marked(folder) and _is_ours(folder))
+
+
+def _is_just_a_checkpoint(path: Path) -> bool:
+    """Whether this is a checkpoint, or less, and nothing else would be lost with it."""
+    return _is_leftover(path) or (is_complete(path) and _is_ours(path))
 
 
 def remove(path: Path) -> None:
@@ -250,7 +253,7 @@ def remove(path: Path) -> None:
     """
     if not os.path.lexists(path):
         return
-    if not (_is_leftover(path) or (is_complete(path) and _is_ours(path))):
+    if not _is_just_a_checkpoint(path):
         raise FileExistsError(f"'{path}' is not just a checkpoint: delete it by hand")
     (path / MARK_FILE).touch()
     _sync_folder(path)

@@ -14,11 +14,11 @@ Version 4 is the only one that is read. docs/upgrade_checkpoint.py rewrites vers
 
 import json
 import math
-import os
 import reprlib
 import sys
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +29,10 @@ import torch
 from .boxes import Box, Part, check_tiling
 from .small_file import open_small_file
 from .typed_json import dtype_name, dtype_named, from_json, integers, typed
+from .whole_file import whole_file
 
 __all__ = [
     "MANIFEST_FILE",
-    "MANIFEST_STAGING",
     "Manifest",
     "SavedOptimizer",
     "SavedTensor",
@@ -44,8 +44,6 @@ __all__ = [
 ]
 
 MANIFEST_FILE = "maingrad.json"
-MANIFEST_STAGING = f"{MANIFEST_FILE}.tmp"
-"""The manifest is written under this name first, so that a file named as the manifest is whole."""
 FORMAT = "maingrad.checkpoint"
 VERSION = 4
 MOST_BYTES = 2**25
@@ -112,8 +110,7 @@ class SavedTensor:
     @property
     def state(self) -> dict[str, torch.dtype]:
         """Elementwise state: key -> dtype."""
-        of_optimizer = (each for each in self.dtypes.items() if each[0].startswith("state."))
-        return {section.removeprefix("state."): dtype for section, dtype in of_optimizer}
+        return {key.removeprefix("state."): dtype for key, dtype in self.dtypes.items() if key.startswith("state.")}
 
 
 @dataclass(frozen=True)
@@ -155,11 +152,11 @@ class Manifest:
     @property
     def nbytes(self) -> dict[int, int]:
         """Bytes of tensors in the data file of each rank that has one."""
-        nbytes: dict[int, int] = {}
+        nbytes = Counter[int]()
         for entry in self.tensors.values():
             itemsize = sum(dtype.itemsize for dtype in entry.dtypes.values())
             for each in entry.boxes:
-                nbytes[each.rank] = nbytes.get(each.rank, 0) + math.prod(each.sizes) * itemsize
+                nbytes[each.rank] += math.prod(each.sizes) * itemsize
         return nbytes
 
     def encoded(self) -> str:
@@ -262,16 +259,9 @@ def stored_tensors(writers: Mapping[Part, int]) -> dict[str, tuple[Any, Any, tup
 
 
 def write_manifest(folder: Path, encoded: str) -> None:
-    """Write the file. Its bytes are on the disk before the file gets its name."""
-    staging = folder / MANIFEST_STAGING
-    try:
-        with staging.open("w") as file:
-            file.write(encoded)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:  # the error of a write does not name the file
-        raise OSError(error.errno, error.strerror, str(staging)) from error
-    staging.replace(folder / MANIFEST_FILE)
+    """Write the file, so that a file named as the manifest is whole."""
+    with whole_file(folder / MANIFEST_FILE) as file:
+        file.write(encoded.encode())
 
 
 def _check_version(path: Path, version: Any) -> None:

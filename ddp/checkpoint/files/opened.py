@@ -7,6 +7,7 @@ changes nothing for this load.
 import os
 import resource
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,20 +80,16 @@ def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint
     for rank, nbytes in sizes.items():
         check_size(folder / file_name(rank), nbytes)
     _allow_open_files(len(sizes))
-    files: dict[int, RankFile] = {}
+    file_of = cache(lambda rank: RankFile(folder / file_name(rank), manifest.save_id))
     entries: dict[tuple[str, str, Box], Entry] = {}
     for part, wanted in choose(manifest).items():
         saved = manifest.tensors[part.name]
         for rank, box in ((each.rank, each.box) for each in saved.boxes):
             if box.intersect(part.box) is None:
                 continue
-            if rank not in files:
-                files[rank] = RankFile(folder / file_name(rank), manifest.save_id)
             for section, data in wanted.items():
-                key = part.name, section, box
-                if key not in entries:
-                    entries[key] = files[rank].find(part, section, box, saved.dtypes[section])
-                entries[key].wanted.append((part.box, data))
+                found = file_of(rank).find(part, section, box, saved.dtypes[section])
+                entries.setdefault((part.name, section, box), found).wanted.append((part.box, data))
     return OpenedCheckpoint(manifest, sorted(entries.values(), key=lambda entry: (entry.file.path, entry.position)))
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .boxes import Box, Part, Parts
+from .whole_file import whole_file
 
 __all__ = [
     "FILE_NAME",
@@ -85,28 +86,21 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
         entries[_entry_name(part, section, part.box)] = entry
         position = entry["data_offsets"][1]
     checksums = dict.fromkeys(entries, 0)
-    staging = path.with_name(f"{path.name}.tmp")
-    try:
-        with staging.open("wb") as file:
-            file.write(_head(save_id, path, entries, checksums))
-            begun = 0
-            for name, (part, section, dtype) in zip(entries, in_order, strict=True):
-                for block in _blocks(parts[part][section].to(dtype)):
-                    checksums[name] = zlib.crc32(block, checksums[name])
-                    file.write(block)
-                    position = file.tell()
-                    if position - begun > _SENT and hasattr(os, "posix_fadvise"):  # macOS has none
-                        # Linux begins to write these bytes to the disk; they are not on it yet, and stay in the cache.
-                        os.posix_fadvise(file.fileno(), begun, position - begun, os.POSIX_FADV_DONTNEED)
-                        begun = position
-                block = None  # before the next tensor is copied or rounded, the memory of this one is free
-            file.seek(0)
-            file.write(_head(save_id, path, entries, checksums))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:  # the error of a write does not name the file
-        raise OSError(error.errno, error.strerror, str(staging)) from error
-    staging.replace(path)
+    with whole_file(path) as file:
+        file.write(_head(save_id, path, entries, checksums))
+        begun = 0
+        for name, (part, section, dtype) in zip(entries, in_order, strict=True):
+            for block in _blocks(parts[part][section].to(dtype)):
+                checksums[name] = zlib.crc32(block, checksums[name])
+                file.write(block)
+                position = file.tell()
+                if position - begun > _SENT and hasattr(os, "posix_fadvise"):  # macOS has none
+                    # Linux begins to write these bytes to the disk; they are not on it yet, and stay in the cache.
+                    os.posix_fadvise(file.fileno(), begun, position - begun, os.POSIX_FADV_DONTNEED)
+                    begun = position
+            block = None  # before the next tensor is copied or rounded, the memory of this one is free
+        file.seek(0)
+        file.write(_head(save_id, path, entries, checksums))
 
 
 def check_size(path: Path, nbytes: int) -> None:
@@ -185,13 +179,13 @@ class Entry(NamedTuple):
         Raises ``ValueError`` unless the bytes are those that were written.
         """
         box, data = self.wanted[0]
-        is_all = len(self.wanted) == 1 and data.dtype is self.dtype and self.box.intersect(box) == self.box
-        view = box.view_of(self.box, data) if is_all else None
-        is_plain = view is not None and view.is_cpu and view.is_contiguous() and not view.is_inference()
-        if view is not None and is_plain and not (view.is_conj() or view.is_neg()):
-            torch.autograd.graph.increment_version(view)  # optimizers compare versions
-            self._fill(view)
-            return
+        if len(self.wanted) == 1 and data.dtype is self.dtype and self.box.intersect(box) == self.box:
+            view = box.view_of(self.box, data)
+            is_odd = view.is_inference() or view.is_conj() or view.is_neg()
+            if view.is_cpu and view.is_contiguous() and not is_odd:
+                torch.autograd.graph.increment_version(view)  # optimizers compare versions
+                self._fill(view)
+                return
         elements = torch.empty(self.box.sizes, dtype=self.dtype, device="cpu")
         self._fill(elements)
         for box, data in self.wanted:

@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpointed import Everything, build, left_by_a_save, model_state, take_steps
 from loops import assert_same, weights
+from python_processes import python_process
 from torch import nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
@@ -133,7 +132,6 @@ for count in range(10**6):
     for param in model.parameters():
         torch.nn.init.constant_(param, count)
     save_checkpoint(sys.argv[1], model, extra=count)
-    print(flush=True)
 """
 
 
@@ -163,14 +161,13 @@ def test_a_load_is_not_ahead_of_the_path(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_every_load_beside_a_program_that_saves_all_the_time_is_whole(tmp_path: Path) -> None:
     model, counts = nn.Linear(3, 5), []
-    with subprocess.Popen([sys.executable, "-c", SAVES, tmp_path / "c"], stdout=subprocess.PIPE) as saves:
-        try:
-            assert saves.stdout is not None and saves.stdout.readline()
-            while len(counts) < 200 or len({*counts}) <= 20:  # a busy machine may run one of the two far longer
-                counts.append(load_checkpoint(tmp_path / "c", model))
-                assert all((param == counts[-1]).all() for param in model.parameters())
-        finally:
-            saves.kill()
+    with python_process("-c", SAVES, tmp_path / "c") as saves:
+        while not (tmp_path / "c").exists():
+            saves.process.join(0.01)
+            assert saves.process.is_alive(), saves.ended(1.0).stderr
+        while len(counts) < 200 or len({*counts}) <= 20:  # a busy machine may run one of the two far longer
+            counts.append(load_checkpoint(tmp_path / "c", model))
+            assert all((param == counts[-1]).all() for param in model.parameters())
     assert counts == sorted(counts)
 
 

@@ -65,7 +65,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.optimizer",
-                "OptimizerLoad.plan",
+                "plan_optimizer",
                 "if updated.numel() == 0 and updated.requires_grad and updated not in state:",
                 "if False:",
             ),

@@ -56,8 +56,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.model",
                 "model_tensors",
-                "first_of = {id(buffer): name for name, buffer in reversed(buffers.items())}",
-                "first_of = {id(buffer): name for name, buffer in module.named_buffers()}",
+                "dict(buffers.values())",
+                "{name: each for name, each in buffers.values() if name in dict(module.named_buffers())}",
             ),
         ],
     ),

@@ -12,7 +12,7 @@ FAULTS = [
                 "maingrad.ddp.checkpoint.checkpoint",
                 "save_checkpoint",
                 "pending.write_now()",
-                "pending.start(model) or stack.pop_all() and finish_pending(model)",
+                "pending.start(model) or finish_pending(model)",
             ),
         ],
     ),
@@ -57,7 +57,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.optimizer",
-                "OptimizerLoad.plan",
+                "plan_optimizer",
                 "likes.get(updated.dtype)",
                 "next(iter(likes.values()), None)",
             ),

@@ -341,8 +341,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.checkpoint",
                 "load_checkpoint",
-                "on_demand.finish()",
-                "",
+                "at_the_end[:] = [adopt]",
+                "at_the_end[:] = []",
             ),
         ],
     ),
