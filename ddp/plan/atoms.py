@@ -9,7 +9,7 @@ start and a border inside the parameter must be a multiple of the atom. For a pa
     two or more borders    the shard's length must be a multiple of the atom too; this case is forced if n > 2 shards
 
 ``walk.py`` finds order and gaps for a given length of shards. The search in this file tries lengths, from a lower bound
-upwards, until all parameters fit. A simple arrangement, which always exists, is the upper bound: whole parameters.
+upwards, until all parameters fit. Two simple arrangements, which always exist, are the upper bound.
 
 All arithmetic is on integers, and ties go to the first parameter, so that every rank computes the same result.
 """
@@ -26,6 +26,7 @@ from .walk import MAX_PILES, ParamSize, piles_of, walk
 __all__ = ["Arrangement", "arrange", "atom_of", "cuts_an_atom", "least_shard_numel"]
 
 MAX_LOOKS = 250_000  # how often all walks of one bucket may look at a pile: about half a second
+BISECTIONS = 12  # steps between the longest length that was too short and the shortest that was enough
 HOPELESS_TRIES = 8  # the search ends after so many lengths in a row at which some parameter fits nowhere
 
 
@@ -83,7 +84,8 @@ def _arrange(sizes: tuple[ParamSize, ...], degree: int, multiple: int) -> Arrang
     if not any(cuts_an_atom(start, *size, plain.shard_numel) for size, start in zip(sizes, plain.starts, strict=True)):
         return plain._replace(starts=tuple(plain.starts))
     best = Arrangement(*stack_whole([size.numel for size in sizes], [0] * degree, math.lcm(PARAM_ALIGNMENT, multiple)))
-    best = _search(sizes, degree, multiple, best)
+    aligned = _in_aligned_order(sizes, degree, multiple, best.shard_numel)
+    best = _search(sizes, degree, multiple, best if aligned is None else aligned)
     return best._replace(starts=tuple(best.starts))
 
 
@@ -117,6 +119,24 @@ def _in_order(sizes: Sequence[ParamSize], degree: int, multiple: int) -> Arrange
     return Arrangement(starts, max(round_up(-(-position // degree), multiple), multiple))
 
 
+def _in_aligned_order(sizes: Sequence[ParamSize], degree: int, multiple: int, below: int) -> Arrangement | None:
+    """The given order, each parameter at a multiple of its atom, and a shard that is a multiple of every atom.
+
+    None: such a shard is not shorter than ``below``.
+    """
+    common = multiple
+    for size in sizes:
+        common = math.lcm(common, size.atom)
+        if common >= below:
+            return None
+    starts, position = [], 0
+    for size in sizes:
+        starts.append(round_up(position, math.lcm(size.atom, PARAM_ALIGNMENT)))
+        position = starts[-1] + size.numel
+    shard_numel = round_up(-(-position // degree), common)
+    return Arrangement(starts, shard_numel) if shard_numel < below else None
+
+
 # ---- The search: the shortest shards. ----
 
 
@@ -125,19 +145,12 @@ def _search(sizes: Sequence[ParamSize], degree: int, multiple: int, best: Arrang
     cost = len(sizes) * min(MAX_PILES, len(piles_of(sizes)))  # looks of one walk
     walks = max(MAX_LOOKS // cost, 4)
     for low, high, forced in _stretches(sizes, _least(sizes, degree), multiple, best.shard_numel):
+        if round_up(low, forced) >= min(high, best.shard_numel):
+            continue
         for common in _moduli(sizes, forced, best.shard_numel):
-            shard_numel, hopeless = round_up(low, common), 0
-            while shard_numel < min(high, best.shard_numel) and walks and hopeless < HOPELESS_TRIES:
-                walks -= 1
-                walked = walk(sizes, shard_numel)
-                if walked is None:
-                    hopeless, needed = hopeless + 1, 0
-                elif walked.end <= shard_numel * degree:
-                    best = Arrangement(walked.starts, shard_numel)
-                    break
-                else:
-                    hopeless, needed = 0, -(-walked.end // degree)
-                shard_numel = round_up(max(needed, shard_numel + 1), common)
+            trial = _Trial(sizes, degree, common, walks)
+            best = trial.shortest(low, min(high, best.shard_numel)) or best
+            walks = trial.walks
         if best.shard_numel < high:
             break  # all later stretches have longer shards
     return best
@@ -172,3 +185,41 @@ def _moduli(sizes: Sequence[ParamSize], forced: int, end: int) -> list[int]:
     for atom in sorted(elements, key=lambda atom: (-elements[atom], atom))[:2]:
         moduli.append(math.lcm(moduli[-1], atom))
     return list(dict.fromkeys(modulus for modulus in moduli if modulus < end))
+
+
+class _Trial:
+    """Tries lengths that are multiples of one number, as long as walks are left."""
+
+    def __init__(self, sizes: Sequence[ParamSize], degree: int, common: int, walks: int) -> None:
+        self.walks = walks
+        self._sizes = sizes
+        self._degree = degree
+        self._common = common
+        self._extent: int | None = None
+
+    def shortest(self, low: int, high: int) -> Arrangement | None:
+        """The arrangement with the shortest shards found in low <= length < high; None: no length was enough."""
+        found, too_short = None, low - 1
+        shard_numel, hopeless = round_up(low, self._common), 0
+        while found is None and shard_numel < high and self.walks and hopeless < HOPELESS_TRIES:
+            found = self._try(shard_numel)
+            if found is None:
+                too_short = shard_numel
+                hopeless = hopeless + 1 if self._extent is None else 0
+                needed = -(-(self._extent or 0) // self._degree)
+                shard_numel = round_up(max(needed, shard_numel + 1), self._common)
+        for _ in range(BISECTIONS):
+            if found is None:
+                break
+            middle = round_up((too_short + found.shard_numel) // 2, self._common)
+            if not too_short < middle < found.shard_numel or not self.walks:
+                break
+            shorter = self._try(middle)
+            found, too_short = (found, middle) if shorter is None else (shorter, too_short)
+        return found
+
+    def _try(self, shard_numel: int) -> Arrangement | None:
+        self.walks -= 1
+        walked = walk(self._sizes, shard_numel)
+        self._extent = None if walked is None else walked[1]
+        return Arrangement(walked[0], shard_numel) if walked and walked[1] <= shard_numel * self._degree else None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .cut import PARAM_ALIGNMENT, round_up
 
-__all__ = ["MAX_PILES", "ParamSize", "Walked", "piles_of", "walk"]
+__all__ = ["MAX_PILES", "ParamSize", "piles_of", "walk"]
 
 MAX_PILES = 16  # each step of the walk looks at so many of the coarsest atoms
 
@@ -52,16 +52,8 @@ def piles_of(sizes: Sequence[ParamSize]) -> dict[int, _Pile]:
     return dict(sorted(piles.items(), key=lambda entry: -(entry[0] or math.inf)))
 
 
-class Walked(NamedTuple):
-    """Where ``walk`` has placed the parameters."""
-
-    starts: list[int]
-    end: int
-    """End of the last parameter."""
-
-
-def walk(sizes: Sequence[ParamSize], shard_numel: int) -> Walked | None:
-    """Place all parameters. None: some parameter fits nowhere.
+def walk(sizes: Sequence[ParamSize], shard_numel: int) -> tuple[list[int], int] | None:
+    """Place all parameters; returns their starts, and the end of the last one. None: some parameter fits nowhere.
 
     ``walk`` takes as many shards of ``shard_numel`` elements as it needs.
     """
@@ -91,7 +83,7 @@ def walk(sizes: Sequence[ParamSize], shard_numel: int) -> Walked | None:
         position = best.start + best.pile.numels.pop(best.at)
         if not best.pile.numels and best.pile is not free:
             coarse = [pile for pile in coarse if pile.numels]
-    return Walked(starts, position)
+    return starts, position
 
 
 def _soonest(pile: _Pile, first: int, shard_numel: int) -> _Option | None:
