@@ -8,13 +8,10 @@ gathers anew.
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..ddp.collectives.timeline import Observer
-from ..ddp.gathers.gathered_models import GatheredModel
 from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks, counted_steps
 from ..ddp.optimizer.param_groups import is_fused
 from ..ddp.torch_grads.sharded_grad import step_ended
@@ -61,6 +58,8 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
     On CPUs operations are recorded and run again in place of a CUDA graph: slower than eager, for tests.
     """
 
+    variant_type = Variant
+
     def __init__(
         self,
         train_step: Callable[P, T],
@@ -88,25 +87,12 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
             optimizer,
             model,
             self._shards,
+            root.gathers,
+            root.units[0].grid.size,
             root.device,
             num_warmup_steps=num_warmup_steps,
             max_graphs=max_graphs,
         )
-
-    @property
-    def _gathers(self) -> GatheredModel:
-        return self._root.gathers
-
-    @property
-    def _observer(self) -> Observer:
-        return self._root.observer
-
-    @property
-    def _num_ranks(self) -> int:
-        return self._root.units[0].grid.size
-
-    def _new_variant(self, call: Any) -> Variant:
-        return Variant(call, self._device, self._pool)
 
     def _hooks(self) -> list[Hashable]:
         with DisableTorchFunctionSubclass():
@@ -122,7 +108,7 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
     def _check_startable(self, *, known: bool) -> None:
         root = self._root
         check_graphable(root, self._optimizer)
-        super()._check_startable(known=known)
+        self._check_observed(root.observer)
         if not root.sync:
             raise RuntimeError(f"{self._name}: no_sync() around the graphed step; open it in the function")
         held = next((unit.label for unit in root.units if unit.num_unshards), None)

@@ -24,6 +24,7 @@ from torch import Tensor
 __all__ = [
     "HAS_TRITON",
     "TESTED_TORCH",
+    "adjacent_columns",
     "device_of",
     "on_first_use",
     "private_name",
@@ -159,3 +160,8 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
+
+
+def adjacent_columns(tensor: Tensor) -> Tensor:
+    """The tensor, copied unless its columns are adjacent; rows may have any stride."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

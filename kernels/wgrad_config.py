@@ -32,30 +32,20 @@ class WgradConfig(NamedTuple):
 
 
 WGRAD_CANDIDATES = (
-    WgradConfig(128, 256, 64, 8, 4, tma=True, reduce=True, parts=2, group=8),
     WgradConfig(128, 256, 64, 8, 4, tma=True, reduce=True, parts=2, group=16),
     WgradConfig(128, 256, 64, 8, 4, tma=True, parts=2, group=16),
     WgradConfig(128, 256, 64, 8, 3, tma=True, reduce=True, parts=4, persistent=1),
-    WgradConfig(128, 256, 64, 8, 3, tma=True, parts=4, persistent=1),
-    WgradConfig(256, 128, 64, 8, 3, tma=True, reduce=True, parts=4, persistent=1),
     WgradConfig(128, 128, 64, 4, 3, tma=True, parts=2, persistent=2),
-    WgradConfig(128, 128, 64, 8, 4, tma=True, reduce=True, parts=2, persistent=1),
-    WgradConfig(128, 128, 32, 4, 4, tma=True, parts=1, group=8, max_registers=168),
-    WgradConfig(128, 128, 32, 4, 4, tma=True, parts=2, group=8, max_registers=168),
-    WgradConfig(128, 128, 32, 4, 4, tma=True, parts=4, group=8, max_registers=168),
-    WgradConfig(128, 128, 32, 4, 4, tma=True, parts=4, group=16, max_registers=168),
-    WgradConfig(128, 128, 64, 4, 3, tma=True, parts=2, group=8),
-    WgradConfig(128, 128, 64, 8, 3, tma=True, parts=2, group=8),
-    WgradConfig(128, 128, 32, 4, 4, parts=4, group=8, max_registers=168),
-    WgradConfig(128, 128, 64, 8, 3, parts=2, group=8, max_registers=128),
-    WgradConfig(128, 128, 64, 4, 3, parts=2, group=8),
-    WgradConfig(128, 256, 64, 8, 4, parts=2, group=8),
-    WgradConfig(64, 128, 32, 4, 4, parts=2, group=8, max_registers=96),
+    WgradConfig(128, 128, 32, 4, 4, tma=True, max_registers=168),
+    WgradConfig(128, 128, 32, 4, 4, tma=True, parts=4, max_registers=168),
+    WgradConfig(128, 128, 64, 8, 3, tma=True, parts=2),
+    WgradConfig(128, 128, 32, 4, 4, parts=4, max_registers=168),
+    WgradConfig(64, 128, 32, 4, 4, parts=2, max_registers=96),
     WgradConfig(64, 128, 32, 4, 4, tma=True, parts=2, group=16, max_registers=96),
-    WgradConfig(64, 128, 64, 4, 3, parts=2, group=16, max_registers=128),
 )
+"""Each is the fastest of 21 for a shape of ``tuned.csv``, or the default of one."""
 
-SCALED_WGRAD_CONFIG = WgradConfig(64, 128, 128, 4, 3, tma=True, parts=2, group=8)
+SCALED_WGRAD_CONFIG = WgradConfig(64, 128, 128, 4, 3, tma=True, parts=2)
 """For quantised operands: the fastest of those measured (H200; 8 experts of 2,048 rows, 64 of 512). Larger tiles need
 more registers than a thread has."""
 

@@ -7,7 +7,7 @@ must be replayed in the order in which they were captured, since memory that is 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,16 +16,6 @@ from ..torch_internals import end_allocations
 from .recorded import RecordedGraph
 
 __all__ = ["CapturedGraph", "GraphPool"]
-
-
-class _Graph(Protocol):
-    """A CUDA graph, or the CPU's stand-in."""
-
-    def replay(self) -> None:
-        """Run the captured work again, on the current stream."""
-
-    def reset(self) -> None:
-        """Free the graph."""
 
 
 class GraphPool:
@@ -69,7 +59,7 @@ class CapturedGraph:
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
-        self._graph: _Graph | None = None
+        self._graph: torch.cuda.CUDAGraph | RecordedGraph | None = None
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -78,15 +68,19 @@ class CapturedGraph:
         If the block raises, the capture ends, its memory returns to the pool, and the error goes on. Errors of the
         device about operations that cannot be captured get a note that says what they mean.
         """
-        with capturing():
-            if self._pool.stream is None:
-                recorded = RecordedGraph()
-                with recorded.recording():
-                    yield
-                self._graph = recorded
-            else:
-                with self._capture_cuda(self._pool.stream):
-                    yield
+        torch.clear_autocast_cache()  # casts made before would be read at replays, after their parameters have changed
+        try:
+            with capturing(), self._recorded() if self._pool.stream is None else self._capture_cuda(self._pool.stream):
+                yield
+        finally:
+            torch.clear_autocast_cache()
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        recorded = RecordedGraph()
+        with recorded.recording():
+            yield
+        self._graph = recorded
 
     @contextmanager
     def _capture_cuda(self, stream: torch.cuda.Stream) -> Iterator[None]:

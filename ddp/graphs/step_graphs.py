@@ -53,10 +53,15 @@ class StepGraphs(ABC, Generic[P, T, V]):
     optimizer         the one optimizer that steps in it
     module            its modes, hooks, buffers and parameters decide which graph serves a call
     params            its trained parameters, whose hooks do so too
+    gathers           those of its parameters
+    num_ranks         whose collectives are captured
     device            a CUDA device with an index, or the CPU
     num_warmup_steps  eager calls of each kind before its capture
     max_graphs        of kinds of calls
     """
+
+    variant_type: type[V]
+    """What a subclass keeps of each kind of call."""
 
     def __init__(
         self,
@@ -64,6 +69,8 @@ class StepGraphs(ABC, Generic[P, T, V]):
         optimizer: Optimizer,
         module: nn.Module,
         params: Sequence[Tensor],
+        gathers: GatheredModel,
+        num_ranks: int,
         device: torch.device,
         *,
         num_warmup_steps: int,
@@ -74,6 +81,8 @@ class StepGraphs(ABC, Generic[P, T, V]):
         self._train_step = train_step
         self._module = module
         self._params = params
+        self._gathers = gathers
+        self._num_ranks = num_ranks
         self._device = device
         self._num_warmup_steps = num_warmup_steps
         self._max_graphs = max_graphs
@@ -136,7 +145,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
                 f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs from the "
                 f"last of them in {self._difference(key)}; or raise max_graphs"
             )
-        variant = self._variants[key] = self._new_variant(call)
+        variant = self._variants[key] = self.variant_type(call, self._device, self._pool)
         return variant
 
     def _difference(self, key: tuple[Any, ...]) -> str:
@@ -163,7 +172,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
 
     def _capture(self, variant: V) -> None:
         check_memory_settings(self._device, self._num_ranks)
-        torch.clear_autocast_cache()  # casts made before would be read at replays, after their parameters have changed
         try:
             with (
                 self._captured(variant),
@@ -178,8 +186,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
             variant.graph.reset()
             self._capture_failed()
             raise
-        finally:
-            torch.clear_autocast_cache()
         self._end_capture(variant)
         if variant.graph.ran:
             self._finish_replay(variant)
@@ -226,19 +232,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
 
     # ---- What a subclass says of its wrapper. ----
 
-    @property
-    @abstractmethod
-    def _gathers(self) -> GatheredModel:
-        """Those of the trained model."""
-
-    @property
-    @abstractmethod
-    def _num_ranks(self) -> int:
-        """Ranks whose collectives are captured."""
-
-    @abstractmethod
-    def _new_variant(self, call: Any) -> V: ...
-
     def _begin_call(self) -> None:
         """Before a graph is looked for."""
 
@@ -246,19 +239,18 @@ class StepGraphs(ABC, Generic[P, T, V]):
         """Hooks of the wrapper's own that are called in an iteration."""
         return ()
 
-    @property
     @abstractmethod
-    def _observer(self) -> Observer:
-        """The trained model's observer."""
-
     def _check_startable(self, *, known: bool) -> None:
         """Raise where an eager iteration would raise, and where this one would not start as the captured one did.
 
         known  a call in the same surroundings was captured: its parameters were checked
         """
+
+    def _check_observed(self, observer: Observer) -> None:
+        """Raise where gradients are disabled, or ``observer``, the trained model's, records."""
         if not torch.is_grad_enabled():
             raise RuntimeError(f"{self._name}: gradients are disabled around the graphed step")
-        if self._observer.recording:
+        if observer.recording:
             raise RuntimeError(
                 f"{self._name}: record_timeline() around a graphed step would record its capture; record eager steps"
             )

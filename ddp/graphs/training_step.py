@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.timeline import Observer
-from ..gathers.gathered_models import GatheredModel
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..optimizer.param_groups import is_fused
 from ..optimizer.param_sync import CapturedUpdates
@@ -88,6 +86,8 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
     On CPUs operations are recorded and run again in place of a CUDA graph: slower than eager, for tests.
     """
 
+    variant_type = _Variant
+
     def __init__(
         self,
         train_step: Callable[P, T],
@@ -103,6 +103,8 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
             optimizer,
             model,
             [entry.owned.param for entry in model.bucket_params],
+            optimizer.param_sync,
+            model.grids["dense"].size,
             model.device,
             num_warmup_steps=num_warmup_steps,
             max_graphs=max_graphs,
@@ -111,21 +113,6 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         self._optimizer = optimizer
         self._num_loads = optimizer.num_loads
         self._trained = {id(entry.owned.param) for entry in model.bucket_params}
-
-    @property
-    def _gathers(self) -> GatheredModel:
-        return self._optimizer.param_sync
-
-    @property
-    def _observer(self) -> Observer:
-        return self._model.observer
-
-    @property
-    def _num_ranks(self) -> int:
-        return self._model.grids["dense"].size
-
-    def _new_variant(self, call: Any) -> _Variant:
-        return _Variant(call, self._device, self._pool)
 
     def _begin_call(self) -> None:
         """Capture anew where the state that was loaded since may have no momentum, and dampening makes a first step
@@ -138,7 +125,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
     def _check_startable(self, *, known: bool) -> None:
         model, optimizer = self._model, self._optimizer
         check_graphable(model, optimizer)
-        super()._check_startable(known=known)
+        self._check_observed(model.observer)
         if not model.is_clear:
             raise RuntimeError(
                 f"{self._name}: an iteration has begun outside of the graphed step: call model.zero_grad() "

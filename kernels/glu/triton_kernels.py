@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compat import device_of
+from ..compat import adjacent_columns, device_of
 from .reference import GELU_CUBE, GELU_SLOPE, Glu
 
 __all__ = [
@@ -50,35 +50,31 @@ def _value_and_slope(gate: tl.tensor, alpha: tl.tensor, FUNCTION: tl.constexpr) 
 
 
 @triton.jit
-def _clamped(
-    gate: tl.tensor, linear: tl.tensor, limit: tl.tensor, offset: tl.tensor, CLAMPED: tl.constexpr
-) -> tl.tensor:
-    """Clamped g and l, and masks of the elements that were not clamped. The comparisons keep NaN."""
-    gate_free = gate <= limit
-    linear_free = tl.abs(linear) <= limit
-    if CLAMPED:
+def _clamped(gate: tl.tensor, linear: tl.tensor, limit: tl.tensor, offset: tl.tensor) -> tl.tensor:
+    """g and l after clamping, where there is a limit. The comparisons keep NaN."""
+    if limit is not None:
         gate = tl.where(gate > limit, limit, gate)
         linear = tl.where(linear > limit, limit, tl.where(linear < -limit, -limit, linear)) + offset
-    return gate, linear, gate_free, linear_free
+    return gate, linear
 
 
 @triton.jit
 def _scaled_glu_kernel(
     h: tl.tensor, probs: tl.tensor, out: tl.tensor, T: tl.tensor, F: tl.tensor, stride_h: tl.tensor,
     alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
-    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
+    FUNCTION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes BLOCK_T rows and BLOCK_F features."""
+    """A program computes BLOCK_T rows and BLOCK_F features. probs and limit may be None."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (row < T)[:, None] & (column < F)[None, :]
     at = h + row[:, None] * stride_h + column[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
     linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-    gate, linear, _, _ = _clamped(gate, linear, limit, offset, CLAMPED)
+    gate, linear = _clamped(gate, linear, limit, offset)
     value, _ = _value_and_slope(gate, alpha, FUNCTION)
     value = value * linear
-    if SCALED:
+    if probs is not None:
         value = value * tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]
     tl.store(out + row[:, None] * F + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
@@ -88,11 +84,11 @@ def _scaled_glu_backward_kernel(
     da: tl.tensor, h: tl.tensor, probs: tl.tensor, dh: tl.tensor, dprobs: tl.tensor, T: tl.tensor, F: tl.tensor,
     stride_da: tl.tensor, stride_h: tl.tensor,
     alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
-    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
+    FUNCTION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program computes BLOCK_T whole rows, so that the sum over features stays in registers."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    if SCALED:
+    if probs is not None:
         p = tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]  # [BLOCK_T, 1]
         sums = tl.zeros((BLOCK_T, BLOCK_F), dtype=tl.float32)
     for start in range(0, F, BLOCK_F):
@@ -100,22 +96,22 @@ def _scaled_glu_backward_kernel(
         mask = (row < T)[:, None] & (column < F)[None, :]
         upstream = tl.load(da + row[:, None] * stride_da + column[None, :], mask=mask, other=0.0).to(tl.float32)
         at = h + row[:, None] * stride_h + column[None, :]
-        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-        linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-        gate, linear, gate_free, linear_free = _clamped(gate, linear, limit, offset, CLAMPED)
+        raw_gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+        raw_linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+        gate, linear = _clamped(raw_gate, raw_linear, limit, offset)
         value, slope = _value_and_slope(gate, alpha, FUNCTION)
-        if SCALED:
+        if probs is not None:
             sums += upstream * value * linear
             upstream = upstream * p
         dgate = upstream * linear * slope
         dlinear = upstream * value
-        if CLAMPED:  # NaN was not clamped
-            dgate = tl.where(gate_free | (gate != gate), dgate, 0.0)
-            dlinear = tl.where(linear_free | (linear != linear), dlinear, 0.0)
+        if limit is not None:  # NaN was not clamped
+            dgate = tl.where(raw_gate > limit, 0.0, dgate)
+            dlinear = tl.where(tl.abs(raw_linear) > limit, 0.0, dlinear)
         to = dh + row[:, None] * (2 * F) + column[None, :]
         tl.store(to, dgate.to(dh.dtype.element_ty), mask=mask)
         tl.store(to + F, dlinear.to(dh.dtype.element_ty), mask=mask)
-    if SCALED:
+    if probs is not None:
         tl.store(dprobs + row, tl.sum(sums, axis=1), mask=row < T)
 
 
@@ -125,13 +121,12 @@ def scaled_glu_triton(h: Tensor, probs: Tensor | None, glu: Glu) -> Tensor:
     out = h.new_empty(rows, features)
     if not out.numel():
         return out
-    h, probs = _adjacent(h), None if probs is None else _adjacent(probs)
+    h, probs = adjacent_columns(h), None if probs is None else probs.contiguous()
     block_t, block_f = _tile(features)
     with device_of(h):
         _scaled_glu_kernel[(triton.cdiv(rows, block_t), triton.cdiv(features, block_f))](
-            h, probs, out, rows, features, h.stride(0), *_glu_numbers(glu),
-            FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
-            BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
+            h, probs, out, rows, features, h.stride(0), glu.alpha, glu.limit, glu.offset,
+            FUNCTION=glu.function, BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
         )  # fmt: skip
     return out
 
@@ -143,13 +138,12 @@ def scaled_glu_backward_triton(da: Tensor, h: Tensor, probs: Tensor | None, glu:
     dprobs = None if probs is None else h.new_empty(rows, dtype=torch.float32)
     if not dh.numel():
         return dh, None if dprobs is None else dprobs.zero_()
-    da, h, probs = _adjacent(da), _adjacent(h), None if probs is None else _adjacent(probs)
+    da, h, probs = adjacent_columns(da), adjacent_columns(h), None if probs is None else probs.contiguous()
     block_t, block_f = _tile(features)
     with device_of(h):
         _scaled_glu_backward_kernel[(triton.cdiv(rows, block_t),)](
-            da, h, probs, dh, dprobs, rows, features, da.stride(0), h.stride(0), *_glu_numbers(glu),
-            FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
-            BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
+            da, h, probs, dh, dprobs, rows, features, da.stride(0), h.stride(0), glu.alpha, glu.limit, glu.offset,
+            FUNCTION=glu.function, BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
         )  # fmt: skip
     return dh, dprobs
 
@@ -161,13 +155,3 @@ def _tile(features: int) -> tuple[int, int]:
     fitting = [block for block in blocks if triton.cdiv(features, block) * block <= 1.1 * features]
     block_f = fitting[0] if fitting else blocks[-1]
     return max(1, _TILE // max(block_f, 64)), block_f
-
-
-def _glu_numbers(glu: Glu) -> tuple[float, float, float]:
-    """alpha, limit and offset as kernel arguments."""
-    return glu.alpha, 0.0 if glu.limit is None else glu.limit, glu.offset
-
-
-def _adjacent(tensor: Tensor) -> Tensor:
-    """The tensor with adjacent columns; rows may have any stride."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

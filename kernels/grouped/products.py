@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..compat import HAS_TRITON, runs_on_triton
+from ..compat import HAS_TRITON, adjacent_columns, runs_on_triton
 from ..experts import PerExpert
 from ..tuning import Problem, gpu_name, tuned_config
 from .reference import (
@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 _Config = TypeVar("_Config")
+_Default = TypeVar("_Default")
 
 
 def group_offsets(splits: Tensor) -> Tensor:
@@ -81,9 +82,33 @@ def grouped_linear(
     Sums over K, scale and bias are computed in fp32, and rounded once. Raises ``ValueError`` for shapes that do not
     match and ``TypeError`` for operands of different dtypes.
     """
+    op = "grouped_dgrad" if transposed else "grouped_linear"
     if bias_scale is not None and bias is None:
-        raise ValueError("grouped_linear got a bias_scale and no bias")
-    return _product("grouped_linear", x, weights, offsets, out, transposed=transposed, bias=bias, bias_scale=bias_scale)
+        raise ValueError(f"{op} got a bias_scale and no bias")
+    n, k = _shape_of_weights(op, x, weights, offsets, contracted=int(not transposed))
+    features = k if transposed else n
+    _check_per_expert(op, "bias", bias, offsets, (features,), x.dtype)
+    _check_rows(op, "bias_scale", bias_scale, (x.shape[0],))
+    if out is None:
+        out = x.new_empty(x.shape[0], features)
+    else:
+        _check_written(op, "out", out, (x.shape[0], features), x, x.dtype)
+    if not runs_on_triton(op, x):
+        if transposed:
+            weights = [weight.t() for weight in weights]
+        grouped_linear_reference(x, weights, offsets, out, bias=bias, bias_scale=bias_scale)
+        return out
+    grouped_gemm_triton(
+        adjacent_columns(x),
+        alike(weights),
+        offsets,
+        out,
+        config_of(GemmConfig, default_gemm_config, x.device, x.dtype, op, len(weights), x.shape[0], n, k),
+        transposed=not transposed,
+        bias=None if bias is None else alike(bias),
+        bias_scale=None if bias_scale is None else bias_scale.contiguous(),
+    )
+    return out
 
 
 def grouped_dgrad(dy: Tensor, weights: PerExpert, offsets: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -96,7 +121,7 @@ def grouped_dgrad(dy: Tensor, weights: PerExpert, offsets: Tensor, *, out: Tenso
     out      [T, K]                      written and returned
     =======  ==========================  ========================
     """
-    return _product("grouped_dgrad", dy, weights, offsets, out, transposed=True)
+    return grouped_linear(dy, weights, offsets, out=out, transposed=True)
 
 
 def grouped_wgrad_accumulate(
@@ -131,12 +156,17 @@ def grouped_wgrad_accumulate(
         raise ValueError(f"{op} got {len(overwrite)} overwrite bits for {num_experts} experts")
     for expert, grad in enumerate(main_grads[:1] if isinstance(main_grads, Tensor) else main_grads):
         if grad is not None:
-            _check_main_grad(op, expert, grad, dy, x)
-    if runs_on_triton(op, dy):
-        _wgrad(dy, x, main_grads, offsets, overwrite)
-    else:
-        bits = [overwrite] * num_experts if isinstance(overwrite, bool) else overwrite
+            shape = dy.shape[1], x.shape[1]
+            _check_written(op, f"main_grad of expert {expert}", grad, shape, dy, torch.float32, dy.dtype)
+    bits = [overwrite] * num_experts if isinstance(overwrite, bool) else overwrite
+    if not runs_on_triton(op, dy):
         grouped_wgrad_accumulate_reference(dy, x, list(main_grads), offsets, bits)
+        return
+    tuned = "grouped_wgrad_overwrite" if all(bits) else op
+    sizes = num_experts, dy.shape[0], dy.shape[1], x.shape[1]
+    config = config_of(WgradConfig, default_wgrad_config, dy.device, dy.dtype, tuned, *sizes)
+    for here in by_layout(main_grads):
+        grouped_wgrad_triton(adjacent_columns(dy), adjacent_columns(x), here, offsets, overwrite, config)
 
 
 def grouped_bias_grad(
@@ -165,57 +195,6 @@ def grouped_scale_grad(dy: Tensor, bias: PerExpert, offsets: Tensor) -> Tensor:
 # ---- Kernels. ----
 
 
-def _product(
-    name: str,
-    x: Tensor,
-    weights: PerExpert,
-    offsets: Tensor,
-    out: Tensor | None,
-    *,
-    transposed: bool,
-    bias: PerExpert | None = None,
-    bias_scale: Tensor | None = None,
-) -> Tensor:
-    """``grouped_linear``; ``name`` is the caller's, for errors."""
-    n, k = _shape_of_weights(name, x, weights, offsets, contracted=int(not transposed))
-    features = k if transposed else n
-    _check_per_expert(name, "bias", bias, offsets, (features,), x.dtype)
-    _check_rows(name, "bias_scale", bias_scale, (x.shape[0],))
-    out = _output(name, out, x, features)
-    if not runs_on_triton(name, x):
-        if transposed:
-            weights = [weight.t() for weight in weights]
-        grouped_linear_reference(x, weights, offsets, out, bias=bias, bias_scale=bias_scale)
-        return out
-    op = "grouped_dgrad" if transposed else "grouped_linear"
-    grouped_gemm_triton(
-        adjacent_columns(x),
-        alike(weights),
-        offsets,
-        out,
-        _config(GemmConfig, default_gemm_config, x.device, x.dtype, op, len(weights), x.shape[0], n, k),
-        transposed=not transposed,
-        bias=None if bias is None else alike(bias),
-        bias_scale=None if bias_scale is None else bias_scale.contiguous(),
-    )
-    return out
-
-
-def _wgrad(
-    dy: Tensor,
-    x: Tensor,
-    main_grads: Tensor | Sequence[Tensor | None],
-    offsets: Tensor,
-    overwrite: bool | Sequence[bool],
-) -> None:
-    adds = not overwrite if isinstance(overwrite, bool) else not all(overwrite)
-    op = "grouped_wgrad_accumulate" if adds else "grouped_wgrad_overwrite"
-    shape = len(main_grads), dy.shape[0], dy.shape[1], x.shape[1]
-    config = _config(WgradConfig, default_wgrad_config, dy.device, dy.dtype, op, *shape)
-    for here in by_layout(main_grads):
-        grouped_wgrad_triton(adjacent_columns(dy), adjacent_columns(x), here, offsets, overwrite, config)
-
-
 def by_layout(main_grads: Tensor | Sequence[Tensor | None]) -> Iterator[Tensor | list[Tensor | None]]:
     """The accumulators of one row stride and dtype, for a launch of their own; nearly always these are all."""
     if isinstance(main_grads, Tensor):
@@ -228,9 +207,9 @@ def by_layout(main_grads: Tensor | Sequence[Tensor | None]) -> Iterator[Tensor |
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(
+def config_of(
     kind: Callable[..., _Config],
-    default: Callable[[torch.dtype, tuple[int, int] | None, float], _Config],
+    default: Callable[[torch.dtype, tuple[int, int] | None, float], _Default],
     device: torch.device,
     dtype: torch.dtype,
     op: str,
@@ -238,15 +217,12 @@ def _config(
     rows: int,
     n: int,
     k: int,
-) -> _Config:
+) -> _Config | _Default:
+    """The configuration that was measured for this shape or a near one, or ``default`` of dtype, capability, rows."""
     # fp16 takes the same time as bf16, and tables have bf16 only.
     name = "bfloat16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
     found = tuned_config(gpu_name(device), Problem(op, name, experts, rows, n, k))
     return kind(**found) if isinstance(found, dict) else default(dtype, capability_of(device), rows / experts)
-
-
-def adjacent_columns(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def alike(tensors: PerExpert) -> PerExpert:
@@ -280,15 +256,6 @@ def _check_operands(op: str, dy: Tensor, x: Tensor) -> None:
         raise TypeError(f"{op} needs dy and x of one dtype; got {dy.dtype} and {x.dtype}")
 
 
-def _check_main_grad(op: str, expert: int, grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    shape = (dy.shape[1], x.shape[1])
-    if grad.shape != shape or (grad.stride(-1) != 1 and grad.numel()) or grad.dtype not in (torch.float32, dy.dtype):
-        raise ValueError(
-            f"{op}: main_grad of expert {expert} must be {shape} with adjacent columns, fp32 or {dy.dtype}; got shape "
-            f"{tuple(grad.shape)}, stride {tuple(grad.stride())}, {grad.dtype}"
-        )
-
-
 def _check_per_expert(
     op: str,
     name: str,
@@ -313,13 +280,12 @@ def _check_rows(op: str, name: str, given: Tensor | None, shape: tuple[int, ...]
         raise ValueError(f"{op} needs {name} {shape}; got {tuple(given.shape)}")
 
 
-def _output(op: str, out: Tensor | None, x: Tensor, features: int) -> Tensor:
-    shape = (x.shape[0], features)
-    if out is None:
-        return x.new_empty(shape)
-    if out.shape != shape or out.dtype is not x.dtype or out.device != x.device or (out.stride(1) != 1 < out.numel()):
+def _check_written(
+    op: str, name: str, given: Tensor, shape: tuple[int, int], beside: Tensor, *dtypes: torch.dtype
+) -> None:
+    is_apart = given.dim() == 2 and given.stride(1) != 1 < given.numel()
+    if given.shape != shape or is_apart or given.dtype not in dtypes or given.device != beside.device:
         raise ValueError(
-            f"{op}: out must be {shape} with adjacent columns, {x.dtype} on {x.device}; got {tuple(out.shape)}, stride "
-            f"{out.stride()}, {out.dtype} on {out.device}"
+            f"{op}: {name} must be {shape} with adjacent columns, {' or '.join(map(str, dict.fromkeys(dtypes)))} on "
+            f"{beside.device}; got {tuple(given.shape)}, stride {given.stride()}, {given.dtype} on {given.device}"
         )
-    return out

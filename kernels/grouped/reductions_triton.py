@@ -11,15 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compat import device_of
+from ..compat import adjacent_columns, device_of
 
 __all__ = ["MAX_EXPERTS_OF_ONE_LAUNCH", "group_offsets_triton", "grouped_bias_grad_triton", "grouped_scale_grad_triton"]
 
 MAX_EXPERTS_OF_ONE_LAUNCH = 1024
 """Largest number of splits for ``group_offsets_triton``, which is one program; beyond, a parallel scan is faster."""
-
-_BLOCK_E = 256
-"""Number of offsets per step of a search."""
 
 
 @triton.jit
@@ -35,7 +32,7 @@ def _group_offsets_kernel(splits: tl.tensor, offsets: tl.tensor, E: tl.tensor, B
 def _bias_grad_chunks_kernel(
     dy: tl.tensor, scale: tl.tensor, offsets: tl.tensor, partials: tl.tensor,
     T: tl.tensor, N: tl.tensor, E: tl.tensor, stride_dy: tl.tensor,
-    SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
     """Sum CHUNK rows, separately for each expert among them.
 
@@ -49,13 +46,10 @@ def _bias_grad_chunks_kernel(
     start = chunk * CHUNK
     end = tl.minimum(tl.minimum(start + CHUNK, T), total)
     # The expert of a row is the number of experts that end before it: for the first and the last row.
-    first = tl.zeros((), dtype=tl.int32)
-    last = tl.zeros((), dtype=tl.int32)
-    for base in range(0, E, BLOCK_E):
-        index = base + tl.arange(0, BLOCK_E)
-        ends = tl.load(offsets + 1 + index, mask=index < E, other=2**31 - 1).to(tl.int64)  # [BLOCK_E]
-        first += tl.sum(((ends <= start) & (index < E)).to(tl.int32), axis=0)
-        last += tl.sum(((ends < end) & (index < E)).to(tl.int32), axis=0)
+    index = tl.arange(0, BLOCK_E)
+    ends = tl.load(offsets + 1 + index, mask=index < E, other=2**31 - 1).to(tl.int64)  # [BLOCK_E]
+    first = tl.sum(((ends <= start) & (index < E)).to(tl.int32), axis=0)
+    last = tl.sum(((ends < end) & (index < E)).to(tl.int32), axis=0)
     for expert in range(first, tl.minimum(last + 1, E)):
         low = tl.maximum(tl.load(offsets + expert).to(tl.int64), start)
         high = tl.minimum(tl.load(offsets + expert + 1).to(tl.int64), end)
@@ -64,7 +58,7 @@ def _bias_grad_chunks_kernel(
             row = at + tl.arange(0, BLOCK_T)
             mask = (row < high)[:, None] & (column < N)[None, :]
             part = tl.load(dy + row[:, None] * stride_dy + column[None, :], mask=mask, other=0.0).to(tl.float32)
-            if SCALED:
+            if scale is not None:
                 part = part * tl.load(scale + row, mask=row < high, other=0.0).to(tl.float32)[:, None]
             sums += part
         tl.store(partials + (chunk + expert) * N + column, tl.sum(sums, axis=0), mask=(column < N) & (low < high))
@@ -97,12 +91,10 @@ def _scale_grad_kernel(
 ) -> None:  # fmt: skip
     """A program computes BLOCK_T rows, each with the bias of its expert; biases stay in cache."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    expert = tl.zeros((BLOCK_T,), dtype=tl.int32)
-    for base in range(0, E, BLOCK_E):
-        index = base + tl.arange(0, BLOCK_E)
-        ends = tl.load(offsets + 1 + index, mask=index < E, other=0).to(tl.int64)
-        before = (ends[None, :] <= row[:, None]) & (index < E)[None, :]  # [BLOCK_T, BLOCK_E]
-        expert += tl.sum(before.to(tl.int32), axis=1)
+    index = tl.arange(0, BLOCK_E)
+    ends = tl.load(offsets + 1 + index, mask=index < E, other=0).to(tl.int64)
+    before = (ends[None, :] <= row[:, None]) & (index < E)[None, :]  # [BLOCK_T, BLOCK_E]
+    expert = tl.sum(before.to(tl.int32), axis=1)
     filled = (row < T) & (expert < E)
     sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -134,7 +126,7 @@ def grouped_bias_grad_triton(dy: Tensor, offsets: Tensor, out: Tensor, *, scale:
     (rows, features), num_experts = dy.shape, out.shape[0]
     if not out.numel():
         return
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    dy = adjacent_columns(dy)
     scale = None if scale is None else scale.contiguous()
     chunk = _chunk(rows, num_experts)
     num_chunks = -(-rows // chunk)
@@ -145,7 +137,7 @@ def grouped_bias_grad_triton(dy: Tensor, offsets: Tensor, out: Tensor, *, scale:
         if num_chunks:
             _bias_grad_chunks_kernel[(num_chunks, columns)](
                 dy, scale, offsets, partials, rows, features, num_experts, dy.stride(0),
-                SCALED=scale is not None, CHUNK=chunk, BLOCK_T=32, BLOCK_N=block_n, BLOCK_E=_searched(num_experts),
+                CHUNK=chunk, BLOCK_T=32, BLOCK_N=block_n, BLOCK_E=triton.next_power_of_2(num_experts),
             )  # fmt: skip
         _bias_grad_kernel[(num_experts, columns)](
             partials, offsets, out, rows, features, CHUNK=chunk, BLOCK_S=16, BLOCK_N=block_n
@@ -158,14 +150,13 @@ def grouped_scale_grad_triton(dy: Tensor, bias: Tensor | Sequence[Tensor], offse
     bias = bias if isinstance(bias, Tensor) else torch.stack(tuple(bias))
     if not rows:
         return
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+    dy, bias = adjacent_columns(dy), adjacent_columns(bias)
     block_t = 16
     with device_of(dy):
         _scale_grad_kernel[(-(-rows // block_t),)](
             dy, bias, offsets, out, rows, features, bias.shape[0], dy.stride(0), bias.stride(0),
             BLOCK_T=block_t, BLOCK_N=min(128, triton.next_power_of_2(max(1, features))),
-            BLOCK_E=_searched(bias.shape[0]),
+            BLOCK_E=triton.next_power_of_2(bias.shape[0]),
         )  # fmt: skip
 
 
@@ -174,7 +165,3 @@ def _chunk(rows: int, num_experts: int) -> int:
     programs, so that fewer chunk sums pass through memory."""
     most = 256 if rows >= 32768 else 128
     return max(32, min(most, int(triton.next_power_of_2(max(1, rows // num_experts)))))
-
-
-def _searched(num_experts: int) -> int:
-    return min(_BLOCK_E, int(triton.next_power_of_2(num_experts)))

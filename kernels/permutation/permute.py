@@ -7,11 +7,11 @@ permutation of T k rows, so each row is written once: there are no atomic additi
 import torch
 from torch import Tensor
 
-from ..compat import HAS_TRITON, device_of, runs_on_triton
+from ..compat import HAS_TRITON, adjacent_columns, device_of, runs_on_triton
 from .reference import permute_rows_reference, unpermute_rows_reference
 
 if HAS_TRITON:
-    from .triton_kernels import permute_rows_triton, unpermute_rows_triton
+    from .triton_kernels import permute_triton
 
 __all__ = ["permute_rows", "unpermute_rows"]
 
@@ -28,12 +28,7 @@ def permute_rows(x: Tensor, row_id_map: Tensor) -> Tensor:
     Raises ``ValueError`` for shapes and dtypes that do not match.
     """
     _check("permute_rows", x, row_id_map, x.shape[0])
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    out = x.new_empty(row_id_map.numel(), x.shape[1])
-    run = permute_rows_triton if runs_on_triton("permute_rows", x) else permute_rows_reference
-    with device_of(x):
-        run(x, row_id_map.contiguous(), out)
-    return out
+    return _run("permute_rows", x, row_id_map, row_id_map.numel())
 
 
 def unpermute_rows(rows: Tensor, row_id_map: Tensor) -> Tensor:
@@ -48,11 +43,17 @@ def unpermute_rows(rows: Tensor, row_id_map: Tensor) -> Tensor:
     ``permute_rows`` and ``unpermute_rows`` are gradients of each other. Raises ``ValueError`` like ``permute_rows``.
     """
     _check("unpermute_rows", rows, row_id_map, rows.shape[0] // max(1, row_id_map.shape[-1]))
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    out = rows.new_empty(row_id_map.shape[0], rows.shape[1])
-    run = unpermute_rows_triton if runs_on_triton("unpermute_rows", rows) else unpermute_rows_reference
-    with device_of(rows):
-        run(rows, row_id_map.contiguous(), out)
+    return _run("unpermute_rows", rows, row_id_map, row_id_map.shape[0])
+
+
+def _run(op: str, source: Tensor, row_id_map: Tensor, length: int) -> Tensor:
+    inverse = op == "unpermute_rows"
+    out = source.new_empty(length, source.shape[1])
+    if runs_on_triton(op, source):
+        with device_of(source):
+            permute_triton(adjacent_columns(source), row_id_map.contiguous(), out, inverse=inverse)
+    else:
+        (unpermute_rows_reference if inverse else permute_rows_reference)(source, row_id_map, out)
     return out
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["permute_rows_triton", "unpermute_rows_triton"]
+__all__ = ["permute_triton"]
 
 _MAX_BLOCK = 2048
 """Features per program: 8 warps with 16 bytes of bf16 per thread."""
@@ -46,19 +46,10 @@ def _permute_kernel(
         tl.store(out + token * stride_out + column, values.to(out.dtype.element_ty), mask=inside)
 
 
-def permute_rows_triton(x: Tensor, row_id_map: Tensor, out: Tensor) -> None:
-    """See ``permute_rows``; adjacent columns, ``row_id_map`` contiguous."""
-    _launch(x, row_id_map, out, inverse=False)
-
-
-def unpermute_rows_triton(rows: Tensor, row_id_map: Tensor, out: Tensor) -> None:
-    """See ``unpermute_rows``; adjacent columns, ``row_id_map`` contiguous."""
-    _launch(rows, row_id_map, out, inverse=True)
-
-
-def _launch(source: Tensor, row_id_map: Tensor, out: Tensor, *, inverse: bool) -> None:
+def permute_triton(source: Tensor, row_id_map: Tensor, out: Tensor, *, inverse: bool) -> None:
+    """See ``permute_rows``, and ``unpermute_rows`` (``inverse``); adjacent columns, ``row_id_map`` contiguous."""
     (tokens, top_k), features = row_id_map.shape, out.shape[1]
-    if not tokens or not features:
+    if not out.numel():
         return
     block = min(_MAX_BLOCK, triton.next_power_of_2(features))
     _permute_kernel[(tokens, triton.cdiv(features, block))](

@@ -109,7 +109,7 @@ def _form_of(rows: QuantSpec | None, columns: QuantSpec | None) -> QuantSpec | N
 def quantized_like(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
     """Fakes of the tensors of a transposed copy: that of ``x.t()`` by ``spec``, for a fake x [R, C]."""
     if min(x.shape) > 1 and x.dtype in _HALF and has_kernels(spec, x.device):
-        return empty_copy(x.shape[0], x.shape[1], spec, x, transposed=True).tensors
+        return empty_copy(x.t(), spec, transposed=True).tensors
     return quantize(x, spec).tensors
 
 

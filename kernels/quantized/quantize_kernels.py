@@ -3,8 +3,9 @@
 The formulas, and so the bits, are those of ``quantize.py``. One scale needs the largest magnitude of its elements
 first, which kernels find as bits: as integers, these are ordered as magnitudes are, and NaN is larger than Inf.
 
-Legend: E experts, R rows, C columns. A copy that is not wanted is None, with its scales. The rows of an expert are cut
-into tiles of 128, beginning at its first row: a tile is one expert's. Where the columns of a transposed copy lie is in
+Legend: E experts, R rows, C columns. ``copies`` are elements, scales and row stride of the copy by rows, and those of
+the copy by columns; None for one that is not wanted. The rows of an expert are cut into tiles of 128, beginning at its
+first row: a tile is one expert's. Where the columns of a transposed copy lie is in
 ``grouped.py``.
 """
 
@@ -101,12 +102,13 @@ def _tensor_encode(bits: tl.tensor, MAX: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _block_encode(bits: tl.tensor, EXPONENT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _block_encode(bits: tl.tensor, MAX: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The same for powers of two, and the scale: without a division, which each thread would do for many blocks.
 
     An element's largest magnitude is 1.75 * 2^EXPONENT, so max / amax is at least its power of two where the mantissa
     of amax is at most 1.75, and rounding never lifts it there.
     """
+    EXPONENT: tl.constexpr = 8 if MAX == 448.0 else 15
     power = EXPONENT + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = tl.where((bits == 0) | (bits >= _INF_BITS), 0, tl.minimum(power, 127))
     scale = tl.where(power == 127, 0x400000, (127 - power) << 23)  # 2^-127 has no bit in the exponent
@@ -135,12 +137,7 @@ def _record(amax: tl.tensor, bits: tl.tensor) -> None:
 @triton.jit(do_not_specialize_on_alignment=["given", "amax"])  # entries of small vectors, at any of their places
 def tiles_kernel(
     x: tl.tensor,
-    by_rows: tl.tensor,
-    row_scales: tl.tensor,
-    rows_stride: tl.tensor,
-    by_columns: tl.tensor,
-    column_scales: tl.tensor,
-    columns_stride: tl.tensor,
+    copies: tl.tuple,
     R: tl.tensor,
     C: tl.tensor,
     stride: tl.tensor,
@@ -149,7 +146,6 @@ def tiles_kernel(
     given: tl.tensor,
     amax: tl.tensor,
     MAX: tl.constexpr,
-    EXPONENT: tl.constexpr,
     EXPERTS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:
@@ -158,6 +154,7 @@ def tiles_kernel(
     x     [R, C]; EXPERTS: ``Experts.argument`` of matrices [R, C]
     amax  raised to the largest magnitude, where the scale is given; None: not recorded
     """
+    by_rows, row_scales, rows_stride, by_columns, column_scales, columns_stride = copies
     OWN: tl.constexpr = largest is None and given is None
     WIDTH: tl.constexpr = 128 if OWN else 64
     row_block, column_block = tl.program_id(0), tl.program_id(1)
@@ -168,7 +165,7 @@ def tiles_kernel(
     inside = (row < R) & (column < C)
     values = tl.load(x + row.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32)
     if OWN:
-        encode, scale = _block_encode(tl.max(tl.max(_magnitude(values), 1), 0), EXPONENT)
+        encode, scale = _block_encode(tl.max(tl.max(_magnitude(values), 1), 0), MAX)
         if by_rows is not None:
             place = (expert * tl.cdiv(R, 128) + row_block) * tl.cdiv(rows_stride, 128) + column_block
             tl.store(row_scales + place, scale, row_block * 128 < R)
@@ -244,12 +241,7 @@ def _store_segments(segments: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK
 @triton.jit
 def rows_of_experts_kernel(
     x: tl.tensor,
-    by_rows: tl.tensor,
-    row_scales: tl.tensor,
-    rows_stride: tl.tensor,
-    by_columns: tl.tensor,
-    column_scales: tl.tensor,
-    columns_stride: tl.tensor,
+    copies: tl.tuple,
     R: tl.tensor,
     C: tl.tensor,
     stride: tl.tensor,
@@ -261,6 +253,7 @@ def rows_of_experts_kernel(
     BLOCK_E: tl.constexpr,
 ) -> None:
     """Both copies of a tile [128, 256] that has its expert's scale, 64 columns at a time."""
+    by_rows, row_scales, rows_stride, by_columns, column_scales, columns_stride = copies
     expert, row, end, position, last, _ = _tile_of_rows(offsets, E, R, BLOCK_E)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         groups = tl.arange(0, BLOCK_E)
@@ -291,12 +284,7 @@ def rows_of_experts_kernel(
 @triton.jit
 def blocks_kernel(
     x: tl.tensor,
-    by_rows: tl.tensor,
-    row_scales: tl.tensor,
-    rows_stride: tl.tensor,
-    by_columns: tl.tensor,
-    column_scales: tl.tensor,
-    columns_stride: tl.tensor,
+    copies: tl.tuple,
     R: tl.tensor,
     C: tl.tensor,
     stride: tl.tensor,
@@ -304,7 +292,6 @@ def blocks_kernel(
     segments: tl.tensor,
     E: tl.tensor,
     MAX: tl.constexpr,
-    EXPONENT: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> None:
     """Both copies of a tile of 128 x 128 with a scale for each row, and another for each column.
@@ -315,6 +302,7 @@ def blocks_kernel(
     are the third dim, and the warps the second. With two dims the warps would lie along the rows, and the largest
     magnitudes of columns go through shared memory, slowly.
     """
+    by_rows, row_scales, rows_stride, by_columns, column_scales, columns_stride = copies
     GROUPS: tl.constexpr = 8
     LANES: tl.constexpr = 32
     DEPTH: tl.constexpr = 128 // LANES
@@ -341,13 +329,13 @@ def blocks_kernel(
         values = tl.load(x + row.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32)
         bits = _magnitude(values)
         if by_rows is not None:
-            encode, scale = _block_encode(tl.max(tl.max(bits, 3), 1), EXPONENT)
+            encode, scale = _block_encode(tl.max(tl.max(bits, 3), 1), MAX)
             tl.store(row_scales + column_block.to(tl.int64) * R + rows_2d, scale, rows_2d < end)
             elements = _elements(values * encode[:, None, :, None], MAX, by_rows)
             place = by_rows + row.to(tl.int64) * rows_stride + column
             tl.store(place, elements, (row < end) & (column < rows_stride))
         if by_columns is not None:
-            encode, scale = _block_encode(tl.max(tl.max(bits, 0), 1), EXPONENT)
+            encode, scale = _block_encode(tl.max(tl.max(bits, 0), 1), MAX)
             scales = column_scales + block.to(tl.int64) * C
             tl.store(scales + columns_2d, scale, (columns_2d < C) & has_columns)
             elements = _elements(values * encode[None, :, None, :], MAX, by_columns)

@@ -5,13 +5,14 @@ cast takes the largest of those. For experts it is found by atomic maxima. A sca
 cast then records the largest magnitude. No host reads.
 """
 
-import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..compat import device_of
+from ..compat import adjacent_columns, device_of
 from ..experts import PerExpert, locate_experts
 from ..triton_support import Launches
 from .grouped import GroupedQuantized, QuantizedExperts, most_columns
@@ -26,6 +27,8 @@ _PARTIALS = 512
 """At most so many programs look for the largest magnitude of a tensor."""
 _CHUNK = 1024
 """Columns in which one program looks for the largest magnitude of an expert."""
+
+_Copy = TypeVar("_Copy", bound=Quantized | QuantizedExperts)
 
 
 def quantize_triton(
@@ -43,28 +46,21 @@ def quantize_triton(
     Both specs are equal: one scale for the tensor, or powers of two for blocks of 1 x 128 or 128 x 128. Zeros follow
     the columns of each copy, up to a count that ``cublas.py`` takes.
     """
-    spec = rows or columns
-    assert spec is not None, "a copy is wanted"
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    height, width = x.shape
-    by_rows = None if rows is None else empty_copy(height, width, rows, x, transposed=False)
-    shared = _shared_scale(by_rows)
-    by_columns = None if columns is None else empty_copy(width, height, columns, x, transposed=True, scale=shared)
-    copies = *_arguments(by_rows), *_arguments(by_columns)
-    sizes, limits = (height, width, x.stride(0)), _limits(spec)
+    x = adjacent_columns(x)
+    by_rows, by_columns, spec, copies = _copies(rows, columns, partial(empty_copy, x))
+    sizes, largest = (*x.shape, x.stride(0)), spec.element.max
     form = rows is None, columns is None, spec.block, scale is None, amax is None
-    key = x.get_device(), x.dtype, x.data_ptr() % 16, sizes, limits, form
+    key = x.get_device(), x.dtype, x.data_ptr() % 16, sizes, largest, form
     with device_of(x):
         if spec.block == (1, _BLOCK):
-            _launch_blocks(key, _grid(copies, sizes, 128), x, *copies, *sizes, None, None, 0, *limits, 1)
+            _launch_blocks(key, _grid(copies, sizes, 128), x, copies, *sizes, None, None, 0, largest, 1)
         elif spec.block is not None:
             grid = _grid(copies, sizes, 128)
-            _launch_squares(key, grid, x, *copies, *sizes, None, 0, None, None, *limits, False, False)
+            _launch_squares(key, grid, x, copies, *sizes, None, 0, None, None, largest, False, False)
         else:
-            largest = _largest_of_programs(x, key) if scale is None else (None, 0)
+            found = _largest_of_programs(x, key) if scale is None else (None, 0)
             grid = _grid(copies, sizes, 64)
-            _launch_tiles(key, grid, x, *copies, *sizes, *largest, scale, amax, *limits, False, False)
+            _launch_tiles(key, grid, x, copies, *sizes, *found, scale, amax, largest, False, False)
     return by_rows, by_columns
 
 
@@ -76,31 +72,25 @@ def quantize_grouped_triton(
     Both specs are equal: one scale for each expert, or powers of two for blocks of 1 x 128. A copy as it is holds zeros
     for pad rows. What lies behind the last expert's columns of a transposed copy is not written.
     """
-    spec = rows or columns
-    assert spec is not None, "a copy is wanted"
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = adjacent_columns(x)
     (height, width), num_experts = x.shape, offsets.shape[0] - 1
-    by_rows = None if rows is None else _empty_rows(x, rows, num_experts, transposed=False)
-    shared = _shared_scale(by_rows)
-    by_columns = None if columns is None else _empty_rows(x, columns, num_experts, transposed=True, scale=shared)
+    by_rows, by_columns, spec, copies = _copies(rows, columns, partial(_empty_rows, x, num_experts))
     segments = None if columns is None else offsets.new_empty(2 * num_experts + 1)
     tiles = height // _BLOCK + min(num_experts + 1, height)  # each expert has at most one partial tile
-    copies = *_arguments(by_rows), *_arguments(by_columns)
     across = max(width, copies[2])
-    sizes, limits, searched = (height, width, x.stride(0)), _limits(spec), 1 << num_experts.bit_length()
+    sizes, largest, searched = (height, width, x.stride(0)), spec.element.max, 1 << num_experts.bit_length()
     form = rows is None, columns is None, num_experts, offsets.dtype, offsets.data_ptr() % 16
-    key = x.get_device(), x.dtype, x.data_ptr() % 16, sizes, limits, form
+    key = x.get_device(), x.dtype, x.data_ptr() % 16, sizes, largest, form
     with device_of(x):
         if spec.block is not None:
             grid = tiles, -(-across // _BLOCK), 1
-            _launch_blocks(key, grid, x, *copies, *sizes, offsets, segments, num_experts, *limits, searched)
+            _launch_blocks(key, grid, x, copies, *sizes, offsets, segments, num_experts, largest, searched)
         else:
             amax = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
             grid = tiles, -(-width // _CHUNK), 1
             _launch_experts_amax(key, grid, x, offsets, amax, num_experts, *sizes, searched, _CHUNK, False)
             grid = tiles, -(-across // 256), 1
-            _launch_rows(key, grid, x, *copies, *sizes, amax, offsets, segments, num_experts, limits[0], searched)
+            _launch_rows(key, grid, x, copies, *sizes, amax, offsets, segments, num_experts, largest, searched)
     as_it_is = None if by_rows is None else GroupedQuantized(by_rows, offsets, transposed=False)
     if by_columns is None or segments is None:
         return as_it_is, None
@@ -115,62 +105,76 @@ def quantize_experts_triton(
     Both specs are equal: one scale for each matrix, or powers of two for blocks of 128 x 128. The matrices have
     adjacent columns, and equal row strides.
     """
-    spec = rows or columns
-    assert spec is not None, "a copy is wanted"
     num_experts, (height, width) = len(matrices), matrices[0].shape
     experts = locate_experts(matrices)
     base = experts.base
-    by_rows = None if rows is None else _empty_matrices(base, num_experts, height, width, rows)
-    shared = _shared_scale(by_rows)
-    by_columns = None if columns is None else _empty_matrices(base, num_experts, width, height, columns, shared)
-    copies = *_arguments(by_rows), *_arguments(by_columns)
-    sizes, limits, place = (height, width, base.stride(0)), _limits(spec), experts.argument
+    by_rows, by_columns, spec, copies = _copies(rows, columns, partial(_empty_matrices, base, num_experts))
+    sizes, largest, place = (height, width, base.stride(0)), spec.element.max, experts.argument
     form = rows is None, columns is None, spec.block, num_experts, experts.form
-    key = base.get_device(), base.dtype, base.data_ptr() % 16, sizes, limits, form
+    key = base.get_device(), base.dtype, base.data_ptr() % 16, sizes, largest, form
     with device_of(base):
         if spec.block is not None:
             grid = _grid(copies, sizes, 128, num_experts)
-            _launch_squares(key, grid, place, *copies, *sizes, None, 0, None, None, *limits, True, experts.aligned)
+            _launch_squares(key, grid, place, copies, *sizes, None, 0, None, None, largest, True, experts.aligned)
         else:
             amax = torch.zeros(num_experts, dtype=torch.int32, device=base.device)
             grid = -(-height // 32), -(-width // _CHUNK), num_experts
             _launch_experts_amax(key, grid, place, None, amax, num_experts, *sizes, 1, _CHUNK, experts.aligned)
             grid = _grid(copies, sizes, 64, num_experts)
-            _launch_tiles(key, grid, place, *copies, *sizes, amax, 1, None, None, *limits, True, experts.aligned)
+            _launch_tiles(key, grid, place, copies, *sizes, amax, 1, None, None, largest, True, experts.aligned)
     return by_rows, by_columns
 
 
 # ---- Memory for copies. ----
 
 
-def empty_copy(
-    rows: int, columns: int, spec: QuantSpec, beside: Tensor, *, transposed: bool, scale: Tensor | None = None
-) -> Quantized:
-    """A matrix [rows, columns] without elements yet; scales lie as cuBLAS reads them.
+def _copies(
+    rows: QuantSpec | None, columns: QuantSpec | None, empty: Callable[..., _Copy]
+) -> tuple[_Copy | None, _Copy | None, QuantSpec, tuple[Any, ...]]:
+    """Both copies without elements yet, the spec of either, and what kernels take of them.
+
+    One scale of the tensor, or of each expert, is that of both copies.
+    """
+    spec = rows or columns
+    assert spec is not None, "a copy is wanted"
+    by_rows = None if rows is None else empty(spec, transposed=False)
+    shared = None if by_rows is None or spec.block is not None else by_rows.scale
+    by_columns = None if columns is None else empty(spec, transposed=True, scale=shared)
+    return by_rows, by_columns, spec, (*_arguments(by_rows), *_arguments(by_columns))
+
+
+def _arguments(copy: Quantized | QuantizedExperts | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """Elements, scales and row stride."""
+    return (None, None, 0) if copy is None else (copy.data, copy.scale, copy.data.stride(-2))
+
+
+def empty_copy(x: Tensor, spec: QuantSpec, *, transposed: bool, scale: Tensor | None = None) -> Quantized:
+    """Memory for x [R, C] quantised, or ``transposed``; scales lie as cuBLAS reads them.
 
     scale  0-dim, where one scale is the tensor's: another copy's; None: a new one
 
     Scales of 1 x 128 of one block column lie together, those of 128 x 128 of one block row. The latter come in fours;
     and so do those of 1 x 128 but for transposed copies, which only meet one another.
     """
+    rows, columns = reversed(x.shape) if transposed else x.shape
     dtype = spec.element.dtype
     if spec.block is None:
-        data = beside.new_empty(rows, -(-columns // 16) * 16, dtype=dtype)
-        scale = beside.new_empty((), dtype=torch.float32) if scale is None else scale
+        data = x.new_empty(rows, -(-columns // 16) * 16, dtype=dtype)
+        scale = x.new_empty((), dtype=torch.float32) if scale is None else scale
         return Quantized(data, scale, None, spec, columns)
     square = spec.block != (1, _BLOCK)
     count = _BLOCK if transposed and not square else 4 * _BLOCK
     blocks = -(-columns // count) * (count // _BLOCK)
-    data = beside.new_empty(rows, blocks * _BLOCK, dtype=dtype)
+    data = x.new_empty(rows, blocks * _BLOCK, dtype=dtype)
     if square:
-        scale = beside.new_empty(-(-rows // _BLOCK), blocks, dtype=torch.float32)
+        scale = x.new_empty(-(-rows // _BLOCK), blocks, dtype=torch.float32)
     else:
-        scale = beside.new_empty(blocks, rows, dtype=torch.float32).t()
+        scale = x.new_empty(blocks, rows, dtype=torch.float32).t()
     return Quantized(data, scale, None, spec, columns)
 
 
 def _empty_rows(
-    x: Tensor, spec: QuantSpec, num_experts: int, *, transposed: bool, scale: Tensor | None = None
+    x: Tensor, num_experts: int, spec: QuantSpec, *, transposed: bool, scale: Tensor | None = None
 ) -> Quantized:
     """The same for the rows of experts, x [T, C]: see ``GroupedQuantized``.
 
@@ -189,32 +193,18 @@ def _empty_rows(
 
 
 def _empty_matrices(
-    beside: Tensor, num_experts: int, rows: int, columns: int, spec: QuantSpec, scale: Tensor | None = None
+    base: Tensor, num_experts: int, spec: QuantSpec, *, transposed: bool, scale: Tensor | None = None
 ) -> QuantizedExperts:
-    """The same for matrices of experts."""
-    data = beside.new_empty(num_experts, rows, -(-columns // 16) * 16, dtype=spec.element.dtype)
+    """The same for matrices of experts, each like ``base`` [R, C]."""
+    rows, columns = reversed(base.shape) if transposed else base.shape
+    data = base.new_empty(num_experts, rows, -(-columns // 16) * 16, dtype=spec.element.dtype)
     if scale is None:
         blocks = () if spec.block is None else (-(-rows // _BLOCK), -(-columns // _BLOCK))
-        scale = beside.new_empty((num_experts, *blocks), dtype=torch.float32)
+        scale = base.new_empty((num_experts, *blocks), dtype=torch.float32)
     return QuantizedExperts(data, scale, None, spec, columns)
 
 
-# ---- Arguments of kernels. ----
-
-
-def _shared_scale(by_rows: Quantized | QuantizedExperts | None) -> Tensor | None:
-    """The scale of both copies, where one scale is the tensor's, or a matrix's."""
-    return None if by_rows is None or by_rows.spec.block is not None else by_rows.scale
-
-
-def _arguments(copy: Quantized | QuantizedExperts | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Elements, scales and row stride."""
-    return (None, None, 0) if copy is None else (copy.data, copy.scale, copy.data.stride(-2))
-
-
-def _limits(spec: QuantSpec) -> tuple[float, int]:
-    """The largest magnitude of an element, and its exponent."""
-    return spec.element.max, math.frexp(spec.element.max)[1] - 1
+# ---- Launches. ----
 
 
 def _grid(copies: Any, sizes: tuple[int, int, int], width: int, num_matrices: int = 1) -> tuple[int, int, int]:

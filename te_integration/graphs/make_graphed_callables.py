@@ -1,8 +1,7 @@
 """``make_graphed_callables``: layers as CUDA graphs, one microbatch each, in the order of a pipeline schedule."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ def make_graphed_callables(
     made: list[LayerGraphs] = []
     stream = None if pool is None else pool.stream
     try:
-        with _without_autocast_cache(), refused("make_graphed_callables"):
+        with refused("make_graphed_callables"):
             for chunks in groups:  # graphs of one group share memory
                 shared = pool or GraphPool(device, stream)
                 stream = shared.stream  # one for all: cuBLAS keeps a workspace for each stream
@@ -108,17 +107,6 @@ def _samples(
                 f"layer, in this order"
             )
     return [(tuple(args), dict(each)) for args, each in zip(sample_args, kwargs, strict=True)]
-
-
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Autocast keeps a cast weight for later uses: a graph would read what was cast before it, in every replay."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _capture(

@@ -50,13 +50,13 @@ def test_triton_is_the_reference_bit_for_bit(tokens: int, top_k: int, features: 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Slices of wider tensors: the row stride is larger than the row.
     x, rows = (torch.randn(n, features + 3).to(dtype)[:, :features] for n in (tokens, tokens * top_k))
-    for launch, reference, source, length in (
-        (triton_kernels.permute_rows_triton, permute_rows_reference, x, tokens * top_k),
-        (triton_kernels.unpermute_rows_triton, unpermute_rows_reference, rows, tokens),
+    for inverse, reference, source, length in (
+        (False, permute_rows_reference, x, tokens * top_k),
+        (True, unpermute_rows_reference, rows, tokens),
     ):
         expected, out = poisoned(length, features, dtype=dtype), poisoned(length, features, dtype=dtype).to(device)
         reference(source, ids, expected)
-        launch(source.to(device), ids.to(device), out)
+        triton_kernels.permute_triton(source.to(device), ids.to(device), out, inverse=inverse)
         assert torch.equal(out.cpu(), expected)
 
 

@@ -14,9 +14,8 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 # module. What follows "#" tells forms apart.
 _EXPERT_BIASES = ["*bf16/16", None, "i32/16", "i32", "i32"]
 _COPIES = {
-    "x": "*bf16/16", "by_rows": "*fp8e4nv/16", "row_scales": "*fp32/16", "rows_stride": "i32/16",
-    "by_columns": "*fp8e4nv/16", "column_scales": "*fp32/16", "columns_stride": "i32/16",
-    "R": "i32/16", "C": "i32/16", "stride": "i32/16", "MAX": 448.0, "EXPONENT": 8,
+    "x": "*bf16/16", "copies": ["*fp8e4nv/16", "*fp32/16", "i32/16", "*fp8e4nv/16", "*fp32/16", "i32/16"],
+    "R": "i32/16", "C": "i32/16", "stride": "i32/16", "MAX": 448.0,
 }  # fmt: skip
 _TILES = {**_COPIES, "largest": None, "PARTIALS": 0, "given": None, "amax": None, "EXPERTS": False, "ALIGNED": False}
 _MATRICES = {"x": ["*bf16/16", None, "i32/16", "i32", "i32"], "ALIGNED": True}
@@ -57,7 +56,7 @@ _PERMUTATION = {
     "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
 }  # fmt: skip
 _NUMBERS = {"alpha": "fp32", "limit": "fp32", "offset": "fp32"}
-_GLU_TILE = {"FUNCTION": "=gelu", "CLAMPED": True, "SCALED": True, "BLOCK_T": 4, "BLOCK_F": 512}
+_GLU_TILE = {"FUNCTION": "=gelu", "BLOCK_T": 4, "BLOCK_F": 512}
 KERNELS = {
     "glu.triton_kernels._scaled_glu_kernel": {
         "h": "*bf16/16", "probs": "*fp32/16", "out": "*bf16/16", "T": "i32", "F": "i32/16", "stride_h": "i32/16",
@@ -72,7 +71,7 @@ KERNELS = {
     },
     "grouped.reductions_triton._bias_grad_chunks_kernel": {
         "dy": "*bf16/16", "scale": "*fp32/16", "offsets": "*i64/16", "partials": "*fp32/16", "T": "i32", "N": "i32/16",
-        "E": "i32", "stride_dy": "i32/16", "SCALED": True, "CHUNK": 128, "BLOCK_T": 32, "BLOCK_N": 128, "BLOCK_E": 64,
+        "E": "i32", "stride_dy": "i32/16", "CHUNK": 128, "BLOCK_T": 32, "BLOCK_N": 128, "BLOCK_E": 64,
     },
     "grouped.reductions_triton._bias_grad_kernel": {
         "partials": "*fp32/16", "offsets": "*i64/16", "out": "*bf16/16", "T": "i32", "N": "i32/16", "CHUNK": 128,

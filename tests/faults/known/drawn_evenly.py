@@ -265,7 +265,7 @@ FAULTS = [
         sentence="Memory of another dtype is taken for the outputs of experts.",
         tests=["tests/kernels/grouped/test_gemms.py::test_memory_for_the_output_that_does_not_fit_is_refused"],
         changes=[
-            Change("maingrad.kernels.grouped.products", "_output", " or out.dtype is not x.dtype or ", " or "),
+            Change("maingrad.kernels.grouped.products", "_check_written", " or given.dtype not in dtypes or ", " or "),
         ],
     ),
 ]

@@ -76,15 +76,17 @@ FAULTS = [
         ],
     ),
     Fault(
-        "16zc-autocasts-cache-stays-off",
-        sentence="After a capture autocast casts each weight at each use.",
-        tests=["tests/te_integration/graphs/test_callables.py::test_autocasts_cache_is_on_again_after_the_capture"],
+        "16zc-a-cast-before-the-capture-is-replayed",
+        sentence="A captured layer reads what autocast has cast before the capture, in every replay.",
+        tests=[
+            "tests/te_integration/graphs/test_callables.py::test_a_cast_from_before_the_capture_is_made_anew_in_replays"
+        ],
         changes=[
             Change(
-                "maingrad.te_integration.graphs.make_graphed_callables",
-                "_without_autocast_cache",
-                "torch.set_autocast_cache_enabled(before)",
-                "pass",
+                "maingrad.ddp.graphs.capture",
+                "CapturedGraph.capture",
+                "torch.clear_autocast_cache()  # casts made before",
+                "pass  # casts made before",
             ),
         ],
     ),
