@@ -25,8 +25,8 @@ from .grad_norm import clip_coefficient, global_grad_norm
 from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .param_sync import ParamSync
+from .state_forms import StateForm
 from .step_order import step_order
-from .steps import check_state_form, steps_of
 
 __all__ = ["DistributedOptimizer"]
 
@@ -51,6 +51,8 @@ class DistributedOptimizer(AroundOptimizer):
                      fp32 gradient included, in place of 6 + 12/s. The parameter is then the master rounded half away
                      from zero; a program's write to a parameter is its new master, without remainders
     moment_dtype     of compact moments: ``torch.bfloat16`` (None), rounded stochastically, or ``torch.float32``
+    offload_state    "host": masters, remainders and moments lie in page-locked host memory, and pass through the device
+                     bucket by bucket in each step, which has the same bits
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
 
     On GPUs Adam and AdamW are one pass over memory (``steps.py``). State dicts and checkpoints have the full form, and
@@ -76,6 +78,7 @@ class DistributedOptimizer(AroundOptimizer):
         skip_nonfinite: bool = False,
         state: Literal["full", "compact"] = "full",
         moment_dtype: torch.dtype | None = None,
+        offload_state: Literal["host"] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -99,10 +102,11 @@ class DistributedOptimizer(AroundOptimizer):
         if lr is not None:
             options["lr"] = lr
         check_options(optimizer_class, options, param_groups)
-        check_state_form(state, moment_dtype, optimizer_class, model, [options, *param_groups])
+        form = StateForm(state, moment_dtype, offload_state)
+        form.check(optimizer_class, model, [options, *param_groups])
 
         # What this rank updates.
-        self._flats = sorted(flatten_params(model, compact=state == "compact"), key=lambda flat: flat.bucket.index)
+        self._flats = sorted(flatten_params(model, form.is_compact, form.place), key=lambda flat: flat.bucket.index)
         self.segments = segments_of(self._flats, lambda entry: groups[entry.owned.name], whole=whole)
 
         # The inner optimizer does the arithmetic. Both optimizers share one list of groups and one state, so that
@@ -121,7 +125,7 @@ class DistributedOptimizer(AroundOptimizer):
         group_of = lambda entry: groups[entry.owned.name]  # noqa: E731
         self.slices: list[ParamSlice] = slices_of(self._flats, self.segments, group_of, self.state)
         """What this rank updates of each parameter. ``full_slices`` has masters and state for exports."""
-        self._steps = steps_of(state, moment_dtype, self._inner, self._flats, self.segments, self.slices)
+        self._steps = form.steps(self._inner, self._flats, self.segments, self.slices)
         self._params = [held.bucket_param.owned.param for held in self.slices]
         self._addresses = [held.view.data_ptr() for held in self.slices]
         self._versions = [param._version for param in self._params]
@@ -220,6 +224,7 @@ class DistributedOptimizer(AroundOptimizer):
         self._check_steppable()
         self._masters.check()
         self.refresh_masters()
+        self._steps.prepare_replay()
 
     def forget_step(self) -> None:
         """After a capture that failed: nothing of the step has run."""

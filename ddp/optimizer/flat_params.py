@@ -144,10 +144,13 @@ class ParamSlice(NamedTuple):
         return {} if self.segment is None else self.state_by_master.get(self.segment.master, {})
 
 
-def flatten_params(model: DistributedDataParallel, *, compact: bool = False) -> list[FlatBucket]:
+def flatten_params(
+    model: DistributedDataParallel, compact: bool, place: Callable[[FlatBucket], FlatBucket]
+) -> list[FlatBucket]:
     """Move the parameters into flat buffers laid out like the gradients; returns one entry for each bucket.
 
     compact  parameters of half precision have no masters beside them
+    place    moves a bucket's masters to where they stay
 
     Raises ``ValueError`` for complex parameters and for parameters that share memory.
     """
@@ -170,7 +173,7 @@ def flatten_params(model: DistributedDataParallel, *, compact: bool = False) -> 
             owned_params, grads = params[slice(*owned)], bucket.grad_data[slice(*owned)]
             in_half = owned_params.dtype in (torch.bfloat16, torch.float16)
             master = owned_params.float() if in_half and not compact else owned_params
-            flats.append(FlatBucket(bucket, params, owned, owned_params, master, grads, bucket_params))
+            flats.append(place(FlatBucket(bucket, params, owned, owned_params, master, grads, bucket_params)))
     return flats
 
 

@@ -1,4 +1,5 @@
-"""``DistributedOptimizer(state="compact")``: masters of 32 bits in a bf16 parameter and 16 bits beside it."""
+"""``DistributedOptimizer(state="compact")``: masters of 32 bits in a bf16 parameter and 16 bits beside it. And state
+that lies on the host, ``offload_state="host"``, in either form."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 import maingrad
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from maingrad.kernels.optimizer.adamw import AdamOptions, AdamTensors, AdamUpdate
-from maingrad.kernels.optimizer.reference import split_master
+from maingrad.kernels.optimizer.adamw import AdamUpdate
+from maingrad.kernels.optimizer.reference import AdamOptions, AdamTensors, split_master
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import load_safetensors, save_safetensors
 
@@ -52,7 +53,7 @@ def masters_of(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
 
 
 class Masters:
-    """AdamW on fp32 masters of one rank's slices, which are rounded half away from zero."""
+    """AdamW on fp32 masters of one rank's slices."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.masters = {held.name: held.param.float() for held in optimizer.slices}
@@ -69,10 +70,13 @@ class Masters:
         AdamUpdate(rows)([options], divisor=divisor)
 
 
-def trains_as_masters(sharded: bool, clip: float | None, hybrid: int | None) -> int:
+COMPACT = {"state": "compact", "moment_dtype": torch.float32}
+
+
+def trains_as_masters(sharded: bool, clip: float | None, hybrid: int | None, form: dict[str, Any]) -> int:
     config = {"num_distributed_optimizer_instances": hybrid} if hybrid else {}
     ddp = wrap(make_model(), sharded, **config)
-    optimizer = compact(ddp, moment_dtype=torch.float32, max_grad_norm=clip)
+    optimizer = DistributedOptimizer(ddp, **HYPER, **form, max_grad_norm=clip)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
     reference = Masters(optimizer)
     below = 0
@@ -96,7 +100,8 @@ def trains_as_masters(sharded: bool, clip: float | None, hybrid: int | None) -> 
         for name, master in reference.masters.items():
             assert torch.equal(found[name].view(torch.int32), master.view(torch.int32)), (step, name)
         for held in optimizer.slices:
-            assert torch.equal(held.param, split_master(reference.masters[held.name])[0])
+            master = reference.masters[held.name]
+            assert torch.equal(held.param, split_master(master)[0] if "state" in form else master.to(BF16))
             below += int((held.param.float() != reference.masters[held.name]).sum())
         optimizer.zero_grad()
     return below
@@ -106,12 +111,19 @@ def trains_as_masters(sharded: bool, clip: float | None, hybrid: int | None) -> 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_masters_have_the_bits_of_fp32_masters(ranks: int, sharded: bool, clip: float | None) -> None:
-    for below in simulate(trains_as_masters, ranks, sharded, clip, None):
+    for below in simulate(trains_as_masters, ranks, sharded, clip, None, COMPACT):
         assert below > 100  # masters have bits that no parameter shows
 
 
 def test_hybrid_instances_too() -> None:
-    assert all(below > 100 for below in simulate(trains_as_masters, 4, True, None, 2))
+    assert all(below > 100 for below in simulate(trains_as_masters, 4, True, None, 2, COMPACT))
+
+
+@pytest.mark.parametrize("form", [{}, COMPACT], ids=["full", "compact"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_state_on_the_host_has_the_same_bits(form: dict[str, Any], sharded: bool) -> None:
+    on_host = {**form, "offload_state": "host"}
+    assert all(below > 100 for below in simulate(trains_as_masters, 2, sharded, 0.05, None, on_host))
 
 
 def test_replicas_and_ranks_stay_equal_and_moments_are_bf16() -> None:
@@ -210,47 +222,57 @@ def loads(path: Path, state: str, options: dict[str, Any]) -> list[Any]:
 def whole(parts: list[list[Any]]) -> dict[str, Tensor]:
     names: dict[str, dict[int, Tensor]] = {}
     for name, start, master in (each for of_rank in parts for each in of_rank):
-        names.setdefault(name, {})[start] = master
+        if master.numel():
+            names.setdefault(name, {})[start] = master
     return {name: torch.cat([found[start] for start in sorted(found)]) for name, found in names.items()}
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
 @pytest.mark.parametrize("moments", [torch.float32, BF16])
+@pytest.mark.parametrize("place", [None, "host"])
 def test_training_goes_on_on_other_ranks_with_the_same_bits(
-    tmp_path: Path, before: int, after: int, moments: torch.dtype
+    tmp_path: Path, before: int, after: int, moments: torch.dtype, place: str | None
 ) -> None:
-    options = {"moment_dtype": moments}
+    options = {"moment_dtype": moments, "offload_state": place}
     expected = whole(simulate(saves, before, tmp_path / "saved", "compact", options))
     found = whole(simulate(loads, after, tmp_path / "saved", "compact", options))
     for name, master in expected.items():
         assert torch.equal(found[name], master), name
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("full", "compact"), ("compact", "full")])
-def test_either_form_reads_the_checkpoints_of_the_other(tmp_path: Path, saved: str, loaded: str) -> None:
-    of = {"full": {}, "compact": {"moment_dtype": torch.float32}}
-    optimizer = DistributedOptimizer(wrap(make_model()), **HYPER, state=saved, **of[saved])  # type: ignore[arg-type]
-    trained(optimizer, range(3))
-    save_checkpoint(tmp_path / "saved", optimizer.model, optimizer)
-    other = DistributedOptimizer(wrap(make_model(1)), **HYPER, state=loaded, **of[loaded])  # type: ignore[arg-type]
-    load_checkpoint(tmp_path / "saved", other.model, other)
-    expected, found = full_state(optimizer), full_state(other)
+FORMS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "compact": COMPACT,
+    "full on the host": {"offload_state": "host"},
+    "compact on the host": {**COMPACT, "offload_state": "host"},
+}
+
+
+def make(form: str, seed: int = 0) -> DistributedOptimizer:
+    return DistributedOptimizer(wrap(make_model(seed)), **HYPER, **FORMS[form])
+
+
+def assert_same_state(one: DistributedOptimizer, other: DistributedOptimizer) -> None:
+    expected, found = full_state(one), full_state(other)
     for name, tensors in expected.items():
         assert len(tensors) == len(found[name]) == 3
         assert all(torch.equal(a, b) for a, b in zip(tensors, found[name], strict=True)), name
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("full", "compact"), ("compact", "full"), ("compact", "compact")])
-def test_state_dicts_have_one_form(saved: str, loaded: str) -> None:
-    of = {"full": {}, "compact": {"moment_dtype": torch.float32}}
-    optimizer = DistributedOptimizer(wrap(make_model()), **HYPER, state=saved, **of[saved])  # type: ignore[arg-type]
+@pytest.mark.parametrize("saved", FORMS)
+@pytest.mark.parametrize("loaded", FORMS)
+def test_each_form_reads_what_the_others_have_saved(tmp_path: Path, saved: str, loaded: str) -> None:
+    optimizer = make(saved)
     trained(optimizer, range(3))
-    other = DistributedOptimizer(wrap(make_model(1)), **HYPER, state=loaded, **of[loaded])  # type: ignore[arg-type]
-    other.load_state_dict(optimizer.state_dict())
-    expected, found = full_state(optimizer), full_state(other)
-    for name, tensors in expected.items():
-        assert all(torch.equal(a, b) for a, b in zip(tensors, found[name], strict=True)), name
+    save_checkpoint(tmp_path / "saved", optimizer.model, optimizer)
+    other, from_dict = make(loaded, 1), make(loaded, 2)
+    load_checkpoint(tmp_path / "saved", other.model, other)
+    from_dict.load_state_dict(optimizer.state_dict())
+    assert_same_state(optimizer, other)
+    assert_same_state(optimizer, from_dict)
     trained(other, range(3, 5))
+    trained(from_dict, range(3, 5))
+    assert_same_state(other, from_dict)
 
 
 def test_a_file_of_weights_has_the_masters(tmp_path: Path) -> None:
@@ -266,7 +288,7 @@ def test_a_file_of_weights_has_the_masters(tmp_path: Path) -> None:
 def test_loaded_weights_are_masters() -> None:
     optimizer = compact(wrap(make_model()))
     trained(optimizer, range(2))
-    optimizer.model.load_state_dict(make_model(3).state_dict())
+    optimizer.model.module.load_state_dict(make_model(3).state_dict())
     backward(optimizer.model, 2)
     optimizer.model.scale_gradients(0.0)
     for group in optimizer.param_groups:
@@ -298,6 +320,8 @@ def test_state_takes_six_bytes_a_parameter() -> None:
         ({"state": "compact", "moment_dtype": torch.float16}, "moment_dtype"),
         ({"state": "full", "moment_dtype": BF16}, "moment_dtype"),
         ({"state": "compact", "optimizer_class": torch.optim.SGD}, "SGD"),
+        ({"offload_state": "disk"}, "offload_state"),
+        ({"offload_state": "host", "optimizer_class": torch.optim.NAdam}, "NAdam"),
         ({"state": "compact", "amsgrad": True}, "amsgrad"),
         ({"state": "compact", "betas": (torch.tensor(0.9), torch.tensor(0.95)), "lr": torch.tensor(0.1)}, "betas"),
     ],
