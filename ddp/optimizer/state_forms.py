@@ -253,7 +253,8 @@ class _Copies:
         with OnStream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
 
 
 class StateForm(NamedTuple):

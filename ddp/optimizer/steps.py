@@ -126,7 +126,7 @@ class OnePassSteps(TorchSteps):
     """Steps of ``torch.optim.Adam`` or ``AdamW`` over fp32 masters in one pass: the state and the bits of torch's."""
 
     moment_dtype: torch.dtype = torch.float32
-    """Of moments between steps."""
+    """The dtype of moments between steps."""
     turn = 0
     """Which of several places on the device the pass reads and writes."""
 
@@ -142,9 +142,14 @@ class OnePassSteps(TorchSteps):
             super().update(flats, divisor, found_inf)
             return
         buckets = {flat.bucket.index for flat in flats}
-        tensors = {s.master: self._tensors_of(s) for s in self.segments if s.flat.bucket.index in buckets}
+        tensors: dict[Tensor, Mapping[str, Tensor]] = {
+            s.master: self._tensors_of(s) for s in self.segments if s.flat.bucket.index in buckets
+        }
         update = self._update_of((self.turn, *sorted(buckets)), tensors)
-        options = [AdamOptions(group["lr"], *group["betas"], group["eps"], group["weight_decay"]) for group in groups]
+        options = [
+            AdamOptions(group["lr"], group["betas"][0], group["betas"][1], group["eps"], group["weight_decay"])
+            for group in groups
+        ]
         update(options, divisor=divisor, found_inf=found_inf)
 
     def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:

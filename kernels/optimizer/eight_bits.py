@@ -20,7 +20,7 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "CODE_SIZE", "code_table", "dequantize_moment", "quantize_moment", "quantize_blocks"]
+__all__ = ["BLOCK", "CODE_SIZE", "code_table", "dequantize_moment", "quantize_blocks", "quantize_moment"]
 
 BLOCK = 256
 """Elements with one scale, counted from the start of the parameter."""

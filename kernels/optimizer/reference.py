@@ -1,8 +1,8 @@
 """The reference implementation of AdamW on flat shards, in plain PyTorch.
 
-With fp32 masters each operation is rounded where torch's fused CUDA kernel rounds (ATen/native/cuda/fused_adam_utils.cuh
-of torch 2.11 to 2.14), so that masters and moments have the same bits. Options, moments and gradients are fp32; ``fma``
-rounds once. Per element, with ``t`` the steps taken, this one included::
+With fp32 masters each operation is rounded where torch's fused CUDA kernel rounds, so that masters and moments have the
+same bits (ATen/native/cuda/fused_adam_utils.cuh of torch 2.11 to 2.14, as its compiler contracts it). Options, moments
+and gradients are fp32; ``fma`` rounds once. Per element, with ``t`` the steps taken, this one included::
 
     g = grad / divisor                                    and -g under maximize
     p = fma(-(lr weight_decay), p, p)                     decoupled; else g = fma(p, weight_decay, g)
@@ -26,6 +26,7 @@ __all__ = [
     "AdamTensors",
     "adam_update_reference",
     "join_master",
+    "power",
     "random_bits",
     "round_stochastically",
     "split_master",
@@ -100,8 +101,8 @@ def _update_row(
     def scalar(value: float | Tensor) -> Tensor:
         return torch.as_tensor(value, device=row.grad.device).to(dtype)
 
-    lr, beta1, beta2, eps, decay = map(scalar, options)
-    correction1, correction2 = 1 - _power(beta1, row.step), (1 - _power(beta2, row.step)).sqrt()
+    step, (lr, beta1, beta2, eps, decay) = scalar(row.step), map(scalar, options)
+    correction1, correction2 = 1 - power(beta1, step), _sqrt(1 - power(beta2, step))
     grad = row.grad.to(dtype)
     if divisor is not None:
         grad = grad / divisor.to(dtype)
@@ -122,17 +123,24 @@ def _update_row(
     square = grad * grad
     exp_avg = _fma(beta1, exp_avg, _fma(-beta1, grad, grad))
     exp_avg_sq = _fma(beta2, exp_avg_sq, _fma(-beta2, square, square))
-    master = master - lr / correction1 * exp_avg / (exp_avg_sq.sqrt() / correction2 + eps)
+    master = master - lr / correction1 * exp_avg / (_sqrt(exp_avg_sq) / correction2 + eps)
     _write_master(row, master)
     bits = random_bits(row.grad.numel(), row.first, row.key, int(row.step), row.grad.device)
     _write_moment(row.exp_avg, row.exp_avg_scale, exp_avg, bits & 0xFFFF, signed=True)
     _write_moment(row.exp_avg_sq, row.exp_avg_sq_scale, exp_avg_sq, bits >> 16, signed=False)
 
 
-def _power(base: Tensor, exponent: Tensor) -> Tensor:
+def power(base: Tensor, exponent: Tensor, out: Tensor | None = None) -> Tensor:
+    """``base ^ exponent``: on CUDA by the function that torch's fused kernel calls; elsewhere rounded from fp64."""
     if base.is_cuda:
-        return torch.pow(base, exponent.to(base.dtype))
-    return torch.pow(base.double(), exponent.double()).to(base.dtype)
+        return torch.pow(base, exponent, out=out)
+    rounded = torch.pow(base.double(), exponent.double()).to(base.dtype)
+    return rounded if out is None else out.copy_(rounded)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Rounded to nearest: PyTorch's fp32 roots on CPUs are not."""
+    return x.double().sqrt().to(x.dtype)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

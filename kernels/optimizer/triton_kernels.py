@@ -1,7 +1,8 @@
 """Triton kernels of AdamW on flat shards: one launch for the steps, and one for the elements of all rows.
 
-A table in device memory has the addresses of each row. A program of the elements' kernel updates CHUNK elements of one
-row, in tiles of TILE; a list says of which row, and where they begin. ``reference.py`` has the arithmetic. Numbers in
+A table in device memory has the addresses of each row. A program of the elements' kernel updates CHUNK_TILES tiles of
+one row; a list says of which row, and where they begin. ``reference.py`` has the arithmetic. Between the two
+launches torch takes the powers of beta: Triton's library has an older ``powf`` than torch's fused kernel. Numbers in
 bf16 are moved as integers: the interpreter then rounds them as the compiler does.
 """
 
@@ -12,12 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from ..compat import device_of
-from ..triton_support import Launches, is_interpreted, kinds_of
+from ..triton_support import Launches, kinds_of
 from .eight_bits import BLOCK, CODE_SIZE, DECADES, code_table
-from .reference import AdamOptions, AdamTensors
+from .reference import AdamOptions, AdamTensors, power
 
 __all__ = ["TritonAdamUpdate"]
 
@@ -27,32 +27,22 @@ CHUNK_TILES = 4
 """Tiles of one program, which reads the row's addresses once."""
 _NUM_WARPS = 4
 
-_INTERPRETED = tl.constexpr(is_interpreted())
 _BLOCK = tl.constexpr(BLOCK)
 _CODE_SIZE = tl.constexpr(CODE_SIZE)
 _DECADES = tl.constexpr(DECADES)
 _FIELDS = tl.constexpr(12)
-_SCALARS = tl.constexpr(8)
+_SCALARS = tl.constexpr(7)
 
 
 # ---- Steps. ----
 
 
 @triton.jit
-def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """As CUDA's ``powf``; the interpreter has no libdevice."""
-    if _INTERPRETED:
-        return tl.exp2(exponent.to(tl.float64) * tl.log2(base.to(tl.float64))).to(tl.float32)
-    else:
-        return libdevice.pow(base, exponent)
-
-
-@triton.jit
-def _scalars_kernel(
+def _steps_kernel(
     steps: tl.tensor, slots: tl.tensor, groups: tl.tensor, options: tl.tensor, found_inf: tl.tensor,
-    scalars: tl.tensor, DECOUPLED: tl.constexpr,
+    scalars: tl.tensor, bases: tl.tensor, exponents: tl.tensor,
 ) -> None:  # fmt: skip
-    """A program raises one step, and computes the numbers of each group whose rows have this step: its slots."""
+    """A program raises one step, and writes numbers for each group whose rows have this step: its slots."""
     counter = tl.load(steps + tl.program_id(0)).to(tl.pointer_type(tl.float32))
     step = tl.load(counter) + 1.0
     if found_inf is not None:
@@ -60,21 +50,23 @@ def _scalars_kernel(
     else:
         tl.store(counter, step)
     for slot in range(tl.load(slots + tl.program_id(0)), tl.load(slots + tl.program_id(0) + 1)):
-        at = options + tl.load(groups + slot) * 5
+        at = options + 5 * tl.load(groups + slot)
         lr = tl.load(at)
         beta1 = tl.load(at + 1)
         beta2 = tl.load(at + 2)
-        eps = tl.load(at + 3)
         decay = tl.load(at + 4)
         to = scalars + slot * _SCALARS
         tl.store(to, decay)
         tl.store(to + 1, lr * decay)
         tl.store(to + 2, beta1)
         tl.store(to + 3, beta2)
-        tl.store(to + 4, tl.div_rn(lr, 1.0 - _power(beta1, step)))
-        tl.store(to + 5, tl.sqrt_rn(1.0 - _power(beta2, step)))
-        tl.store(to + 6, eps)
-        tl.store(to + 7, step)
+        tl.store(to + 4, lr)
+        tl.store(to + 5, tl.load(at + 3))
+        tl.store(to + 6, step)
+        tl.store(bases + 2 * slot, beta1)
+        tl.store(bases + 2 * slot + 1, beta2)
+        tl.store(exponents + 2 * slot, step)
+        tl.store(exponents + 2 * slot + 1, step)
 
 
 # ---- Elements. ----
@@ -222,7 +214,8 @@ def _write_moment(
 
 @triton.jit
 def _update_tile(
-    row: tl.tensor, start: tl.tensor, scalars: tl.tensor, codes: tl.tensor, divisor: tl.tensor,
+    row: tl.tensor, start: tl.tensor, scalars: tl.tensor, step_size: tl.tensor, correction2: tl.tensor,
+    codes: tl.tensor, divisor: tl.tensor,
     GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, PARAM: tl.constexpr, DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, TILE_BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -261,8 +254,8 @@ def _update_tile(
     beta2 = tl.zeros_like(master) + beta2
     exp_avg = tl.fma(beta1, exp_avg, tl.fma(-beta1, grad, grad))
     exp_avg_sq = tl.fma(beta2, exp_avg_sq, tl.fma(-beta2, square, square))
-    denom = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(scalars + 5)) + tl.load(scalars + 6)
-    master = master - tl.div_rn(tl.load(scalars + 4) * exp_avg, denom)
+    denom = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction2) + tl.load(scalars + 5)
+    master = master - tl.div_rn(step_size * exp_avg, denom)
 
     bits = master.to(tl.int32, bitcast=True)
     if PARAM == "remainder":
@@ -279,7 +272,7 @@ def _update_tile(
         _store(to_param, at, master.to(tl.float16), inside, WHOLE)
     random = tl.zeros_like(bits).to(tl.uint32)
     if EXP_AVG == "bf16" or EXP_AVG_SQ == "bf16":
-        random = _random_bits(tl.load(row + 9) + at, tl.load(row + 10), tl.load(scalars + 7))
+        random = _random_bits(tl.load(row + 9) + at, tl.load(row + 10), tl.load(scalars + 6))
     _write_moment(row, 2, block, at, inside, codes, exp_avg, random & 0xFFFF, True, EXP_AVG, ALIGNED, WHOLE)
     codes += _CODE_SIZE
     _write_moment(row, 3, block, at, inside, codes, exp_avg_sq, random >> 16, False, EXP_AVG_SQ, ALIGNED, WHOLE)
@@ -287,7 +280,8 @@ def _update_tile(
 
 @triton.jit
 def _elements_kernel(
-    table: tl.tensor, chunks: tl.tensor, scalars: tl.tensor, codes: tl.tensor, divisor: tl.tensor, found_inf: tl.tensor,
+    table: tl.tensor, chunks: tl.tensor, scalars: tl.tensor, powers: tl.tensor, codes: tl.tensor, divisor: tl.tensor,
+    found_inf: tl.tensor,
     GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, PARAM: tl.constexpr, DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, TILE_BLOCKS: tl.constexpr, CHUNK_TILES: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -298,23 +292,26 @@ def _elements_kernel(
     end = tl.load(row)
     if found_inf is not None:
         end = tl.where(tl.load(found_inf) == 1.0, 0, end)
-    scalars += tl.load(row + 11) * _SCALARS
+    slot = tl.load(row + 11)
+    scalars += slot * _SCALARS
+    step_size = tl.div_rn(tl.load(scalars + 4), 1.0 - tl.load(powers + 2 * slot))
+    correction2 = tl.sqrt_rn(1.0 - tl.load(powers + 2 * slot + 1))
     for index in range(CHUNK_TILES):
         start = first + index * tile
         if start + tile <= end:
             _update_tile(
-                row, start, scalars, codes, divisor,
+                row, start, scalars, step_size, correction2, codes, divisor,
                 GRAD, EXP_AVG, EXP_AVG_SQ, PARAM, DECOUPLED, MAXIMIZE, ALIGNED, TILE_BLOCKS, True,
             )  # fmt: skip
         elif start < end:
             _update_tile(
-                row, start, scalars, codes, divisor,
+                row, start, scalars, step_size, correction2, codes, divisor,
                 GRAD, EXP_AVG, EXP_AVG_SQ, PARAM, DECOUPLED, MAXIMIZE, ALIGNED, TILE_BLOCKS, False,
             )  # fmt: skip
 
 
-# Nothing is contracted but what the kernels write as fma, and libdevice keeps denormal numbers, as torch's kernel does.
-_launch_scalars = Launches(_scalars_kernel, num_warps=1, enable_fp_fusion=False, enable_reflect_ftz=False)
+# As in torch's kernel nothing is contracted but what is written as fma here, and denormal numbers stay.
+_launch_steps = Launches(_steps_kernel, num_warps=1)
 _launch_elements = Launches(_elements_kernel, num_warps=_NUM_WARPS, enable_fp_fusion=False, enable_reflect_ftz=False)
 
 
@@ -324,7 +321,7 @@ _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 
 class TritonAdamUpdate:
-    """``AdamUpdate`` of rows that it has checked, by two launches; one more for each further set of dtypes."""
+    """``AdamUpdate`` of rows that it has checked, by two launches and torch's of powers; one more for each further form."""
 
     def __init__(self, tensors: Sequence[AdamTensors], decoupled: bool, maximize: bool) -> None:
         self._rows = tensors  # keeps what the table points to
@@ -339,6 +336,7 @@ class TritonAdamUpdate:
         self._first_slots = self._integers([*first_slots, len(slots)], torch.int32)
         self._groups = self._integers([group for _, group in slots], torch.int32)
         self._scalars = torch.empty(len(slots), _SCALARS.value, dtype=torch.float32, device=self._device)
+        self._bases, self._exponents, self._powers = self._scalars.new_empty(3, len(slots), 2)
         self._table = self._integers(
             [_fields(row, slot_of[row.step.data_ptr(), row.group]) for row in tensors], torch.int64
         )
@@ -349,17 +347,17 @@ class TritonAdamUpdate:
     def __call__(self, options: Sequence[AdamOptions], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         with device_of(self._table):
             on_device = self._upload(options)
-            arguments = self._steps, self._first_slots, self._groups, on_device, found_inf, self._scalars
-            key = self._device, kinds_of(divisor, found_inf)
-            _launch_scalars(
-                (key, self._decoupled), (self._steps.shape[0], 1, 1), *arguments, self._decoupled
-            )
+            arguments = self._steps, self._first_slots, self._groups, on_device, found_inf
+            key = self._device, kinds_of(divisor, found_inf, self._bases, self._exponents, self._powers)
+            grid = self._steps.shape[0], 1, 1
+            _launch_steps(key, grid, *arguments, self._scalars, self._bases, self._exponents)
+            power(self._bases, self._exponents, self._powers)
             codes = code_table(self._device)
             for form, chunks in self._chunks.items():
                 constants = *form[:4], self._decoupled, self._maximize, form[4], TILE_BLOCKS, CHUNK_TILES
                 _launch_elements(
                     (key, constants), (chunks.shape[0], 1, 1),
-                    self._table, chunks, self._scalars, codes, divisor, found_inf, *constants,
+                    self._table, chunks, self._scalars, self._powers, codes, divisor, found_inf, *constants,
                 )  # fmt: skip
 
     def _integers(self, values: object, dtype: torch.dtype) -> Tensor:
