@@ -43,8 +43,8 @@ class AdamUpdate:
 
     On CUDA three launches update all rows: steps, powers of beta, elements. They read addresses from device memory,
     written there once, and options, written there when they change. Rows of other dtypes, or at addresses that 16 does
-    not divide, have a launch of their own. Rows must keep their memory. Nothing waits for the device, and calls can be captured in CUDA graphs: a
-    float in ``options`` is then the graph's, a tensor ``lr`` is read by each replay.
+    not divide, have a launch of their own. Rows must keep their memory. Nothing waits for the device, and calls can be
+    captured in CUDA graphs: a float in ``options`` is then the graph's, and a tensor ``lr`` is read by each replay.
 
     AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
