@@ -39,7 +39,7 @@ _SCALARS = tl.constexpr(7)
 
 @triton.jit
 def _steps_kernel(
-    steps: tl.tensor, slots: tl.tensor, groups: tl.tensor, options: tl.tensor, found_inf: tl.tensor,
+    steps: tl.tensor, slots: tl.tensor, groups: tl.tensor, numbers: tl.tensor, found_inf: tl.tensor,
     scalars: tl.tensor, bases: tl.tensor, exponents: tl.tensor,
 ) -> None:  # fmt: skip
     """A program raises one step, and writes numbers for each group whose rows have this step: its slots."""
@@ -50,7 +50,7 @@ def _steps_kernel(
     else:
         tl.store(counter, step)
     for slot in range(tl.load(slots + tl.program_id(0)), tl.load(slots + tl.program_id(0) + 1)):
-        at = options + 5 * tl.load(groups + slot)
+        at = numbers + 5 * tl.load(groups + slot)
         lr = tl.load(at)
         beta1 = tl.load(at + 1)
         beta2 = tl.load(at + 2)
