@@ -243,7 +243,8 @@ def test_steps_of_torchs_optimizer_on_a_cpu(dtype: torch.dtype, fused: bool, dec
     assert (start - param).abs().max() <= bound
     state = theirs.state[param]
     torch.testing.assert_close(exp_avg, state["exp_avg"], rtol=0, atol=20 * eps * 4)
-    torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"], rtol=40 * eps, atol=0)
+    # 1 - beta2 is 0.001, and has the error of beta2, which is half a unit of 1.
+    torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"], rtol=1000 * eps, atol=0)
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
