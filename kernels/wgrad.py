@@ -22,8 +22,8 @@ from .reference import wgrad_accumulate_reference
 from .tuning import Problem, gpu_name, tuned_config
 
 if HAS_TRITON:
+    from .grouped.wgrad_config import WgradConfig
     from .grouped.wgrad_triton import grouped_wgrad_triton
-    from .wgrad_config import WgradConfig
 
 __all__ = [
     "GroupedWgradOperand",

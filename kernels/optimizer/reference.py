@@ -25,6 +25,7 @@ __all__ = [
     "AdamOptions",
     "AdamTensors",
     "adam_update_reference",
+    "fma",
     "join_master",
     "power",
     "random_bits",
@@ -99,7 +100,7 @@ def _update_row(
     dtype = torch.float32 if row.master is None else row.master.dtype
 
     def scalar(value: float | Tensor) -> Tensor:
-        return torch.as_tensor(value, device=row.grad.device).to(dtype)
+        return torch.as_tensor(value, dtype=dtype, device=row.grad.device)
 
     step, (lr, beta1, beta2, eps, decay) = scalar(row.step), map(scalar, options)
     correction1, correction2 = 1 - power(beta1, step), _sqrt(1 - power(beta2, step))
@@ -115,14 +116,14 @@ def _update_row(
         master = join_master(row.param, row.remainder)
     if options.weight_decay != 0:
         if decoupled:
-            master = _fma(-(lr * decay), master, master)
+            master = fma(-(lr * decay), master, master)
         else:
-            grad = _fma(master, decay, grad)
+            grad = fma(master, decay, grad)
     exp_avg = _read_moment(row.exp_avg, row.exp_avg_scale, signed=True)
     exp_avg_sq = _read_moment(row.exp_avg_sq, row.exp_avg_sq_scale, signed=False)
     square = grad * grad
-    exp_avg = _fma(beta1, exp_avg, _fma(-beta1, grad, grad))
-    exp_avg_sq = _fma(beta2, exp_avg_sq, _fma(-beta2, square, square))
+    exp_avg = fma(beta1, exp_avg, fma(-beta1, grad, grad))
+    exp_avg_sq = fma(beta2, exp_avg_sq, fma(-beta2, square, square))
     master = master - lr / correction1 * exp_avg / (_sqrt(exp_avg_sq) / correction2 + eps)
     _write_master(row, master)
     bits = random_bits(row.grad.numel(), row.first, row.key, int(row.step), row.grad.device)
@@ -143,7 +144,7 @@ def _sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().to(x.dtype)
 
 
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a b + c``, rounded once from fp32; twice for fp64.
 
     An fp64 product of two fp32 numbers is exact. The sum is rounded to odd, so that rounding to fp32 is the only one

@@ -321,7 +321,7 @@ _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 
 class TritonAdamUpdate:
-    """``AdamUpdate`` of rows that it has checked, by two launches around torch's of powers, and one for each further form."""
+    """``AdamUpdate`` of rows that it has checked, by a launch for steps, torch's for powers, and one for each form."""
 
     def __init__(self, tensors: Sequence[AdamTensors], decoupled: bool, maximize: bool) -> None:
         self._rows = tensors  # keeps what the table points to
