@@ -20,8 +20,8 @@ from .quantized import (
 from .reference import wgrad_accumulate_reference
 
 if HAS_TRITON:
+    from .grouped.wgrad_config import WgradConfig
     from .grouped.wgrad_triton import grouped_wgrad_triton
-    from .wgrad_config import WgradConfig
 
 __all__ = [
     "GroupedWgradOperand",

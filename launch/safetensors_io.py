@@ -150,7 +150,7 @@ def load_safetensors(
     stored_as = ranks.run_on_all_ranks(lambda: _match(path, tensors, present), f"the opening of '{path}'")
     if optimizer is not None:
         optimizer.prepare_state()
-    slices = {} if optimizer is None else {part.name: part for part in optimizer.slices}
+    slices = {} if optimizer is None else {part.name: part for part in optimizer.full_slices(to_load=True)}
 
     def read() -> None:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -236,7 +236,7 @@ def _gather_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[str, Tens
 
     Other ranks yield nothing. Collective over the instance.
     """
-    slices = [part for part in optimizer.slices if part.master.dtype is not part.param.dtype]
+    slices = [part for part in optimizer.full_slices() if part.master.dtype is not part.param.dtype]
     mine = [(part.start, part.end) for part in slices]
     ranges, here = [mine], 0
     group = optimizer.model.grids["dense"].inner

@@ -72,7 +72,7 @@ class WrapperSource:
             if saving:
                 held.refresh_masters()
         tensors = model_tensors(self.module)
-        slices = {} if held is None else {part.name: part for part in held.slices}
+        slices = {} if held is None else {part.name: part for part in held.full_slices(to_load=not saving)}
         read_whole = not saving and held is not None and _are_on_cpu_without_masters(held)
         return Holding(
             params={

@@ -7,7 +7,7 @@ shard of the parameters. All-gathers (``gathers/param_gather.py``) collect the s
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,16 +17,16 @@ from ..buckets.nan_check import unscale
 from ..collectives.agreement import run_on_all_ranks
 from ..collectives.streams import is_capturing
 from ..torch_grads.master_param import StateByMaster, WatchedMasters, late_grad
-from ..torch_grads.skipped_steps import prepare_skippable_step
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .around_optimizer import AroundOptimizer
 from .fit import check_fits, check_storage, layout_key, shard_of_how_many
-from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
+from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .param_sync import ParamSync
+from .state_forms import StateForm
 from .step_order import step_order
 
 __all__ = ["DistributedOptimizer"]
@@ -47,7 +47,17 @@ class DistributedOptimizer(AroundOptimizer):
     max_grad_norm    clip by the global norm; None: no clipping (``grad_norm`` is then None)
     skip_nonfinite   a step whose gradients' norm is Inf or NaN updates nothing on any rank, and counts in
                      ``num_skipped_steps``. Fused classes skip on the device; for others the host waits once a step
+    state            "full": fp32 masters and moments. "compact", for Adam and AdamW: a bf16 parameter and 16 bits of
+                     remainder are the fp32 master, so that a rank keeps 6 + 6/s bytes for each parameter on s shards,
+                     fp32 gradient included, in place of 6 + 12/s. The parameter is then the master rounded half away
+                     from zero; a program's write to a parameter is its new master, without remainders
+    moment_dtype     of compact moments: ``torch.bfloat16`` (None), rounded stochastically, or ``torch.float32``
+    offload_state    "host": masters, remainders and moments lie in page-locked host memory, and pass through the device
+                     bucket by bucket in each step, which has the same bits
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
+
+    On GPUs Adam and AdamW are one pass over memory (``steps.py``). State dicts and checkpoints have the full form, and
+    either form reads them.
 
     Learning-rate schedulers of torch work on this class. A step first reads parameters that were changed since the last
     step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` begins a new iteration of ``model``,
@@ -67,6 +77,9 @@ class DistributedOptimizer(AroundOptimizer):
         param_groups: Sequence[Mapping[str, Any]] = (),
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        state: Literal["full", "compact"] = "full",
+        moment_dtype: torch.dtype | None = None,
+        offload_state: Literal["host"] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -90,9 +103,11 @@ class DistributedOptimizer(AroundOptimizer):
         if lr is not None:
             options["lr"] = lr
         check_options(optimizer_class, options, param_groups)
+        form = StateForm(state, moment_dtype, offload_state)
+        form.check(optimizer_class, model, [options, *param_groups])
 
         # What this rank updates.
-        self._flats = sorted(flatten_params(model), key=lambda flat: flat.bucket.index)
+        self._flats = sorted(flatten_params(model, form.is_compact, form.place), key=lambda flat: flat.bucket.index)
         self.segments = segments_of(self._flats, lambda entry: groups[entry.owned.name], whole=whole)
 
         # The inner optimizer does the arithmetic. Both optimizers share one list of groups and one state, so that
@@ -103,7 +118,6 @@ class DistributedOptimizer(AroundOptimizer):
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
-        self.is_stepping = False
         show_grads(self.segments, self)
         self.num_loads = 0
         """How often a program has replaced masters or state: alike on all ranks."""
@@ -111,7 +125,8 @@ class DistributedOptimizer(AroundOptimizer):
 
         group_of = lambda entry: groups[entry.owned.name]  # noqa: E731
         self.slices: list[ParamSlice] = slices_of(self._flats, self.segments, group_of, self.state)
-        """What this rank updates of each parameter: for checkpoints and exports."""
+        """What this rank updates of each parameter. ``full_slices`` has masters and state for exports."""
+        self._steps = form.steps(self._inner, self._flats, self.segments, self.slices)
         self._params = [held.bucket_param.owned.param for held in self.slices]
         self._addresses = [held.view.data_ptr() for held in self.slices]
         self._versions = [param._version for param in self._params]
@@ -152,8 +167,7 @@ class DistributedOptimizer(AroundOptimizer):
         reduced, gathers = self.model.is_reduced, self.param_sync.overlaps
         for flats in step_order(self._flats, reduced=reduced, gathers=gathers, at_once=at_once):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
-            self._update(flats, divisor, found_inf)  # step 8 of docs/by_hand.py
-            self._round(flats)
+            self._steps.update(flats, divisor, found_inf)  # step 8 of docs/by_hand.py
             self.param_sync.record_updated(flats)
         record_step(self.model.module, found_inf)
         self._masters.note()
@@ -187,10 +201,15 @@ class DistributedOptimizer(AroundOptimizer):
             if grad is not None and not (self.model.shown.active or held.bucket_param.record.exposed):
                 raise late_grad(held.name)
         for index in [i for i, version in enumerate(versions) if version != self._versions[i]]:
-            held = self.slices[index]
-            same = held.master.to(held.param.dtype) == held.param
-            held.master.copy_(torch.where(same, held.master, held.param))
+            self._steps.take_written(self.slices[index])
         self._versions = versions
+
+    def full_slices(self, *, to_load: bool = False) -> list[ParamSlice]:
+        """The slices with fp32 masters and moments; of compact state, copies in host memory.
+
+        to_load  the caller writes into masters, and calls ``mark_loaded`` next
+        """
+        return self._steps.full(to_load=to_load).slices
 
     def written_since(self) -> list[int]:
         """Indices of ``slices`` whose parameter a program has changed since the step, or since it was read."""
@@ -206,6 +225,7 @@ class DistributedOptimizer(AroundOptimizer):
         self._check_steppable()
         self._masters.check()
         self.refresh_masters()
+        self._steps.prepare_replay()
 
     def forget_step(self) -> None:
         """After a capture that failed: nothing of the step has run."""
@@ -236,8 +256,9 @@ class DistributedOptimizer(AroundOptimizer):
         self._adopt_assigned()
         self.param_sync.begin_step()
         self.finish_param_sync()
+        self._steps.take_loaded(self._masters.written())
         if not whole:
-            self._round(self._flats)
+            self._steps.round(self._flats)
             self.param_sync.start_and_finish()
         self._versions = [param._version for param in self._params]
         self._masters.note()
@@ -266,8 +287,13 @@ class DistributedOptimizer(AroundOptimizer):
         """
         self.prepare_state()
         self.refresh_masters()
-        state = super().state_dict()
-        state["masters"] = [flat.master.detach() for flat in self._flats]
+        full, own = self._steps.full(), self.state
+        self.state = full.state  # type: ignore[assignment]
+        try:
+            state = super().state_dict()
+        finally:
+            self.state = own
+        state["masters"] = full.masters
         state["layout"], state["shard"] = self._layout_key(), shard_of_how_many(self.model)
         return state
 
@@ -287,9 +313,13 @@ class DistributedOptimizer(AroundOptimizer):
         state.clear()
         state.update(loaded)
         self._inner.param_groups = self.param_groups
-        for flat, master in zip(self._flats, state_dict["masters"], strict=True):
-            flat.master.copy_(master)
+        self._steps.load(state_dict)
         self.mark_loaded()
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether gradients of masters are those of a step."""
+        return self._steps.is_running
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
@@ -304,39 +334,6 @@ class DistributedOptimizer(AroundOptimizer):
             self.state.replace(given)  # type: ignore[attr-defined]
 
     # ---- One step's parts. ----
-
-    def _update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
-        """One pass of the inner optimizer over these buckets: the other masters have no gradient in this pass."""
-        chosen = {id(flat.params) for flat in flats}
-        self.is_stepping = True
-        try:
-            for segment in self.segments:
-                grads = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
-                segment.master.grad = grads
-            self._step_inner(divisor, found_inf)
-        finally:  # it may raise (no memory for its state): gradients are shown again, and the next step begins anew
-            for segment in self.segments:
-                segment.master.grad = None
-            self.is_stepping = False
-
-    def _step_inner(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
-        if self._runs_fused():
-            self._inner.grad_scale, self._inner.found_inf = divisor, found_inf  # type: ignore[attr-defined]
-            prepare_skippable_step(self._inner)
-            self._inner.step()
-            self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
-            return
-        # Divide gradients first; the host reads once whether to skip.
-        grads = [segment.master.grad for segment in self.segments if segment.master.grad is not None]
-        if divisor is not None and grads:  # with whole parameters this rank may have no segment
-            torch._foreach_div_(grads, divisor)
-        if found_inf is None or not found_inf.item():
-            prepare_skippable_step(self._inner)
-            self._inner.step()
-
-    def _runs_fused(self) -> bool:
-        """Whether torch's kernel divides gradients and skips steps: a loaded group may have ``fused`` off."""
-        return is_fused(self.optimizer_class) and all(group["fused"] for group in self.param_groups)
 
     def _grad_divisor(self) -> Tensor | None:
         """What the update divides gradients by: the loss scale over the clipping coefficient. None: by nothing."""
@@ -358,12 +355,6 @@ class DistributedOptimizer(AroundOptimizer):
                 self.num_skipped_steps = torch.zeros_like(found)
             self.num_skipped_steps += found
         return found
-
-    def _round(self, flats: Sequence[FlatBucket]) -> None:
-        """Round masters into the parameters that this rank updates."""
-        rounded = [flat for flat in flats if flat.master.data_ptr() != flat.owned_params.data_ptr()]
-        if rounded:
-            torch._foreach_copy_([flat.owned_params for flat in rounded], [flat.master for flat in rounded])
 
     def _layout_key(self) -> str:
         return layout_key(self.optimizer_class, self.model.plan, self.segments)

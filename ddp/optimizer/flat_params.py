@@ -52,7 +52,8 @@ class FlatBucket(NamedTuple):
     owned_params: Tensor
     """[owned.numel] view of ``params``."""
     master: Tensor
-    """[owned.numel] fp32 copy of ``owned_params``; ``owned_params`` itself where parameters are fp32 or wider."""
+    """[owned.numel] fp32 copy of ``owned_params``; ``owned_params`` itself where parameters are fp32 or wider, and
+    where optimizer state is compact."""
     grads: Tensor
     """[owned.numel] view of the bucket's gradients."""
     bucket_params: tuple[BucketParam, ...]
@@ -143,8 +144,13 @@ class ParamSlice(NamedTuple):
         return {} if self.segment is None else self.state_by_master.get(self.segment.master, {})
 
 
-def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
+def flatten_params(
+    model: DistributedDataParallel, compact: bool, place: Callable[[FlatBucket], FlatBucket]
+) -> list[FlatBucket]:
     """Move the parameters into flat buffers laid out like the gradients; returns one entry for each bucket.
+
+    compact  parameters of half precision have no masters beside them
+    place    moves a bucket's masters to where they stay
 
     Raises ``ValueError`` for complex parameters and for parameters that share memory.
     """
@@ -166,8 +172,8 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
             owned = Range(*model.owned_range(bucket_layout))
             owned_params, grads = params[slice(*owned)], bucket.grad_data[slice(*owned)]
             in_half = owned_params.dtype in (torch.bfloat16, torch.float16)
-            master = owned_params.float() if in_half else owned_params
-            flats.append(FlatBucket(bucket, params, owned, owned_params, master, grads, bucket_params))
+            master = owned_params.float() if in_half and not compact else owned_params
+            flats.append(place(FlatBucket(bucket, params, owned, owned_params, master, grads, bucket_params)))
     return flats
 
 

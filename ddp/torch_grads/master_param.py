@@ -111,16 +111,17 @@ class WatchedMasters(dict[Any, str]):
 
     def check(self) -> None:
         """Raise ``RuntimeError`` where a master was written after ``note``."""
-        if not self.follow_late:
-            return
-        for (master, bucket), version in zip(self.items(), self._versions, strict=True):
-            if master._version != version:
-                raise RuntimeError(
-                    f"forward: a tensor of optimizer.param_groups was written to after the step. It holds this rank's "
-                    f"elements of bucket '{bucket}', and parameters do not follow by themselves: call "
-                    f"optimizer.mark_loaded() on all ranks after writing, or write to model.parameters() under "
-                    f"torch.no_grad(), which are whole and which the optimizer follows"
-                )
+        for master in self.written() if self.follow_late else ():
+            raise RuntimeError(
+                f"forward: a tensor of optimizer.param_groups was written to after the step. It holds this rank's "
+                f"elements of bucket '{self[master]}', and parameters do not follow by themselves: call "
+                f"optimizer.mark_loaded() on all ranks after writing, or write to model.parameters() under "
+                f"torch.no_grad(), which are whole and which the optimizer follows"
+            )
+
+    def written(self) -> set[MasterParameter]:
+        """The masters that a program has written after ``note``."""
+        return {master for master, version in zip(self, self._versions, strict=True) if master._version != version}
 
     def check_gradless(self) -> None:
         """Raise ``RuntimeError`` where a master has a ``.grad``, which nobody would read."""

@@ -191,8 +191,8 @@ def _pointer_gemm(o, source, result, *, transposed):
 def _pointer_wgrad(o, once):
     if not o.x.is_cuda:
         return {}
+    from maingrad.kernels.grouped.wgrad_config import WGRAD_CANDIDATES
     from maingrad.kernels.grouped.wgrad_triton import grouped_wgrad_triton
-    from maingrad.kernels.wgrad_config import WGRAD_CANDIDATES
 
     return _fastest(partial(grouped_wgrad_triton, o.dy, o.x, o.grads, o.offsets, once), WGRAD_CANDIDATES, _IN_FP32)
 

@@ -24,7 +24,6 @@ from .reference import (
 
 if HAS_TRITON:
     from ..triton_support import capability_of
-    from ..wgrad_config import WgradConfig, default_wgrad_config
     from .gemm_triton import GemmConfig, default_gemm_config, grouped_gemm_triton
     from .reductions_triton import (
         MAX_EXPERTS_OF_ONE_LAUNCH,
@@ -32,6 +31,7 @@ if HAS_TRITON:
         grouped_bias_grad_triton,
         grouped_scale_grad_triton,
     )
+    from .wgrad_config import WgradConfig, default_wgrad_config
     from .wgrad_triton import grouped_wgrad_triton
 
 __all__ = [

@@ -37,8 +37,8 @@ from ..triton_support import (
     takes_tma,
     tile_of,
 )
-from ..wgrad_config import WgradConfig
 from .quantized_triton import sum_of_quantized
+from .wgrad_config import WgradConfig
 
 __all__ = ["grouped_wgrad_triton"]
 

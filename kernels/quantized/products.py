@@ -19,8 +19,8 @@ from .spec import Quantized
 
 if HAS_TRITON:
     from ..grouped.gemm_triton import default_scaled_gemm_config, grouped_gemm_triton
+    from ..grouped.wgrad_config import SCALED_WGRAD_CONFIG
     from ..grouped.wgrad_triton import grouped_wgrad_triton
-    from ..wgrad_config import SCALED_WGRAD_CONFIG
 
 __all__ = [
     "scaled_grouped_product",

@@ -50,6 +50,9 @@ class OptimizerConfig(Table):
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Further arguments of the optimizer's class by their names, such as ``momentum_decay = 0.004`` of
     ``torch.optim.NAdam``. ``betas`` has the parts ``beta1`` and ``beta2``."""
+    state: Literal["full", "compact"] = "full"
+    """``full``: fp32 masters and moments. ``compact``: masters are bf16 parameters with remainders of 16 bits, and
+    moments are bf16, under ``ddp``, ``zero1`` and ``hybrid``."""
     decay_vectors: bool = True
     """True: decay also parameters with fewer than two dims (norms, biases, scalars). False: matrices only."""
     max_grad_norm: Positive | None = 1.0
@@ -70,6 +73,8 @@ class OptimizerConfig(Table):
         remedy = f'is not read by name = "{self.name}"; set it in optimizer.options, if the class has it'
         require_defaults(self, "optimizer", others_keys, remedy)
         self._check_options()
+        fits = self.state == "full" or issubclass(self.optimizer_class, torch.optim.Adam)
+        self.require(fits, "state", 'is for name = "adamw" and "torch.optim.Adam" alone: set "full"')
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:

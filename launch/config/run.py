@@ -79,6 +79,9 @@ class Config:
         settings.require(settings.recipe == "none" or model.param_dtype == "bfloat16", "recipe", remedy)
         remedy = "does not go with model.num_experts: ranks have different experts; use another recipe"
         settings.require(settings.recipe != "float8_delayed" or not model.num_experts, "recipe", remedy)
+        compact = self.optimizer.state == "compact"
+        remedy = f'"compact" does not go with parallel = "{self.parallel}", whose shards are fp32: set "full"'
+        self.optimizer.require(not (compact and self.fully_sharded), "state", remedy)
         if settings.cuda_graph:
             self._check_graph()
         # Raise for values that contradict ``parallel``.

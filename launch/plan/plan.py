@@ -7,6 +7,7 @@ import torch
 
 from ...ddp import DistributedDataParallelConfig
 from ...ddp.collectives.placements import Placement, Placements
+from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
 from .grad_peak import peak_of_grads
@@ -89,7 +90,11 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
         parameters=count_of(model),
         units=laid_out[config.parallel],
         alternatives={
-            parallel: rank_bytes((bucket for unit in units for bucket in unit.buckets), states=states)
+            parallel: rank_bytes(
+                (bucket for unit in units for bucket in unit.buckets),
+                states=states,
+                compact=config.optimizer.state == "compact" and parallel not in FULLY_SHARDED,
+            )
             for parallel, units in laid_out.items()
         },
         peak_grads=peak_of_grads(
@@ -117,6 +122,7 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
     else:
         units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
+    full = dataclasses.replace(config.optimizer, state="full")
     unused = DistributedDataParallelConfig(use_distributed_optimizer=True)
     sections: dict[Parallel, tuple[DistributedDataParallelConfig, FsdpConfig]] = {
         "ddp": (whole, FsdpConfig()),
@@ -126,7 +132,13 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         "hsdp": (unused, units),
     }
     others = {
-        parallel: dataclasses.replace(config, parallel=parallel, ddp=ddp, fsdp=fsdp)
+        parallel: dataclasses.replace(
+            config,
+            parallel=parallel,
+            ddp=ddp,
+            fsdp=fsdp,
+            optimizer=full if parallel in FULLY_SHARDED else config.optimizer,
+        )
         for parallel, (ddp, fsdp) in sections.items()
     }
     return {**others, config.parallel: config}

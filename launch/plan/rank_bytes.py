@@ -15,6 +15,7 @@ What one bucket takes on one rank:
                                                     g n/i  sums inside, with several instances
     masters       4 n/s  under half precision       4 n/s
     moments       8 n/s                             8 for each of the rank's elements, without padding
+    compact       2 n/s  in place of masters, under bf16; 4 n/s in place of moments
 
 Moments are AdamW's two, fp32; other optimizers have other numbers of them. s is 1 under plain data parallelism, the
 number of ranks under ZeRO-1, the ranks of an instance under hybrid; experts have their own. Under FSDP s is i, and all
@@ -42,9 +43,10 @@ class RankBytes(NamedTuple):
     parameters: int
     gradients: int
     masters: int
-    """fp32 copies of half-precision parameters, and FSDP's shards; 0 where DDP's parameters are fp32 themselves."""
+    """fp32 copies of half-precision parameters, or compact remainders of bf16 ones; FSDP's shards; 0 where DDP's
+    parameters are fp32 themselves."""
     moments: int
-    """Elementwise state of the optimizer: of AdamW the first and second moments, fp32. Of the rank that has most."""
+    """Elementwise state of the optimizer: of AdamW the first and second moments. Of the rank that has most."""
 
     @property
     def total(self) -> int:
@@ -163,19 +165,21 @@ class PlacedBucket:
         )
 
 
-def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2) -> RankBytes:
+def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2, compact: bool = False) -> RankBytes:
     """What the fullest rank holds between steps. Ranks differ in the bytes of the moments alone.
 
-    states  elements of optimizer state for each element of a parameter
+    states   elements of optimizer state for each element of a parameter
+    compact  masters are remainders of 16 bits, and moments bf16
     """
+    part = 2 if compact else 1
     parameters = gradients = masters = 0
     moments: Counter[int] = Counter()
     for bucket in buckets:
         parameters += bucket.kept_params
         gradients += bucket.kept_grads
-        masters += bucket.master_nbytes
+        masters += bucket.master_nbytes // part
         for rank, numel in enumerate(bucket.moment_numels):
-            moments[rank] += _FP32 * states * numel
+            moments[rank] += _FP32 // part * states * numel
     return RankBytes(parameters, gradients, masters, max(moments.values(), default=0))
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.grouped.gemm_triton import GEMM_CANDIDATES, GemmConfig, default_gemm_config, grouped_gemm_triton
+from ...kernels.grouped.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from ...kernels.grouped.wgrad_triton import grouped_wgrad_triton
 from ...kernels.tuning import COLUMNS, CUBLAS, Problem, TunedRow, gpu_name, nearest
 from ...kernels.wgrad import cublas_wgrad
-from ...kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from ..config.error import ConfigError
 from ..report.table import machine, markdown_table, write_csv, write_table
 from .problems import DENSE_OPS, GROUPED_OPS, GroupedOperands, Shape, parse_shape, provenance

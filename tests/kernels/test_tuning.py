@@ -205,7 +205,7 @@ def test_the_shipped_table_has_one_row_for_each_problem() -> None:
 @pytest.mark.skipif(not HAS_TRITON, reason="configurations are those of Triton kernels")
 def test_every_shipped_row_is_a_configuration_of_its_kernel() -> None:
     from maingrad.kernels.grouped.gemm_triton import GemmConfig
-    from maingrad.kernels.wgrad_config import WgradConfig
+    from maingrad.kernels.grouped.wgrad_config import WgradConfig
 
     kinds = {
         "grouped_linear": GemmConfig,

@@ -26,6 +26,7 @@ __all__ = [
     "EVENTS",
     "FORMS",
     "LENGTH",
+    "STATES",
     "Model",
     "Program",
     "compute_delayed",
@@ -44,6 +45,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 FOUR_RANKS = {"hybrid": {**CONFIGS["ZeRO-1, overlap"], "num_distributed_optimizer_instances": 2}}
 COPY_ENGINES = {**CONFIGS["ZeRO-1, overlap"], "copy_engine_param_gather": True}
+STATES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "compact": {"state": "compact"},
+    "on the host": {"offload_state": "host"},
+    "compact, on the host": {"state": "compact", "offload_state": "host"},
+}
 FORMS = ("plain", "fused", "delayed", "queue", "recompute", "compiled", "dropout")
 EVENTS = (
     "evaluate",
@@ -130,6 +137,8 @@ class Program:
     dtype: torch.dtype = torch.bfloat16
     events: tuple[str, ...] = ()
     optimizer: str = "AdamW"
+    state: str = "full"
+    """Of the optimizer: a key of ``STATES``."""
     per_token: bool = False
     scaler: bool = False
     steps: int = 7
@@ -177,6 +186,7 @@ class _Job:
             self.model,
             lr=2**-6,  # exact in fp32
             optimizer_class=getattr(torch.optim, program.optimizer),
+            **STATES[program.state],
             max_grad_norm=program.clip,
             param_groups=[{"params": "*norm*", "weight_decay": 0.0}],
             **rest,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphed_training import CONFIGS, EVENTS, FORMS, Program, differences, train
+from graphed_training import CONFIGS, EVENTS, FORMS, STATES, Program, differences, train
 from torch import Tensor, nn
 
 from maingrad.ddp import (
@@ -47,8 +47,9 @@ def test_weights_that_are_loaded() -> None:
     check(Program(events=("loads weights",)))
 
 
-def test_everything_between_steps() -> None:
-    check(Program(events=tuple(event for event in EVENTS if event != "mode")))
+@pytest.mark.parametrize("state", STATES)
+def test_everything_between_steps(state: str) -> None:
+    check(Program(state=state, events=tuple(event for event in EVENTS if event != "mode")))
 
 
 @pytest.mark.parametrize("order", range(2))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from graph_memory import reserved_before_graphs
-from graphed_training import CONFIGS, EVENTS, FORMS, Program, differences, train
+from graphed_training import CONFIGS, EVENTS, FORMS, STATES, Program, differences, train
 from python_processes import run_python
 from torch import nn
 
@@ -19,14 +19,15 @@ from maingrad.ddp.gathers import param_gather as gathering
 
 pytestmark = pytest.mark.gpu
 
+EVENTS_BUT_MODE = tuple(event for event in EVENTS if event != "mode")
 PROGRAMS = {
     **{f"{config}, {form}": Program(config=config, form=form) for config, form in itertools.product(CONFIGS, FORMS)},
     **{event: Program(events=(event,)) for event in EVENTS},
-    "all events": Program(events=tuple(event for event in EVENTS if event != "mode")),
     "copy engines": Program(config="ZeRO-1, copy engines", events=("evaluate",)),
     "per token": Program(per_token=True),
     "loss scale": Program(dtype=torch.float16, scaler=True),
     "SGD": Program(optimizer="SGD"),
+    **{state: Program(state=state, events=EVENTS_BUT_MODE) for state in STATES},
     "fp32, Adam": Program(dtype=torch.float32, optimizer="Adam"),
     "four microbatches, no clipping": Program(microbatches=4, clip=None),
 }

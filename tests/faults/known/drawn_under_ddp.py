@@ -67,10 +67,8 @@ FAULTS = [
         sentence="After a step that raised, gradients are hidden from clipping, and refused as somebody else's by the next step.",
         tests=["tests/ddp/optimizer/test_distributed_optimizer.py::test_a_step_that_raised_may_be_taken_again"],
         changes=[
-            Change("maingrad.ddp.optimizer.distributed_optimizer", "DistributedOptimizer._update", "try:", "if True:"),
-            Change(
-                "maingrad.ddp.optimizer.distributed_optimizer", "DistributedOptimizer._update", "finally:", "if True:"
-            ),
+            Change("maingrad.ddp.optimizer.steps", "TorchSteps.update", "try:", "if True:"),
+            Change("maingrad.ddp.optimizer.steps", "TorchSteps.update", "finally:", "if True:"),
         ],
     ),
     Fault(

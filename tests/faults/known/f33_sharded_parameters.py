@@ -77,8 +77,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.torch_grads.master_param",
                 "WatchedMasters.check",
-                "if not self.follow_late:",
-                "if True:",
+                "self.written() if self.follow_late else ()",
+                "()",
             ),
         ],
     ),

@@ -107,8 +107,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.optimizer.distributed_optimizer",
-                "DistributedOptimizer.refresh_masters",
+                "maingrad.ddp.optimizer.steps",
+                "TorchSteps.take_written",
                 "torch.where(same, held.master, held.param)",
                 "torch.where(same, held.param, held.param)",
             ),

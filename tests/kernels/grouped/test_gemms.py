@@ -20,8 +20,8 @@ from maingrad.kernels.grouped.gemm_triton import (
     default_gemm_config,
     grouped_gemm_triton,
 )
+from maingrad.kernels.grouped.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from maingrad.kernels.grouped.wgrad_triton import grouped_wgrad_triton
-from maingrad.kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 
 CASES = {
     "cpu": [(torch.float16, 33, 40), (torch.float32, 7, 15)],

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="tuning chooses between Triton kernels")
 
 from maingrad.kernels import grouped_wgrad_accumulate, tuning
 from maingrad.kernels.grouped.gemm_triton import GEMM_CANDIDATES, GemmConfig, default_gemm_config
+from maingrad.kernels.grouped.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from maingrad.kernels.tuning import CUBLAS, Problem, gpu_name, load_tuning_table, tuned_config
-from maingrad.kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from maingrad.launch.tuning import tune as tune_kernels
 from maingrad.launch.tuning.problems import GroupedOperands, error_of
 from maingrad.launch.tuning.tune import Timing, cold_rows, describe, fastest, plan_work, tune, write_tuning

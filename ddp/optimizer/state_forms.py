@@ -1,0 +1,329 @@
+"""The forms of optimizer state between steps: full, compact, and on the host.
+
+::
+
+    state="full"            master fp32                       exp_avg, exp_avg_sq fp32
+    state="compact"         bf16 parameter + int16 remainder  exp_avg, exp_avg_sq bf16 or fp32
+    offload_state="host"    either one, in page-locked memory; a step takes it through the GPU bucket by bucket
+
+Parameter and remainder together are the 32 bits of an fp32 master (``kernels.optimizer.reference.split_master``).
+State dicts and checkpoints see the full form alone: ``full`` gives it, and ``take_loaded`` takes over what was written
+into it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.compat import runs_on_triton
+from ...kernels.optimizer.reference import join_master, split_master
+from ..collectives.streams import OnStream, current_stream, is_capturing
+from ..wrapper.data_parallel import DistributedDataParallel
+from .flat_params import FlatBucket, ParamSlice, Segment
+from .steps import MASTER, MOMENTS, REMAINDER, FullState, OnePassSteps, TorchSteps
+
+__all__ = ["StateForm"]
+
+
+class CompactSteps(OnePassSteps):
+    """Steps of Adam or AdamW whose masters are bf16 parameters with remainders. fp32 parameters are masters themselves.
+
+    moment_dtype  of moments between steps; bf16 is rounded stochastically
+    """
+
+    def __init__(self, *args: Any, moment_dtype: torch.dtype) -> None:
+        super().__init__(*args)
+        self.moment_dtype = moment_dtype
+        self._loading: FullState | None = None
+
+    def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        return True
+
+    def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
+        tensors = super()._tensors_of(segment)
+        if REMAINDER in tensors:
+            del tensors[MASTER]
+        return tensors
+
+    def _begun(self, segment: Segment) -> dict[str, Tensor]:
+        state = super()._begun(segment)
+        if segment.master.dtype is torch.bfloat16 and REMAINDER not in state:
+            state[REMAINDER] = self._zeros(segment.master, torch.int16)
+        return state
+
+    def take_written(self, held: ParamSlice) -> None:
+        """A program has written the parameter, which is the master now."""
+        state = {} if held.segment is None else self.inner.state.get(held.segment.master, {})
+        if REMAINDER in state:
+            state[REMAINDER].view(-1)[held.offset : held.offset + held.end - held.start].zero_()
+
+    @torch.no_grad()
+    def full(self, *, to_load: bool = False) -> FullState:
+        """Copies in host memory."""
+        masters = {flat.bucket.index: flat.owned_params.float().cpu() for flat in self.flats}
+        states: dict[Any, Any] = {}
+        for segment in self.segments:
+            state = dict(self.inner.state.get(segment.master, {}))
+            remainder = state.pop(REMAINDER, None)
+            if remainder is not None:
+                joined = join_master(segment.master.detach().view(-1).cpu(), remainder.view(-1).cpu())
+                masters[segment.flat.bucket.index][segment.start : segment.end] = joined
+            states[segment.master] = {key: value.cpu().float() for key, value in state.items()}
+        slices = []
+        for held in self.slices:
+            start = 0 if held.segment is None else held.segment.start + held.offset
+            whole = held.master.float() if held.segment is None else masters[held.segment.flat.bucket.index]
+            slices.append(held._replace(master=whole[start : start + held.end - held.start], state_by_master=states))
+        found = FullState(slices, list(masters.values()), states)
+        if to_load:
+            self._loading = found
+        return found
+
+    @torch.no_grad()
+    def take_loaded(self, written: Collection[Tensor]) -> None:
+        """Make state compact again: parameters and remainders from masters, moments rounded to nearest."""
+        loaded, self._loading = self._loading, None
+        for segment in self.segments:
+            if loaded is None and segment.master in written:
+                self.inner.state[segment.master].pop(REMAINDER, None)
+        for flat, master in zip(self.flats, [] if loaded is None else loaded.masters, strict=loaded is not None):
+            if flat.owned_params.dtype is not torch.bfloat16:
+                flat.owned_params.copy_(master)
+                continue
+            param, remainder = split_master(master)
+            flat.owned_params.copy_(param)
+            for segment in self.segments:
+                if segment.flat is flat:
+                    kept = self._zeros(segment.master, torch.int16)
+                    kept.view(-1).copy_(remainder[segment.start : segment.end])
+                    self.inner.state[segment.master][REMAINDER] = kept
+        for segment in self.segments:
+            state = self.inner.state[segment.master]
+            for key in state.keys() & set(MOMENTS):
+                state[key] = self._zeros(segment.master, self.moment_dtype).copy_(state[key])
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over masters and moments. torch would round moments to the dtype of the parameters."""
+        order = [master for group in self.inner.param_groups for master in group["params"]]
+        for index, given in state_dict["state"].items():
+            self.inner.state[order[index]] = dict(given)
+        self._loading = FullState([], state_dict["masters"], {})
+
+
+class _OnHost(OnePassSteps):
+    """Masters, remainders and moments live in page-locked memory; the device has memory for those of two buckets.
+
+    Copies of the next bucket's state to the device, and of the last one's back, run beside an update, on two streams.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._device = self.flats[0].params.device
+        self._most = max(flat.owned_params.numel() for flat in self.flats)
+        self._memory: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        """By turn: device memory for a bucket's state, [elements] by key."""
+        self._places: dict[tuple[int, Tensor, str], Tensor] = {}
+        """Views of this memory, by turn, segment's master and key."""
+        self._to_device, self._to_host = _Copies(self._device), _Copies(self._device)
+        self._free: list[torch.cuda.Event | None] = [None, None]
+        """By turn: its state is back on the host."""
+        self._returned: dict[int, torch.cuda.Event | None] = {}
+        """By bucket: the same."""
+        self._was_captured = False
+
+    def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        return True
+
+    @torch.no_grad()
+    def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """As ``TorchSteps.update``, bucket by bucket."""
+        captured = is_capturing()
+        self._was_captured = self._was_captured or captured
+        if self._was_captured:  # a replay's copies run on the current stream; events of a capture mean nothing outside
+            self._to_device.follow()
+            self._free, self._returned = [None, None], {}
+        for flat in flats:
+            self.turn = 1 - self.turn
+            pairs = [pair for segment in self.segments if segment.flat is flat for pair in self._pairs(segment)]
+            before = self._free[self.turn], self._returned.get(flat.bucket.index)
+            self._to_device.start([(place, home) for home, place in pairs], before)
+            self._to_device.join()
+            super().update([flat], divisor, found_inf)
+            self._to_host.follow()
+            self._free[self.turn] = self._returned[flat.bucket.index] = self._to_host.start(pairs)
+        if self._was_captured:
+            self._to_host.join()
+
+    def prepare_replay(self) -> None:
+        """Before the replay of a captured step, which reads state on the host: wait for an eager step's copies."""
+        self._to_host.join()
+
+    def _pairs(self, segment: Segment) -> list[tuple[Tensor, Tensor]]:
+        """The segment's tensors on the host, each with its place on the device in this turn."""
+        homes = super()._tensors_of(segment)
+        return [
+            (homes[key].detach(), place) for key, place in self._tensors_of(segment).items() if place is not homes[key]
+        ]
+
+    def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
+        homes = super()._tensors_of(segment)
+        is_copy = segment.flat.master is not segment.flat.owned_params
+        on_host = {REMAINDER, *MOMENTS, *([MASTER] if is_copy else [])}
+        return {key: self._place(segment, key, home) if key in on_host else home for key, home in homes.items()}
+
+    def _place(self, segment: Segment, key: str, home: Tensor) -> Tensor:
+        here = self.turn, segment.master, key
+        if here not in self._places:
+            memory = self._memory[self.turn]
+            if key not in memory:
+                memory[key] = torch.empty(self._most, dtype=home.dtype, device=self._device)
+            self._places[here] = memory[key][segment.start : segment.end].view(home.shape)
+        return self._places[here]
+
+    def _zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(like.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+    def _is_home(self, tensor: Tensor) -> bool:
+        return tensor.is_cpu and tensor.is_pinned() == (self._device.type == "cuda")
+
+    def take_written(self, held: ParamSlice) -> None:
+        """As in the other forms, once the last step's state is on the host."""
+        self._to_host.wait()
+        super().take_written(held._replace(param=held.param.cpu()))
+
+    def full(self, *, to_load: bool = False) -> FullState:
+        """As in the other forms, once the last step's state is on the host."""
+        self._to_host.wait()
+        return super().full(to_load=to_load)
+
+    @torch.no_grad()
+    def take_loaded(self, written: Collection[Tensor]) -> None:
+        """After a load: state lies in page-locked memory again."""
+        self._to_host.wait()
+        super().take_loaded(written)
+        for segment in self.segments:
+            state = self.inner.state[segment.master]
+            for key in state.keys() & set(MOMENTS):
+                if not self._is_home(state[key]):
+                    state[key] = self._zeros(segment.master, state[key].dtype).copy_(state[key])
+
+
+class HostSteps(_OnHost, OnePassSteps):
+    """Full state on the host."""
+
+
+class CompactHostSteps(_OnHost, CompactSteps):
+    """Compact state on the host."""
+
+
+class _Copies:
+    """Copies on a CUDA stream of their own; on CPUs at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def follow(self) -> None:
+        """What comes next waits for the current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(current_stream(self._stream.device))
+
+    def join(self) -> None:
+        """The current stream waits for these copies."""
+        if self._stream is not None:
+            current_stream(self._stream.device).wait_stream(self._stream)
+
+    def wait(self) -> None:
+        """The host waits for these copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def start(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[torch.cuda.Event | None] = ()
+    ) -> torch.cuda.Event | None:
+        """Copy into the first tensor of each pair from the second. Returns an event behind the copies."""
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        for event in after:
+            if event is not None:
+                self._stream.wait_event(event)
+        with OnStream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+
+class StateForm(NamedTuple):
+    """In which form, and where, a ``DistributedOptimizer`` keeps its state."""
+
+    state: Literal["full", "compact"]
+    moment_dtype: torch.dtype | None
+    offload_state: Literal["host"] | None
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether masters are parameters with remainders."""
+        return self.state == "compact"
+
+    def check(self, cls: type, model: DistributedDataParallel, options: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``ValueError`` for a form that there is not, or not for this class and model."""
+        if self.state not in ("full", "compact"):
+            raise ValueError(
+                f'state={self.state!r}: "full" (fp32 masters and moments) or "compact" (bf16 and a remainder)'
+            )
+        if self.moment_dtype is not None and not self.is_compact:
+            raise ValueError(f'moment_dtype={self.moment_dtype}: full moments are fp32; say state="compact"')
+        if self.moment_dtype not in (None, torch.bfloat16, torch.float32):
+            raise ValueError(f"moment_dtype={self.moment_dtype}: compact moments are torch.bfloat16 or torch.float32")
+        if self.offload_state not in (None, "host"):
+            raise ValueError(f'offload_state={self.offload_state!r}: "host", or None')
+        if self == StateForm("full", None, None):
+            return
+        what = 'state="compact"' if self.is_compact else 'offload_state="host"'
+        if cls not in (torch.optim.Adam, torch.optim.AdamW):
+            raise ValueError(f"{what} is for Adam and AdamW, not {cls.__name__}: leave it out")
+        for group in options:
+            for key in ("amsgrad", "maximize", "differentiable"):
+                if group.get(key):
+                    raise ValueError(f"{what} does not go with {key}=True: leave one of them out")
+            if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
+                raise ValueError(f"{what} takes betas that are numbers")
+        for entry in model.bucket_params:
+            if entry.owned.param.dtype not in (torch.bfloat16, torch.float32):
+                raise ValueError(
+                    f"parameter '{entry.owned.name}' is {entry.owned.param.dtype}: {what} is for bf16 and fp32 "
+                    f"parameters; leave it out"
+                )
+
+    def steps(
+        self,
+        inner: torch.optim.Optimizer,
+        flats: Sequence[FlatBucket],
+        segments: Sequence[Segment],
+        slices: list[ParamSlice],
+    ) -> TorchSteps:
+        """The steps of ``inner`` in this form."""
+        if self.is_compact:
+            cls = CompactSteps if self.offload_state is None else CompactHostSteps
+            return cls(inner, flats, segments, slices, moment_dtype=self.moment_dtype or torch.bfloat16)
+        if self.offload_state is not None:
+            return HostSteps(inner, flats, segments, slices)
+        is_adam = type(inner) in (torch.optim.Adam, torch.optim.AdamW)
+        if is_adam and flats and all(_has_kernel(flat.master) for flat in flats):
+            return OnePassSteps(inner, flats, segments, slices)
+        return TorchSteps(inner, flats, segments, slices)
+
+    def place(self, flat: FlatBucket) -> FlatBucket:
+        """The bucket with its master where this form keeps masters."""
+        if self.offload_state is None or flat.master is flat.owned_params:
+            return flat
+        host = torch.empty(flat.master.shape, dtype=flat.master.dtype, pin_memory=flat.master.is_cuda)
+        return flat._replace(master=host.copy_(flat.master))
+
+
+def _has_kernel(master: Tensor) -> bool:
+    return master.dtype is torch.float32 and runs_on_triton("DistributedOptimizer.step", master)

@@ -1,0 +1,211 @@
+"""How a ``DistributedOptimizer`` updates its buckets.
+
+``TorchSteps`` runs any torch optimizer over masters, and rounds masters into parameters in a second pass.
+``OnePassSteps`` runs Adam and AdamW in one pass over memory (``kernels/optimizer``), with the same state and bits.
+``state_forms.py`` has those that keep state in fewer bytes, or on the host.
+"""
+
+import zlib
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.optimizer.adamw import AdamUpdate
+from ...kernels.optimizer.reference import AdamOptions, AdamTensors
+from ..torch_grads.skipped_steps import prepare_skippable_step
+from .flat_params import FlatBucket, ParamSlice, Segment
+from .param_groups import is_fused
+
+__all__ = ["MASTER", "MOMENTS", "REMAINDER", "FullState", "OnePassSteps", "TorchSteps"]
+
+MASTER, REMAINDER, MOMENTS = "master", "remainder", ("exp_avg", "exp_avg_sq")
+"""Keys of what a pass reads and writes for each element; the state of torch has the moments alone."""
+
+
+class FullState(NamedTuple):
+    """Optimizer state with fp32 masters and moments: the optimizer's own tensors, or copies in host memory."""
+
+    slices: list[ParamSlice]
+    masters: list[Tensor]
+    """[owned.numel] of each bucket."""
+    state: Mapping[Any, Any]
+    """torch's state, by segments' masters."""
+
+
+class TorchSteps:
+    """Steps of ``inner``, any torch optimizer.
+
+    inner     has the options of groups, and state by segments' masters
+    flats     all buckets, in launch order
+    segments  the tensors that ``inner`` updates
+    slices    what they hold
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        flats: Sequence[FlatBucket],
+        segments: Sequence[Segment],
+        slices: list[ParamSlice],
+    ) -> None:
+        self.inner, self.flats, self.segments, self.slices = inner, flats, segments, slices
+        self.is_running = False
+        """Whether gradients of masters are those that a step has put there."""
+
+    def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Update masters, state and parameters of these buckets.
+
+        divisor    0-dim fp32 that gradients are divided by; None: by nothing
+        found_inf  0-dim fp32; 1.0: nothing changes. None: nobody looks
+        """
+        chosen = {id(flat.params) for flat in flats}
+        self.is_running = True
+        try:  # the other masters have no gradient in this pass
+            for segment in self.segments:
+                grads = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
+                segment.master.grad = grads
+            self._step_inner(divisor, found_inf)
+        finally:  # it may raise (no memory for its state): gradients are shown again, and the next step begins anew
+            for segment in self.segments:
+                segment.master.grad = None
+            self.is_running = False
+        self.round(flats)
+
+    def _step_inner(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        # A loaded group may have ``fused`` off.
+        if is_fused(type(self.inner)) and all(group["fused"] for group in self.inner.param_groups):
+            self.inner.grad_scale, self.inner.found_inf = divisor, found_inf  # type: ignore[attr-defined]
+            prepare_skippable_step(self.inner)
+            self.inner.step()
+            self.inner.grad_scale = self.inner.found_inf = None  # type: ignore[attr-defined]
+            return
+        # Divide gradients first; the host reads once whether to skip.
+        grads = [segment.master.grad for segment in self.segments if segment.master.grad is not None]
+        if divisor is not None and grads:  # with whole parameters this rank may have no segment
+            torch._foreach_div_(grads, divisor)
+        if found_inf is None or not found_inf.item():
+            prepare_skippable_step(self.inner)
+            self.inner.step()
+
+    def round(self, flats: Sequence[FlatBucket]) -> None:
+        """Round masters into the parameters that this rank updates."""
+        rounded = [flat for flat in flats if flat.master.data_ptr() != flat.owned_params.data_ptr()]
+        if rounded:
+            torch._foreach_copy_([flat.owned_params for flat in rounded], [flat.master for flat in rounded])
+
+    def take_written(self, held: ParamSlice) -> None:
+        """A program has written the parameter: the master takes the elements that are not its rounding."""
+        same = held.master.to(held.param.dtype) == held.param
+        held.master.copy_(torch.where(same, held.master, held.param))
+
+    def full(self, *, to_load: bool = False) -> FullState:
+        """The full form of the state.
+
+        to_load  a load writes into it, and ``take_loaded`` comes next
+        """
+        return FullState(self.slices, [flat.master.detach() for flat in self.flats], self.inner.state)
+
+    def take_loaded(self, written: Collection[Tensor]) -> None:
+        """After a load: what was written into the full form is the state.
+
+        written  masters of segments that a program has written itself
+        """
+
+    def prepare_replay(self) -> None:
+        """Before the replay of a captured step."""
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what torch's ``load_state_dict`` does not: the masters of a state dict."""
+        for flat, master in zip(self.flats, state_dict["masters"], strict=True):
+            flat.master.copy_(master)
+
+
+class OnePassSteps(TorchSteps):
+    """Steps of ``torch.optim.Adam`` or ``AdamW`` over fp32 masters in one pass: the state and the bits of torch's."""
+
+    moment_dtype: torch.dtype = torch.float32
+    """The dtype of moments between steps."""
+    turn = 0
+    """Which of several places on the device the pass reads and writes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._updates: dict[Hashable, tuple[list[Tensor], AdamUpdate]] = {}
+
+    @torch.no_grad()
+    def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """As ``TorchSteps.update``."""
+        groups = self.inner.param_groups
+        if not self._fits(groups):
+            super().update(flats, divisor, found_inf)
+            return
+        buckets = {flat.bucket.index for flat in flats}
+        tensors: dict[Tensor, Mapping[str, Tensor]] = {
+            s.master: self._tensors_of(s) for s in self.segments if s.flat.bucket.index in buckets
+        }
+        update = self._update_of((self.turn, *sorted(buckets)), tensors)
+        options = [
+            AdamOptions(group["lr"], group["betas"][0], group["betas"][1], group["eps"], group["weight_decay"])
+            for group in groups
+        ]
+        update(options, divisor=divisor, found_inf=found_inf)
+
+    def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the kernel knows the options, which a load may have changed."""
+        return len({bool(group["maximize"]) for group in groups}) == 1 and not any(
+            group["amsgrad"] or not group["fused"] or any(isinstance(beta, Tensor) for beta in group["betas"])
+            for group in groups
+        )
+
+    def _update_of(self, key: Hashable, tensors: Mapping[Tensor, Mapping[str, Tensor]]) -> AdamUpdate:
+        """The kernel's table of these segments, made anew where a load has replaced a tensor of the state."""
+        used = [tensor for by_key in tensors.values() for tensor in by_key.values()]
+        known, update = self._updates.get(key, ([], None))
+        if update is None or len(known) != len(used) or any(a is not b for a, b in zip(known, used, strict=True)):
+            by_slice = [(held, tensors.get(held.segment.master)) for held in self.slices if held.segment is not None]
+            update = AdamUpdate(
+                [_row(held, by_key) for held, by_key in by_slice if by_key is not None],
+                decoupled=isinstance(self.inner, torch.optim.AdamW),
+                maximize=self.inner.param_groups[0]["maximize"],
+            )
+            self._updates[key] = used, update
+        return update
+
+    def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
+        """What the pass reads and writes of a segment, by key, beside gradient and parameter."""
+        return {MASTER: segment.master, **self._begun(segment)}
+
+    def _begun(self, segment: Segment) -> dict[str, Tensor]:
+        """The segment's state, which begins as zeros."""
+        state: dict[str, Tensor] = self.inner.state[segment.master]
+        device = segment.grads.device
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state.update({key: self._zeros(segment.master, self.moment_dtype) for key in MOMENTS})
+        elif state["step"].device != device:  # groups without ``fused`` count on the host
+            state["step"] = state["step"].to(device)
+        return state
+
+    def _zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for state."""
+        return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+def _row(held: ParamSlice, tensors: Mapping[str, Tensor]) -> AdamTensors:
+    assert held.segment is not None
+    part = slice(held.offset, held.offset + held.end - held.start)
+    mine = {key: tensor.detach().view(-1)[part] for key, tensor in tensors.items() if key != "step"}
+    return AdamTensors(
+        grad=held.segment.grads.view(-1)[part],
+        exp_avg=mine["exp_avg"],
+        exp_avg_sq=mine["exp_avg_sq"],
+        step=tensors["step"],
+        master=mine.get(MASTER),
+        param=None if held.param.dtype is torch.float32 else held.param,
+        remainder=mine.get(REMAINDER),
+        first=held.start,
+        key=zlib.crc32(held.name.encode()),
+        group=held.group,
+    )

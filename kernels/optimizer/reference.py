@@ -1,0 +1,259 @@
+"""The reference implementation of AdamW on flat shards, in plain PyTorch.
+
+With fp32 masters each operation is rounded where torch's fused CUDA kernel rounds, so that masters and moments have the
+same bits (ATen/native/cuda/fused_adam_utils.cuh of torch 2.11 to 2.14, as its compiler contracts it). Options, moments
+and gradients are fp32; ``fma`` rounds once. Per element, with ``t`` the steps taken, this one included::
+
+    g = grad / divisor                                    and -g under maximize
+    p = fma(-(lr weight_decay), p, p)                     decoupled; else g = fma(p, weight_decay, g)
+    m = fma(beta1, m, fma(-beta1, g, g))
+    v = fma(beta2, v, fma(-beta2, g g, g g))
+    p = p - (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+The powers are the device's fp32 ones on CUDA, as in torch's kernel; elsewhere they are rounded from fp64.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .eight_bits import BLOCK, code_table, quantize_blocks
+
+__all__ = [
+    "AdamOptions",
+    "AdamTensors",
+    "adam_update_reference",
+    "fma",
+    "join_master",
+    "power",
+    "random_bits",
+    "round_stochastically",
+    "split_master",
+]
+
+
+class AdamTensors(NamedTuple):
+    """Consecutive elements [n] of one parameter: one row of the update's table. n may be 0."""
+
+    grad: Tensor
+    """[n] fp32, bf16 or fp16; fp64 for an fp64 master. It is only read."""
+    exp_avg: Tensor
+    """[n] fp32, bf16 (rounded stochastically) or uint8 codes; fp64 for an fp64 master."""
+    exp_avg_sq: Tensor
+    """[n] likewise; its dtype may differ from that of ``exp_avg``."""
+    step: Tensor
+    """0-dim fp32: steps taken before. The update raises it by one, once for all rows that share it."""
+    master: Tensor | None = None
+    """[n] fp32, or fp64 (by the reference only). None: ``param`` and ``remainder`` are the master."""
+    param: Tensor | None = None
+    """[n] bf16 or fp16, to which the master is rounded. None: the master is the parameter."""
+    remainder: Tensor | None = None
+    """[n] int16 beside a bf16 ``param``: see ``split_master``. None: the master is a tensor."""
+    exp_avg_scale: Tensor | None = None
+    """[ceil(n / 256)] fp32 scales of 8-bit ``exp_avg``: see ``quantize_moment``."""
+    exp_avg_sq_scale: Tensor | None = None
+    """[ceil(n / 256)] fp32 scales of 8-bit ``exp_avg_sq``."""
+    first: int = 0
+    """Index of the first element within its parameter; a multiple of 256 where a moment has 8 bits."""
+    key: int = 0
+    """32 bits that name the parameter, for stochastic rounding."""
+    group: int = 0
+    """Index of the row's options."""
+
+
+class AdamOptions(NamedTuple):
+    """Options of one parameter group."""
+
+    lr: float | Tensor
+    """A 0-dim tensor on the device of the rows is read there, by each call and by each replay of a captured one."""
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def adam_update_reference(
+    tensors: Sequence[AdamTensors],
+    options: Sequence[AdamOptions],
+    *,
+    divisor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> None:
+    """See ``AdamUpdate``. On CUDA this waits for the device."""
+    if found_inf is not None and bool(found_inf == 1):
+        return
+    steps = {row.step.data_ptr(): row.step for row in tensors}
+    for step in steps.values():
+        step += 1
+    for row in tensors:
+        if row.grad.numel():
+            _update_row(row, options[row.group], divisor, decoupled, maximize)
+
+
+def _update_row(
+    row: AdamTensors, options: AdamOptions, divisor: Tensor | None, decoupled: bool, maximize: bool
+) -> None:
+    dtype = torch.float32 if row.master is None else row.master.dtype
+
+    def scalar(value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=dtype, device=row.grad.device)
+
+    step, (lr, beta1, beta2, eps, decay) = scalar(row.step), map(scalar, options)
+    correction1, correction2 = 1 - power(beta1, step), _sqrt(1 - power(beta2, step))
+    grad = row.grad.to(dtype)
+    if divisor is not None:
+        grad = grad / divisor.to(dtype)
+    if maximize:
+        grad = -grad
+    if row.master is not None:
+        master = row.master
+    else:
+        assert row.param is not None and row.remainder is not None, "AdamUpdate has checked the row"
+        master = join_master(row.param, row.remainder)
+    if options.weight_decay != 0:
+        if decoupled:
+            master = fma(-(lr * decay), master, master)
+        else:
+            grad = fma(master, decay, grad)
+    exp_avg = _read_moment(row.exp_avg, row.exp_avg_scale, signed=True)
+    exp_avg_sq = _read_moment(row.exp_avg_sq, row.exp_avg_sq_scale, signed=False)
+    square = grad * grad
+    exp_avg = fma(beta1, exp_avg, fma(-beta1, grad, grad))
+    exp_avg_sq = fma(beta2, exp_avg_sq, fma(-beta2, square, square))
+    master = master - lr / correction1 * exp_avg / (_sqrt(exp_avg_sq) / correction2 + eps)
+    _write_master(row, master)
+    bits = random_bits(row.grad.numel(), row.first, row.key, int(row.step), row.grad.device)
+    _write_moment(row.exp_avg, row.exp_avg_scale, exp_avg, bits & 0xFFFF, signed=True)
+    _write_moment(row.exp_avg_sq, row.exp_avg_sq_scale, exp_avg_sq, bits >> 16, signed=False)
+
+
+def power(base: Tensor, exponent: Tensor, out: Tensor | None = None) -> Tensor:
+    """``base ^ exponent``: on CUDA by the function that torch's fused kernel calls; elsewhere rounded from fp64."""
+    if base.is_cuda:
+        return torch.pow(base, exponent, out=out)
+    rounded = torch.pow(base.double(), exponent.double()).to(base.dtype)
+    return rounded if out is None else out.copy_(rounded)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Rounded to nearest: PyTorch's fp32 roots on CPUs are not."""
+    return x.double().sqrt().to(x.dtype)
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a b + c``, rounded once from fp32; twice for fp64.
+
+    An fp64 product of two fp32 numbers is exact. The sum is rounded to odd, so that rounding to fp32 is the only one
+    that counts (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
+    """
+    if c.dtype is torch.float64:
+        return a * b + c
+    product, addend = torch.broadcast_tensors(a.double() * b.double(), c.double())
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)  # exact; NaN where the sum is not finite
+    bits = total.view(torch.int64)
+    inexact = (error > 0) | (error < 0)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact & (bits & 1 == 0), bits + toward, bits).view(torch.float64).float()
+
+
+# ---- A master of a bf16 parameter and 16 bits more. ----
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 [n] -> ``param`` bf16 [n] and ``remainder`` int16 [n], with the bits ``master = (param << 16) + remainder``.
+
+    ``param`` is the master rounded to nearest, halves away from zero: halves to even would give 0x3F818000 and
+    0x3F828000 the same parameter, with remainders -32768 and +32768. (Transformer Engine's FusedAdam has the idea.)
+
+    - A finite master from 0x7F7F8000 on, in magnitude, has an infinite parameter, as every rounding to nearest gives,
+      and a negative remainder, so that the master stays exact.
+    - Infinity is itself, with remainder 0. NaN becomes the NaN 0x7FC0 or 0xFFC0, with remainder 0: its other bits
+      are lost, because some would round to infinity, and others to -0.
+    """
+    bits = master.view(torch.int32)
+    bits = torch.where(master.isnan(), (bits & -0x80000000) | 0x7FC00000, bits)
+    remainder = bits.to(torch.int16)
+    return ((bits - remainder) >> 16).to(torch.int16).view(torch.bfloat16), remainder
+
+
+def join_master(param: Tensor, remainder: Tensor) -> Tensor:
+    """fp32 [n] from what ``split_master`` returned; exact for every master that is no NaN."""
+    return ((param.view(torch.int16).int() << 16) + remainder).view(torch.float32)
+
+
+def _write_master(row: AdamTensors, master: Tensor) -> None:
+    if row.remainder is None:
+        assert row.master is not None, "AdamUpdate has checked the row"
+        row.master.copy_(master)
+        if row.param is not None:
+            row.param.copy_(master)
+    else:
+        assert row.param is not None, "AdamUpdate has checked the row"
+        param, remainder = split_master(master)
+        row.param.copy_(param)
+        row.remainder.copy_(remainder)
+
+
+# ---- Moments in fewer bits. ----
+
+
+def _read_moment(moment: Tensor, scale: Tensor | None, *, signed: bool) -> Tensor:
+    if scale is None:
+        return moment.to(torch.promote_types(moment.dtype, torch.float32))
+    values = code_table(moment.device)[int(not signed), :256][moment.int()]
+    return values * scale.repeat_interleave(BLOCK)[: moment.numel()]
+
+
+def _write_moment(moment: Tensor, scale: Tensor | None, value: Tensor, bits: Tensor, *, signed: bool) -> None:
+    if moment.dtype is torch.bfloat16:
+        moment.copy_(round_stochastically(value, bits))
+    elif scale is None:
+        moment.copy_(value)
+    else:
+        blocks = torch.nn.functional.pad(value, (0, -value.numel() % BLOCK)).view(-1, BLOCK)
+        codes, scales = quantize_blocks(blocks, signed=signed)
+        moment.copy_(codes.view(-1)[: value.numel()])
+        scale.copy_(scales)
+
+
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
+    """fp32 [n] to one of the two nearest bf16 [n], by ``bits`` [n] from 0 to 65535: 0 on average.
+
+    The magnitude goes up where ``bits`` and the 16 bits that are cut off sum to 65536 or more. bf16 numbers, zeros and
+    infinities stay, and no finite number becomes infinite. NaN is 0x7FC0 or 0xFFC0.
+    """
+    exact = values.view(torch.int32)
+    raised = exact + bits.to(torch.int32)
+    overflows = (raised & 0x7F800000) == 0x7F800000
+    kept = torch.where(overflows, exact, raised)
+    kept = torch.where(values.isnan(), (exact & -0x80000000) | 0x7FC00000, kept)
+    return (kept >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def random_bits(count: int, first: int, key: int, step: int, device: torch.device) -> Tensor:
+    """int64 [count]: 32 random bits for each element from ``first`` on of the parameter ``key`` in this step.
+
+    The first moment takes the lower 16 bits, the second the upper ones. Two rounds of a permutation of 32-bit integers
+    whose every input bit flips every output bit with a probability within 0.2 % of a half (Wellons, Prospecting for
+    hash functions, 2018; constants of "lowbias32"), keyed before each round by key and step. Philox would take five
+    times the instructions, and its four words would have to be handed to four neighbours. Nothing but
+    the arguments decides, so shards, ranks and layouts change no bit.
+    """
+    seed1 = _mix(_mix(torch.tensor(key & 0xFFFFFFFF, device=device)) + step & 0xFFFFFFFF)
+    seed2 = _mix(seed1 + 0x9E3779B9 & 0xFFFFFFFF)
+    element = torch.arange(first, first + count, device=device)
+    low, high = element & 0xFFFFFFFF, element >> 32
+    return _mix(_mix(low ^ (high * 0x9E3779B9 & 0xFFFFFFFF) ^ seed1) + seed2 & 0xFFFFFFFF)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A permutation of [0, 2^32), in int64."""
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16

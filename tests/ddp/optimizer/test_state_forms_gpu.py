@@ -1,0 +1,131 @@
+"""The forms of optimizer state on a GPU: one pass over memory has the bits of torch's fused AdamW and Adam."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, add_grad
+
+pytestmark = pytest.mark.gpu
+
+GROUPS = [{"params": "*bias", "weight_decay": 0.0, "lr": 3e-3}]
+COMPACT: dict[str, Any] = {"state": "compact", "moment_dtype": torch.float32}
+
+
+def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for width in (256, 384, 200) for layer in (nn.Linear(width, width), nn.LayerNorm(width))]
+    return nn.Sequential(*layers).to("cuda", dtype)
+
+
+class Trained:
+    """A model that gets the same gradients in each form of state, whatever its parameters are."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=100_000)
+        self.model = DistributedDataParallel(make_model(dtype), config)
+        self.optimizer = DistributedOptimizer(
+            self.model, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, param_groups=GROUPS, **options
+        )
+        self.generator = torch.Generator("cuda").manual_seed(1)
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            for param in self.model.module.parameters():
+                noise = torch.randn(param.shape, generator=self.generator, device="cuda")
+                add_grad(param, noise * noise.abs() * 1e-3)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def masters(self) -> dict[str, Tensor]:
+        return {held.name: held.master.to("cuda") for held in self.optimizer.full_slices()}
+
+
+class Plain:
+    """torch's fused optimizer over fp32 masters, with the same gradients."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], dtype: torch.dtype = torch.bfloat16) -> None:
+        self.named = {name: nn.Parameter(p.detach().float()) for name, p in make_model(dtype).named_parameters()}
+        biases = [p for name, p in self.named.items() if name.endswith("bias")]
+        rest = [p for name, p in self.named.items() if not name.endswith("bias")]
+        groups = [{"params": biases, "weight_decay": 0.0, "lr": 3e-3}, {"params": rest}]
+        self.optimizer = cls(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)  # type: ignore[call-arg]
+        self.generator = torch.Generator("cuda").manual_seed(1)
+
+    def steps(self, number: int, divisor: Tensor | None = None) -> None:
+        for _ in range(number):
+            for param in self.named.values():
+                noise = torch.randn(param.shape, generator=self.generator, device="cuda")
+                param.grad = noise * noise.abs() * 1e-3
+            self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+            self.optimizer.step()
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, master in expected.items():
+        own = found[name] if name in found else found[f"module.{name}"]
+        assert torch.equal(own.view(-1), master.detach().view(-1)), name
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("form", [{}, COMPACT, {"offload_state": "host"}], ids=["full", "compact", "host"])
+def test_masters_have_the_bits_of_torchs_fused_kernel(
+    cls: type[torch.optim.Optimizer], dtype: torch.dtype, form: dict[str, Any]
+) -> None:
+    if dtype is torch.float16 and form:
+        pytest.skip("refused by name: compact state and state on the host are for bf16 and fp32 parameters")
+    trained, plain = Trained(dtype, optimizer_class=cls, **form), Plain(cls, dtype)
+    trained.steps(12)
+    plain.steps(12)
+    assert_same(trained.masters(), plain.named)
+    if form is not COMPACT:
+        for held in trained.optimizer.slices:
+            assert torch.equal(held.param, held.master.to("cuda", held.param.dtype))
+
+
+def test_clipped_steps_have_the_bits_of_torchs_grad_scale() -> None:
+    trained, plain = Trained(max_grad_norm=1e-2), Plain(torch.optim.AdamW)
+    for _ in range(5):
+        trained.steps(1)
+        assert trained.optimizer.grad_norm is not None
+        coefficient = (1e-2 / (trained.optimizer.grad_norm + 1e-6)).clamp(max=1.0)
+        plain.steps(1, coefficient.reciprocal().float())
+    assert_same(trained.masters(), plain.named)
+
+
+def test_bf16_moments_are_the_same_on_the_host() -> None:
+    one, other = Trained(state="compact"), Trained(state="compact", offload_state="host")
+    one.steps(12)
+    other.steps(12)
+    assert_same(one.masters(), other.masters())
+
+
+def test_nobody_waits_and_two_buckets_are_on_the_device() -> None:
+    free = Trained(offload_state="host")
+    free.steps(2)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    free.steps(1)
+    largest = max(bucket.layout.numel for bucket in free.model.buckets)
+    gradients = 2 * 4 * 384 * 384  # the temporary tensors of this test
+    assert torch.cuda.max_memory_allocated() - before <= gradients + 4096
+    held = sum(value.nbytes for state in free.optimizer.state.values() for value in state.values() if value.is_cuda)
+    assert held == 4 * len(free.optimizer.state)  # counters of steps
+    full = Trained()
+    full.steps(2)
+    on_device = sum(value.nbytes for state in full.optimizer.state.values() for value in state.values())
+    assert on_device > 8 * largest
+
+
+def test_the_host_does_not_wait() -> None:
+    trained = Trained(max_grad_norm=1.0, state="compact")
+    trained.steps(2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trained.steps(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,411 @@
+"""AdamW on flat shards: the Triton kernel against the reference, and both against torch's optimizers and fp64."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_devices import LAUNCHER_DEVICES
+
+from maingrad.kernels.optimizer.adamw import AdamUpdate
+from maingrad.kernels.optimizer.eight_bits import dequantize_moment, quantize_moment
+from maingrad.kernels.optimizer.reference import (
+    AdamOptions,
+    AdamTensors,
+    adam_update_reference,
+    fma,
+    join_master,
+    split_master,
+)
+
+pytest.importorskip("triton", reason="the launches are Triton's")
+from maingrad.kernels.optimizer.triton_kernels import TritonAdamUpdate
+
+OPTIONS = [AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.1), AdamOptions(3e-2, 0.8, 0.95, 1e-6, 0.0)]
+LENGTHS = [700, 0, 5003, 1, 4096]
+FORMS = [  # dtypes of gradients and moments, and the form of the parameter
+    (torch.float32, torch.float32, "none"),
+    (torch.float32, torch.float32, "bf16"),
+    (torch.bfloat16, torch.float32, "fp16"),
+    (torch.float16, torch.float32, "remainder"),
+    (torch.float32, torch.bfloat16, "remainder"),
+    (torch.bfloat16, torch.bfloat16, "bf16"),
+    (torch.float32, torch.uint8, "remainder"),
+    (torch.bfloat16, torch.uint8, "none"),
+]
+
+
+def rows_of(
+    grad: torch.dtype, moment: torch.dtype, form: str, device: str = "cpu", lengths: Sequence[int] = LENGTHS
+) -> list[AdamTensors]:
+    """Rows of two groups and two steps, cut from flat tensors: most addresses are odd multiples of 2 or 4 bytes."""
+    generator = torch.Generator().manual_seed(0)
+    count = sum(lengths)
+    drawn = [torch.randn(count, generator=generator) for _ in range(4)]
+    master, grads, exp_avg, exp_avg_sq = drawn[0], 0.1 * drawn[1], 0.1 * drawn[2], 0.01 * drawn[3].square()
+    steps = [torch.tensor(3.0, device=device), torch.tensor(0.0, device=device)]
+    rows = []
+    flats = (master, grads, exp_avg, exp_avg_sq)
+    for index, parts in enumerate(zip(*(each.split(lengths) for each in flats), strict=True)):
+        values = dict(zip(("master", "grad", "exp_avg", "exp_avg_sq"), parts, strict=True))
+        values["grad"] = values["grad"].to(grad)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if moment is torch.uint8:
+                quantized = quantize_moment(values[name], signed=name == "exp_avg")
+                values[name], values[f"{name}_scale"] = quantized
+            else:
+                values[name] = values[name].to(moment)
+        if form == "remainder":
+            values["param"], values["remainder"] = split_master(values.pop("master"))
+        elif form != "none":
+            values["param"] = torch.zeros_like(parts[0], dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[form])
+        moved = {name: value.clone().to(device) for name, value in values.items()}
+        full = {"master": None, **moved}
+        rows.append(AdamTensors(step=steps[index % 2], first=512 * index, key=77 + index, group=index // 2 % 2, **full))
+    return rows
+
+
+def copies(rows: Sequence[AdamTensors], device: str | None = None) -> list[AdamTensors]:
+    copied: dict[int, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in copied:  # rows share steps
+            copied[id(value)] = value.clone().to(device or value.device)
+        return copied[id(value)]
+
+    return [AdamTensors(*map(copy, row)) for row in rows]
+
+
+def launched(rows: Sequence[AdamTensors], decoupled: bool = True, maximize: bool = False) -> Callable[..., None]:
+    update = TritonAdamUpdate(rows, decoupled, maximize)
+    return lambda options, divisor=None, found_inf=None: update(options, divisor, found_inf)
+
+
+def assert_same(rows: Sequence[AdamTensors], expected: Sequence[AdamTensors]) -> None:
+    for index, (row, other) in enumerate(zip(rows, expected, strict=True)):
+        for name, value in row._asdict().items():
+            if isinstance(value, Tensor):
+                theirs = getattr(other, name)
+                assert torch.equal(value.cpu(), theirs.cpu()), f"{name} of row {index}"
+
+
+def differ(rows: Sequence[AdamTensors], others: Sequence[AdamTensors]) -> bool:
+    return any(
+        not torch.equal(value, other)
+        for row, theirs in zip(rows, others, strict=True)
+        for value, other in zip(row, theirs, strict=True)
+        if isinstance(value, Tensor)
+    )
+
+
+# ---- The kernel has the reference's bits. ----
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.sampled(8)
+def test_kernel_is_the_reference_bit_for_bit(device: str, form: tuple[torch.dtype, torch.dtype, str]) -> None:
+    index = FORMS.index(form)
+    signs = {"decoupled": index % 3 != 2, "maximize": index % 4 == 3}
+    rows = rows_of(*form, device)
+    expected, before = copies(rows), copies(rows)
+    divisor = torch.tensor(3.7, device=device) if index % 2 else None
+    update = launched(rows, **signs)
+    for _ in range(3):
+        update(OPTIONS, divisor)
+        adam_update_reference(expected, OPTIONS, divisor=divisor, **signs)
+    assert_same(rows, expected)
+    assert differ(rows, before) and [row.step.item() for row in rows[:2]] == [6.0, 3.0]
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_options_that_change_and_a_learning_rate_in_a_tensor(device: str) -> None:
+    rows = rows_of(*FORMS[1], device, [300, 1500])
+    expected = copies(rows)
+    update = launched(rows)
+    rate = torch.tensor(1e-2, device=device)
+    for beta1, lr in ((0.9, rate), (0.9, rate), (0.5, 1e-3), (0.5, rate), (0.5, rate)):
+        options = [AdamOptions(lr, beta1, 0.99, 1e-8, 0.1)]
+        update(options)
+        adam_update_reference(expected, options)
+        rate *= 0.7  # the next call reads it
+    assert_same(rows, expected)
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("form", FORMS[3:7], ids=str)
+@pytest.mark.sampled(2)
+def test_found_inf_leaves_everything_as_it_is(device: str, form: tuple[torch.dtype, torch.dtype, str]) -> None:
+    rows = rows_of(*form, device)
+    rows[0].grad.fill_(float("inf"))
+    before, launches, called = copies(rows), launched(rows), AdamUpdate(rows)
+    found_inf = torch.tensor(1.0, device=device)
+    for update in (launches, called):
+        update(OPTIONS, divisor=torch.tensor(2.0, device=device), found_inf=found_inf)
+        assert_same(rows, before)
+    found_inf.zero_()
+    launches(OPTIONS, found_inf=found_inf)
+    assert differ(rows, before) and rows[0].step == before[0].step + 1
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[4], FORMS[6]], ids=str)
+@pytest.mark.sampled(3)
+def test_cuts_of_a_parameter_change_nothing(device: str, form: tuple[torch.dtype, torch.dtype, str]) -> None:
+    """Rows of one parameter, cut elsewhere and begun at other programs' borders, as on other numbers of ranks."""
+    (whole,) = rows_of(*form, device, [5000])
+    cuts = [0, 256, 1024, 3328, 5000]
+    parts = copies([whole])[0]
+    pieces = []
+    for start, end in itertools.pairwise(cuts):
+        blocks = slice(start // 256, -(-end // 256))
+        cut = {
+            name: value if name == "step" else value[blocks if name.endswith("_scale") else slice(start, end)]
+            for name, value in parts._asdict().items()
+            if isinstance(value, Tensor)
+        }
+        pieces.append(parts._replace(**cut, first=whole.first + start))
+    one, many = launched([whole]), launched(pieces)
+    for _ in range(3):
+        one(OPTIONS)
+        many(OPTIONS)
+    assert_same([whole], [parts])
+    assert whole.step == 6
+
+
+# ---- torch's optimizers, and fp64. ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], (torch.float32, torch.float32, "remainder")], ids=str)
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_bits_of_torchs_fused_kernel(form: tuple[torch.dtype, torch.dtype, str], decoupled: bool) -> None:
+    rows = [row for row in rows_of(*form, "cuda") if row.grad.numel()]
+    for row in rows:
+        row.step.zero_()
+    masters = [join_master(row.param, row.remainder) if row.master is None else row.master.clone() for row in rows]
+    params = [torch.nn.Parameter(master) for master in masters]
+    groups = []
+    for param, row in zip(params, rows, strict=True):
+        lr, beta1, beta2, eps, weight_decay = OPTIONS[row.group]
+        groups.append({"params": [param], "lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay})
+    theirs = (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, fused=True)
+    for param, row in zip(params, rows, strict=True):
+        state = {"step": torch.zeros((), device="cuda"), "exp_avg": row.exp_avg, "exp_avg_sq": row.exp_avg_sq}
+        theirs.state[param] = {name: value.clone() for name, value in state.items()}
+    theirs.grad_scale, theirs.found_inf = torch.tensor(1.7, device="cuda"), torch.zeros((), device="cuda")
+    ours = AdamUpdate(rows, decoupled=decoupled)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(30):
+        for param, row in zip(params, rows, strict=True):
+            row.grad.normal_(generator=generator).mul_(10.0 ** torch.randint(-9, 3, row.grad.shape, device="cuda"))
+            param.grad = row.grad.clone()
+        theirs.step()
+        ours(OPTIONS, divisor=theirs.grad_scale, found_inf=theirs.found_inf)
+    for param, row in zip(params, rows, strict=True):
+        master = join_master(row.param, row.remainder) if row.master is None else row.master
+        assert torch.equal(master, param)
+        assert torch.equal(row.exp_avg, theirs.state[param]["exp_avg"])
+        assert torch.equal(row.exp_avg_sq, theirs.state[param]["exp_avg_sq"])
+        if form[2] == "bf16":
+            assert torch.equal(row.param, param.bfloat16())
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.sampled(8)
+def test_steps_of_torchs_optimizer_on_a_cpu(dtype: torch.dtype, fused: bool, decoupled: bool) -> None:
+    """PyTorch rounds elsewhere on CPUs; what a step adds differs by the error of fp32's ``1 - beta2^t`` too."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(3000, generator=generator, dtype=dtype)
+    param = torch.nn.Parameter(start.clone())
+    options = AdamOptions(1e-2, 0.9, 0.999, 1e-8, 0.1)
+    make = torch.optim.AdamW if decoupled else torch.optim.Adam
+    theirs = make([param], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, fused=fused)
+    exp_avg, exp_avg_sq = torch.zeros(2, 3000, dtype=dtype)
+    row = AdamTensors(torch.zeros_like(start), exp_avg, exp_avg_sq, torch.tensor(0.0), start)
+    ours = AdamUpdate([row], decoupled=decoupled)
+    for _ in range(20):
+        row.grad.normal_(generator=generator)
+        param.grad = row.grad.clone()
+        theirs.step()
+        ours([options])
+    eps = torch.finfo(dtype).eps
+    # 20 steps of at most lr each, whose size has the relative error of 1 - 0.999^t: half a unit of 1 over 0.001, and
+    # half of that under the root; and a rounding or two of a parameter of 5 in each step.
+    bound = 20 * 1e-2 * 1000 * eps + 40 * eps * 5
+    assert (start - param).abs().max() <= bound
+    state = theirs.state[param]
+    torch.testing.assert_close(exp_avg, state["exp_avg"], rtol=0, atol=20 * eps * 4)
+    # 1 - beta2 is 0.001, and has the error of beta2, which is half a unit of 1.
+    torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"], rtol=1000 * eps, atol=0)
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_one_step_against_fp64(device: str) -> None:
+    """Moments within an ulp of the larger addend, masters within two ulps besides the bias corrections' error."""
+    rows = rows_of(torch.float32, torch.float32, "none", device, [4000])
+    (exact,) = copies(rows)
+    launched(rows)(OPTIONS, torch.tensor(3.7, device=device))
+    lr, beta1, beta2, eps, decay = (torch.tensor(float(x)).double().to(device) for x in OPTIONS[0])  # as fp32
+    grad = exact.grad.double() / torch.tensor(3.7).double().to(device)
+    exp_avg = beta1 * exact.exp_avg.double() + (1 - beta1) * grad
+    exp_avg_sq = beta2 * exact.exp_avg_sq.double() + (1 - beta2) * grad.square()
+    denom = exp_avg_sq.sqrt() / (1 - beta2**4).sqrt() + eps
+    change = lr / (1 - beta1**4) * exp_avg / denom
+    master = exact.master.double() * (1 - lr * decay) - change
+    ulp = torch.finfo(torch.float32).eps
+    moments = beta1 * exact.exp_avg.double().abs() + grad.abs()
+    assert ((rows[0].exp_avg - exp_avg).abs() <= ulp * moments).all()
+    assert ((rows[0].exp_avg_sq - exp_avg_sq).abs() <= 4 * ulp * exp_avg_sq).all()
+    # 1 - beta2^4 is 0.004: the power's half unit is 250 times as much there, and half of that under the root.
+    room = 2 * ulp * exact.master.abs() + change.abs() * 160 * ulp + lr / (1 - beta1**4) * ulp * moments / denom
+    assert ((rows[0].master - master).abs() <= room).all()
+
+
+def test_fma_rounds_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 3000, generator=generator)
+    # Sums near the middle of two fp32 numbers, where a second rounding shows, and sums that cancel.
+    c = torch.cat((torch.randn(1000, generator=generator) * 2.0**-30, -(a * b)[1000:2000], a[2000:] * 2.0**26))
+    a[:500], b[:500], c[:500] = 1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60 * torch.randn(500, generator=generator)
+    for x, y, z, result in zip(*(each.tolist() for each in (a, b, c, fma(a, b, c))), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        near = torch.tensor(result)
+        neighbours = [near.nextafter(torch.tensor(end)).item() for end in (-float("inf"), float("inf"))]
+        assert all(abs(exact - Fraction(result)) <= abs(exact - Fraction(other)) for other in neighbours)
+    assert fma(*torch.tensor([float("inf"), 1.0, 1.0])) == float("inf")
+    assert fma(*torch.tensor([float("inf"), 0.0, 1.0])).isnan()
+    assert fma(*torch.tensor([2.0**-149, 0.5, 2.0**-149])) == 2.0**-148  # half of the smallest number: to even
+
+
+# ---- Masters of a parameter and a remainder. ----
+
+
+def test_every_finite_master_is_split_and_joined_exactly() -> None:
+    """All 65,536 remainders of parameters of every exponent, signs, the smallest, the largest, and zeros."""
+    low = torch.arange(65536, dtype=torch.int32)
+    edges = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x3F82, 0x7F7E, 0x7F7F]
+    for high in [*range(0x0000, 0x7F80, 0x155), *edges]:
+        for sign in (0, -0x8000):
+            master = ((sign + high << 16) + low).view(torch.float32)
+            param, remainder = split_master(master)
+            assert torch.equal(join_master(param, remainder).view(torch.int32), master.view(torch.int32))
+            # The parameter is the nearest bf16, and of two the one that is farther from zero.
+            away = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16)
+            assert torch.equal(param.view(torch.int16), away)
+    halves = torch.tensor([0x3F818000, 0x3F828000, 0x7F7F8000, 0x7F7FFFFF], dtype=torch.int32).view(torch.float32)
+    assert split_master(halves)[0].tolist() == [1.015625, 1.0234375, float("inf"), float("inf")]
+    assert join_master(*split_master(halves)).tolist() == halves.tolist()
+
+
+def test_infinities_and_nan_stay() -> None:
+    bits = torch.tensor([0x7F800000, 0x7F800001, 0x7F80FFFF, 0x7FC00000, 0x7FFF8000, 0x7FFFFFFF], dtype=torch.int32)
+    for sign in (0, -0x80000000):
+        param, remainder = split_master((bits + sign).view(torch.float32))
+        assert param[0] == torch.tensor(float("-inf" if sign else "inf")) and param[1:].isnan().all()
+        assert remainder.tolist() == [0] * 6
+        joined = join_master(param, remainder)
+        assert joined[0] == param[0] and joined[1:].isnan().all()
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_remainders_are_fp32_masters_bit_for_bit(device: str) -> None:
+    plain, split = rows_of(*FORMS[0], device), rows_of(torch.float32, torch.float32, "remainder", device)
+    updates = launched(plain), launched(split)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        for row, other in zip(plain, split, strict=True):
+            row.grad.copy_(torch.randn(row.grad.shape, generator=generator))
+            other.grad.copy_(row.grad)
+        for update in updates:
+            update(OPTIONS)
+    for row, other in zip(plain, split, strict=True):
+        assert torch.equal(join_master(other.param, other.remainder), row.master)
+        assert torch.equal(other.param, split_master(row.master)[0])
+        assert torch.equal(other.exp_avg, row.exp_avg)
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("form", [(torch.float32, torch.float32, "remainder"), FORMS[1], FORMS[4], FORMS[6]], ids=str)
+@pytest.mark.sampled(4)
+def test_nan_and_infinity_of_gradients_show(device: str, form: tuple[torch.dtype, torch.dtype, str]) -> None:
+    rows = rows_of(*form, device, [2000])
+    rows[0].grad[5], rows[0].grad[900] = float("nan"), float("inf")
+    expected = copies(rows)
+    launched(rows)(OPTIONS)
+    adam_update_reference(expected, OPTIONS)
+    for row in (*rows, *expected):
+        assert row.param[5].isnan() and row.param[900].isnan()
+        assert not row.param[1000:].isnan().any()
+        exp_avg = row.exp_avg
+        if form[1] is torch.uint8:  # the whole block
+            exp_avg = dequantize_moment(exp_avg, row.exp_avg_scale, signed=True)
+        assert exp_avg[5].isnan() and not exp_avg[900].isfinite() and exp_avg[1100:].isfinite().all()
+
+
+# ---- CUDA, and mistakes. ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS[:1] + FORMS[4:7], ids=str)
+def test_captured_steps_and_no_wait(form: tuple[torch.dtype, torch.dtype, str]) -> None:
+    rows = rows_of(*form, "cuda")
+    expected = copies(rows)
+    rate = torch.tensor(1e-2, device="cuda")
+    options = [OPTIONS[0]._replace(lr=rate), OPTIONS[1]]
+    eager = AdamUpdate(expected)
+    update = AdamUpdate(rows)
+    found_inf = torch.zeros((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for both in (update, eager):
+            both(options, found_inf=found_inf)
+            both([options[0], OPTIONS[1]._replace(lr=1e-4)], found_inf=found_inf)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        update(options, found_inf=found_inf)
+    update([options[0], OPTIONS[1]._replace(lr=1e-4)], found_inf=found_inf)
+    eager([options[0], OPTIONS[1]._replace(lr=1e-4)], found_inf=found_inf)
+    for skipped in (0.0, 1.0, 0.0):
+        found_inf.fill_(skipped)
+        graph.replay()
+        eager(options, found_inf=found_inf)
+        rate.mul_(0.5)
+    assert_same(rows, expected)
+    assert rows[0].step == 8
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    (row,) = rows_of(torch.float32, torch.float32, "bf16", lengths=[600])
+    (bits,) = rows_of(torch.float32, torch.uint8, "remainder", lengths=[600])
+    wrong: list[tuple[AdamTensors, type[Exception], str]] = [
+        (row._replace(exp_avg=row.exp_avg[1:]), ValueError, "exp_avg of row 0"),
+        (row._replace(grad=torch.randn(1200)[::2]), ValueError, "grad of row 0"),
+        (row._replace(grad=row.grad.double()), TypeError, "grad of row 0"),
+        (row._replace(exp_avg_sq=row.exp_avg_sq.half()), TypeError, "exp_avg_sq of row 0"),
+        (row._replace(param=row.param.float()), TypeError, "param of row 0"),
+        (row._replace(step=torch.zeros(1)), ValueError, "step of row 0"),
+        (row._replace(master=None), ValueError, "a master, or with a param and its remainder"),
+        (row._replace(remainder=bits.remainder), ValueError, "a master and a remainder"),
+        (bits._replace(param=bits.param.half()), TypeError, "param of row 0"),
+        (bits._replace(exp_avg_scale=None), ValueError, "exp_avg_scale of row 0"),
+        (bits._replace(exp_avg_scale=bits.exp_avg_scale[:2]), ValueError, "exp_avg_scale of row 0"),
+        (bits._replace(first=300), ValueError, "a multiple of 256"),
+    ]
+    for each, error, text in wrong:
+        with pytest.raises(error, match=text):
+            AdamUpdate([each])
+    with pytest.raises(ValueError, match="options for 2 groups, got 1"):
+        AdamUpdate([row._replace(group=1)])(OPTIONS[:1])
+    with pytest.raises(ValueError, match="divisor"):
+        AdamUpdate([row])(OPTIONS, divisor=torch.ones(1))
+    AdamUpdate([])([])

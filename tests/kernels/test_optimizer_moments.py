@@ -1,0 +1,154 @@
+"""Moments of the optimizer in bf16 and in 8 bits: rounding, random bits, codes and scales."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from maingrad.kernels.optimizer.adamw import AdamUpdate
+from maingrad.kernels.optimizer.eight_bits import code_table, dequantize_moment, quantize_moment
+from maingrad.kernels.optimizer.reference import AdamOptions, AdamTensors, random_bits, round_stochastically
+
+CPU = torch.device("cpu")
+
+
+# ---- bf16. ----
+
+
+def test_rounding_is_right_on_average_and_leaves_bf16_as_it_is() -> None:
+    values = torch.tensor([1.0, 1.001, -1.001, 3e-39, -7.7e20, 0.3])
+    every = torch.arange(65536)
+    for value in values:
+        rounded = round_stochastically(value.expand(65536), every).double()
+        assert rounded.unique().numel() <= 2
+        assert rounded.mean() == value.double()  # each of 65,536 bits once: exact
+    exact = torch.randn(1000).bfloat16()
+    assert torch.equal(round_stochastically(exact.float(), torch.full((1000,), 65535)), exact)
+
+
+def test_rounding_makes_no_infinity_of_a_number_and_no_number_of_infinity_or_nan() -> None:
+    largest = torch.tensor([3.4028235e38, -3.4028235e38, float("inf"), float("-inf")])
+    bits = torch.full((4,), 65535)
+    rounded = round_stochastically(largest, bits)
+    assert rounded[:2].isfinite().all() and torch.equal(rounded[2:].float(), largest[2:])
+    nan = torch.tensor([0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    assert round_stochastically(nan, bits[:2]).isnan().all()
+
+
+def test_random_bits_are_even_and_tell_elements_steps_and_keys_apart() -> None:
+    count = 1 << 16
+    base = random_bits(count, 0, 5, 9, CPU)
+    others = {
+        "key": random_bits(count, 0, 6, 9, CPU),
+        "step": random_bits(count, 0, 5, 10, CPU),
+        "element": random_bits(count, 1, 5, 9, CPU),
+        "element above 32 bits": random_bits(count, 1 << 32, 5, 9, CPU),
+    }
+    assert torch.equal(others["element"][:-1], base[1:])
+    for bits in (base, *others.values()):
+        assert bits.min() >= 0 and bits.max() < 1 << 32
+        for half in (bits & 0xFFFF, bits >> 16):
+            # 256 cells of 256 expected: chi square of 255 degrees has a deviation of 22.6.
+            cells = torch.bincount(half >> 8, minlength=256).double()
+            assert ((cells - 256).square() / 256).sum() < 255 + 6 * 22.6
+    pairs = [(base & 0xFFFF, base >> 16), *((base & 0xFFFF, other & 0xFFFF) for other in others.values())]
+    for one, other in pairs:
+        if one is not other:
+            correlation = torch.corrcoef(torch.stack((one.double(), other.double())))[0, 1]
+            assert correlation.abs() < 6 / count**0.5
+
+
+def test_a_second_moment_in_bf16_decays() -> None:
+    """0.999 of a bf16 number rounds to itself: only random roundings follow the average."""
+    count, steps = 20_000, 200
+    exp_avg, exp_avg_sq = torch.zeros(count).bfloat16(), torch.ones(count).bfloat16()
+    row = AdamTensors(torch.zeros(count), exp_avg, exp_avg_sq, torch.tensor(0.0), torch.zeros(count), key=3)
+    update = AdamUpdate([row])
+    for _ in range(steps):
+        update([AdamOptions(0.0, 0.9, 0.999, 1e-8, 0.0)])
+    # One step's error is below half an ulp of 2^-8 on average: 200 of them, averaged over all elements.
+    bound = 6 * (steps**0.5) * 2.0**-9 / count**0.5
+    assert abs(exp_avg_sq.double().mean() - 0.999**steps) < bound
+
+
+# ---- 8 bits. ----
+
+
+def values_of(signed: bool) -> Tensor:
+    return code_table(CPU)[int(not signed), :256]
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.sampled(2)
+def test_codes_are_the_dynamic_codes_and_their_own_roundings(signed: bool) -> None:
+    """bitsandbytes' ``create_dynamic_map``: midpoints of ``linspace(0.1, 1)`` in each of seven decades, 0 and 1."""
+    expected = [0.0, 1.0]
+    for decade in range(7):
+        borders = torch.linspace(0.1, 1, (2**decade if signed else 2 ** (decade + 1)) + 1, dtype=torch.float64)
+        means = 10.0 ** (decade - 6) * (borders[:-1] + borders[1:]) / 2
+        expected += [*means.tolist(), *((-means).tolist() if signed else [])]
+    values = values_of(signed)
+    torch.testing.assert_close(values.double().sort()[0], torch.tensor(expected, dtype=torch.float64).sort()[0])
+    for scale in (1.0, 3e-12, 2.5e30):
+        for codes in (torch.arange(128, dtype=torch.uint8), torch.arange(129, 256).to(torch.uint8)):
+            block = torch.cat((values[codes.int()], torch.ones(1))) * scale  # 1 sets the scale
+            again, scales = quantize_moment(block, signed=signed)
+            assert torch.equal(again[:-1], codes) and scales == torch.tensor([scale])
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.sampled(2)
+def test_the_nearest_value_is_taken(signed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = 10 ** (-8 * torch.rand(20_000, generator=generator)) * 7.0
+    if signed:
+        x *= torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
+    codes, scales = quantize_moment(x, signed=signed)
+    assert scales.shape == (79,) and torch.equal(scales, torch.stack([each.abs().max() for each in x.split(256)]))
+    result = dequantize_moment(codes, scales, signed=signed).double()
+    wide = scales.repeat_interleave(256)[: x.numel()].double()
+    allowed = values_of(signed).double()
+    best = ((x.double() / wide)[:, None] - allowed).abs().min(1)[0] * wide
+    if not signed:  # a second moment above 0 stays above 0
+        assert (result > 0).all()
+        smallest = allowed[allowed > 0].min()
+        best = torch.where(x / wide < smallest, (x - smallest * wide).abs(), best)
+    # Borders are those of fp32: a value that lies on one goes to either side.
+    assert ((result - x).abs() <= best + 1e-6 * wide).all()
+    assert ((result - x).abs() <= best * (1 + 1e-3) + 1e-12 * wide).double().mean() > 0.999
+
+
+def test_blocks_of_zeros_short_blocks_and_blocks_with_nan() -> None:
+    x = torch.zeros(256 * 3 + 7)
+    x[256:512], x[520], x[768:] = 1e-40, float("nan"), -2.0
+    for signed in (True, False):
+        codes, scales = quantize_moment(x if signed else x.abs(), signed=signed)
+        assert codes.shape == x.shape and scales.shape == (4,)
+        result = dequantize_moment(codes, scales, signed=signed)
+        assert (result[:256] == 0).all() and (result[256:512] > 0).all() and result[512:768].isnan().all()
+        # A signed code has 1 and no -1: its lowest value is the midpoint of the last of 64 intervals.
+        expected = -2.0 * (1 - 0.45 / 64) if signed else 2.0
+        torch.testing.assert_close(result[768:], torch.full((7,), expected))
+    empty, none = quantize_moment(torch.zeros(0), signed=True)
+    assert empty.shape == none.shape == dequantize_moment(empty, none, signed=True).shape == (0,)
+
+
+def test_training_with_8_bit_moments_goes_the_way_of_fp32() -> None:
+    """A least-squares problem: both reach the same loss, though no step is the same."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, target = torch.randn(512, 600, generator=generator), torch.randn(512, generator=generator)
+
+    def train(moment: torch.dtype) -> float:
+        weight, grad = torch.zeros(600), torch.zeros(600)
+        moments, scales = [torch.zeros(600, dtype=moment) for _ in range(2)], [None, None]
+        if moment is torch.uint8:
+            scales = [torch.zeros(3), torch.zeros(3)]
+        update = AdamUpdate([AdamTensors(grad, *moments, torch.tensor(0.0), weight, None, None, *scales)])
+        for _ in range(150):
+            torch.mv(inputs.T, inputs @ weight - target, out=grad)
+            update([AdamOptions(3e-3, 0.9, 0.95, 1e-8, 0.0)], divisor=torch.tensor(512.0))
+        return (inputs @ weight - target).square().mean().item()
+
+    exact, first = train(torch.float32), target.square().mean().item()
+    assert exact < 0.2 * first
+    for moment in (torch.bfloat16, torch.uint8):
+        assert abs(train(moment) - exact) < 0.02 * first
