@@ -253,8 +253,8 @@ class _Copies:
         with OnStream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        event: torch.cuda.Event = self._stream.record_event()
-        return event
+        behind: torch.cuda.Event = self._stream.record_event()
+        return behind
 
 
 class StateForm(NamedTuple):
