@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ...ddp.checkpoint.model import experts_of, model_tensors
 from ...ddp.checkpoint.ranks import CheckpointRanks
 from ...ddp.checkpoint.source import HeldParam, Holding
+from ...ddp.collectives.agreement import gather
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.world import own_rank
@@ -82,10 +83,8 @@ class ShardedSource:
     def __init__(self, module: nn.Module, pairs: Iterable[ShardedPair]) -> None:
         self.module = module
         self._whole = {pair.sharded: pair.whole for pair in pairs}
-        ranks = _ranks_of(module, list(self._whole))
-        self.ranks = ranks.together
-        self._experts = ranks.experts
-        self.expert_axes: Sequence[dist.ProcessGroup] | None = None if ranks.experts is None else ranks.expert_axes
+        self.ranks, self._experts = _ranks_of(module, list(self._whole))
+        self.expert_axes: Sequence[dist.ProcessGroup] | None = self._experts and tuple(self._experts.axes)
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """See ``CheckpointSource``. Sharded parameters, and parameters in the optimizer, have a slice each."""
@@ -128,8 +127,7 @@ class ShardedSource:
         state: Mapping[Any, Any],
         counters: frozenset[str],
     ) -> ShardSlice:
-        described = self._describe(param)
-        numel: int = math.prod(described.shape)
+        numel = math.prod(self._describe(param).shape)
         elements = param.shard.elements if isinstance(param, ShardedParameter) else Range(0, numel)
         return ShardSlice(
             *elements,
@@ -181,54 +179,37 @@ def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
 # ---- Ranks. ----
 
 
-class _Ranks(NamedTuple):
-    together: CheckpointRanks
-    experts: RankGrid | None
-    """The grid of experts: parameters that fewer ranks share than the others; None: no such parameters."""
-
-    @property
-    def expert_axes(self) -> tuple[dist.ProcessGroup, ...]:
-        return () if self.experts is None else tuple(self.experts.axes)
-
-
 _RANKS = "_maingrad_checkpoint_ranks"
 
 
-def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> _Ranks:
-    """The ranks of a module's checkpoints. Found once and stored on the module: ranks compare their meshes."""
+def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> tuple[CheckpointRanks, RankGrid | None]:
+    """The ranks of a module's checkpoints, and the grid of experts: parameters that fewer ranks share than the others.
+
+    Found once and stored on the module: ranks compare their meshes. None: no experts.
+    """
     if _RANKS not in module.__dict__:
         module.__dict__[_RANKS] = _find_ranks(params)
     return module.__dict__[_RANKS]  # type: ignore[no-any-return]
 
 
-def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
+def _find_ranks(params: Sequence[ShardedParameter]) -> tuple[CheckpointRanks, RankGrid | None]:
     grids = list({_axes(param.shard.grid): param.shard.grid for param in params}.values())
     if not grids:
-        return _Ranks(CheckpointRanks(), None)
+        return CheckpointRanks(), None
     failures = FailureReporter()
     failures.grids = grids
     dense = max(grids, key=lambda grid: grid.size)
-    with failures.watch("the comparison of meshes for checkpoints"):
-        members = {_axes(grid): _members(grid) for grid in grids}
-    fewer = [grid for grid in grids if members[_axes(grid)] != members[_axes(dense)]]
+    members = [sorted(gather(own_rank(), grid.axes, failures, "the ranks of a mesh for checkpoints")) for grid in grids]
+    of_dense = max(members, key=len)
+    fewer = [(ranks, grid) for ranks, grid in zip(members, grids, strict=True) if ranks != of_dense]
     if len(fewer) > 1:
-        sets = ", ".join(str(members[_axes(grid)]) for grid in (dense, *fewer))
+        sets = ", ".join(str(ranks) for ranks in (of_dense, *(ranks for ranks, _ in fewer)))
         raise ValueError(f"parameters of one model are shared by ranks {sets}: a checkpoint knows two such sets")
     # Where an instance does not have all elements, the ranks of all instances write together.
     repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
     together = CheckpointRanks(dense, failures, instances_alike=repeats)
-    return _Ranks(together, fewer[0] if fewer else None)
+    return together, fewer[0][1] if fewer else None
 
 
 def _axes(grid: RankGrid) -> tuple[Any, ...]:
     return grid.inner, grid.outer
-
-
-def _members(grid: RankGrid) -> list[int]:
-    """Global ranks, ascending. Collective over the grid."""
-    ranks = [own_rank()] if grid.inner is None else dist.get_process_group_ranks(grid.inner)
-    if grid.outer is None or grid.outer.size() == 1:
-        return sorted(ranks)
-    instances: list[list[int]] = [[]] * grid.outer.size()
-    dist.all_gather_object(instances, ranks, group=grid.outer)
-    return sorted(rank for instance in instances for rank in instance)
