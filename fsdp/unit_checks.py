@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ddp.collectives.in_flight import device_types_of
+from ..ddp.collectives.in_flight import backends_of, device_types_of
+from ..ddp.collectives.mapped_memory import check_copy_engines
 from ..ddp.collectives.placements import PLACEMENTS, Placement, Placements
 from ..ddp.collectives.rank_grid import RankGrid
 from ..ddp.collectives.world import Ranks
@@ -22,6 +23,7 @@ from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
 from .unit.mixed_precision import MixedPrecisionPolicy
+from .unit.plan import UnitOptions
 
 __all__ = [
     "check_module",
@@ -60,19 +62,19 @@ def row_of(placements: str | Placements) -> Placements:
     return placements
 
 
-def check_options(
-    placements: Placements, forward_writes: str, grid: RankGrid, device: torch.device, *, offload: bool
-) -> None:
+def check_options(options: UnitOptions, grid: RankGrid, device: torch.device) -> None:
     """Raise ``ValueError`` for options that cannot be, on these ranks or on this device."""
-    if forward_writes not in ("refused", "alike"):
-        raise ValueError(f"forward_writes is 'refused' or 'alike', got {forward_writes!r}")
-    if placements.outer.scatters and grid.outer is None:
+    if options.forward_writes not in ("refused", "alike"):
+        raise ValueError(f"forward_writes is 'refused' or 'alike', got {options.forward_writes!r}")
+    if options.placements.outer.scatters and grid.outer is None:
         raise ValueError(
             "placements that shard across instances need a DeviceMesh of two dims, (outer, inner), and this mesh has "
             "one instance; use 'zero3'"
         )
-    if offload and device.type != "cuda":
+    if options.offload_to_cpu and device.type != "cuda":
         raise ValueError(f"offload_to_cpu has no effect on {device}: shards are in host memory anyway; leave it False")
+    if options.copy_engine_gather:
+        check_copy_engines(backends_of(grid.axes, device), device, "copy_engine_gather")
 
 
 def check_module(module: nn.Module) -> None:
@@ -261,7 +263,7 @@ def compare_units(
     plans: Sequence[tuple[BucketLayout, bool]],
     dtypes: dict[str, torch.dtype],
     inside: Iterable[nn.Module],
-    options: Iterable[Any],
+    options: UnitOptions,
     grid: RankGrid,
     unit: str,
 ) -> None:
@@ -284,5 +286,6 @@ def compare_units(
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    said = [f"{option}={value}" for option, value in options._asdict().items()]
     for group in grid.axes:
-        compare_between_ranks(group, {"model": model, "call of fully_shard": [str(option) for option in options]})
+        compare_between_ranks(group, {"model": model, "call of fully_shard": said})

@@ -54,7 +54,7 @@ def connect_units(
     failures.grids = [bucket.reduction.grid for bucket in buckets]
     index = 0
     for bucket in buckets:
-        bucket.connect(index if bucket.trainable else -1, failures, root)
+        bucket.connect(index if bucket.trainable else -1, failures)
         index += bucket.trainable
 
 

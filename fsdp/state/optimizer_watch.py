@@ -60,8 +60,7 @@ def watch_optimizers() -> None:
 
 def _roots_of(buckets: Sequence["ShardedBucket"]) -> list["Root"]:
     """The models of the buckets, as far as a forward has run in them and they are alive."""
-    references = {bucket.root for bucket in buckets if bucket.root is not None}
-    return [root for reference in references if (root := reference()) is not None]
+    return list({root for bucket in buckets if (root := bucket.root) is not None})
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:

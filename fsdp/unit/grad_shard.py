@@ -36,7 +36,6 @@ class GradShard:
     """The sums of one bucket, and ``.grad`` of its sharded parameters.
 
     params     sharded parameters of one dtype, at least one; each is a view of the bucket's flat shard
-    offsets    first element of each parameter in that shard
     numel      number of elements of the shard, padding included
     dtype      of the sums
     reduction  of the bucket
@@ -46,14 +45,12 @@ class GradShard:
     def __init__(
         self,
         params: Sequence[ShardedParameter],
-        offsets: Sequence[int],
         numel: int,
         dtype: torch.dtype,
         reduction: GradReduction,
         device: torch.device,
     ) -> None:
         self._params = tuple(params)
-        self._offsets = tuple(offsets)
         self._numel = numel
         self._dtype = dtype
         self._reduction = reduction
@@ -224,8 +221,8 @@ class GradShard:
         if (dtype, device) != (self._dtype, self._device):
             pinned = device.type == "cpu" and self._device.type == "cuda"
             self._shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
-        for param, offset in zip(self._params, self._offsets, strict=True):
-            flat = self._shown[offset : offset + param.numel()]
+        for param in self._params:
+            flat = self._shown.narrow(0, param.storage_offset(), param.numel())  # as the parameter lies in its shard
             view = make_sharded_grad(flat, param.shard)
             view.sums = weakref.ref(self)
             self._views.append(view)
