@@ -17,7 +17,7 @@ from ..tensors.parameter import ShardedParameter
 from .exchange import disagreement
 from .state_dict import misfit, to_dtensor, to_shard
 
-__all__ = ["counters_of", "elementwise_of", "translate_state_dicts"]
+__all__ = ["counters_of", "elementwise_of", "params_of", "translate_state_dicts"]
 
 _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of state that is one number for a whole parameter, in optimizers of torch."""
@@ -61,7 +61,7 @@ def translate_state_dicts(optimizer: Optimizer) -> None:
     optimizer.register_state_dict_post_hook(_after_saving)
     optimizer.register_load_state_dict_pre_hook(_before_loading)
     with torch.no_grad():
-        known = {param: optimizer.state[param] for param in _params_of(optimizer) if param in optimizer.state}
+        known = {param: optimizer.state[param] for param in params_of(optimizer) if param in optimizer.state}
         if known:
             optimizer.state.update(_to_shards(optimizer, known, []))
 
@@ -73,7 +73,7 @@ def _after_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     state = dict(state_dict["state"])
     elementwise = {
         param: (index, elementwise_of(param, state.get(index, {}), counters))
-        for index, param in enumerate(_params_of(optimizer))
+        for index, param in enumerate(params_of(optimizer))
         if isinstance(param, ShardedParameter)
     }
     trouble = disagreement({param: list(_named(param, known)) for param, (_, known) in elementwise.items()}, [])
@@ -91,7 +91,7 @@ def _before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     state = dict(state_dict["state"])
     # torch matches saved parameters by their position in the groups, and ignores names.
     saved = dict.fromkeys(index for group in state_dict["param_groups"] for index in group["params"])
-    places = {param: index for index, param in zip(saved, _params_of(optimizer), strict=False) if index in state}
+    places = {param: index for index, param in zip(saved, params_of(optimizer), strict=False) if index in state}
     states = {param: state[index] for param, index in places.items()}
     here, there = ([len(group["params"]) for group in side["param_groups"]] for side in (vars(optimizer), state_dict))
     complaints = []
@@ -114,7 +114,7 @@ def _to_shards(
     Raises ``ValueError`` on all ranks if one rank has ``complaints`` or cannot take its state, or states differ.
     """
     translated = _to_translate(states)
-    params = [param for param in _params_of(optimizer) if isinstance(param, ShardedParameter)]
+    params = [param for param in params_of(optimizer) if isinstance(param, ShardedParameter)]
     trouble = misfit({param: _named(param, translated.get(param, {})) for param in params}, complaints)
     if trouble is not None:
         raise ValueError(trouble)
@@ -148,6 +148,6 @@ def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedPar
     }
 
 
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
+def params_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order in which state dicts number them."""
     return list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
