@@ -141,7 +141,7 @@ class ShardedSource:
     def _is_experts(self, param: nn.Parameter) -> bool:
         if self._experts is None or not isinstance(param, ShardedParameter):
             return False
-        return _axes(param.shard.grid) == _axes(self._experts)
+        return param.shard.grid[:2] == self._experts[:2]
 
     def _describe(self, param: nn.Parameter) -> HeldParam:
         if not isinstance(param, ShardedParameter):
@@ -193,7 +193,7 @@ def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> tuple[Ch
 
 
 def _find_ranks(params: Sequence[ShardedParameter]) -> tuple[CheckpointRanks, RankGrid | None]:
-    grids = list({_axes(param.shard.grid): param.shard.grid for param in params}.values())
+    grids = list({param.shard.grid[:2]: param.shard.grid for param in params}.values())
     if not grids:
         return CheckpointRanks(), None
     failures = FailureReporter()
@@ -209,7 +209,3 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> tuple[CheckpointRanks, Ra
     repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
     together = CheckpointRanks(dense, failures, instances_alike=repeats)
     return together, fewer[0][1] if fewer else None
-
-
-def _axes(grid: RankGrid) -> tuple[Any, ...]:
-    return grid.inner, grid.outer

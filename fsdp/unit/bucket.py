@@ -257,6 +257,11 @@ class ShardedBucket:
         """Delayed weight gradients are not computed yet."""
         return any(record.pending for record in self.records)
 
+    def record_stream(self) -> None:
+        """CUDA: work of the current stream has written a gradient."""
+        if self.device.type == "cuda":
+            self.grad_bucket.streams.add(current_raw_stream(self.device.index))
+
     def discard_grads(self) -> None:
         """Discard this rank's gradients of the iteration. The caller has waited for a reduction of them."""
         self.grad_shard.give_up()
@@ -282,9 +287,13 @@ class ShardedBucket:
             ]
         )
         self.grad_shard = GradShard(
-            [pair.sharded for pair in self.pairs], self.shard.numel(), dtype, self.reduction, self.device
+            [pair.sharded for pair in self.pairs],
+            self.shard.numel(),
+            dtype,
+            self.reduction,
+            self.device,
+            weak_method(self._finish_reduction),
         )
-        self.grad_shard.finish_reduction = weak_method(self._finish_reduction)
         self.grads.release()
         here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
         for entry, pair, record in zip(owned, self.pairs, self.records, strict=True):
@@ -298,8 +307,9 @@ class ShardedBucket:
             root.grads.make_room(self)
 
     def _delayed_wgrad_done(self) -> None:
+        self.record_stream()
         if (root := self.root) is not None:
-            root.grads.delayed_wgrad_done(self)
+            root.grads.delayed_wgrad_done()
 
     def _finish_reduction(self) -> None:
         if (root := self.root) is not None:
@@ -313,6 +323,5 @@ def _on_grad(here: weakref.ref[ShardedBucket], record: GradRecord, param: Tensor
     if live is None or root is None:
         return
     take_grad_of_backward(param, record)
-    if live.device.type == "cuda":
-        live.grad_bucket.streams.add(current_raw_stream(live.device.index))
+    live.record_stream()
     root.on_grad(live)
