@@ -59,7 +59,7 @@ class ShardSlice(NamedTuple):
         """Elementwise state by key, [end - start] each, views. Empty before the first step."""
         if self.updated is None:
             return {}
-        elementwise = elementwise_of(self.updated, self._known(), self.counters)
+        elementwise = elementwise_of(self.updated.shape, self._known(), self.counters)
         return {key: value.view(-1) for key, value in elementwise.items()}
 
     def scalars(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ hooks are registered at its first step, or by ``make_optimizer``, ``save_checkpo
 optimizer that was given a state dict before keeps the DTensors until then, and so they are what it would save.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +36,12 @@ def counters_of(optimizer: Optimizer) -> frozenset[str]:
     }
 
 
-def elementwise_of(param: Tensor, state: Mapping[str, Any], counters: Iterable[str]) -> dict[str, Tensor]:
-    """The part of ``state`` that has one value for each element of ``param``."""
+def elementwise_of(shape: tuple[int, ...], state: Mapping[str, Any], counters: Collection[str]) -> dict[str, Tensor]:
+    """The part of ``state`` that has one value for each element of a parameter, or shard, of this shape."""
     return {
         key: value
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == param.shape and not (value.ndim == 0 and key in counters)
+        if isinstance(value, Tensor) and value.shape == shape and not (value.ndim == 0 and key in counters)
     }
 
 
@@ -58,12 +58,15 @@ def translate_state_dicts(optimizer: Optimizer) -> None:
     """
     if _after_saving in optimizer._optimizer_state_dict_post_hooks.values():
         return
+    from torch.distributed.tensor import DTensor
+
     optimizer.register_state_dict_post_hook(_after_saving)
     optimizer.register_load_state_dict_pre_hook(_before_loading)
     with torch.no_grad():
         known = {param: optimizer.state[param] for param in params_of(optimizer) if param in optimizer.state}
         if known:
-            optimizer.state.update(_to_shards(optimizer, known, []))
+            # A shard that is all of its parameter does not tell what a plain tensor is, and needs no translation.
+            optimizer.state.update(_to_shards(optimizer, known, compared=DTensor))
 
 
 @torch.no_grad()
@@ -72,7 +75,7 @@ def _after_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     counters = counters_of(optimizer)
     state = dict(state_dict["state"])
     elementwise = {
-        param: (index, elementwise_of(param, state.get(index, {}), counters))
+        param: (index, elementwise_of(param.shape, state.get(index, {}), counters))
         for index, param in enumerate(params_of(optimizer))
         if isinstance(param, ShardedParameter)
     }
@@ -107,15 +110,25 @@ def _named(param: ShardedParameter, values: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _to_shards(
-    optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]], complaints: Sequence[str]
+    optimizer: Optimizer,
+    states: Mapping[Tensor, Mapping[str, Any]],
+    complaints: Sequence[str] = (),
+    *,
+    compared: type[Tensor] = Tensor,
 ) -> dict[Tensor, dict[str, Any]]:
     """The state of sharded parameters, with DTensors and whole tensors replaced by shards. Collective.
+
+    compared  ranks compare which state of this type they have
 
     Raises ``ValueError`` on all ranks if one rank has ``complaints`` or cannot take its state, or states differ.
     """
     translated = _to_translate(states)
     params = [param for param in params_of(optimizer) if isinstance(param, ShardedParameter)]
-    trouble = misfit({param: _named(param, translated.get(param, {})) for param in params}, complaints)
+    given = {
+        param: {key: value for key, value in translated.get(param, {}).items() if isinstance(value, compared)}
+        for param in params
+    }
+    trouble = misfit({param: _named(param, values) for param, values in given.items()}, complaints)
     if trouble is not None:
         raise ValueError(trouble)
     return {
@@ -135,14 +148,11 @@ def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedPar
         if isinstance(value, Tensor) and value.ndim == 0 < param.ndim
     }
 
-    def of_whole(param: ShardedParameter, key: str, value: Any) -> bool:
-        if isinstance(value, DTensor):
-            return True
-        whole = isinstance(value, Tensor) and tuple(value.shape) == param.shard.shape != tuple(param.shape)
-        return whole and not (value.ndim == 0 and key in counters)
-
     return {
-        param: {key: value for key, value in state.items() if of_whole(param, key, value)}
+        param: {
+            **elementwise_of(param.shard.shape, state, counters),
+            **{key: value for key, value in state.items() if isinstance(value, DTensor)},
+        }
         for param, state in states.items()
         if isinstance(param, ShardedParameter)
     }
