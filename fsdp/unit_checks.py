@@ -200,7 +200,13 @@ def device_of(
 
     Raises ``ValueError`` if that is not one device, or the ranks' groups cannot use it.
     """
-    found = _chosen_device(device, mesh, inside, ignored) or _device_around(inside, grid)
+    if device is None and isinstance(mesh, DeviceMesh):
+        device = mesh.device_type
+    found = _device_of_params(inside, ignored) if device is None else torch.device(device)
+    if found is None:
+        found = _device_around(inside, grid)
+    if found.type == "meta":
+        raise ValueError("device is where the unit computes, and nothing does on meta")
     for group in grid.axes:
         served = device_types_of(group)
         if served and found.type not in served:
@@ -208,26 +214,13 @@ def device_of(
                 f"the mesh's group talks over {', '.join(served)}, and the unit is on {found}: "
                 f"give a group of that device"
             )
-    return found
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 
-def _chosen_device(
-    device: torch.device | str | None,
-    mesh: Ranks,
-    inside: Sequence[nn.Module],
-    ignored: Collection[int],
-) -> torch.device | None:
+def _device_of_params(inside: Sequence[nn.Module], ignored: Collection[int]) -> torch.device | None:
+    """The one device of the unit's parameters; None without parameters."""
     params = [p for module in inside for p in module._parameters.values() if p is not None and id(p) not in ignored]
     found = {param.device for param in params if not param.is_meta}
-    if isinstance(mesh, DeviceMesh):
-        if device is not None and torch.device(device).type != mesh.device_type:
-            raise ValueError(f"device is {device}, and the mesh is of {mesh.device_type}: leave one of them out")
-        elsewhere = [place for place in found if place.type not in ("cpu", mesh.device_type)]
-        if elsewhere:
-            raise ValueError(f"parameters are on {elsewhere[0]}, and the mesh is of {mesh.device_type}")
-        device = device or mesh.device_type
-    if device is not None:
-        return _usable(torch.device(device))
     if len(found) > 1:
         raise ValueError(f"parameters are on {', '.join(sorted(map(str, found)))}: say which by device")
     if not found and params:
@@ -242,15 +235,7 @@ def _device_around(inside: Sequence[nn.Module], grid: RankGrid) -> torch.device:
             if isinstance(child, FSDPModule):
                 return unit_of(child).device
     served = [device_type for group in grid.axes for device_type in device_types_of(group)]
-    if not served or "cpu" in served:
-        return torch.device("cpu")
-    return _usable(torch.device(served[0]))
-
-
-def _usable(device: torch.device) -> torch.device:
-    if device.type == "meta":
-        raise ValueError("device is where the unit computes, and nothing does on meta")
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+    return torch.device("cpu" if not served or "cpu" in served else served[0])
 
 
 def compare_units(
