@@ -25,7 +25,6 @@ from ...ddp.collectives.in_flight import all_gather_shards
 from ...ddp.collectives.placements import Placement
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.reduction import GradReduction
-from ...ddp.collectives.timeline import Observer
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
 from ...ddp.contract.record import GradRecord
@@ -184,10 +183,6 @@ class ShardedBucket:
 
     # ---- Parameters. ----
 
-    def start_gather(self, stream: torch.cuda.Stream | None, observer: Observer) -> None:
-        """Issue the gather on ``stream``. The caller has made ``stream`` wait for earlier readers of the memory."""
-        self.gather.start(stream, observer, fill=self._fill, ordered=True)
-
     def release_params(self, *, was_read: bool) -> None:
         """Free the memory of the whole parameters, which are gathered. The caller orders streams.
 
@@ -218,7 +213,7 @@ class ShardedBucket:
         first, last = self.reduction.range_inside(self.layout.numel)
         return self.gathered.data[first:last]
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Take memory for the whole parameters and copy this rank's shard into its place, before the gather."""
         self.gathered.take()
         if self._refuses_reads:
@@ -303,7 +298,7 @@ class ShardedBucket:
 
     def _make_room(self) -> None:
         """The first write of a parameter's gradient comes: the first of all parameters takes the memory."""
-        if (root := self.root) is not None and not self.is_written:
+        if not self.is_written and (root := self.root) is not None:
             root.grads.make_room(self)
 
     def _delayed_wgrad_done(self) -> None:
