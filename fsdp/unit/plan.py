@@ -22,7 +22,7 @@ matches a name counts; without a match the atom is "element"."""
 
 
 class UnitOptions(NamedTuple):
-    """The options of one ``fully_shard`` call that must be equal on all ranks."""
+    """The options of one ``fully_shard`` call, which says what they mean. They must be equal on all ranks."""
 
     placements: Placements
     policy: MixedPrecisionPolicy
