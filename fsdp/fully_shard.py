@@ -9,11 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.collectives.agreement import run_on_all_ranks
 from ..ddp.collectives.failure_report import FailureReporter
-from ..ddp.collectives.in_flight import backends_of
-from ..ddp.collectives.mapped_memory import check_copy_engines
 from ..ddp.collectives.placements import Placements
 from ..ddp.collectives.rank_grid import RankGrid, make_grid
-from ..ddp.collectives.reduction import GradReduction
 from ..ddp.collectives.world import Ranks
 from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
@@ -29,7 +26,7 @@ from .state.state_dict import install_state_dict_hooks
 from .unit.bucket import ShardedBucket
 from .unit.materialize import materialize, synchronize
 from .unit.mixed_precision import MixedPrecisionPolicy
-from .unit.plan import ShardAtoms, plan_unit, shard_degree
+from .unit.plan import ShardAtoms, UnitOptions, plan_unit, shard_degree
 from .unit.unit import Unit
 from .unit_checks import (
     check_module,
@@ -126,44 +123,29 @@ def fully_shard(
     Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
     Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
-    policy, when = policy_of(mixed_precision), (reshard_after_forward, reduce_every_microbatch)
+    as_given = (reshard_after_forward, reduce_every_microbatch, bucket_size, shard_atoms, offload_to_cpu)
     ignored = {id(param) for param in ignored_params}
     failures = FailureReporter()
     grid = make_grid(mesh, option="mesh")
     record_ignored(ignored_params, grid)
 
     def prepare() -> _Prepared:
-        wanted = _Wanted(
-            row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync, forward_writes
-        )
-        return _prepare(module, wanted, grid, mesh, device, init_fn, ignored, copy_engines=copy_engine_gather)
+        row, policy = row_of(placements), policy_of(mixed_precision)
+        options = UnitOptions(row, policy, *as_given, copy_engine_gather, init_sync, forward_writes)
+        return _prepare(module, options, grid, mesh, device, init_fn, ignored)
 
-    name = type(module).__name__
-    prepared = run_on_all_ranks(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
-    buckets = _make_buckets(name, prepared, grid, ignored, failures, named=mesh is not None)
-    _take_over(module, name, buckets, prepared, grid, copy_engines=copy_engine_gather)
+    what = f"the checks of {type(module).__name__} before it is sharded"
+    prepared = run_on_all_ranks(prepare, grid.axes, failures, what)
+    _make_alike(prepared, type(module).__name__, grid, ignored, failures, named=mesh is not None)
+    _take_over(module, prepared, grid)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
-
-
-class _Wanted(NamedTuple):
-    """The options of one ``fully_shard`` call that must be equal on all ranks."""
-
-    placements: Placements
-    policy: MixedPrecisionPolicy
-    reshard_after_forward: bool | None
-    reduce_every_microbatch: bool | None
-    bucket_size: int | None
-    shard_atoms: ShardAtoms
-    offload_to_cpu: bool
-    init_sync: bool
-    forward_writes: Literal["refused", "alike"]
 
 
 class _Prepared(NamedTuple):
     """A module that this rank has checked and planned. It is not yet compared between ranks, nor sharded."""
 
-    wanted: _Wanted
+    options: UnitOptions
     device: torch.device
     inside: Sequence[nn.Module]
     """The module and the modules in it, without units inside it and their modules."""
@@ -174,112 +156,72 @@ class _Prepared(NamedTuple):
 
 def _prepare(
     module: nn.Module,
-    wanted: _Wanted,
+    options: UnitOptions,
     grid: RankGrid,
     mesh: Ranks,
     device: torch.device | str | None,
     init_fn: Callable[[nn.Module], None] | None,
     ignored: Collection[int],
-    *,
-    copy_engines: bool,
 ) -> _Prepared:
     """Check the module, materialise it and plan its buckets: every step that may fail on one rank alone."""
     check_wrappers_can_run(delivers_to_all)
     check_module(module)
     inside = list(own_modules(module))
     on = device_of(device, mesh, grid, inside, ignored)
-    check_options(wanted.placements, wanted.forward_writes, grid, on, offload=wanted.offload_to_cpu)
-    if copy_engines:
-        check_copy_engines(backends_of(grid.axes, on), on, "copy_engine_gather")
+    check_options(options, grid, on)
     owned = own_params(module, ignored)
     check_params(owned)
     check_marks([(each.name, each.param) for each in owned if each.param.requires_grad], grid)
-    materialize(inside, on, init_fn, ignored, overwritten=wanted.init_sync and not grid.is_first)
+    materialize(inside, on, init_fn, ignored, overwritten=options.init_sync and not grid.is_first)
     owned = [entry.read_again() for entry in owned]  # a parameter on the meta device is another one now
     for entry in owned:
         forget_dropped(entry.param, [owner for owner, _ in entry.owners])
-    degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
-    plans = list(plan_unit(owned, wanted.policy, degree, wanted.shard_atoms, wanted.bucket_size))
-    return _Prepared(wanted, on, inside, owned, plans)
+    degree = shard_degree(options.placements, grid.inner_size, grid.outer_size)
+    plans = list(plan_unit(owned, options.policy, degree, options.shard_atoms, options.bucket_size))
+    return _Prepared(options, on, inside, owned, plans)
 
 
-def _make_buckets(
-    name: str,
+def _make_alike(
     prepared: _Prepared,
+    name: str,
     grid: RankGrid,
     ignored: Collection[int],
     failures: FailureReporter,
     *,
     named: bool,
-) -> list[ShardedBucket]:
-    """Compare the plan, then the values, between ranks; then shard the parameters.
+) -> None:
+    """Compare the plan, then whose experts these are, between ranks; then copy the first rank's values to all.
 
     named  the user has given a mesh
     """
-    wanted, device, inside, owned, plans = prepared
+    options, _, inside, owned, plans = prepared
     with failures.watch("the comparison of models between ranks"):
-        dtypes = {entry.name: entry.param.dtype for entry in owned}
-        said = [f"{option}={value}" for option, value in wanted._asdict().items()]
-        compare_units(plans, dtypes, inside, said, grid, name)
+        compare_units(plans, {entry.name: entry.param.dtype for entry in owned}, inside, options, grid, name)
         if not named:
             check_same_slices([(each.name, each.param) for each in owned], grid, "mesh")
             experts: list[tuple[str, Tensor]] = [
                 (each.name, each.param) for each in owned if each.grid_name == "expert"
             ]
-            if wanted.init_sync:
+            if options.init_sync:
                 own = buffers_of_experts(inside[0], is_marked_expert)
                 buffers = [entry for found in inside for entry in found.named_buffers(recurse=False)]
                 experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
             check_same_experts(experts, grid, _WHOSE_EXPERTS)
-    if wanted.init_sync:
+    if options.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
             synchronize(inside, grid, ignored)
+
+
+def _take_over(module: nn.Module, prepared: _Prepared, grid: RankGrid) -> None:
+    """Shard the parameters, make the unit, register the shards, and have steps of optimizers watched."""
+    name, (options, device, inside, owned, plans) = type(module).__name__, prepared
     by_name = {entry.name: entry for entry in owned}
-    return [
-        ShardedBucket(
-            layout,
-            [by_name[slot.spec.name] for slot in layout.slots],
-            _reduction(grid, wanted, device),
-            wanted.placements,
-            device,
-            unit=name,
-            trainable=trainable,
-            offload=wanted.offload_to_cpu,
-            reduces_once=wanted.placements.inner.reduces_once(wanted.reduce_every_microbatch),
-        )
-        for layout, trainable in plans
-    ]
-
-
-def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> GradReduction:
-    factor = 1.0 / grid.size  # Root replaces the factor by that of the outermost unit
-    return GradReduction(grid, wanted.placements, factor=factor, wire_dtype=wanted.policy.wire_dtype, device=device)
-
-
-def _take_over(
-    module: nn.Module,
-    name: str,
-    buckets: Sequence[ShardedBucket],
-    prepared: _Prepared,
-    grid: RankGrid,
-    *,
-    copy_engines: bool,
-) -> None:
-    """Make the unit, register the shards in place of the parameters, and have steps of optimizers watched."""
-    wanted = prepared.wanted
-    unit = Unit(
-        module,
-        name,
-        buckets,
-        wanted.policy,
-        grid,
-        prepared.device,
-        prepared.inside,
-        wanted.reshard_after_forward,
-        copy_engines=copy_engines,
-        serves_writes=wanted.forward_writes == "alike" or grid.size == 1,
-    )
-    for bucket in unit.buckets:
+    buckets = []
+    for layout, trainable in plans:
+        params = [by_name[slot.spec.name] for slot in layout.slots]
+        buckets.append(ShardedBucket(layout, params, grid, options, device, unit=name, trainable=trainable))
+    unit = Unit(module, name, buckets, options, grid, device, inside)
+    for bucket in buckets:
         watch_steps(bucket)
     for pair in unit.pairs:
         mark_replaced(pair.before, unit.label)

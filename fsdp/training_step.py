@@ -18,6 +18,7 @@ from ..ddp.torch_grads.sharded_grad import step_ended
 from ..ddp.torch_internals import DisableTorchFunctionSubclass, hook_keys
 from .iteration.root import Root
 from .module import FSDPModule, root_of
+from .state.optimizer_state import params_of
 from .tensors.parameter import ShardedParameter, grad_hook_keys
 
 __all__ = ["GraphedTrainingStep"]
@@ -102,8 +103,7 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
 
     def _plain_params(self) -> list[Tensor]:
         """Parameters of the optimizer that are not sharded: a scale beside the model, equal on all ranks."""
-        params = (param for group in self._optimizer.param_groups for param in group["params"])
-        return [param for param in params if id(param) not in self._shard_ids]
+        return [param for param in params_of(self._optimizer) if id(param) not in self._shard_ids]
 
     def _check_startable(self, *, known: bool) -> None:
         root = self._root
@@ -158,16 +158,16 @@ def check_graphable(root: Root, optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"GraphedTrainingStep takes a torch optimizer, not {type(optimizer).__name__}")
     shards = {id(pair.sharded) for bucket in root.buckets for pair in bucket.pairs}
-    if not any(id(param) in shards for group in optimizer.param_groups for param in group["params"]):
+    params = params_of(optimizer)
+    if not any(id(param) in shards for param in params):
         raise ValueError("GraphedTrainingStep: the optimizer has no parameter of the model")
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, ShardedParameter) and id(param) not in shards:
-                raise ValueError(
-                    f"GraphedTrainingStep: the optimizer has '{param.shard.name}' of another model, whose modes and "
-                    f"hooks no graph of this one follows: call fully_shard on a module that holds both models and "
-                    f"runs them in its forward, or take an optimizer and a step for each"
-                )
+    for param in params:
+        if isinstance(param, ShardedParameter) and id(param) not in shards:
+            raise ValueError(
+                f"GraphedTrainingStep: the optimizer has '{param.shard.name}' of another model, whose modes and "
+                f"hooks no graph of this one follows: call fully_shard on a module that holds both models and "
+                f"runs them in its forward, or take an optimizer and a step for each"
+            )
     if not (is_fused(type(optimizer)) and all(group.get("fused") for group in optimizer.param_groups)):
         raise ValueError(
             f"GraphedTrainingStep: {type(optimizer).__name__} without fused=True reads learning rates and counters on "

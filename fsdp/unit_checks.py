@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ddp.collectives.in_flight import device_types_of
+from ..ddp.collectives.in_flight import backends_of, device_types_of
+from ..ddp.collectives.mapped_memory import check_copy_engines
 from ..ddp.collectives.placements import PLACEMENTS, Placement, Placements
 from ..ddp.collectives.rank_grid import RankGrid
 from ..ddp.collectives.world import Ranks
@@ -21,6 +22,7 @@ from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
 from .unit.mixed_precision import MixedPrecisionPolicy
+from .unit.plan import UnitOptions
 
 __all__ = [
     "check_module",
@@ -59,19 +61,19 @@ def row_of(placements: str | Placements) -> Placements:
     return placements
 
 
-def check_options(
-    placements: Placements, forward_writes: str, grid: RankGrid, device: torch.device, *, offload: bool
-) -> None:
+def check_options(options: UnitOptions, grid: RankGrid, device: torch.device) -> None:
     """Raise ``ValueError`` for options that cannot be, on these ranks or on this device."""
-    if forward_writes not in ("refused", "alike"):
-        raise ValueError(f"forward_writes is 'refused' or 'alike', got {forward_writes!r}")
-    if placements.outer.scatters and grid.outer is None:
+    if options.forward_writes not in ("refused", "alike"):
+        raise ValueError(f"forward_writes is 'refused' or 'alike', got {options.forward_writes!r}")
+    if options.placements.outer.scatters and grid.outer is None:
         raise ValueError(
             "placements that shard across instances need a DeviceMesh of two dims, (outer, inner), and this mesh has "
             "one instance; use 'zero3'"
         )
-    if offload and device.type != "cuda":
+    if options.offload_to_cpu and device.type != "cuda":
         raise ValueError(f"offload_to_cpu has no effect on {device}: shards are in host memory anyway; leave it False")
+    if options.copy_engine_gather:
+        check_copy_engines(backends_of(grid.axes, device), device, "copy_engine_gather")
 
 
 def check_module(module: nn.Module) -> None:
@@ -173,10 +175,6 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"parameter '{name}' is {param.dtype}: shards are of real parameters; list it in ignored_params"
         )
-    if param.layout is not torch.strided:
-        raise ValueError(f"parameter '{name}' is {param.layout}: shards are of dense ones; list it in ignored_params")
-    if not param.is_leaf:
-        raise ValueError(f"parameter '{name}' is computed from others: shard those")
 
 
 def device_of(
@@ -190,7 +188,13 @@ def device_of(
 
     Raises ``ValueError`` if that is not one device, or the ranks' groups cannot use it.
     """
-    found = _chosen_device(device, mesh, inside, ignored) or _device_around(inside, grid)
+    if device is None and isinstance(mesh, DeviceMesh):
+        device = mesh.device_type
+    found = _device_of_params(inside, ignored) if device is None else torch.device(device)
+    if found is None:
+        found = _device_around(inside, grid)
+    if found.type == "meta":
+        raise ValueError("device is where the unit computes, and nothing does on meta")
     for group in grid.axes:
         served = device_types_of(group)
         if served and found.type not in served:
@@ -198,26 +202,13 @@ def device_of(
                 f"the mesh's group talks over {', '.join(served)}, and the unit is on {found}: "
                 f"give a group of that device"
             )
-    return found
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 
-def _chosen_device(
-    device: torch.device | str | None,
-    mesh: Ranks,
-    inside: Sequence[nn.Module],
-    ignored: Collection[int],
-) -> torch.device | None:
+def _device_of_params(inside: Sequence[nn.Module], ignored: Collection[int]) -> torch.device | None:
+    """The one device of the unit's parameters; None without parameters."""
     params = [p for module in inside for p in module._parameters.values() if p is not None and id(p) not in ignored]
     found = {param.device for param in params if not param.is_meta}
-    if isinstance(mesh, DeviceMesh):
-        if device is not None and torch.device(device).type != mesh.device_type:
-            raise ValueError(f"device is {device}, and the mesh is of {mesh.device_type}: leave one of them out")
-        elsewhere = [place for place in found if place.type not in ("cpu", mesh.device_type)]
-        if elsewhere:
-            raise ValueError(f"parameters are on {elsewhere[0]}, and the mesh is of {mesh.device_type}")
-        device = device or mesh.device_type
-    if device is not None:
-        return _usable(torch.device(device))
     if len(found) > 1:
         raise ValueError(f"parameters are on {', '.join(sorted(map(str, found)))}: say which by device")
     if not found and params:
@@ -232,24 +223,14 @@ def _device_around(inside: Sequence[nn.Module], grid: RankGrid) -> torch.device:
             if isinstance(child, FSDPModule):
                 return unit_of(child).device
     served = [device_type for group in grid.axes for device_type in device_types_of(group)]
-    if not served or "cpu" in served:
-        return torch.device("cpu")
-    return _usable(torch.device(served[0]))
-
-
-def _usable(device: torch.device) -> torch.device:
-    if device.type == "meta":
-        raise ValueError("device is where the unit computes, and nothing does on meta")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device or mesh says {device}, and torch sees no CUDA device here")
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+    return torch.device("cpu" if not served or "cpu" in served else served[0])
 
 
 def compare_units(
     plans: Sequence[tuple[BucketLayout, bool]],
     dtypes: dict[str, torch.dtype],
     inside: Iterable[nn.Module],
-    options: Iterable[Any],
+    options: UnitOptions,
     grid: RankGrid,
     unit: str,
 ) -> None:
@@ -272,5 +253,6 @@ def compare_units(
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    said = [f"{option}={value}" for option, value in options._asdict().items()]
     for group in grid.axes:
-        compare_between_ranks(group, {"model": model, "call of fully_shard": [str(option) for option in options]})
+        compare_between_ranks(group, {"model": model, "call of fully_shard": said})

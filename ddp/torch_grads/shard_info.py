@@ -35,6 +35,10 @@ class ShardInfo(NamedTuple):
     program sees shards, and works with tensors of a shard's shape."""
     has_whole: bool = True
     """All ranks' elements together are a tensor of ``shape``. False: each rank has a tensor of its own."""
+    place: int = 0
+    """Element of its bucket with which the parameter begins, and ``bucket_numel``, the bucket's number of elements: the
+    ranges of all ranks follow. 0 where nobody asks for them."""
+    bucket_numel: int = 0
 
     @property
     def numel(self) -> int:

@@ -2,16 +2,18 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...ddp.collectives.agreement import gather
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.mapped_memory import MappedPool
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
 from ...ddp.collectives.streams import OnStream
+from ...ddp.collectives.world import own_rank
 from ..unit.bucket import ShardedBucket
 from ..unit.unit import Unit
 
@@ -54,7 +56,7 @@ def connect_units(
     failures.grids = [bucket.reduction.grid for bucket in buckets]
     index = 0
     for bucket in buckets:
-        bucket.connect(index if bucket.trainable else -1, failures, root)
+        bucket.connect(index if bucket.trainable else -1, failures)
         index += bucket.trainable
 
 
@@ -74,11 +76,7 @@ def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
     apart = [unit for unit in units if unit.grid[:2] != everyone[:2]]
     here = {rank for unit in apart for group in unit.grid.axes for rank in dist.get_process_group_ranks(group)}
     count = sum(len(bucket.pairs) for unit in apart for bucket in unit.buckets if bucket.trainable)
-    found: list[Any] = [(dist.get_rank() if dist.is_initialized() else 0, here, count)]
-    for group in everyone.axes:
-        parts: list[list[Any]] = [[]] * group.size()
-        dist.all_gather_object(parts, found, group=group)
-        found = [entry for part in parts for entry in part]
+    found = gather((own_rank(), here, count), everyone.axes, None, "the ranks of units")
     outside = set().union(*[ranks for _, ranks, _ in found]) - {rank for rank, _, _ in found}
     if outside:
         raise ValueError(

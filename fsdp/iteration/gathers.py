@@ -47,7 +47,7 @@ class UnitGathers:
         unit.gathered = True
         unit.record_gather()
         for bucket in unit.buckets:
-            bucket.start_gather(self.stream, self.observer)
+            bucket.gather.start(self.stream, self.observer, fill=bucket.fill, ordered=True)
 
     def wait(self, unit: Unit) -> None:
         """Have the current stream (CUDA), or this thread (CPU), wait for the unit's gather."""

@@ -69,7 +69,6 @@ class Root:
         self._checked = False  # _check_units has run since the last backward
         self._frozen = False  # the whole model was frozen in the last outermost forward
         self._backward: Backward | None = None
-        self._named = (-1, False)  # cache of _is_named_in: graph task, answer
 
     # ---- Forward. ----
 
@@ -196,7 +195,7 @@ class Root:
         if trace.awaits_backward:
             trace.awaits_backward = False
             self.grads.steps.record_use()
-        trains = forward.trains and (delivers or self._is_named_in(task))
+        trains = forward.trains and (delivers or delivers_to_any(pair.whole for pair in unit.pairs))
         backward = self._enter(unit, task, trains=trains, delays=forward.delays)
         backward.entered[unit].add(forward)
         self.gathers.gather(unit)
@@ -234,12 +233,6 @@ class Root:
                 f"the autograd.grad of a gradient penalty, or use placements='zero2', which keeps them to the step"
             )
         self._enter(unit, current_backward(), trains=True, delays=False)
-
-    def _is_named_in(self, task: int) -> bool:
-        """``backward(inputs=...)`` names whole parameters that the program has kept. Found once for a task."""
-        if self._named[0] != task:
-            self._named = task, delivers_to_any(pair.whole for bucket in self.buckets for pair in bucket.pairs)
-        return self._named[1]
 
     def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
         """Note that backward is in the unit; the first unit of a backward begins it."""

@@ -21,7 +21,6 @@ from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_grads.sharded_grad import step_ended
-from ...ddp.torch_internals import current_raw_stream
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import Meter, num_to_end, pool_limit
@@ -240,10 +239,8 @@ class GradRounds:
             else:
                 self._send(grads, final=final)
 
-    def delayed_wgrad_done(self, bucket: ShardedBucket) -> None:
+    def delayed_wgrad_done(self) -> None:
         """A delayed weight gradient was computed."""
-        if self._device.type == "cuda":
-            bucket.grad_bucket.streams.add(current_raw_stream(self._device.index))  # which wrote it
         if self._due is not None:
             self._send_due()
 

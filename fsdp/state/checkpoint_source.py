@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ...ddp.checkpoint.model import experts_of, model_tensors
 from ...ddp.checkpoint.ranks import CheckpointRanks
 from ...ddp.checkpoint.source import HeldParam, Holding
+from ...ddp.collectives.agreement import gather
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.world import own_rank
@@ -56,7 +57,7 @@ class ShardSlice(NamedTuple):
         """Elementwise state by key, in the shape of ``master``, views. Empty before the first step."""
         if self.updated is None:
             return {}
-        elementwise = elementwise_of(self.updated, self._known(), self.counters)
+        elementwise = elementwise_of(self.updated.shape, self._known(), self.counters)
         return {key: value.view(-1) for key, value in elementwise.items()}
 
     def scalars(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class ShardedSource:
         experts = self.ranks.experts
         if experts is None or not isinstance(param, ShardedParameter):
             return False
-        return _axes(param.shard.grid) == _axes(experts)
+        return param.shard.grid[:2] == experts[:2]
 
     def _describe(self, param: nn.Parameter) -> HeldParam:
         if not isinstance(param, ShardedParameter):
@@ -186,32 +187,19 @@ def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> Checkpoi
 
 
 def _find_ranks(params: Sequence[ShardedParameter]) -> CheckpointRanks:
-    grids = list({_axes(param.shard.grid): param.shard.grid for param in params}.values())
+    grids = list({param.shard.grid[:2]: param.shard.grid for param in params}.values())
     if not grids:
         return CheckpointRanks()
     failures = FailureReporter()
     failures.grids = grids
     dense = max(grids, key=lambda grid: grid.size)
-    with failures.watch("the comparison of meshes for checkpoints"):
-        members = {_axes(grid): _members(grid) for grid in grids}
-    fewer = [grid for grid in grids if members[_axes(grid)] != members[_axes(dense)]]
+    members = [sorted(gather(own_rank(), grid.axes, failures, "the ranks of a mesh for checkpoints")) for grid in grids]
+    of_dense = max(members, key=len)
+    fewer = [(ranks, grid) for ranks, grid in zip(members, grids, strict=True) if ranks != of_dense]
     if len(fewer) > 1:
-        sets = ", ".join(str(members[_axes(grid)]) for grid in (dense, *fewer))
+        sets = ", ".join(str(ranks) for ranks in (of_dense, *(ranks for ranks, _ in fewer)))
         raise ValueError(f"parameters of one model are shared by ranks {sets}: a checkpoint knows two such sets")
     # Where an instance does not have all elements, the ranks of all instances write together.
     repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
-    return CheckpointRanks(dense, failures, instances_alike=repeats, experts=fewer[0] if fewer else None)
-
-
-def _axes(grid: RankGrid) -> tuple[Any, ...]:
-    return grid.inner, grid.outer
-
-
-def _members(grid: RankGrid) -> list[int]:
-    """Global ranks, ascending. Collective over the grid."""
-    ranks = [own_rank()] if grid.inner is None else dist.get_process_group_ranks(grid.inner)
-    if grid.outer is None or grid.outer.size() == 1:
-        return sorted(ranks)
-    instances: list[list[int]] = [[]] * grid.outer.size()
-    dist.all_gather_object(instances, ranks, group=grid.outer)
-    return sorted(rank for instance in instances for rank in instance)
+    experts = fewer[0][1] if fewer else None
+    return CheckpointRanks(dense, failures, instances_alike=repeats, experts=experts)

@@ -10,7 +10,7 @@ all-to-all converts between them, and each element is sent once::
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,50 +71,32 @@ def device_of(group: dist.ProcessGroup, tensor: Tensor) -> torch.device:
     return torch.device(device_types[0])
 
 
-def disagreement(said: Mapping[ShardedParameter, str], complaint: str | None) -> str | None:
+def disagreement(said: Mapping[ShardedParameter, Sequence[str]], complaints: Sequence[str]) -> str | None:
     """Words for why this rank or another cannot exchange; None if all can. Collective over the parameters' ranks.
 
     An exchange of a parameter's elements is a collective over the ranks that share the parameter. If one rank has no
     such tensor, the others would wait for ever; if one rank has another rank's tensor, the others would get wrong
     elements. So ranks compare before, and all of them raise.
 
-    said       for each parameter, words for what this rank has of it; to be equal on all ranks that share the parameter
-    complaint  why this rank cannot exchange; None if it can
+    said        for each parameter, what this rank has of it; to be equal on all ranks that share the parameter
+    complaints  why this rank cannot exchange
     """
-    by_grid: dict[Any, tuple[RankGrid, list[tuple[str, str]]]] = {}
-    for param, text in said.items():
+    by_grid: dict[Any, tuple[RankGrid, list[str]]] = {}
+    for param, texts in said.items():
         grid = param.shard.grid
-        by_grid.setdefault((grid.inner, grid.outer), (grid, []))[1].append((param.shard.name, text))
+        by_grid.setdefault((grid.inner, grid.outer), (grid, []))[1].extend(texts)
     answers = [
-        gather(_Answer(own_rank(), complaint, lines), grid.axes, None, "the comparison of state dicts")
-        for grid, lines in by_grid.values()
+        gather((own_rank(), "\n\t".join(complaints), texts), grid.axes, None, "the comparison of state dicts")
+        for grid, texts in by_grid.values()
     ]
-    found = [_first_complaint(each) for each in answers] + [_first_difference(each) for each in answers]
-    return next((why for why in found if why is not None), None)
-
-
-class _Answer(NamedTuple):
-    rank: int
-    complaint: str | None
-    lines: Sequence[tuple[str, str]]
-    """For each parameter, its name and what the rank has of it."""
-
-
-def _first_complaint(answers: Sequence[_Answer]) -> str | None:
-    complaining = [each for each in answers if each.complaint is not None]
-    if not complaining:
-        return None
-    rank, text, _ = complaining[0]
-    return text if len(complaining) == len(answers) else f"{text} (on rank {rank})"
-
-
-def _first_difference(answers: Sequence[_Answer]) -> str | None:
-    first = answers[0]
-    for other in answers[1:]:
-        for ours, theirs in zip_longest(first.lines, other.lines, fillvalue=("no parameter", "nothing")):
-            if ours != theirs:
-                return (
-                    f"state dicts differ between ranks: rank {first.rank} has {ours[1]} of '{ours[0]}', where rank "
-                    f"{other.rank} has {theirs[1]} of '{theirs[0]}'"
-                )
+    for everyone in answers:
+        complaining = [(rank, complaint) for rank, complaint, _ in everyone if complaint]
+        if complaining:
+            rank, complaint = complaining[0]
+            return complaint if len(complaining) == len(everyone) else f"{complaint} (on rank {rank})"
+    for (first, _, ours), *others in answers:
+        for other, _, theirs in others:
+            for here, there in zip_longest(ours, theirs, fillvalue="nothing"):
+                if here != there:
+                    return f"state dicts differ between ranks: rank {first} has {here}, where rank {other} has {there}"
     return None

@@ -6,7 +6,7 @@ hooks are registered at its first step, or by ``make_optimizer``, ``save_checkpo
 optimizer that was given a state dict before keeps the DTensors until then, and so they are what it would save.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from ..tensors.parameter import ShardedParameter
 from .exchange import disagreement
-from .state_dict import translation_of
+from .state_dict import misfit, to_dtensor, to_shard
 
-__all__ = ["counters_of", "elementwise_of", "translate_state_dicts"]
+__all__ = ["counters_of", "elementwise_of", "params_of", "translate_state_dicts"]
 
 _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of state that is one number for a whole parameter, in optimizers of torch."""
@@ -36,12 +36,12 @@ def counters_of(optimizer: Optimizer) -> frozenset[str]:
     }
 
 
-def elementwise_of(param: Tensor, state: Mapping[str, Any], counters: Iterable[str]) -> dict[str, Tensor]:
-    """The part of ``state`` that has one value for each element of ``param``."""
+def elementwise_of(shape: tuple[int, ...], state: Mapping[str, Any], counters: Collection[str]) -> dict[str, Tensor]:
+    """The part of ``state`` that has one value for each element of a parameter, or shard, of this shape."""
     return {
         key: value
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == param.shape and not (value.ndim == 0 and key in counters)
+        if isinstance(value, Tensor) and value.shape == shape and not (value.ndim == 0 and key in counters)
     }
 
 
@@ -58,13 +58,15 @@ def translate_state_dicts(optimizer: Optimizer) -> None:
     """
     if _after_saving in optimizer._optimizer_state_dict_post_hooks.values():
         return
+    from torch.distributed.tensor import DTensor
+
     optimizer.register_state_dict_post_hook(_after_saving)
     optimizer.register_load_state_dict_pre_hook(_before_loading)
     with torch.no_grad():
-        known = {param: optimizer.state[param] for param in _params_of(optimizer) if param in optimizer.state}
+        known = {param: optimizer.state[param] for param in params_of(optimizer) if param in optimizer.state}
         if known:
-            _check_fits(optimizer, known, [])
-            optimizer.state.update(_to_shards(known))
+            # A shard that is all of its parameter does not tell what a plain tensor is, and needs no translation.
+            optimizer.state.update(_to_shards(optimizer, known, compared=DTensor))
 
 
 @torch.no_grad()
@@ -73,18 +75,16 @@ def _after_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     counters = counters_of(optimizer)
     state = dict(state_dict["state"])
     elementwise = {
-        param: (index, elementwise_of(param, state.get(index, {}), counters))
-        for index, param in enumerate(_params_of(optimizer))
+        param: (index, elementwise_of(param.shape, state.get(index, {}), counters))
+        for index, param in enumerate(params_of(optimizer))
         if isinstance(param, ShardedParameter)
     }
-    _agree({param: _keys(known) for param, (_, known) in elementwise.items()}, None)
+    trouble = disagreement({param: list(_named(param, known)) for param, (_, known) in elementwise.items()}, [])
+    if trouble is not None:
+        raise ValueError(trouble)
     for param, (index, known) in elementwise.items():
         if known:
-            translation = translation_of(param)
-            state[index] = {
-                **state[index],
-                **{key: translation.to_dtensor(param.shard, value) for key, value in known.items()},
-            }
+            state[index] = {**state[index], **{key: to_dtensor(param, value) for key, value in known.items()}}
     return {**state_dict, "state": state}
 
 
@@ -94,55 +94,47 @@ def _before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     state = dict(state_dict["state"])
     # torch matches saved parameters by their position in the groups, and ignores names.
     saved = dict.fromkeys(index for group in state_dict["param_groups"] for index in group["params"])
-    places = {param: index for index, param in zip(saved, _params_of(optimizer), strict=False) if index in state}
+    places = {param: index for index, param in zip(saved, params_of(optimizer), strict=False) if index in state}
     states = {param: state[index] for param, index in places.items()}
-    _check_loadable(optimizer, state_dict, states)
-    return {**state_dict, "state": {**state, **{places[param]: entry for param, entry in _to_shards(states).items()}}}
-
-
-def _check_loadable(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], states: Mapping[Tensor, Mapping[str, Any]]
-) -> None:
-    """Raise ``ValueError`` on all ranks if one rank cannot load its state dict, or state dicts differ. Collective."""
     here, there = ([len(group["params"]) for group in side["param_groups"]] for side in (vars(optimizer), state_dict))
     complaints = []
     if here != there:
         complaints.append(f"the state dict has groups of {there} parameters, and this optimizer has groups of {here}")
-    _check_fits(optimizer, states, complaints)
+    shards = _to_shards(optimizer, states, complaints)
+    return {**state_dict, "state": {**state, **{places[param]: entry for param, entry in shards.items()}}}
 
 
-def _check_fits(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]], complaints: list[str]) -> None:
-    """The same for ``states`` alone, where this rank has ``complaints`` already. Collective."""
+def _named(param: ShardedParameter, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values by their names for errors."""
+    return {f"'{key}' of '{param.shard.name}'": values[key] for key in sorted(values)}
+
+
+def _to_shards(
+    optimizer: Optimizer,
+    states: Mapping[Tensor, Mapping[str, Any]],
+    complaints: Sequence[str] = (),
+    *,
+    compared: type[Tensor] = Tensor,
+) -> dict[Tensor, dict[str, Any]]:
+    """The state of sharded parameters, with DTensors and whole tensors replaced by shards. Collective.
+
+    compared  ranks compare which state of this type they have
+
+    Raises ``ValueError`` on all ranks if one rank has ``complaints`` or cannot take its state, or states differ.
+    """
     translated = _to_translate(states)
-    said: dict[ShardedParameter, str] = {}
-    for param in _params_of(optimizer):
-        if isinstance(param, ShardedParameter):
-            values, translation = translated.get(param, {}), translation_of(param)
-            said[param] = _keys({f"{key} ({translation.describe(param.shard, values[key])})": 0 for key in values})
-            objections = ((key, translation.objection(param.shard, value)) for key, value in values.items())
-            complaints += [f"'{key}' of '{param.shard.name}': {why}" for key, why in objections if why is not None]
-    _agree(said, complaints[0] if complaints else None)
-
-
-def _agree(said: Mapping[ShardedParameter, str], complaint: str | None) -> None:
-    trouble = disagreement(said, complaint)
+    params = [param for param in params_of(optimizer) if isinstance(param, ShardedParameter)]
+    given = {
+        param: {key: value for key, value in translated.get(param, {}).items() if isinstance(value, compared)}
+        for param in params
+    }
+    trouble = misfit({param: _named(param, values) for param, values in given.items()}, complaints)
     if trouble is not None:
         raise ValueError(trouble)
-
-
-def _keys(state: Iterable[str]) -> str:
-    return f"state {', '.join(sorted(state))}" if state else "no state"
-
-
-def _to_shards(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """The state of sharded parameters, with DTensors and whole tensors replaced by shards. Collective."""
-    shards: dict[Tensor, dict[str, Any]] = {
-        param: dict(state) for param, state in states.items() if isinstance(param, ShardedParameter)
+    return {
+        param: {**states[param], **{key: to_shard(param, value) for key, value in values.items()}}
+        for param, values in translated.items()
     }
-    for param, values in _to_translate(states).items():
-        for key, value in values.items():
-            shards[param][key] = translation_of(param).to_shard(param.shard, value)
-    return shards
 
 
 def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedParameter, dict[str, Tensor]]:
@@ -156,19 +148,16 @@ def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedPar
         if isinstance(value, Tensor) and value.ndim == 0 < param.ndim
     }
 
-    def of_whole(param: ShardedParameter, key: str, value: Any) -> bool:
-        if isinstance(value, DTensor):
-            return True
-        whole = isinstance(value, Tensor) and tuple(value.shape) == param.shard.shape != tuple(param.shape)
-        return whole and not (value.ndim == 0 and key in counters)
-
     return {
-        param: {key: value for key, value in state.items() if of_whole(param, key, value)}
+        param: {
+            **elementwise_of(param.shard.shape, state, counters),
+            **{key: value for key, value in state.items() if isinstance(value, DTensor)},
+        }
         for param, state in states.items()
         if isinstance(param, ShardedParameter)
     }
 
 
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
+def params_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order in which state dicts number them."""
     return list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))

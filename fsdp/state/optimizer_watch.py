@@ -7,7 +7,7 @@ shards are to be gathered again: fused optimizers do not raise the version of te
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from ...ddp.torch_grads.optimizer import after_closure
 from ...ddp.torch_grads.sharded_grad import step_began, step_ended
 from ...ddp.torch_grads.skipped_steps import prepare_skippable_step
 from ..tensors.parameter import ShardedParameter
-from .optimizer_state import translate_state_dicts
+from .optimizer_state import params_of, translate_state_dicts
 
 if TYPE_CHECKING:
     from ..iteration.root import Root
@@ -60,23 +60,17 @@ def watch_optimizers() -> None:
 
 def _roots_of(buckets: Sequence["ShardedBucket"]) -> list["Root"]:
     """The models of the buckets, as far as a forward has run in them and they are alive."""
-    references = {bucket.root for bucket in buckets if bucket.root is not None}
-    return [root for reference in references if (root := reference()) is not None]
-
-
-def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return list({root for bucket in buckets if (root := bucket.root) is not None})
 
 
 def _buckets_of(optimizer: Optimizer) -> list["ShardedBucket"]:
-    references = {id(found): found for p in _params_of(optimizer) if (found := p.__dict__.get(_BUCKET)) is not None}
+    references = {id(found): found for p in params_of(optimizer) if (found := p.__dict__.get(_BUCKET)) is not None}
     buckets = [reference() for reference in references.values()]
     return [bucket for bucket in buckets if bucket is not None]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    for param in _params_of(optimizer):
+    for param in params_of(optimizer):
         unit = replaced_in(param)
         if unit is not None:
             raise RuntimeError(
@@ -98,16 +92,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
     """A step begins to read gradients. If the step has a closure, the closure has computed them before."""
-    for bucket in buckets:
-        if _why_unfinished(bucket) is not None:
-            bucket = next((other for other in buckets if other.has_pending), bucket)  # the cause, if there are several
-            why = _why_unfinished(bucket)
+    for bucket in sorted(buckets, key=lambda each: not each.has_pending):  # first the cause, if there are several
+        if (why := _why_unfinished(bucket)) is not None:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
     for root in _roots_of(buckets):
         root.grads.step_began()
         if is_watched() and (model := root.module()) is not None:
             record_step(model, vars(optimizer).get("found_inf"))
-    if buckets or any(isinstance(param, ShardedParameter) for param in _params_of(optimizer)):
+    if buckets or any(isinstance(param, ShardedParameter) for param in params_of(optimizer)):
         step_began(optimizer)
 
 

@@ -6,11 +6,10 @@ or of other ranks, and whole tensors. Both are collective over the module's rank
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,10 +18,10 @@ from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter, ShardInfo, local_shape
 from .exchange import device_of, disagreement, exchange, rows_of_rank
 
-__all__ = ["Translation", "install_state_dict_hooks", "translation_of"]
+__all__ = ["install_state_dict_hooks", "misfit", "to_dtensor", "to_shard"]
 
-_TRANSLATION = "_maingrad_translation"
-"""Attribute of sharded parameters."""
+_MESH = "_maingrad_mesh"
+"""Attribute of sharded parameters: the mesh of their DTensors."""
 
 # torch.distributed.tensor is imported in functions: the import takes seconds, and needs torch.distributed.
 
@@ -33,122 +32,120 @@ def install_state_dict_hooks(module: nn.Module, mesh: DeviceMesh | None = None) 
     module  a module whose shards are registered; modules inside that have these hooks keep them
     mesh    the mesh of the DTensors, which the user has sharded over. None: a mesh of one dim over the inner ranks
     """
-    translation = Translation(mesh)
     for owner in module.modules():
         own = [param for param in owner._parameters.values() if isinstance(param, ShardedParameter)]
         for param in own:
-            param.__dict__.setdefault(_TRANSLATION, translation)
+            param.__dict__.setdefault(_MESH, mesh)
         if own and _after_saving not in owner._state_dict_hooks.values():
             owner.register_state_dict_post_hook(_after_saving)
             owner.register_load_state_dict_pre_hook(_before_loading)
 
 
-def translation_of(param: ShardedParameter) -> "Translation":
-    """The ``Translation`` that ``install_state_dict_hooks`` has attached to ``param``."""
-    return param.__dict__[_TRANSLATION]  # type: ignore[no-any-return]
+def to_dtensor(param: ShardedParameter, value: Tensor) -> Tensor:
+    """The DTensor of the whole parameter's shape, in new memory; in a world of one a plain tensor. Collective.
 
-
-class Translation:
-    """Converts shards to DTensors and back: parameters of one unit, and optimizer state of the same shape.
-
-    mesh  of the DTensors; None: made at the first use, of one dim over the inner ranks
+    value  the shard of ``param``, or optimizer state of the same shape
     """
+    info, grid = param.shard, param.shard.grid
+    flat = value.detach().view(-1)
+    across, inside = _ranges_across(info), _ranges_inside(info)
+    if len(across) > 1:
+        flat = exchange(flat, across, [inside[grid.inner_rank]] * len(across), grid.outer)
+    rows = _dtensor_ranges(info)
+    local = exchange(flat, inside, rows, grid.inner)
+    if info.shape:
+        local = local.view(rows_of_rank(info.shape[0], grid.inner_rank, grid.inner_size).numel, *info.shape[1:])
+    else:
+        local = local.view(())  # a scalar has no rows, and is whole on every rank
+    if grid.inner is None:
+        return local
+    from torch.distributed.tensor import DTensor
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        self._mesh = mesh
-        self._known: dict[ShardInfo, tuple[list[Range], list[Range]]] = {}
+    mesh = _mesh_of(param)
+    whole = torch.empty(info.shape, device="meta")
+    dtensor = DTensor.from_local(
+        local, mesh, _placements(info, mesh), run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    # DTensor.from_local moves an offloaded shard to the mesh's device.
+    return dtensor if local.device.type == mesh.device_type else dtensor.to(local.device)
 
-    def to_dtensor(self, info: ShardInfo, value: Tensor) -> Tensor:
-        """The DTensor of shape ``info.shape``, in new memory; in a world of one a plain tensor. Collective.
 
-        value  the shard ``info`` on this rank, [info.numel] elements in any shape
-        """
-        flat = value.detach().view(-1)
-        across, inside = self._ranges(info)
-        group, rank = info.grid.inner, info.grid.inner_rank
-        if len(across) > 1:
-            flat = exchange(flat, across, [inside[rank]] * len(across), info.grid.outer)
-        local = exchange(flat, inside, _dtensor_ranges(info), group).view(_dtensor_shape(info, rank))
-        if group is None:
-            return local
-        from torch.distributed.tensor import DTensor
+def to_shard(param: ShardedParameter, value: Tensor) -> Tensor:
+    """This rank's shard of ``value``, of shape ``local_shape(param.shard)``; ``value``: a DTensor, or a whole tensor.
 
-        mesh = self._mesh_of(flat, group)
-        stride = tuple(math.prod(info.shape[dim + 1 :]) for dim in range(len(info.shape)))
-        dtensor = DTensor.from_local(
-            local, mesh, _placements(info, mesh), run_check=False, shape=torch.Size(info.shape), stride=stride
-        )
-        # DTensor.from_local moves an offloaded shard to the mesh's device.
-        return dtensor if local.device.type == mesh.device_type else dtensor.to(local.device)
+    Collective for a DTensor. Call ``misfit`` before.
+    """
+    from torch.distributed.tensor import DTensor
 
-    def describe(self, info: ShardInfo, value: Tensor) -> str:
-        """Words for the collectives that ``to_shard`` runs for ``value``, which ranks compare before they start."""
-        from torch.distributed.tensor import DTensor
+    info, first = param.shard, 0
+    if isinstance(value, DTensor):
+        if not _is_ours(param, value):
+            value = value.full_tensor()
+        elif not info.shape:
+            value = value.to_local()
+        else:
+            inside = _ranges_inside(info)
+            value = exchange(value.to_local().contiguous().view(-1), _dtensor_ranges(info), inside, info.grid.inner)
+            first = inside[info.grid.inner_rank].start
+    return value.reshape(-1)[info.start - first : info.end - first].view(local_shape(info))
 
-        if not isinstance(value, DTensor):
-            return "a whole tensor"
-        return "a DTensor of these ranks" if self._is_ours(value, info) else "a DTensor of other ranks"
 
-    def objection(self, info: ShardInfo, value: Any) -> str | None:
-        """Words for why ``to_shard`` cannot take ``value`` (another shape, another rank's elements). None if it can."""
-        if tuple(value.shape) != info.shape:
-            return f"a tensor of shape {list(value.shape)}, and the whole parameter is {list(info.shape)}"
-        if not self._is_ours(value, info) or info.grid.inner is None:
-            return None
-        saved, here = value.device_mesh.get_coordinate(), self._mesh_of(value, info.grid.inner).get_coordinate()
-        if saved == here:
-            return None
-        return (
-            f"the DTensor has the elements of the rank at {saved} of its mesh, and this rank is at {here}: each rank "
-            f"loads the file that it saved itself; torch.distributed.checkpoint and save_checkpoint write what fits any"
-        )
+def misfit(given: Mapping[ShardedParameter, Mapping[str, Any]], complaints: Sequence[str] = ()) -> str | None:
+    """Words for why this rank or another cannot take ``to_shard`` of some tensors; None if all can. Collective.
 
-    def to_shard(self, info: ShardInfo, value: Tensor) -> Tensor:
-        """This rank's shard of ``value``, of shape ``local_shape(info)``; ``value``: a DTensor, or a whole tensor.
+    given       by parameter: the tensors, by their names for errors
+    complaints  why this rank cannot load, apart from these tensors
+    """
+    said: dict[ShardedParameter, list[str]] = {param: [] for param in given}
+    why = list(complaints)
+    for param, values in given.items():
+        for name, value in sorted(values.items()):
+            said[param].append(f"{name} ({_described(param, value)})")
+            objection = _objection(param, value)
+            why += [] if objection is None else [f"{name}: {objection}"]
+    return disagreement(said, why)
 
-        Collective for a DTensor. Call ``objection`` before.
-        """
-        from torch.distributed.tensor import DTensor
 
-        first = 0
-        if isinstance(value, DTensor):
-            group = info.grid.inner
-            if not self._is_ours(value, info):
-                value = value.full_tensor()
-            elif not info.shape:
-                value = value.to_local()
-            else:
-                inside, local = self._ranges(info)[1], value.to_local().contiguous().view(-1)
-                value = exchange(local, _dtensor_ranges(info), inside, group)
-                first = inside[info.grid.inner_rank].start
-        return value.reshape(-1)[info.start - first : info.end - first].view(local_shape(info))
+def _described(param: ShardedParameter, value: Tensor) -> str:
+    """Words for the collectives that ``to_shard`` runs for ``value``, which ranks compare before they start."""
+    from torch.distributed.tensor import DTensor
 
-    def _is_ours(self, value: Any, info: ShardInfo) -> bool:
-        from torch.distributed.tensor import DTensor
+    if not isinstance(value, DTensor):
+        return "a whole tensor"
+    return "a DTensor of these ranks" if _is_ours(param, value) else "a DTensor of other ranks"
 
-        group = info.grid.inner
-        if group is None or not isinstance(value, DTensor):
-            return False
-        mesh = self._mesh_of(value.to_local(), group)
-        return bool(value.device_mesh == mesh and list(value.placements) == _placements(info, mesh))
 
-    def _mesh_of(self, tensor: Tensor, group: dist.ProcessGroup) -> DeviceMesh:
-        if self._mesh is None:
-            self._mesh = DeviceMesh.from_group(group, device_of(group, tensor).type)
-        return self._mesh
+def _objection(param: ShardedParameter, value: Any) -> str | None:
+    """Words for why ``to_shard`` cannot take ``value`` (another shape, another rank's elements). None if it can."""
+    if tuple(value.shape) != param.shard.shape:
+        return f"size mismatch, of shape {list(value.shape)}, and the whole parameter is {list(param.shard.shape)}"
+    if not _is_ours(param, value):
+        return None
+    saved, here = value.device_mesh.get_coordinate(), _mesh_of(param).get_coordinate()
+    if saved == here:
+        return None
+    return (
+        f"the DTensor has the elements of the rank at {saved} of its mesh, and this rank is at {here}: each rank "
+        f"loads the file that it saved itself; torch.distributed.checkpoint and save_checkpoint write what fits any"
+    )
 
-    def _ranges(self, info: ShardInfo) -> tuple[list[Range], list[Range]]:
-        """For each rank of the outer group, its range; for each inner rank, the range of its part of the instance.
 
-        Collective at the first call for ``info``.
-        """
-        if info not in self._known:
-            mine = info.elements
-            across = _gathered(mine, _outer(info))
-            filled = [part for part in across if part.numel]
-            part = Range(min(each.start for each in filled), max(each.end for each in filled)) if filled else mine
-            self._known[info] = across, _gathered(part, info.grid.inner)
-        return self._known[info]
+def _is_ours(param: ShardedParameter, value: Any) -> bool:
+    """``value`` is a DTensor as ``to_dtensor`` makes it."""
+    from torch.distributed.tensor import DTensor
+
+    if param.shard.grid.inner is None or not isinstance(value, DTensor):
+        return False
+    mesh = _mesh_of(param)
+    return bool(value.device_mesh == mesh and list(value.placements) == _placements(param.shard, mesh))
+
+
+def _mesh_of(param: ShardedParameter) -> DeviceMesh:
+    if param.__dict__[_MESH] is None:
+        group = param.shard.grid.inner
+        assert group is not None, "a rank alone has no DTensors"
+        param.__dict__[_MESH] = DeviceMesh.from_group(group, device_of(group, param).type)
+    return param.__dict__[_MESH]  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -156,7 +153,7 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, me
     """Post-hook of ``state_dict``: replace the module's shards by DTensors (collective), whole parameters by copies."""
     for name, param in module._parameters.items():
         if isinstance(param, ShardedParameter):
-            state_dict[prefix + name] = translation_of(param).to_dtensor(param.shard, param)
+            state_dict[prefix + name] = to_dtensor(param, param)
         elif param is not None and has_shard(param) and state_dict.get(prefix + name) is not param:  # keep_vars
             # Within unsharded(): its memory is freed, or gathered anew, while the state dict lives on.
             state_dict[prefix + name] = param.detach().clone()
@@ -181,43 +178,40 @@ def _before_loading(
             f"load_state_dict(assign=True): parameter '{next(iter(given))}' is a view of this rank's shard, which the "
             f"optimizer updates: load without assign, which copies into it"
         )
-    said, objections = dict.fromkeys(own.values(), "nothing"), []
+    by_param: dict[ShardedParameter, dict[str, Tensor]] = {param: {} for param in own.values()}
     for key, value in given.items():
-        translation, info = translation_of(own[key]), own[key].shard
-        said[own[key]] = translation.describe(info, value)
-        why = translation.objection(info, value)
-        if why is not None:
-            objections.append(f"size mismatch for {key}: {why}" if value.shape != info.shape else f"{key}: {why}")
-    trouble = disagreement(said, "\n\t".join(objections) or None)
+        by_param[own[key]][key] = value
+    trouble = misfit(by_param)
     if trouble is not None:
         error_msgs.append(trouble)
     for key, value in given.items():
-        param = own[key]
-        state_dict[key] = param.detach() if trouble else translation_of(param).to_shard(param.shard, value)
+        state_dict[key] = own[key].detach() if trouble else to_shard(own[key], value)
 
 
-def _outer(info: ShardInfo) -> dist.ProcessGroup | None:
-    """The outer group, if its ranks have different elements of an instance's shard; None if they are replicas."""
-    return info.grid.outer if info.num_replicas < info.grid.outer_size else None
+# ---- Ranges of elements of the flattened parameter. ----
 
 
-def _gathered(value: Range, group: dist.ProcessGroup | None) -> list[Range]:
-    if group is None or group.size() == 1:
-        return [value]
-    values = [value] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+def _ranges_inside(info: ShardInfo) -> list[Range]:
+    """For each inner rank, the range of its instance's shard: of all outer ranks together."""
+    size = info.grid.inner_size
+    return _cut(info, 0, info.bucket_numel // size, size)
 
 
-def _dtensor_shape(info: ShardInfo, rank: int) -> tuple[int, ...]:
-    """Shape of inner rank ``rank``'s part of the DTensor. A scalar has no rows, and is whole on every rank."""
-    if not info.shape:
-        return ()
-    return (rows_of_rank(info.shape[0], rank, info.grid.inner_size).numel, *info.shape[1:])
+def _ranges_across(info: ShardInfo) -> list[Range]:
+    """For each outer rank, its range of this inner rank's shard; one range if outer ranks are replicas."""
+    numel, parts = info.bucket_numel // info.grid.inner_size, info.grid.outer_size // info.num_replicas
+    return _cut(info, info.grid.inner_rank * numel, numel // parts, parts)
+
+
+def _cut(info: ShardInfo, first: int, size: int, count: int) -> list[Range]:
+    """The parameter's elements in ``count`` parts of its bucket, of ``size`` elements each from ``first`` on."""
+    numel = math.prod(info.shape)
+    borders = [min(max(first + index * size - info.place, 0), numel) for index in range(count + 1)]
+    return [Range(*borders[index : index + 2]) for index in range(count)]
 
 
 def _dtensor_ranges(info: ShardInfo) -> list[Range]:
-    """The range of elements of each inner rank's part of the DTensor."""
+    """For each inner rank, the range of its part of the DTensor."""
     size = info.grid.inner_size
     if not info.shape:
         return [Range(0, 1)] * size

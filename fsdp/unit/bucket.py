@@ -12,7 +12,7 @@ All four have the bucket's layout, so that no tensor is copied between layouts::
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,9 @@ from torch import Tensor
 from ...ddp.buckets.bucket import Bucket, Phase
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import all_gather_shards
-from ...ddp.collectives.placements import Placement, Placements
+from ...ddp.collectives.placements import Placement
+from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.reduction import GradReduction
-from ...ddp.collectives.timeline import Observer
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
 from ...ddp.contract.record import GradRecord
@@ -33,11 +33,13 @@ from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import OwnedParam
 from ...ddp.plan.ranges import Range
 from ...ddp.torch_internals import current_raw_stream
+from ...ddp.torch_internals.weak_method import weak_method
 from ..tensors.freed import allow_reads, refusal_of_grads, refusal_of_params, refuse_reads
 from .grad_shard import GradShard
 from .materialize import flat_shard
 from .memory import ReleasableBuffer
 from .pair import ShardedPair, make_pair
+from .plan import UnitOptions
 
 if TYPE_CHECKING:
     from ..iteration.root import Root
@@ -50,47 +52,51 @@ __all__ = ["ShardedBucket"]
 class ShardedBucket:
     """The four tensors above, the parameters that are views of them, and the gather.
 
-    layout        of the bucket, at the start of a buffer of its own
-    owned         the parameters, in the order of the layout's slots
-    reduction     how gradients are reduced: ranks, placements, dtype on the wire
-    placements    which tensors are whole at rest
-    device        of computation, gathers and reductions
-    unit          the unit's name, for errors
-    trainable     False: the parameters are frozen, and there are no gradients
-    offload       True: the shard is in pinned host memory
-    reduces_once  True: whole gradients stay from one microbatch to the next, and are reduced once in an iteration
+    layout     of the bucket, at the start of a buffer of its own
+    owned      the parameters, in the order of the layout's slots
+    grid       the ranks over which the parameters are sharded
+    options    those of ``fully_shard``
+    device     of computation, gathers and reductions
+    unit       the unit's name, for errors
+    trainable  False: the parameters are frozen, and there are no gradients
     """
 
     def __init__(
         self,
         layout: BucketLayout,
         owned: Sequence[OwnedParam],
-        reduction: GradReduction,
-        placements: Placements,
+        grid: RankGrid,
+        options: UnitOptions,
         device: torch.device,
         *,
         unit: str,
         trainable: bool,
-        offload: bool,
-        reduces_once: bool,
     ) -> None:
+        at_rest = options.placements.inner
         self.layout = layout
-        self.reduction = reduction
+        self.reduction = reduction = GradReduction(
+            grid,
+            options.placements,
+            factor=1.0 / grid.size,
+            wire_dtype=options.policy.wire_dtype,
+            device=device,
+        )
         self.trainable = trainable
         self.delayed = layout.slots[0].spec.delayed
         """The modules had said, when they were sharded, that they delay these gradients."""
         self.device = device
-        self.whole_params_at_rest = placements.inner.parameter is Placement.WHOLE
+        self.whole_params_at_rest = at_rest.parameter is Placement.WHOLE
         """Whole parameters always have memory, and are gathered only after the shards have changed."""
-        self.whole_grads_at_rest = placements.inner.gradient is Placement.WHOLE
+        self.whole_grads_at_rest = at_rest.gradient is Placement.WHOLE
         """Whole gradients keep their memory after the first backward."""
-        self.reduces_once = reduces_once
+        self.reduces_once = at_rest.reduces_once(options.reduce_every_microbatch)
+        """Whole gradients stay from one microbatch to the next, and are reduced once in an iteration."""
 
         # Parameters.
         mine = Range(*reduction.owned_range(layout.numel))
         self.shard = flat_shard(layout, owned, mine, device)
         """[n / shards], the module's dtype."""
-        if offload:
+        if options.offload_to_cpu:  # pinned host memory
             self.shard = self.shard.cpu().pin_memory()
         self.gathered = ReleasableBuffer(layout.numel, layout.slots[0].spec.param_dtype, device)
         self.pairs: tuple[ShardedPair, ...] = tuple(
@@ -116,12 +122,10 @@ class ShardedBucket:
         """The whole gradients as a bucket of ``ddp``, for the launcher. Made by ``connect``, unless frozen."""
         self.unit: weakref.ref[Unit]
         """Set by the unit."""
-        self.root: weakref.ref[Root] | None = None
-        """The model's root. None before ``connect``."""
         self.round: weakref.ref[GradRound] | None = None
         """The state of the gradients in their iteration. None before ``connect``, and if frozen."""
         if trainable:
-            self._make_grads(owned, layout.slots[0].spec.grad_dtype, mine)
+            self._make_grads(owned, layout.slots[0].spec.grad_dtype)
         for pair in self.pairs:
             pair.before.data = pair.before.data.new_empty(0)  # frees the memory even if other references exist
 
@@ -130,6 +134,12 @@ class ShardedBucket:
         """Names of the first and last parameter, for errors and labels."""
         first, last = self.pairs[0].sharded.shard.name, self.pairs[-1].sharded.shard.name
         return first if len(self.pairs) == 1 else f"{first} .. {last}"
+
+    @property
+    def root(self) -> "Root | None":
+        """The model's root; None before ``connect``, and when the model is gone."""
+        unit = self.unit()
+        return None if unit is None or unit.root_reference is None else unit.root_reference()
 
     @property
     def changed(self) -> bool:
@@ -156,28 +166,22 @@ class ShardedBucket:
         size = self.shard.numel()
         return any(slot.start // size != (slot.end - 1) // size for slot in self.layout.slots if slot.end > slot.start)
 
-    def connect(self, index: int, failures: FailureReporter, root: "weakref.ref[Root]") -> None:
+    def connect(self, index: int, failures: FailureReporter) -> None:
         """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
-        self.root = root
         wholes = [pair.whole for pair in self.pairs]
         self.gathered.refusal = refusal_of_params(self.name)
         self.gather = ParamGather(self.name, self.gathered.data, wholes, self.reduction.grid, failures, in_graph=True)
         if not self.trainable:
             return
         self.grads.refusal = refusal_of_grads(self.name)
-        here = weakref.ref(self)
         for pair, record in zip(self.pairs, self.records, strict=True):
             record.name = pair.sharded.shard.name
             record.bucket_index = index
-            record.make_room = partial(_tell, here, _make_room)
-            record.on_delayed_wgrad = partial(_tell, here, lambda root, it: root.grads.delayed_wgrad_done(it))
+            record.make_room = weak_method(self._make_room)
+            record.on_delayed_wgrad = weak_method(self._delayed_wgrad_done)
         self.grad_bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
 
     # ---- Parameters. ----
-
-    def start_gather(self, stream: torch.cuda.Stream | None, observer: Observer) -> None:
-        """Issue the gather on ``stream``. The caller has made ``stream`` wait for earlier readers of the memory."""
-        self.gather.start(stream, observer, fill=self._fill, ordered=True)
 
     def release_params(self, *, was_read: bool) -> None:
         """Free the memory of the whole parameters, which are gathered. The caller orders streams.
@@ -209,7 +213,7 @@ class ShardedBucket:
         first, last = self.reduction.range_inside(self.layout.numel)
         return self.gathered.data[first:last]
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Take memory for the whole parameters and copy this rank's shard into its place, before the gather."""
         self.gathered.take()
         if self._refuses_reads:
@@ -248,6 +252,11 @@ class ShardedBucket:
         """Delayed weight gradients are not computed yet."""
         return any(record.pending for record in self.records)
 
+    def record_stream(self) -> None:
+        """CUDA: work of the current stream has written a gradient."""
+        if self.device.type == "cuda":
+            self.grad_bucket.streams.add(current_raw_stream(self.device.index))
+
     def discard_grads(self) -> None:
         """Discard this rank's gradients of the iteration. The caller has waited for a reduction of them."""
         self.grad_shard.give_up()
@@ -259,7 +268,7 @@ class ShardedBucket:
             record.forget_lost()
             pair.whole.grad = None
 
-    def _make_grads(self, owned: Sequence[OwnedParam], dtype: torch.dtype, mine: Range) -> None:
+    def _make_grads(self, owned: Sequence[OwnedParam], dtype: torch.dtype) -> None:
         self.grads = ReleasableBuffer(self.layout.numel, dtype, self.device)
         self.records = tuple(
             [
@@ -274,48 +283,40 @@ class ShardedBucket:
         )
         self.grad_shard = GradShard(
             [pair.sharded for pair in self.pairs],
-            [max(slot.start - mine.start, 0) for slot in self.layout.slots],
-            mine.numel,
+            self.shard.numel(),
             dtype,
             self.reduction,
             self.device,
+            weak_method(self._finish_reduction),
         )
-        here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
-        self.grad_shard.finish_reduction = partial(_tell, here, lambda root, it: root.grads.finish_reduction(it))
         self.grads.release()
-        raw_stream = None
-        if self.device.type == "cuda":
-            raw_stream = partial(current_raw_stream, self.device.index)
+        here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
         for entry, pair, record in zip(owned, self.pairs, self.records, strict=True):
             attach_lazily(pair.whole, record)
-            pair.whole.register_post_accumulate_grad_hook(partial(_on_grad, here, record, raw_stream))
+            pair.whole.register_post_accumulate_grad_hook(partial(_on_grad, here, record))
             listen_to_foreign_delays(pair.whole, record, [module for module, _ in entry.owners])
 
+    def _make_room(self) -> None:
+        """The first write of a parameter's gradient comes: the first of all parameters takes the memory."""
+        if not self.is_written and (root := self.root) is not None:
+            root.grads.make_room(self)
 
-def _on_grad(
-    here: weakref.ref[ShardedBucket], record: GradRecord, raw_stream: Callable[[], int] | None, param: Tensor
-) -> None:
+    def _delayed_wgrad_done(self) -> None:
+        self.record_stream()
+        if (root := self.root) is not None:
+            root.grads.delayed_wgrad_done()
+
+    def _finish_reduction(self) -> None:
+        if (root := self.root) is not None:
+            root.grads.finish_reduction(self)
+
+
+def _on_grad(here: weakref.ref[ShardedBucket], record: GradRecord, param: Tensor) -> None:
     """The post-accumulate-grad hook of a whole parameter: move ``.grad`` into ``main_grad`` and tell the root."""
     live = here()
-    if live is None or live.root is None:
+    root = None if live is None else live.root
+    if live is None or root is None:
         return
     take_grad_of_backward(param, record)
-    if raw_stream is not None:
-        live.grad_bucket.streams.add(raw_stream())
-    root = live.root()
-    if root is not None:
-        root.on_grad(live)
-
-
-def _make_room(root: "Root", bucket: ShardedBucket) -> None:
-    """The first write of a parameter's gradient comes: the first of all parameters takes the memory."""
-    if not bucket.is_written:
-        root.grads.make_room(bucket)
-
-
-def _tell(here: weakref.ref[ShardedBucket], event: "Callable[[Root, ShardedBucket], None]") -> None:
-    """Call ``event`` with the model's root and the bucket; nothing before ``connect``, and once one of them is gone."""
-    live = here()
-    root = None if live is None or live.root is None else live.root()
-    if live is not None and root is not None:
-        event(root, live)
+    live.record_stream()
+    root.on_grad(live)

@@ -35,31 +35,29 @@ __all__ = ["GradShard"]
 class GradShard:
     """The sums of one bucket, and ``.grad`` of its sharded parameters.
 
-    params     sharded parameters of one dtype, at least one; each is a view of the bucket's flat shard
-    offsets    first element of each parameter in that shard
-    numel      number of elements of the shard, padding included
-    dtype      of the sums
-    reduction  of the bucket
-    device     on which gradients are reduced
+    params            sharded parameters of one dtype, at least one; each is a view of the bucket's flat shard
+    numel             number of elements of the shard, padding included
+    dtype             of the sums
+    reduction         of the bucket
+    device            on which gradients are reduced
+    finish_reduction  waits for the bucket's reduction; refers to the bucket weakly
     """
 
     def __init__(
         self,
         params: Sequence[ShardedParameter],
-        offsets: Sequence[int],
         numel: int,
         dtype: torch.dtype,
         reduction: GradReduction,
         device: torch.device,
+        finish_reduction: Callable[[], None],
     ) -> None:
         self._params = tuple(params)
-        self._offsets = tuple(offsets)
         self._numel = numel
         self._dtype = dtype
         self._reduction = reduction
         self._device = device
-        self.finish_reduction: Callable[[], None] | None = None
-        """Waits for the bucket's reduction. The bucket sets it; the function refers to the bucket weakly."""
+        self._finish_reduction = finish_reduction
         self.has_scaler = False
         """A loss scaler has unscaled ``.grad``: an optimizer steps, unless the scaler skips its step."""
         self._total: Tensor | None = None
@@ -170,8 +168,8 @@ class GradShard:
 
     def wait(self) -> None:
         """Wait for a reduction into the sums, because the program is about to read or change ``.grad``."""
-        if self in being_reduced and self.finish_reduction is not None:
-            self.finish_reduction()
+        if self in being_reduced:
+            self._finish_reduction()
 
     def record_scaler(self) -> None:
         """A loss scaler unscales ``.grad``."""
@@ -224,8 +222,8 @@ class GradShard:
         if (dtype, device) != (self._dtype, self._device):
             pinned = device.type == "cpu" and self._device.type == "cuda"
             self._shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
-        for param, offset in zip(self._params, self._offsets, strict=True):
-            flat = self._shown[offset : offset + param.numel()]
+        for param in self._params:
+            flat = self._shown.narrow(0, param.storage_offset(), param.numel())  # as the parameter lies in its shard
             view = make_sharded_grad(flat, param.shard)
             view.sums = weakref.ref(self)
             self._views.append(view)

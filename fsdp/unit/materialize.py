@@ -30,11 +30,6 @@ class _Unwritten(NamedTuple):
     version: int
     """The tensor's version before anybody wrote."""
 
-    @classmethod
-    def of(cls, module: nn.Module, name: str, *, is_buffer: bool) -> "_Unwritten":
-        """The tensor that the module registers now, which ``_fill_unwritten`` has filled."""
-        return cls(module, name, is_buffer, getattr(module, name)._version)
-
     @property
     def missing(self) -> str | None:
         """The elements that nobody has written, in words. None if all are written, or another tensor was registered."""
@@ -67,8 +62,7 @@ def materialize(
     overwritten  another rank's values will replace this rank's: tensors need none
 
     A parameter that several modules share stays one parameter, and keeps its attributes. Raises ``ValueError`` for a
-    module on the meta device without ``init_fn`` and ``reset_parameters()``, for a tensor that these do not write, and
-    for a module with an ignored parameter on the meta device beside others.
+    module on the meta device without ``init_fn`` and ``reset_parameters()``, and for a tensor that these do not write.
     """
     fresh_tensors: list[_Unwritten] = []
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the meta parameter, which the tuple keeps alive
@@ -76,28 +70,21 @@ def materialize(
         own = {name: param for name, param in module._parameters.items() if param is not None}
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         on_meta = [name for name, tensor in {**own, **buffers}.items() if tensor.is_meta and id(tensor) not in ignored]
-        if not on_meta:
-            module._apply(lambda tensor: tensor if id(tensor) in ignored else tensor.to(device), recurse=False)
-            continue
-        initialise = init_fn or getattr(module, "reset_parameters", None)
-        if not callable(initialise):
+        if on_meta and not callable(init_fn or getattr(module, "reset_parameters", None)):
             raise ValueError(
                 f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(): give "
                 f"fully_shard init_fn, a function that initialises the parameters of the module that it is called with"
             )
-        kept = [name for name, param in own.items() if id(param) in ignored]
-        if any(own[name].is_meta for name in kept):
-            raise ValueError(
-                f"{type(module).__name__}.{kept[0]} is ignored and on the meta device: materialise it first"
-            )
-        module._apply(lambda tensor: _empty_on(tensor, device, ignored), recurse=False)
+        module._apply(lambda tensor: _moved(tensor, device, ignored), recurse=False)
+        if not on_meta:
+            continue
         for name, param in own.items():
             if param.is_meta:
                 fresh = module._parameters[name]
                 assert fresh is not None, "_apply keeps the names"
                 fresh.__dict__.update({**param.__dict__, **fresh.__dict__})
                 _, module._parameters[name] = made.setdefault(id(param), (param, fresh))
-        fresh_tensors += [_Unwritten.of(module, name, is_buffer=name in buffers) for name in on_meta]
+        fresh_tensors += [_Unwritten(module, name, name in buffers, getattr(module, name)._version) for name in on_meta]
         if init_fn is not None:
             init_fn(module)
         else:
@@ -136,7 +123,7 @@ def _is_of_fewer(param: nn.Parameter, grid: RankGrid) -> TypeGuard[ShardedParame
     return isinstance(param, ShardedParameter) and param.shard.grid.size < grid.size
 
 
-def _empty_on(tensor: torch.Tensor, device: torch.device, ignored: Collection[int]) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, device: torch.device, ignored: Collection[int]) -> torch.Tensor:
     if id(tensor) in ignored:
         return tensor
     return _fill_unwritten(torch.empty_like(tensor, device=device)) if tensor.is_meta else tensor.to(device)

@@ -57,6 +57,8 @@ def make_pair(
         unit,
         reduction.grid,
         is_slice(entry.param),
+        place=slot.start,
+        bucket_numel=gathered.numel(),
     )
     sharded = make_sharded(shard[offset : offset + part.numel], info, entry.param.requires_grad)
     # ``.data``: autograd must not see a view.

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...ddp.collectives.placements import Placements
 from ...ddp.plan.atoms import atom_of
@@ -12,13 +12,29 @@ from ...ddp.plan.model_plan import grad_dtype_of
 from ...ddp.plan.owned_params import OwnedParam
 from .mixed_precision import MixedPrecisionPolicy
 
-__all__ = ["Atom", "ShardAtoms", "plan_unit", "shard_degree"]
+__all__ = ["Atom", "ShardAtoms", "UnitOptions", "plan_unit", "shard_degree"]
 
 Atom: TypeAlias = Literal["element", "row", "whole"] | int
 """The elements between which no border of shards lies: one, a row (entry of dim 0), a parameter, a number of rows."""
 ShardAtoms: TypeAlias = Atom | Mapping[str, Atom]
 """One atom for all parameters of a unit, or a dict from patterns of their names in the unit. The first pattern that
 matches a name counts; without a match the atom is "element"."""
+
+
+class UnitOptions(NamedTuple):
+    """The options of one ``fully_shard`` call, which says what they mean. They must be equal on all ranks."""
+
+    placements: Placements
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | None
+    reduce_every_microbatch: bool | None
+    bucket_size: int | None
+    shard_atoms: ShardAtoms
+    offload_to_cpu: bool
+    copy_engine_gather: bool
+    init_sync: bool
+    forward_writes: Literal["refused", "alike"]
+
 
 MAX_ATOM_PADDING = 0.05
 """If atoms would pad a bucket by a larger part than this, the bucket is split by atoms."""

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from ...ddp.buckets.model_watch import ModuleTables
 from ...ddp.contract.main_grad import record_of
+from ...ddp.torch_internals.weak_method import weak_method
 from ..tensors.parameter import ShardedParameter
 from .pair import ShardedPair
 
@@ -160,9 +160,14 @@ class Registration:
             for reference, _ in pair.places:
                 module = reference()
                 if module is not None and record is not None and record.foreign_delayer == type(module).__name__:
-                    backward_dw = type(module).backward_dw  # type: ignore[attr-defined]
-                    shown = partial(_among_whole, weakref.ref(self), backward_dw, reference)
-                    object.__setattr__(module, "backward_dw", shown)
+                    object.__setattr__(module, "backward_dw", weak_method(self._backward_dw, module))
+
+    def _backward_dw(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        self.show_whole()
+        try:
+            return type(module).backward_dw(module, *args, **kwargs)
+        finally:
+            self.show_shards()
 
     def register_shards(self) -> None:
         """Register the shards, whichever form is registered now."""
@@ -189,20 +194,3 @@ def _changed(name: str, *, frozen: bool) -> str:
         f"parameter '{name}' was unfrozen (requires_grad_) after fully_shard, which plans for gradients or for none; "
         f"do it before, and give it a learning rate of 0 until it is to be trained"
     )
-
-
-def _among_whole(
-    registration: "weakref.ref[Registration]",
-    backward_dw: Any,
-    module: "weakref.ref[nn.Module]",
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    live = registration()
-    if live is None:
-        return backward_dw(module(), *args, **kwargs)
-    live.show_whole()
-    try:
-        return backward_dw(module(), *args, **kwargs)
-    finally:
-        live.show_shards()

@@ -15,8 +15,8 @@ from ...ddp.collectives.step_check import GroupLog, StepCheck
 from ...ddp.contract.torch_ddp import check_not_collected, check_not_inside, in_torch_ddp
 from ...ddp.torch_internals import are_transforms_active
 from .bucket import ShardedBucket
-from .mixed_precision import MixedPrecisionPolicy
 from .pair import ShardedPair
+from .plan import UnitOptions
 from .registration import Registration
 from .whole_writes import WholeWrites
 
@@ -29,16 +29,13 @@ __all__ = ["Unit", "check_no_transform"]
 class Unit:
     """One ``fully_shard`` call.
 
-    module                 the module, which owns the unit; the reference is weak
-    name                   of the module's class, until ``join`` gives the name in the outermost unit
-    buckets                the unit's parameters, perhaps none
-    policy                 dtypes
-    grid                   the ranks over which the unit is sharded
-    device                 where the unit computes
-    inside                 the module and the modules in it, without units inside it and their modules
-    reshard_after_forward  as in ``fully_shard``
-    copy_engines           gathers of the whole model run on copy engines
-    serves_writes          writes to whole parameters in a forward are brought to the shards. False: they are refused
+    module   the module, which owns the unit; the reference is weak
+    name     of the module's class, until ``join`` gives the name in the outermost unit
+    buckets  the unit's parameters, perhaps none
+    options  those of ``fully_shard``
+    grid     the ranks over which the unit is sharded
+    device   where the unit computes
+    inside   the module and the modules in it, without units inside it and their modules
     """
 
     def __init__(
@@ -46,14 +43,10 @@ class Unit:
         module: nn.Module,
         name: str,
         buckets: Sequence[ShardedBucket],
-        policy: MixedPrecisionPolicy,
+        options: UnitOptions,
         grid: RankGrid,
         device: torch.device,
         inside: Sequence[nn.Module],
-        reshard_after_forward: bool | None,
-        *,
-        copy_engines: bool,
-        serves_writes: bool,
     ) -> None:
         self.module = weakref.ref(module)
         self.name = name
@@ -63,12 +56,13 @@ class Unit:
         """The unit's parameters, of all buckets."""
         self.trains = any(bucket.trainable for bucket in buckets)
         """Some parameters of the unit are trained."""
-        self.policy = policy
+        self.policy = options.policy
         self.grid = grid
         self.device = device
-        self.copy_engines = copy_engines
-        self._reshard_after_forward = reshard_after_forward
-        self.reshards = reshard_after_forward is not False
+        self.copy_engines = options.copy_engine_gather
+        """Gathers of the whole model run on copy engines."""
+        self._reshard_after_forward = options.reshard_after_forward
+        self.reshards = options.reshard_after_forward is not False
         """Whole parameters are freed between forward and backward. By None, not those of the outermost unit."""
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
@@ -83,7 +77,7 @@ class Unit:
         """Number of ``unshard()`` calls without ``reshard()``. If not 0, the unit stays gathered."""
         self.registered = Registration(module, inside, self.pairs)
         """The form of the parameters that modules register."""
-        self.writes = WholeWrites(self.pairs, served=serves_writes)
+        self.writes = WholeWrites(self.pairs, served=options.forward_writes == "alike" or grid.size == 1)
         """Writes to whole parameters in forwards."""
         # Each log of the order of collectives, which ranks compare, with the unit's number in it. Empty for one rank.
         self._inner_log: list[tuple[GroupLog, int]] = []

@@ -27,7 +27,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.state.optimizer_state",
-                "_check_loadable",
+                "_before_loading",
                 "if here != there:",
                 "if False:",
             ),
@@ -66,7 +66,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.state.state_dict",
-                "Translation.objection",
+                "_objection",
                 "if saved == here:",
                 "if True:",
             ),

@@ -207,8 +207,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.pre_backward",
-                "trains = forward.trains and (delivers or self._is_named_in(task))",
-                "trains = delivers or self._is_named_in(task)",
+                "trains = forward.trains and (delivers",
+                "trains = (delivers",
             ),
         ],
     ),

@@ -30,8 +30,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.unit.materialize",
                 "materialize",
-                "for name in on_meta]",
-                "for name in on_meta if name in own]",
+                "._version) for name in on_meta",
+                "._version) for name in on_meta if name in own",
             )
         ],
     ),

@@ -129,13 +129,17 @@ def lost_moments() -> str:
 STATES: dict[str, tuple[Callable[[], str], str, bool]] = {
     "no weights": (
         without_weights,
-        "a DTensor of these ranks of '0.weight', where rank 1 has nothing",
+        "rank 0 has 0.weight (a DTensor of these ranks), where rank 1 has nothing",
         False,
     ),
-    "another shape": (of_another_shape, "size mismatch for 0.weight: a tensor of shape [3, 3], and the whole", True),
-    "no moments": (without_moments, "(a DTensor of these ranks) of '0.weight', where rank 1 has no state", False),
+    "another shape": (of_another_shape, "0.weight: size mismatch, of shape [3, 3], and the whole", True),
+    "no moments": (
+        without_moments,
+        "'exp_avg' of '0.weight' (a DTensor of these ranks), where rank 1 has nothing",
+        False,
+    ),
     "other groups": (other_groups, "has groups of [] parameters, and this optimizer has groups of [4]", True),
-    "lost moments": (lost_moments, "rank 0 has state exp_avg, exp_avg_sq of '0.weight', where rank 1 has no", False),
+    "lost moments": (lost_moments, "rank 0 has 'exp_avg' of '0.weight', where rank 1 has nothing", False),
 }
 
 

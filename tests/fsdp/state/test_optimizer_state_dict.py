@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -185,3 +186,37 @@ def test_without_ranks_it_is_as_ever() -> None:
     assert not any(isinstance(value, DTensor) for entry in state["state"].values() for value in entry.values())
     optimizer.load_state_dict(state)
     optimizer.step()
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_whole_tensors_are_loaded_where_one_rank_has_all_of_a_parameter(steps_before: int) -> None:
+    """That rank's shard has the whole parameter's shape."""
+
+    def make_linear() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(3, 4))
+        return model, torch.optim.Adam(model.parameters())
+
+    def step_of(model: nn.Module, optimizer: Optimizer) -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def load() -> list[int]:
+        model, optimizer = make_linear()
+        step_of(model, optimizer)
+        state = optimizer.state_dict()
+        saved = {
+            index: {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in entry.items()}
+            for index, entry in state["state"].items()
+        }
+        other, loaded = make_linear()
+        for _ in range(steps_before):
+            step_of(other, loaded)
+        loaded.load_state_dict({**state, "state": saved})
+        step_of(other, loaded)
+        step_of(model, optimizer)
+        assert_same(whole(loaded.state_dict()), whole(optimizer.state_dict()))
+        return [param.numel() for param in model.parameters()]
+
+    assert any(4 in numels for numels in simulate(load, 2)), "a rank has all of the bias"
