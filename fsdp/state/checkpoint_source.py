@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +21,6 @@ from ...ddp.checkpoint.ranks import CheckpointRanks
 from ...ddp.checkpoint.source import HeldParam, Holding
 from ...ddp.collectives.agreement import gather
 from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.world import own_rank
 from ..tensors.parameter import ShardedParameter
 from ..unit.pair import ShardedPair
