@@ -279,6 +279,19 @@ def test_too_many_graphs_name_what_differs() -> None:
         step(x)
 
 
+def test_iterations_are_counted_as_by_eager_steps() -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model({})
+        train = model.graphed(model.train, graphed)
+        counts = []
+        for seed in range(5):
+            train(torch.full((2, 8), float(seed), dtype=torch.bfloat16))
+            counts.append(torch.tensor(model.ddp.iteration))
+        return counts
+
+    check_equal(program)
+
+
 @pytest.mark.parametrize("config", [{}, OVERLAP])
 def test_two_backwards_outside_no_sync(config: dict[str, Any]) -> None:
     """The second one finds what the first has left in .grad."""

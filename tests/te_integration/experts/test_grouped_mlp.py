@@ -146,6 +146,22 @@ def test_splits_may_be_a_list_and_the_rows_have_more_dims() -> None:
     assert torch.equal(folded, expected.view(2, 3, HIDDEN))
 
 
+def test_probabilities_may_be_flat_where_the_rows_have_more_dims() -> None:
+    module, batch = make_experts(), batch_of([2, 0, 3, 1])
+    x = batch.x.detach()
+    expected = module(x, batch.splits, batch.probs)
+    assert torch.equal(module(x.view(2, 3, -1), batch.splits, batch.probs).view_as(x), expected)
+    assert torch.equal(module(x.view(2, 3, -1), batch.splits, batch.probs.view(2, 3)).view_as(x), expected)
+
+
+def test_numbers_of_an_activation_serve_any_number_of_modules() -> None:
+    numbers = {"limit": 2.0, "alpha": 1.5, "glu_linear_offset": 0.25}
+    first, second = (make_experts(activation="clamped_swiglu", activation_params=numbers) for _ in range(2))
+    batch = batch_of([2, 0, 3, 1])
+    assert numbers == {"limit": 2.0, "alpha": 1.5, "glu_linear_offset": 0.25}
+    assert torch.equal(*(module(batch.x, batch.splits, batch.probs) for module in (first, second)))
+
+
 def test_without_probabilities_they_are_ones() -> None:
     module, batch = make_experts(), batch_of([2, 0, 3, 1])
     expected = module(batch.x, batch.splits, torch.ones_like(batch.probs))

@@ -233,6 +233,15 @@ def test_a_scaler_that_skips_a_step_skips_its_amaxes(how: str) -> None:
             assert_equal(mine, other)
 
 
+@pytest.mark.parametrize("how", ["zero1", "zero3"])
+def test_a_scaler_that_takes_its_steps_keeps_their_amaxes(how: str) -> None:
+    """Whether the device decides on the step, or the host: the same but for roundings of the weights."""
+    on_device, on_host = (simulate(scaled, 2, how, False, fused)[0] for fused in (True, False))
+    for name, value in on_host.items():
+        torch.testing.assert_close(on_device[name], value, rtol=0.05, atol=0.0, msg=name)
+    assert all(value[-1].gt(0).all() for name, value in on_device.items() if name.endswith("history"))
+
+
 def test_without_a_wrapper() -> None:
     expected = train("plain", None)
     for disturb in (
