@@ -78,19 +78,6 @@ FAULTS = [
         ],
     ),
     Fault(
-        "45i-what-a-recompute-writes-is-lost",
-        sentence="A forward that backward computes again writes its parameter, and the next gather overwrites that.",
-        tests=[
-            "tests/fsdp/unit/test_whole_writes.py::test_units_that_run_twice_and_recomputes_write_each_time[False-inside1]"
-        ],
-        quick=[
-            "tests/fsdp/unit/test_whole_writes.py::test_units_that_run_twice_and_recomputes_write_each_time[False-inside1]"
-        ],
-        changes=[
-            Change("maingrad.fsdp.iteration.root", "Root._leave_unit", "unit.writes.take_over()", "pass"),
-        ],
-    ),
-    Fault(
         "46g-half-of-a-complex-number-is-compared",
         sentence="Replicas that differ in imaginary parts alone are taken for equal.",
         tests=["tests/ddp/wrapper/test_odd_iterations.py::test_a_difference_in_the_imaginary_part_parts_replicas"],

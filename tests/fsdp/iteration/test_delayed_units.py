@@ -68,6 +68,7 @@ def test_an_iteration_is_given_up_before_its_delayed_gradients_are_computed(kind
 
 
 @pytest.mark.parametrize("kind", ["zero2", "hsdp"])
+@pytest.mark.sampled(1)
 def test_gradients_are_cleared_while_delayed_ones_wait(kind: str) -> None:
     """Of weights ``.grad`` then has what is computed later, and nothing of the microbatch before."""
 
@@ -354,6 +355,7 @@ def test_24_a_backward_of_an_earlier_forward_is_refused_behind_the_last_one() ->
 
 
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "zero3, once"])
+@pytest.mark.sampled(1)
 def test_a_step_that_is_skipped_after_its_delayed_gradients_leaves_the_next_iteration_its_microbatches(
     kind: str,
 ) -> None:

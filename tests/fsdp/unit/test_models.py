@@ -43,6 +43,7 @@ def test_a_model_of_blocks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+@pytest.mark.sampled(1)
 def test_a_group_of_one_rank(kind: str) -> None:
     train_beside(kind, ranks=1)
     train_beside(kind, ranks=0)

@@ -388,6 +388,7 @@ def test_linear_layers_are_fused_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero3"])
+@pytest.mark.sampled(1)
 def test_blocks_are_compiled(form: str) -> None:
     graphs: list[Any] = []
 

@@ -197,6 +197,7 @@ def as_sequential(mlp: GroupedMLP, activation: torch.nn.Module, **options: Any) 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+@pytest.mark.sampled(1)
 def test_three_modules_give_the_same_bits(device: str, layout: str, fuse: bool, delay: bool, activation: str) -> None:
     options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay, "device": device, **LAYOUTS[layout]}
     params = {"limit": 0.3} if activation == "clamped_swiglu" else {}
@@ -377,6 +378,7 @@ def test_second_derivatives_are_those_of_finite_differences(layout: str) -> None
 
 
 @pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.sampled(1)
 def test_a_compiled_module_computes_the_same(fuse: bool) -> None:
     module, twin = (make_experts(fuse_wgrad_accumulation=fuse) for _ in range(2))
     batch, other = (batch_of([2, 0, 3, 1]) for _ in range(2))

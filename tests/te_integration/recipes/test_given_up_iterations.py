@@ -167,6 +167,7 @@ def assert_equal(found: State, expected: State) -> None:
 
 
 @pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.sampled(1)
 def test_what_trains_nothing_leaves_no_amax(how: str) -> None:
     expected = simulate(train, 2, how, None)
     for disturb in EVENTS:
@@ -184,6 +185,7 @@ def goes_on_and_skips(model: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["zero1", "zero2", "zero3", "stock"])
+@pytest.mark.sampled(1)
 def test_an_iteration_of_two_ends_that_is_skipped(how: str) -> None:
     expected = simulate(train, 2, how, None)
     for mine, other in zip(simulate(train, 2, how, goes_on_and_skips), expected, strict=True):
@@ -191,6 +193,7 @@ def test_an_iteration_of_two_ends_that_is_skipped(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.sampled(1)
 def test_a_state_that_is_loaded_before_a_skipped_step_stays(how: str) -> None:
     """A program goes back to what it has kept, after gradients that it does not want."""
 
@@ -226,6 +229,7 @@ def scaled(how: str, overflows: bool, fused: bool = True) -> State:
 
 
 @pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.sampled(1)
 def test_a_scaler_that_skips_a_step_skips_its_amaxes(how: str) -> None:
     for fused in (True, False):
         expected = simulate(scaled, 2, how, False, fused)
@@ -336,6 +340,7 @@ def train_adapted(how: str, looks: bool) -> State:
 
 
 @pytest.mark.parametrize("how", ["ddp", "zero3"])
+@pytest.mark.sampled(1)
 def test_frozen_layers_of_a_model_that_trains(how: str) -> None:
     expected = simulate(train_adapted, 2, how, False)[0]
     assert not torch.any(expected["first.fp8_scale"][:2] == 1.0), "no backward reaches it"
@@ -406,6 +411,7 @@ def graphed(how: str, overflows: bool, captured: bool) -> State:
 
 
 @pytest.mark.parametrize("how", ["zero1", "zero3"])
+@pytest.mark.sampled(1)
 def test_a_graphed_step_that_is_skipped(how: str) -> None:
     expected = graphed(how, overflows=False, captured=False)
     for captured in (True, False):
