@@ -175,6 +175,42 @@ def test_what_trains_nothing_leaves_no_amax(how: str) -> None:
             assert_equal(mine, other)
 
 
+def skips_its_first_step(how: str, skips: bool) -> State:
+    """The norm of the very first gradients is too large: the program clears them before any optimizer has stepped."""
+    model, optimizer = build(how)
+    if skips:
+        (loss_of(model, 9, 100.0) * 100.0).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1.0
+        optimizer.zero_grad()
+        loss_of(model, 9)  # the state that the next forward finds
+    else:
+        loss_of(model, 9)
+    state = state_of(model)
+    return {name: value for name, value in state.items() if name.endswith("scale")}
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero1", "stock"])
+def test_a_program_may_skip_its_first_step(how: str) -> None:
+    expected = simulate(skips_its_first_step, 2, how, False)
+    for mine, other in zip(simulate(skips_its_first_step, 2, how, True), expected, strict=True):
+        assert_equal(mine, other)
+
+
+def test_gradients_that_are_kept_for_another_iteration_keep_their_amaxes() -> None:
+    """Nothing was skipped: the program accumulates over two iterations, and the next forward comes before its step."""
+
+    def on_each_rank() -> None:
+        model, optimizer = build("zero3")
+        iterate(model, optimizer, 0)
+        loss_of(model, 1).backward()
+        finish(model)
+        before = state_of(model)
+        loss_of(model, 2)
+        assert_equal(state_of(model), before)
+
+    simulate(on_each_rank, 2)
+
+
 def goes_on_and_skips(model: Any, optimizer: Any) -> None:
     """A second backward after the first one's gradients were read, as two losses have; and no step."""
     for _ in range(2):
