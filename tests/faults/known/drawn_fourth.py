@@ -106,6 +106,39 @@ FAULTS = [
         ],
     ),
     Fault(
+        "53v-an-iteration-of-two-ends-goes-back-to-its-first",
+        sentence="Two losses were reduced one after the other, and their step is skipped: the first one's amaxes stay.",
+        tests=[
+            "tests/te_integration/recipes/test_given_up_iterations.py::test_an_iteration_of_two_ends_that_is_skipped"
+        ],
+        quick=[
+            "tests/te_integration/recipes/test_given_up_iterations.py::test_an_iteration_of_two_ends_that_is_skipped[zero2]"
+        ],
+        changes=[
+            Change(
+                "maingrad.te_integration.scaling.amax_history",
+                "Roll.go_back_to",
+                "self._before, self._old = earlier._before, earlier._old",
+                "pass",
+            ),
+        ],
+    ),
+    Fault(
+        "53w-a-frozen-block-under-reentrance-has-no-amaxes",
+        sentence="A block whose own backward brings no gradient of a parameter is taken for one that trains nothing.",
+        tests=[
+            "tests/te_integration/recipes/test_given_up_iterations.py::test_a_frozen_block_in_a_reentrant_checkpoint_counts"
+        ],
+        changes=[
+            Change(
+                "maingrad.te_integration.scaling.amax_history",
+                "AmaxRow.is_in",
+                "(self.backward in trained or self.outer in trained)",
+                "self.backward in trained",
+            ),
+        ],
+    ),
+    Fault(
         "57o-a-backward-adds-to-gradients-that-were-divided",
         sentence="A backward behind the division by tokens is reduced, and added to what was divided already.",
         tests=[

@@ -423,6 +423,65 @@ def test_a_reentrant_checkpoint_counts(how: str) -> None:
     assert_equal(run(True), run(False))
 
 
+def test_a_frozen_block_in_a_reentrant_checkpoint_counts() -> None:
+    """Its own backward, inside the model's, brings no gradient of a parameter."""
+
+    def run(reentrant: bool) -> State:
+        torch.manual_seed(0)
+        first, frozen = nn.Linear(16, 16, dtype=BF16), Linear(16, 16, dtype=BF16).requires_grad_(False)
+        model = DistributedDataParallel(nn.Sequential(first, Checkpointed(frozen, reentrant)))
+        for seed in range(3):
+            loss_of(model, seed).backward()
+            model.finish_grad_sync()
+            model.zero_grad()
+        return state_of(model)
+
+    found = run(True)
+    assert_equal(found, run(False))
+    assert all(value.ne(1.0).all() for name, value in found.items() if name.endswith("scale"))
+
+
+class Checkpointed(nn.Module):
+    """Backward runs ``inner`` again."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self._run, x, use_reentrant=self.reentrant)
+        return y
+
+    def _run(self, x: Tensor) -> Tensor:
+        with autocast(recipe=RECIPE):
+            y: Tensor = self.inner(x)
+        return y
+
+
+def test_frozen_layers_alone_count_where_the_rest_of_the_model_is_trained() -> None:
+    """No product under the recipe has a graph. A forward without a backward is no iteration's."""
+    torch.manual_seed(0)
+    frozen, head = Linear(16, 16, dtype=BF16).requires_grad_(False), nn.Linear(16, 4, dtype=BF16)
+    model = DistributedDataParallel(nn.Sequential(frozen, head))
+
+    def look(seed: int) -> Tensor:
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(BF16)
+        with autocast(recipe=RECIPE):
+            y: Tensor = model(x)
+        return y.float().square().mean()
+
+    for trains in (False, True):
+        before = state_of(model)
+        loss = look(0)
+        if trains:
+            loss.backward()
+        model.finish_grad_sync()
+        model.zero_grad()
+        look(1)
+        scales = [value[:2] for name, value in state_of(model).items() if name.endswith("scale")]
+        assert all(value.ne(1.0).all() if trains else value.eq(1.0).all() for value in scales), (trains, before)
+
+
 def graphed(how: str, overflows: bool, captured: bool) -> State:
     model, optimizer = build(how, True)
     scaler: Any = (torch.amp.GradScaler if how == "zero3" else GradScaler)("cpu", init_scale=8.0, growth_interval=1000)
