@@ -139,6 +139,33 @@ FAULTS = [
         ],
     ),
     Fault(
+        "53x-a-sharded-models-first-skipped-step-counts",
+        sentence="A scaler skips the first step over shards, and nobody knows yet that an optimizer trains them.",
+        tests=[
+            "tests/te_integration/recipes/test_given_up_iterations.py::test_a_scaler_that_skips_a_step_skips_its_amaxes"
+        ],
+        quick=[
+            "tests/te_integration/recipes/test_given_up_iterations.py::test_a_scaler_that_skips_a_step_skips_its_amaxes[zero2]"
+        ],
+        changes=[
+            Change(
+                "maingrad.fsdp.iteration.rounds",
+                "GradRounds._discarded",
+                "iteration_ends.record_optimizer(model)",
+                "pass",
+            ),
+        ],
+    ),
+    Fault(
+        "47n-weights-of-a-mixed-iteration-stay",
+        sentence="Ranks ran different units and were told so; whole parameters that only some gathered are used again.",
+        tests=["tests/fsdp/iteration/test_other_units.py::test_a_program_that_catches_it_goes_on"],
+        quick=["tests/fsdp/iteration/test_other_units.py::test_a_program_that_catches_it_goes_on[zero2]"],
+        changes=[
+            Change("maingrad.fsdp.iteration.root", "Root._forget_mixed", "bucket.record_change()", "pass"),
+        ],
+    ),
+    Fault(
         "57o-a-backward-adds-to-gradients-that-were-divided",
         sentence="A backward behind the division by tokens is reduced, and added to what was divided already.",
         tests=[
