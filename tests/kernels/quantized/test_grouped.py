@@ -101,6 +101,7 @@ def test_each_expert_has_the_bits_of_its_rows_alone(name: str, splits: str, tran
 
 
 @pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.sampled(1)
 def test_what_is_not_finite_stays_with_its_expert(name: str) -> None:
     spec = GROUPED[name]
     x, offsets = rows_of(*SPLITS["uneven"])
@@ -119,6 +120,7 @@ def test_what_is_not_finite_stays_with_its_expert(name: str) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.sampled(1)
 def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
     """A fake tensor has none to read, and knows each size nevertheless."""
     with FakeTensorMode():
@@ -130,6 +132,7 @@ def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("current", 300), ("block", 300), ("MXFP8", 512)])
+@pytest.mark.sampled(1)
 def test_small_experts_take_half_the_bytes(name: str, rows: int) -> None:
     """docs/reference/recipes.md says from which number of tokens on; scales and offsets count."""
     with FakeTensorMode():
