@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dense.fused_linear import run_outside_graph
+from ..dense.compiled_wgrad import run_outside_graph
 from ..dense.linear_module import InitMethod, one_dtype
 from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
