@@ -36,10 +36,10 @@ __all__ = [
     "Moment",
     "QuantizedWgrad",
     "backward_products",
+    "execution_under_recipe",
     "forward_product",
     "kept_copies",
     "overflow_as_nan",
-    "recipe_of_forward",
     "takes_recipe",
     "warn_of_dtype",
 ]
@@ -103,8 +103,8 @@ class QuantizedExecution(NamedTuple):
         return output
 
 
-def recipe_of_forward(module: LinearModule, input: Tensor) -> Recipe | None:
-    """The recipe by which this forward is quantised, if any."""
+def execution_under_recipe(module: LinearModule, input: Tensor) -> QuantizedExecution | None:
+    """Choose the execution of this forward by its recipe, if there is one."""
     recipe = None if module.ignores_recipes else recipe_now()
     if recipe is None:
         if module._has_been_quantized and is_recomputed_without_region():
@@ -117,15 +117,10 @@ def recipe_of_forward(module: LinearModule, input: Tensor) -> Recipe | None:
         return None
     if not module._has_been_quantized:
         module._has_been_quantized = True
-    return recipe
+    return QuantizedExecution(recipe)
 
 
-def _execution_under_recipe(module: LinearModule, input: Tensor) -> QuantizedExecution | None:
-    recipe = recipe_of_forward(module, input)
-    return None if recipe is None else QuantizedExecution(recipe)
-
-
-brought.execution_under_recipe = _execution_under_recipe
+brought.execution_under_recipe = execution_under_recipe
 
 
 def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
