@@ -26,11 +26,11 @@ from maingrad.te_integration import (
     GroupedLinear,
     Linear,
     WgradQueue,
-    compiled,
     convert_linears,
     delayed_wgrad,
     unconvert,
 )
+from maingrad.te_integration.dense import compiled_wgrad
 
 
 @pytest.fixture(autouse=True)
@@ -602,7 +602,7 @@ def test_compiled_autograd_makes_a_layer_a_break(kind: str) -> None:
 
 def test_without_effects_of_operators_a_layer_is_a_break_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a torch that names its parts differently. The import warns; a warning in traced code would break graphs."""
-    monkeypatch.setattr(compiled, "wgrad", None)
+    monkeypatch.setattr(compiled_wgrad, "wgrad", None)
     model = Pair()
     ddp = wrap(model)
     run = torch.compile(lambda x: model.second(model.first(x)), backend="aot_eager")
