@@ -341,6 +341,7 @@ class TritonAdamUpdate:
             [_fields(row, slot_of[row.step.data_ptr(), row.group]) for row in tensors], torch.int64
         )
         self._chunks = {form: self._integers(chunks, torch.int32) for form, chunks in _chunks_by_form(tensors).items()}
+        self._codes = code_table(self._device)
         self._options = torch.empty(0, 5, dtype=torch.float32, device=self._device)
         self._uploaded: list[float] | None = None
 
@@ -352,12 +353,11 @@ class TritonAdamUpdate:
             grid = self._steps.shape[0], 1, 1
             _launch_steps(key, grid, *arguments, self._scalars, self._bases, self._exponents)
             power(self._bases, self._exponents, self._powers)
-            codes = code_table(self._device)
             for form, chunks in self._chunks.items():
                 constants = *form[:4], self._decoupled, self._maximize, form[4], TILE_BLOCKS, CHUNK_TILES
                 _launch_elements(
                     (key, constants), (chunks.shape[0], 1, 1),
-                    self._table, chunks, self._scalars, self._powers, codes, divisor, found_inf, *constants,
+                    self._table, chunks, self._scalars, self._powers, self._codes, divisor, found_inf, *constants,
                 )  # fmt: skip
 
     def _integers(self, values: object, dtype: torch.dtype) -> Tensor:

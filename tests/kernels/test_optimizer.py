@@ -384,6 +384,14 @@ def test_captured_steps_and_no_wait(form: tuple[torch.dtype, torch.dtype, str]) 
     assert rows[0].step == 8
 
 
+def test_masters_that_are_parameters() -> None:
+    """Autograd records nothing, and leaves that require gradients are written."""
+    (row,) = rows_of(*FORMS[0], lengths=[300])
+    param = torch.nn.Parameter(row.master)
+    AdamUpdate([row._replace(master=param)])(OPTIONS)
+    assert param.is_leaf and torch.equal(param, row.master) and row.step == 4
+
+
 def test_rows_that_do_not_fit_are_refused() -> None:
     (row,) = rows_of(torch.float32, torch.float32, "bf16", lengths=[600])
     (bits,) = rows_of(torch.float32, torch.uint8, "remainder", lengths=[600])
