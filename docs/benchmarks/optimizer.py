@@ -77,12 +77,14 @@ def update_of(state, moments, form):
     step = torch.zeros_like(state.step)
     rows = []
     flats = (state.grad, exp_avg, exp_avg_sq, master, param, remainder)
-    for key, (grad, first, second, *others) in enumerate(zip(*map(state.rows, flats), strict=True)):
+    for key, parts in enumerate(zip(*map(state.rows, flats), strict=True)):
+        grad, first, second, own_master, own_param, own_remainder = parts
         scale = scale_sq = None
         if moments == "8 bits":
             first, scale = quantize_moment(first, signed=True)
             second, scale_sq = quantize_moment(second, signed=False)
-        rows.append(AdamTensors(grad, first, second, step, *others[:3], scale, scale_sq, 0, key))
+        tensors = grad, first, second, step, own_master, own_param, own_remainder, scale, scale_sq
+        rows.append(AdamTensors(*tensors, key=key))
     return AdamUpdate(rows), (master, param, remainder, exp_avg, exp_avg_sq)
 
 

@@ -41,7 +41,7 @@ FORMS = [  # dtypes of gradients and moments, and the form of the parameter
 def rows_of(
     grad: torch.dtype, moment: torch.dtype, form: str, device: str = "cpu", lengths: Sequence[int] = LENGTHS
 ) -> list[AdamTensors]:
-    """Rows of two groups and two steps, cut from flat tensors: most addresses are odd multiples of 2 or 4 bytes."""
+    """Rows of two groups and two steps; of every other one no address is a multiple of 16."""
     generator = torch.Generator().manual_seed(0)
     count = sum(lengths)
     drawn = [torch.randn(count, generator=generator) for _ in range(4)]
@@ -63,6 +63,8 @@ def rows_of(
         elif form != "none":
             values["param"] = torch.zeros_like(parts[0], dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[form])
         moved = {name: value.clone().to(device) for name, value in values.items()}
+        if index % 2:
+            moved = {name: torch.cat((value[:1], value))[1:] for name, value in moved.items()}
         full = {"master": None, **moved}
         rows.append(AdamTensors(step=steps[index % 2], first=512 * index, key=77 + index, group=index // 2 % 2, **full))
     return rows
