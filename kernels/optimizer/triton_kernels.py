@@ -342,12 +342,13 @@ class TritonAdamUpdate:
         )
         self._chunks = {form: self._integers(chunks, torch.int32) for form, chunks in _chunks_by_form(tensors).items()}
         self._codes = code_table(self._device)
-        self._options = torch.empty(0, 5, dtype=torch.float32, device=self._device)
+        num_groups = 1 + max(row.group for row in tensors)
+        self._options = torch.empty(num_groups, 5, dtype=torch.float32, device=self._device)
         self._uploaded: list[float] | None = None
 
     def __call__(self, options: Sequence[AdamOptions], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         with device_of(self._table):
-            on_device = self._upload(options)
+            on_device = self._upload(options[: self._options.shape[0]])
             arguments = self._steps, self._first_slots, self._groups, on_device, found_inf
             key = self._device, kinds_of(divisor, found_inf, self._bases, self._exponents, self._powers)
             grid = self._steps.shape[0], 1, 1
@@ -374,14 +375,12 @@ class TritonAdamUpdate:
         ]
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # Replays write these numbers again, into memory of their own.
-            made = self._options.new_empty(len(options), 5)
+            made = torch.empty_like(self._options)
             for at, value in zip(made.view(-1), values, strict=True):
                 at.fill_(value)
         else:
             made = self._options
             if values != self._uploaded:
-                if made.shape[0] != len(options):
-                    made = self._options = made.new_empty(len(options), 5)
                 made.view(-1).copy_(torch.tensor(values, dtype=torch.float32), non_blocking=True)
                 self._uploaded = values
         for at, group, is_there in zip(made, options, on_device, strict=True):
