@@ -344,7 +344,7 @@ class TritonAdamUpdate:
         self._codes = code_table(self._device)
         num_groups = 1 + max(row.group for row in tensors)
         self._options = torch.empty(num_groups, 5, dtype=torch.float32, device=self._device)
-        self._uploaded: list[float] | None = None
+        self._uploaded: tuple[list[float], list[bool]] | None = None
 
     def __call__(self, options: Sequence[AdamOptions], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         with device_of(self._table):
@@ -380,9 +380,9 @@ class TritonAdamUpdate:
                 at.fill_(value)
         else:
             made = self._options
-            if values != self._uploaded:
+            if (values, on_device) != self._uploaded:
                 made.view(-1).copy_(torch.tensor(values, dtype=torch.float32), non_blocking=True)
-                self._uploaded = values
+                self._uploaded = values, on_device
         for at, group, is_there in zip(made, options, on_device, strict=True):
             if is_there:
                 at[0].copy_(group.lr)

@@ -131,7 +131,7 @@ def test_options_that_change_and_a_learning_rate_in_a_tensor(device: str) -> Non
     expected = copies(rows)
     update = launched(rows)
     rate = torch.tensor(1e-2, device=device)
-    for beta1, lr in ((0.9, rate), (0.9, rate), (0.5, 1e-3), (0.5, rate), (0.5, rate)):
+    for beta1, lr in ((0.9, rate), (0.9, rate), (0.5, 1e-3), (0.5, rate), (0.5, rate), (0.5, 0.0)):
         options = [AdamOptions(lr, beta1, 0.99, 1e-8, 0.1)]
         update(options)
         adam_update_reference(expected, options)
