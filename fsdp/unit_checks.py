@@ -165,6 +165,8 @@ def check_params(owned: Iterable[OwnedParam]) -> None:
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:
+    if not param.is_leaf:  # a shard would be cut off from them
+        raise ValueError(f"parameter '{name}' is computed from others: shard those")
     check_plain(name, param, "fully_shard")
     if is_hooked(param):
         raise ValueError(
@@ -177,8 +179,6 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         )
     if param.layout is not torch.strided:
         raise ValueError(f"parameter '{name}' is {param.layout}: shards are of dense ones; list it in ignored_params")
-    if not param.is_leaf:  # a shard would be cut off from them
-        raise ValueError(f"parameter '{name}' is computed from others: shard those")
 
 
 def device_of(
