@@ -3,6 +3,8 @@
 from ..ddp.graphs.capture import GraphPool as GraphPool
 from .conversion.convert import convert_linears as convert_linears
 from .conversion.convert import unconvert as unconvert
+from .dense import compiled_linear as compiled_linear  # how layers run in traced code
+from .dense import quantized_linear as quantized_linear  # and under recipes
 from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .dense.layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .dense.linear import Linear as Linear

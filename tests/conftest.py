@@ -4,7 +4,7 @@ import functools
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,10 +46,6 @@ hypothesis.settings.register_profile("full", max_examples=1000, deadline=None, p
 hypothesis.settings.load_profile("quick")
 
 
-MOST = 1
-"""Combinations of one matrix in ``make test``; ``sampled`` says fewer where one takes long."""
-
-
 class MadeOn(TorchFunctionMode):
     """Tensors made without a device are made on this one, with the CPU generator's draws where one is given."""
 
@@ -85,7 +81,8 @@ def noticers() -> frozenset[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
-    """Of each matrix without GPUs, ``make test`` runs ``MOST`` combinations, or ``sampled(n)``; the others are slow.
+    """Of each matrix without GPUs, ``make test`` runs as many combinations as its longest axis has values, so that each
+    value of each axis runs once; or ``sampled(n)``, where that takes long. The others are slow.
 
     Combinations without which a known fault would go unnoticed come on top.
     Slow combinations are not even collected where ``-m`` leaves slow tests out: there are ten thousand.
@@ -106,7 +103,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 
     quick = [each for each in combinations if not has(each, "gpu", "slow")]
     sampled = metafunc.definition.get_closest_marker("sampled")
-    most = sampled.args[0] if sampled else MOST
+    most = sampled.args[0] if sampled else _longest_axis([each.indices for each in quick])
     if len(quick) > most:
         kept = sample([dict(each.indices) for each in quick], most)
         name = metafunc.definition.nodeid
@@ -116,6 +113,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     if "slow" in left_out:
         # pytest takes an empty list for a test without parameters.
         combinations[:] = [each for each in combinations if not has(each, "slow")] or combinations[:1]
+
+
+def _longest_axis(places: Sequence[Mapping[str, int]]) -> int:
+    """Number of values of a matrix's longest axis; ``places`` have the number of each axis's value."""
+    return max((len({place[axis] for place in places}) for axis in (places[0] if places else ())), default=1)
 
 
 @pytest.hookimpl(trylast=True)

@@ -89,6 +89,7 @@ def assert_learnt(steps: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.sampled(1)
 def test_learns_and_resumes(name: str, tmp_path: Path) -> None:
     if name == "pipeline" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's schedules in a V send to their own rank at first, which gloo refuses (NCCL does not)")

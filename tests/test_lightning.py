@@ -68,6 +68,7 @@ def maingrad_weights(model: Any) -> list[Tensor]:
 @pytest.mark.parametrize(
     "form", ["zero1", *(pytest.param(form, marks=pytest.mark.slow) for form in ("ddp", "zero2", "zero3"))]
 )
+@pytest.mark.sampled(1)
 def test_automatic_optimization_is_plain_pytorch_on_the_whole_batch(form: str, accumulated: int) -> None:
     expected = trained("plain", accumulated)
     for found in run_ranks(trained, 2, form, accumulated):

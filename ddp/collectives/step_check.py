@@ -17,6 +17,7 @@ CUDA  the row travels behind the iteration's reductions, and the host reads it a
       the row complete, it would leave the others alone in a collective
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
@@ -112,10 +113,8 @@ class GroupLog:
 class _Sent(NamedTuple):
     """A comparison under way."""
 
-    wait: Callable[[], object]
-    """Waits for the end. The host waits on CUDA too."""
-    row: Tensor
-    """The last row on the host, complete in the end."""
+    answer: Callable[[], list[int]]
+    """Waits for the end, on CUDA the host too, and returns the last row, which is complete then."""
     number: int
     """The iteration's number."""
     counts: list[int]
@@ -228,9 +227,9 @@ class StepCheck:
             self._leave_out_single_names()
         self._number += 1
         entries = self._take()
-        rows = torch.tensor([_row(found, counts) for found in entries])
+        values = array("q", [value for found in entries for value in _row(found, counts)])
         with self._failures.watch("the comparison of steps between ranks"):
-            self._sent = _Sent(*self._send(rows), self._number, counts, entries)
+            self._sent = _Sent(self._send(values, len(entries)), self._number, counts, entries)
 
     def finish(self) -> None:
         """CPU: wait for the comparison, and raise what it has found."""
@@ -246,8 +245,7 @@ class StepCheck:
             return
         sent, self._sent = self._sent, None
         with self._failures.watch("the comparison of steps between ranks"):
-            sent.wait()
-        row: list[int] = sent.row.tolist()
+            row = sent.answer()
         used, left, updates, reductions = _spreads(row[_COUNTS:])
         if row[_APART] or any(_spreads(row[:_APART])):
             self._raise_other_units(sent)
@@ -269,10 +267,17 @@ class StepCheck:
         self._forwards = self._used = self._updates = 0
         return [log.take() for log in self._logs]
 
-    def _send(self, rows: Tensor) -> tuple[Callable[[], object], Tensor]:
-        """``_Sent.wait`` and ``_Sent.row``."""
+    def _send(self, values: "array[int]", num_rows: int) -> Callable[[], list[int]]:
+        """``_Sent.answer``. ``values``: the rows, one after the other; on CPUs collectives write there."""
+        rows = torch.frombuffer(values, dtype=torch.int64).view(num_rows, NUM_COLUMNS)
         if self._stream is None:
-            return in_stages(self._stages(rows), (rows,)).wait, rows[-1]
+            flight = in_stages(self._stages(rows), (rows,))
+
+            def on_host() -> list[int]:
+                flight.wait()
+                return values[-NUM_COLUMNS:].tolist()
+
+            return on_host
         pinned, answer = rows.pin_memory(), torch.empty(NUM_COLUMNS, dtype=torch.int64, pin_memory=True)
         event = torch.cuda.Event()
         with OnStream(self._stream):
@@ -282,7 +287,13 @@ class StepCheck:
             in_stages(self._stages(self._rows), (self._rows, pinned)).wait()
             answer.copy_(self._rows[-1], non_blocking=True)
             event.record(self._stream)
-        return event.synchronize, answer
+
+        def from_device() -> list[int]:
+            event.synchronize()
+            found: list[int] = answer.tolist()
+            return found
+
+        return from_device
 
     def _stages(self, rows: Tensor) -> Iterator[Any]:
         for index, log in enumerate(self._logs):

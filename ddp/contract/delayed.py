@@ -6,20 +6,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...kernels.wgrad import GroupedWgradOperand, WgradOperand, tensors_of
 from ..torch_internals import checkpointed_region
 from .main_grad import hand_over_sum
 from .record import GradRecord, PendingWgrad
 
 __all__ = [
     "DelayedWgrad",
+    "Operands",
     "absorb_late_sum",
     "compute_pending",
     "current_checkpoint",
@@ -32,6 +32,19 @@ __all__ = [
 _sequence = itertools.count()
 
 
+class QuantizedOperand(Protocol):
+    """An operand of a weight gradient in several tensors: transposed, and quantised along the tokens."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the operand."""
+
+
+Operands = Sequence[Tensor | QuantizedOperand]
+"""What a product's weight gradients are computed from: ``dy`` [T, N] and ``x`` [T, K], or both quantised; of a grouped
+product the experts' offsets [E + 1] too."""
+
+
 class DelayedWgrad:
     """The weight gradient ``dy^T x`` of one product, not computed yet: its operands, and how to write the result.
 
@@ -40,7 +53,7 @@ class DelayedWgrad:
     the backward that made the operands; the running stream then waits for the producing stream.
 
     write     called with this entry and the operands; writes the gradients
-    operands  ``dy`` [T, N] and ``x`` [T, K], or both quantised; for a grouped product the experts' offsets [E + 1] too
+    operands  see ``Operands``
     records   our provider's records of the weights; none for weights of a foreign provider, or without provider
     owner     the module, for errors
     backward  number of the backward (``current_backward``) that made the operands
@@ -50,15 +63,15 @@ class DelayedWgrad:
     def __init__(
         self,
         write: Callable[..., None],
-        operands: tuple[WgradOperand | GroupedWgradOperand, ...],
+        operands: Operands,
         records: Sequence[GradRecord],
         owner: str,
         backward: int,
         weights: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
         self._write = write
-        self._operands: tuple[WgradOperand | GroupedWgradOperand, ...] | None = operands
-        tensors = [tensor for operand in operands for tensor in tensors_of(operand)]
+        self._operands: Operands | None = operands
+        tensors = _tensors(operands)
         self._versions = [tensor._version for tensor in tensors]
         self._records = records
         dy = tensors[0]
@@ -103,7 +116,7 @@ class DelayedWgrad:
         operands = self._operands
         if operands is None:
             raise RuntimeError(f"{self.pending.owner}: this delayed weight gradient was computed or dropped already")
-        tensors = [tensor for operand in operands for tensor in tensors_of(operand)]
+        tensors = _tensors(operands)
         if [tensor._version for tensor in tensors] != self._versions:
             raise RuntimeError(
                 f"{self.pending.owner}: the input or the output gradient of a delayed weight gradient was changed in "
@@ -161,6 +174,10 @@ def live_queue(reference: "weakref.ref[Any]", owner: str) -> Any:
             f"compute what it delays: keep the queue until it is drained"
         )
     return queue
+
+
+def _tensors(operands: Operands) -> list[Tensor]:
+    return [tensor for each in operands for tensor in ((each,) if isinstance(each, Tensor) else each.tensors)]
 
 
 def compute_pending(records: Iterable[GradRecord]) -> None:

@@ -5,10 +5,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.wgrad import GroupedWgradOperand as Operand
-from ...kernels.wgrad import grouped_wgrad, wgrad_features
+from ...kernels import grouped_wgrad_accumulate
+from ...kernels.quantized import GroupedQuantized, scaled_grouped_wgrad_accumulate
 
 __all__ = ["GroupedWgrad", "grouped_gradients"]
+
+Operand = Tensor | GroupedQuantized
+"""An operand of ``dy_e^T x_e``: [T, features]; or quantised along each expert's tokens: [features, T]."""
+
+
+def grouped_wgrad(
+    dy: Operand,
+    x: Operand,
+    main_grads: Tensor | Sequence[Tensor | None],
+    offsets: Tensor,
+    *,
+    overwrite: bool | Sequence[bool] = False,
+) -> None:
+    """``grouped_wgrad_accumulate``, which describes the arguments. Quantised operands have offsets of their own."""
+    if isinstance(dy, GroupedQuantized) or isinstance(x, GroupedQuantized):
+        assert isinstance(dy, GroupedQuantized) and isinstance(x, GroupedQuantized), "both alike"
+        scaled_grouped_wgrad_accumulate(dy, x, main_grads, overwrite=overwrite)
+    else:
+        grouped_wgrad_accumulate(dy, x, main_grads, offsets, overwrite=overwrite)
 
 
 class GroupedWgrad:
@@ -73,7 +92,7 @@ def grouped_gradients(
     experts = offsets.shape[0] - 1 if packed else sum(wanted)
     summed = dy.dtype if isinstance(dy, Tensor) else torch.float32
     into = dtype if dtype in (torch.float32, summed) else summed
-    buffer = offsets.new_empty(experts, wgrad_features(dy), wgrad_features(x), dtype=into)
+    buffer = offsets.new_empty(experts, _features(dy), _features(x), dtype=into)
     if packed or experts == len(wanted):
         grouped_wgrad(dy, x, buffer, offsets, overwrite=True)
     elif experts:
@@ -84,3 +103,7 @@ def grouped_gradients(
         return [buffer]
     found = iter(buffer.unbind())
     return [next(found) if want else None for want in wanted]
+
+
+def _features(operand: Operand) -> int:
+    return operand.matrix.shape[0] if isinstance(operand, GroupedQuantized) else operand.shape[1]

@@ -12,18 +12,17 @@ import enum
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from ...kernels.wgrad import GroupedWgradOperand, WgradOperand, wgrad_accumulate, wgrad_product
+from ...kernels.wgrad import wgrad_accumulate
 from ..torch_internals import has_tensor_hooks, will_execute
 from . import capturing
 from .capturing import BackwardCapture, Delivery
-from .delayed import DelayedWgrad, absorb_late_sum, live_queue
+from .delayed import DelayedWgrad, Operands, absorb_late_sum, live_queue
 from .main_grad import (
     accumulator_of,
     add_to_grad,
@@ -37,11 +36,7 @@ from .main_grad import (
 from .torch_ddp import refuse_delay
 from .torch_fsdp import TorchShards
 
-__all__ = ["Demand", "DenseWgrad", "Operands", "Place", "WgradProduct", "WgradQueueLike", "WgradTarget", "demand"]
-
-Operands = Sequence[WgradOperand | GroupedWgradOperand]
-"""Operands of a product's weight gradients: ``dy`` [T, N] and ``x`` [T, K], or both quantised; a grouped product adds
-the experts' offsets [E + 1]."""
+__all__ = ["Demand", "DenseWgrad", "Place", "WgradProduct", "WgradQueueLike", "WgradTarget", "demand"]
 
 
 class Demand(enum.Enum):
@@ -72,6 +67,8 @@ def demand(weight_node: Any) -> Demand:
 class WgradProduct(Protocol):
     """How the weight gradients of one product are computed: ``DenseWgrad``, or ``GroupedWgrad`` for experts."""
 
+    def __init__(self, weights: Sequence[Tensor]) -> None: ...
+
     rows_apart: bool
     """``main_grad`` need not be contiguous: see ``accumulator_of``."""
 
@@ -86,42 +83,40 @@ class WgradProduct(Protocol):
 
 
 class DenseWgrad:
-    """``dW = dy^T x``; of several weights, which are slices of one along N, each takes its columns of ``dy``.
-
-    features  N of each weight
-    """
+    """``dW = dy^T x``; of several weights, which are slices of one along N, each takes its columns of ``dy``."""
 
     rows_apart = False
 
-    def __init__(self, features: Sequence[int]) -> None:
-        self._features = list(features)
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.features = [weight.shape[0] for weight in weights]
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
         """See ``WgradProduct``: slices may get other sizes, when heads are pruned."""
-        return len(weights) == 1 or [weight.shape[0] for weight in weights] == self._features
+        return len(weights) == 1 or [weight.shape[0] for weight in weights] == self.features
 
-    def accumulate(
-        self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], dy: WgradOperand, x: WgradOperand
-    ) -> None:
+    def accumulate(self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], dy: Any, x: Any) -> None:
         """See ``WgradProduct``: one GEMM for each weight."""
-        for part, main_grad, over in zip(self._parts(dy), main_grads, overwrite, strict=True):
+        for part, main_grad, over in zip(self.parts(dy), main_grads, overwrite, strict=True):
             if main_grad is not None:
-                wgrad_accumulate(part, x, main_grad, overwrite=over)
+                self.add(part, x, main_grad, overwrite=over)
 
-    def gradients(
-        self, wanted: Sequence[bool], dtype: torch.dtype, dy: WgradOperand, x: WgradOperand
-    ) -> list[Tensor | None]:
+    def gradients(self, wanted: Sequence[bool], dtype: torch.dtype, dy: Any, x: Any) -> list[Tensor | None]:
         """See ``WgradProduct``."""
-        parts = zip(self._parts(dy), wanted, strict=True)
-        return [wgrad_product(part, x, dtype) if want else None for part, want in parts]
+        parts = zip(self.parts(dy), wanted, strict=True)
+        return [self.multiply(part, x, dtype) if want else None for part, want in parts]
 
-    def _parts(self, dy: WgradOperand) -> Sequence[WgradOperand]:
-        if len(self._features) == 1:
-            return (dy,)
-        if isinstance(dy, Tensor):
-            return list(dy.split(self._features, dim=1))
-        # Transposed, so that features are rows.
-        return [dy.rows(end - size, end) for size, end in zip(self._features, accumulate(self._features), strict=True)]
+    def parts(self, dy: Any) -> Sequence[Any]:
+        """The columns of ``dy`` for each weight."""
+        return (dy,) if len(self.features) == 1 else dy.split(self.features, dim=1)
+
+    def add(self, dy: Any, x: Any, main_grad: Tensor, *, overwrite: bool) -> None:
+        """``main_grad (+)= dy^T x`` for the columns of one weight."""
+        wgrad_accumulate(dy, x, main_grad, overwrite=overwrite)
+
+    def multiply(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor:
+        """``dy^T x`` in ``dtype`` for the columns of one weight."""
+        product: Tensor = dy.t() @ x
+        return product.to(dtype)
 
 
 class Place(NamedTuple):

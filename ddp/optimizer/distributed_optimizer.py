@@ -56,7 +56,7 @@ class DistributedOptimizer(AroundOptimizer):
                      bucket by bucket in each step, which has the same bits
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
 
-    On GPUs Adam and AdamW are one pass over memory (``steps.py``). State dicts and checkpoints have the full form, and
+    On GPUs AdamW is one pass over memory (``steps.py``). State dicts and checkpoints have the full form, and
     either form reads them.
 
     Learning-rate schedulers of torch work on this class. A step first reads parameters that were changed since the last

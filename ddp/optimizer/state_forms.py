@@ -312,8 +312,8 @@ class StateForm(NamedTuple):
             return cls(inner, flats, segments, slices, moment_dtype=self.moment_dtype or torch.bfloat16)
         if self.offload_state is not None:
             return HostSteps(inner, flats, segments, slices)
-        is_adam = type(inner) in (torch.optim.Adam, torch.optim.AdamW)
-        if is_adam and flats and all(_has_kernel(flat.master) for flat in flats):
+        # Adam's decay rounds differently here than in torch's fused kernel, whose bits full state has.
+        if type(inner) is torch.optim.AdamW and flats and all(_has_kernel(flat.master) for flat in flats):
             return OnePassSteps(inner, flats, segments, slices)
         return TorchSteps(inner, flats, segments, slices)
 

@@ -1,7 +1,7 @@
 """How a ``DistributedOptimizer`` updates its buckets.
 
 ``TorchSteps`` runs any torch optimizer over masters, and rounds masters into parameters in a second pass.
-``OnePassSteps`` runs Adam and AdamW in one pass over memory (``kernels/optimizer``), with the same state and bits.
+``OnePassSteps`` runs AdamW in one pass over memory (``kernels/optimizer``), with the same state and bits.
 ``state_forms.py`` has those that keep state in fewer bytes, or on the host.
 """
 

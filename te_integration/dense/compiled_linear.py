@@ -5,6 +5,7 @@ that a compiler does not look into: one quantises and multiplies in forward, the
 is one ``wgrad`` operator.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,40 @@ import torch
 from torch import Tensor
 
 from ...kernels.operators import define_operator
-from ...kernels.quantized import quantized_like, scaled_product
-from ..compiled import wgrad
+from ...kernels.quantized import quantized_like
 from ..recipes import recipe_of
+from ..wgrad_queue import WgradQueue
+from .compiled_wgrad import mode_and_recipe, run_outside_graph, wgrad
 from .fused_linear import cast, dtype_of_products, input_grad, linear_product, rows_of
-from .quantized_linear import copies, copies_of_weight, overflow_as_nan, takes_recipe
+from .linear_module import LinearModule, brought
+from .quantized_linear import Moment, backward_products, forward_product, takes_recipe
 
 __all__ = ["compiled_linear"]
+
+
+def _product_in_trace(
+    module: LinearModule,
+    input: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    queue: WgradQueue | None,
+    product: int,
+    only_save: bool,
+) -> Tensor | None:
+    product = operator.index(product)  # a graph that begins here, behind a break, would take it for a variable
+    mode, recipe = mode_and_recipe(module, weights, queue, product, input)
+    if mode == "autograd":
+        return None
+    if mode == "break":
+        arguments = (input, weights, bias, queue, product, only_save)
+        output: Tensor | None = run_outside_graph(LinearModule.fused_product, module, *arguments)
+        return output
+    module.check_input(input, weights[0])
+    key = module._wgrad_key
+    return compiled_linear(input, weights, bias, key, product, transposed=module.transposed, recipe=recipe)
+
+
+brought.product_in_trace = _product_in_trace
 
 
 def compiled_linear(
@@ -147,13 +175,8 @@ def _forward(
 ) -> list[Tensor]:
     by = recipe_of(recipe)
     takes_recipe(by, x, "a compiled linear layer")
-    rows, columns = copies(by, "input", x, rows=True, columns=needs_dw)
-    moment: Any = "forward" if needs_dx or needs_dw else "evaluation"
-    of_weight, _ = copies_of_weight(
-        weights, by, x.dtype, transposed=transposed, rows=True, columns=needs_dx, moment=moment
-    )
-    assert rows is not None and of_weight is not None
-    y = scaled_product(rows, of_weight, x.dtype, None if bias is None else cast(bias, x.dtype), fast=True)
+    moment: Moment = "forward" if needs_dx or needs_dw else "evaluation"
+    y, columns = forward_product(by, x, weights, bias, needs_dx, needs_dw, moment, transposed=transposed)
     return [y, *(() if columns is None else columns.tensors)]
 
 
@@ -174,14 +197,8 @@ def _fake_forward(
 def _backward(
     dy: Tensor, weights: Sequence[Tensor], recipe: int, transposed: bool, needs_dx: bool, needs_dw: bool
 ) -> list[Tensor]:
-    by = recipe_of(recipe)
-    rows, columns = copies(by, "grad", overflow_as_nan(dy), rows=needs_dx, columns=needs_dw)
-    dx = dy.new_empty(0)
-    if rows is not None:
-        _, of_weight = copies_of_weight(weights, by, dy.dtype, transposed=transposed, columns=True, moment="backward")
-        assert of_weight is not None
-        dx = scaled_product(rows, of_weight, dy.dtype)
-    return [dx, *(() if columns is None else columns.tensors)]
+    dx, columns = backward_products(recipe_of(recipe), dy, weights, needs_dx, needs_dw, transposed=transposed)
+    return [dy.new_empty(0) if dx is None else dx, *(() if columns is None else columns.tensors)]
 
 
 def _fake_backward(

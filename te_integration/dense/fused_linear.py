@@ -3,15 +3,16 @@
 Legend: T rows (all leading dims of the input together), K input features, N output features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
-from ...ddp.contract.target import Demand, Operands, Place, WgradProduct, WgradTarget, demand
+from ...ddp.contract.delayed import Operands
+from ...ddp.contract.target import Demand, Place, WgradProduct, WgradTarget, demand
 from ...ddp.contract.torch_ddp import in_torch_ddp
 from ...ddp.torch_internals import are_transforms_active, current_backward
 from ..torch_internals import watch_prehooks
@@ -28,7 +29,6 @@ __all__ = [
     "refuse_in_transform",
     "refuse_split_backward",
     "rows_of",
-    "run_outside_graph",
     "wanted_and_places",
     "weight_grads",
 ]
@@ -117,18 +117,6 @@ def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, 
         input = cast(input, dtype)  # not in _FusedLinear: second derivatives need the cast in the graph
     output: Tensor = _apply_directly(input, use, dtype, *weights, bias)
     return output
-
-
-Forward = Callable[..., Any]
-
-
-def _run(forward: Forward, module: nn.Module, *args: Any) -> Any:
-    return forward(module, *args)
-
-
-# A graph break, for what a compiled graph cannot hold: see ``CompilableLinear.mode``. The caller passes its
-# forward, because type(module).forward may belong to a subclass.
-run_outside_graph: Callable[..., Any] = torch.compiler.disable(_run)
 
 
 # ``to`` and ``reshape`` cost host time even if they change nothing, and a forward and backward have seven of them. On a

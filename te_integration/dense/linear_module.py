@@ -1,9 +1,12 @@
-"""The base of all modules with linear layers: how each product runs, and which weights are fused or delayed."""
+"""The base of all modules with linear layers: how each product runs, and which weights are fused or delayed.
+
+Products run by ``fused_linear``. A plain layer knows no recipes and no compiled code: both bring functions of their
+own, and ``te_integration/__init__.py`` imports them.
+"""
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +17,47 @@ from ...ddp.contract.main_grad import check_delayable, is_fusable
 from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.contract.target import DenseWgrad, WgradProduct
 from ...ddp.contract.torch_ddp import record_without_grad, refuse_delay_in_recompute
-from .. import recipes
-from ..scaling.delayed_scaling import ScaledModule
+from ..scaling.scaled_module import ScaledModule
 from ..te_arguments import drop_extra_state
 from ..wgrad_queue import WgradQueue
-from .compilable_linear import CompilableLinear
-from .compiled_linear import compiled_linear
-from .fused_linear import ProductUse, fused_linear, in_transform, run_outside_graph
-from .quantized_linear import quantized_linear, takes_recipe
+from .fused_linear import ProductUse, fused_linear, in_transform
 
-__all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
+__all__ = ["Execution", "InitMethod", "LinearModule", "brought", "one_dtype", "reset_linear"]
 
 InitMethod = Callable[[Tensor], Any]
 
 
-class LinearModule(CompilableLinear, ScaledModule, DelayedWgradModule):
+class Execution(Protocol):
+    """How a product of a forward runs, in place of ``fused_linear``."""
+
+    def product(
+        self,
+        module: "LinearModule",
+        input: Tensor,
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        queue: WgradQueue | None,
+        product: int,
+        only_save: bool,
+    ) -> Tensor | None:
+        """``LinearModule.fused_product`` of ``module``."""
+
+
+class _Brought:
+    """What other files bring for all modules: they set each attribute when they are imported."""
+
+    execution_under_recipe: Callable[["LinearModule", Tensor], Execution | None]
+    """Chooses the execution of a forward by its recipe; None: there is no recipe. Of ``quantized_linear.py``."""
+    product_in_trace: Callable[..., Tensor | None]
+    """``LinearModule.fused_product`` in code that a compiler traces. Of ``compiled_linear.py``."""
+    name_for_graphs: Callable[["LinearModule"], None]
+    """Makes the object by which compiled code names a module. Of ``compiled_wgrad.py``."""
+
+
+brought = _Brought()
+
+
+class LinearModule(ScaledModule, DelayedWgradModule):
     """Mixin of modules with one or more products ``x W^T``.
 
     Defaults are class attributes, because ``convert_linears`` changes the class of a module without a constructor call.
@@ -45,6 +74,10 @@ class LinearModule(CompilableLinear, ScaledModule, DelayedWgradModule):
     """The single weight is stored [K, N]."""
     ignores_recipes = False
     """Computes without a recipe, whatever ``autocast`` is around: for heads, whose errors are the loss's own."""
+    wgrad_product: type[WgradProduct] = DenseWgrad
+    """Computes the weight gradients of a product."""
+    _wgrad_handle: Any
+    _wgrad_key: Tensor
 
     def set_wgrad_options(self, *, fuse: bool, delay: bool, name: str | None) -> None:
         """Set the options. Constructors call this after they have created the parameters."""
@@ -54,6 +87,19 @@ class LinearModule(CompilableLinear, ScaledModule, DelayedWgradModule):
             self.wgrad_queue = WgradQueue()
             self.mark_delayed_weights()
         self.make_handle()
+
+    def make_handle(self) -> None:
+        """Make the object by which compiled code names this module. Call it for each new or converted module."""
+        brought.name_for_graphs(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_wgrad_handle" in state:
+            self.make_handle()  # a copy is a module of its own
+
+    def weights_of(self, product: int) -> tuple[str, ...]:
+        """Names of the weights of one of the module's products."""
+        return self.weight_names
 
     def fused_wgrad_weights(self) -> Iterable[str]:
         """Names of the fused weights."""
@@ -93,70 +139,24 @@ class LinearModule(CompilableLinear, ScaledModule, DelayedWgradModule):
         product: int = 0,
         only_save: bool = False,
     ) -> Tensor | None:
-        """Compute the product by ``fused_linear`` or ``quantized_linear``. None: plain autograd computes it.
+        """Compute the product so that its weight gradients are fused or delayed. None: plain autograd computes it.
 
         product    index of the product in the module
         only_save  see ``ProductUse``
         """
         if torch.compiler.is_compiling():
-            return self._product_in_trace(input, weights, bias, queue, product, only_save)
-        recipe = self._recipe_now(input)
-        fused, queue = self._delivery(weights, queue)
-        if recipe is None and not fused and queue is None:
+            return brought.product_in_trace(self, input, weights, bias, queue, product, only_save)
+        execution = brought.execution_under_recipe(self, input)
+        if execution is not None:
+            return execution.product(self, input, weights, bias, queue, product, only_save)
+        fused, queue = self.delivery(weights, queue)
+        if not fused and queue is None:
             return None
-        self._check_input(input, weights[0])
-        use = self._use(product, weights, fused, queue, only_save)
-        if recipe is None:
-            return fused_linear(input, weights, bias, use)
-        if in_transform():
-            raise RuntimeError(f"{self.describe()}: a recipe does not go with transforms of torch.func")
-        if not isinstance(recipe, recipes.DelayedScaling):
-            return quantized_linear(input, weights, bias, use, recipe)
-        scaling = self.scaling_of(recipe, product, input.device)
-        output = quantized_linear(input, weights, bias, use, scaling)
-        scaling.forward_done(has_graph=output.requires_grad)
-        return output
+        self.check_input(input, weights[0])
+        return fused_linear(input, weights, bias, self.use(product, weights, fused, queue, only_save))
 
-    def _product_in_trace(
-        self,
-        input: Tensor,
-        weights: Sequence[Tensor],
-        bias: Tensor | None,
-        queue: WgradQueue | None,
-        product: int,
-        only_save: bool,
-    ) -> Tensor | None:
-        """``fused_product`` in code that a compiler traces."""
-        product = operator.index(product)  # a graph that begins here, behind a break, would take it for a variable
-        mode, recipe = self.mode_and_recipe(weights, queue, product, input)
-        if mode == "autograd":
-            return None
-        if mode == "break":
-            arguments = (input, weights, bias, queue, product, only_save)
-            output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
-            return output
-        self._check_input(input, weights[0])
-        key = self._wgrad_key
-        return compiled_linear(input, weights, bias, key, product, transposed=self.transposed, recipe=recipe)
-
-    def _recipe_now(self, input: Tensor) -> recipes.Recipe | None:
-        """The recipe by which this forward is quantised, if any."""
-        recipe = None if self.ignores_recipes else recipes.recipe_now()
-        if recipe is None:
-            if self._has_been_quantized and recipes.is_recomputed_without_region():
-                raise RuntimeError(
-                    f"{self.describe()} was quantised under autocast, and a reentrant checkpoint computes it again "
-                    f"outside: use torch.utils.checkpoint(use_reentrant=False), or enter autocast in the function"
-                )
-            return None
-        if not takes_recipe(recipe, input, self.describe()):
-            return None
-        if not self._has_been_quantized:
-            self._has_been_quantized = True
-        return recipe
-
-    def _delivery(self, weights: Sequence[Tensor], queue: WgradQueue | None) -> tuple[bool, WgradQueue | None]:
-        """Whether this forward's weight gradients go into ``main_grad``, and the queue that they wait in.
+    def delivery(self, weights: Sequence[Tensor], queue: WgradQueue | None) -> tuple[bool, WgradQueue | None]:
+        """Return whether this forward's weight gradients go into ``main_grad``, and the queue that they wait in.
 
         (False, None): autograd delivers them, because the options say so, no weight needs a gradient, or a transform, a
         hook or a tensor subclass must see the gradient.
@@ -177,7 +177,8 @@ class LinearModule(CompilableLinear, ScaledModule, DelayedWgradModule):
             refuse_delay_in_recompute(self, self.describe)
         return fused, queue
 
-    def _check_input(self, input: Tensor, weight: Tensor) -> None:
+    def check_input(self, input: Tensor, weight: Tensor) -> None:
+        """Raise ``ValueError`` for an input of other features, or of another dtype than the weight's."""
         features = weight.shape[0 if self.transposed else 1]
         if input.shape[-1:] != (features,):
             raise ValueError(f"{self.describe()} takes {features} features in the last dim, got {tuple(input.shape)}")
@@ -186,26 +187,27 @@ class LinearModule(CompilableLinear, ScaledModule, DelayedWgradModule):
                 f"{self.describe()}: the input is {input.dtype} and the weight {weight.dtype}; cast one or use autocast"
             )
 
-    def _use(
+    def use(
         self,
         product: int,
         weights: Sequence[Tensor],
         fused: bool,
         queue: WgradQueue | None,
         only_save: bool = False,
+        computed_by: type[WgradProduct] | None = None,
     ) -> ProductUse:
         """The object of the last forward if nothing has changed.
 
         A new one in each forward would cost a tiny layer (64 x 64, 16 rows) 3 % of its forward and backward.
         """
-        uses: dict[tuple[int, bool, bool], ProductUse | None] = self.__dict__.setdefault("_uses", {})
-        key = product, fused, only_save
+        uses: dict[Any, ProductUse | None] = self.__dict__.setdefault("_uses", {})
+        key = product, fused, only_save, computed_by
         use = uses.get(key)
         if use is None or not use.serves(weights, fused, queue):
             use = uses[key] = ProductUse(
                 weights,
                 self.weights_of(product),
-                self.wgrad_product(weights),
+                (computed_by or self.wgrad_product)(weights),
                 self.describe(),
                 fused=fused,
                 queue=queue,
@@ -214,10 +216,6 @@ class LinearModule(CompilableLinear, ScaledModule, DelayedWgradModule):
                 only_save=only_save,
             )
         return use
-
-    def wgrad_product(self, weights: Sequence[Tensor]) -> WgradProduct:
-        """What computes the gradients of these weights of one product."""
-        return DenseWgrad([weight.shape[0] for weight in weights])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         drop_extra_state(state_dict, prefix)

@@ -3,6 +3,7 @@
 Legend: T rows (all leading dims of the input together), K input features, N output features.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -12,23 +13,33 @@ from torch import Tensor
 
 from ...ddp.collectives.streams import capture_number
 from ...ddp.contract.main_grad import record_of
-from ...ddp.contract.target import Demand
+from ...ddp.contract.target import Demand, DenseWgrad
 from ...ddp.torch_internals import current_backward, delivers_to_all
-from ...kernels.quantized import Quantized, lacking, quantize_both, restored, scaled_product
-from ..recipes import Operand, Recipe
+from ...kernels.quantized import (
+    Quantized,
+    lacking,
+    quantize_both,
+    restored,
+    scaled_product,
+    scaled_wgrad_accumulate,
+)
+from ..recipes import DelayedScaling, Operand, Recipe, is_recomputed_without_region, recipe_now
+from ..scaling.delayed_scaling import scaling_of
 from ..scaling.product_scaling import ProductScaling
 from ..torch_internals import watch_prehooks
-from .fused_linear import ProductUse, cast, dtype_of_products, rows_of, wanted_and_places, weight_grads
+from ..wgrad_queue import WgradQueue
+from .fused_linear import ProductUse, cast, dtype_of_products, in_transform, rows_of, wanted_and_places, weight_grads
+from .linear_module import LinearModule, brought
 
 __all__ = [
     "HALF",
     "Moment",
-    "Quantizing",
-    "copies",
-    "copies_of_weight",
+    "QuantizedWgrad",
+    "backward_products",
+    "execution_under_recipe",
+    "forward_product",
     "kept_copies",
     "overflow_as_nan",
-    "quantized_linear",
     "takes_recipe",
     "warn_of_dtype",
 ]
@@ -38,6 +49,78 @@ Quantizing: TypeAlias = Recipe | ProductScaling
 """What quantises the operands of one product: a recipe, or one with the product's own scales."""
 Moment: TypeAlias = Literal["forward", "backward", "evaluation"]
 _Copy = TypeVar("_Copy")
+
+
+class QuantizedWgrad(DenseWgrad):
+    """``dW = dy^T x`` of operands that are quantised along the tokens, and so transposed: dy [N, T], x [K, T].
+
+    Operands without elements are plain tensors.
+    """
+
+    def parts(self, dy: Tensor | Quantized) -> Sequence[Any]:
+        """The rows of ``dy`` for each weight."""
+        if isinstance(dy, Tensor):
+            return super().parts(dy)
+        return [dy.rows(*ends) for ends in itertools.pairwise(itertools.accumulate(self.features, initial=0))]
+
+    def add(self, dy: Tensor | Quantized, x: Any, main_grad: Tensor, *, overwrite: bool) -> None:
+        """``main_grad (+)= dy^T x`` for the rows of one weight."""
+        if isinstance(dy, Tensor):
+            super().add(dy, x, main_grad, overwrite=overwrite)
+        else:
+            scaled_wgrad_accumulate(dy, x, main_grad, overwrite=overwrite)
+
+    def multiply(self, dy: Tensor | Quantized, x: Any, dtype: torch.dtype) -> Tensor:
+        """``dy^T x`` in ``dtype`` for the rows of one weight."""
+        return super().multiply(dy, x, dtype) if isinstance(dy, Tensor) else scaled_product(dy, x, dtype)
+
+
+class QuantizedExecution(NamedTuple):
+    """Runs the products of a forward by ``quantized_linear``."""
+
+    recipe: Recipe
+
+    def product(
+        self,
+        module: LinearModule,
+        input: Tensor,
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        queue: WgradQueue | None,
+        product: int,
+        only_save: bool,
+    ) -> Tensor | None:
+        """See ``Execution``."""
+        module.check_input(input, weights[0])
+        if in_transform():
+            raise RuntimeError(f"{module.describe()}: a recipe does not go with transforms of torch.func")
+        use = module.use(product, weights, *module.delivery(weights, queue), only_save, QuantizedWgrad)
+        if not isinstance(self.recipe, DelayedScaling):
+            return quantized_linear(input, weights, bias, use, self.recipe)
+        scaling = scaling_of(module, self.recipe, product, input.device)
+        output = quantized_linear(input, weights, bias, use, scaling)
+        scaling.forward_done(has_graph=output.requires_grad)
+        return output
+
+
+def execution_under_recipe(module: LinearModule, input: Tensor) -> QuantizedExecution | None:
+    """Choose the execution of this forward by its recipe, if there is one."""
+    recipe = None if module.ignores_recipes else recipe_now()
+    if recipe is None:
+        if module._has_been_quantized and is_recomputed_without_region():
+            raise RuntimeError(
+                f"{module.describe()} was quantised under autocast, and a reentrant checkpoint computes it again "
+                f"outside: use torch.utils.checkpoint(use_reentrant=False), or enter autocast in the function"
+            )
+        return None
+    if not takes_recipe(recipe, input, module.describe()):
+        return None
+    if not module._has_been_quantized:
+        module._has_been_quantized = True
+    return QuantizedExecution(recipe)
+
+
+brought.execution_under_recipe = execution_under_recipe
 
 
 def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
@@ -94,10 +177,18 @@ class _QuantizedLinear(torch.autograd.Function):
         dtype = dtype_of_products(input)
         x = cast(rows_of(input), dtype)
         needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[4:-1]
-        empty = x.numel() == 0 or not any(weight.numel() for weight in weights)
-        rows = columns = None
-        if not empty:
-            rows, columns = copies(recipe, "input", x, rows=not use.only_save, columns=needs_dw)
+        columns = None
+        if x.numel() == 0 or not any(weight.numel() for weight in weights):
+            shape = x.shape[0], sum(weight.shape[1 if use.transposed else 0] for weight in weights)
+            y = x.new_zeros(shape) if bias is None else cast(bias, dtype).expand(shape).clone()
+        elif use.only_save:
+            _, columns = copies(recipe, "input", x, columns=needs_dw)
+            y = x.new_empty(0)
+        else:
+            moment: Moment = "forward" if trains else "evaluation"
+            y, columns = forward_product(
+                recipe, x, weights, bias, needs_dx, needs_dw, moment, transposed=use.transposed
+            )
         ctx.x_kind = None if columns is None else (columns.spec, columns.columns)
         ctx.save_for_backward(*weights, *(() if columns is None else columns.tensors))
         ctx.use, ctx.recipe, ctx.dtype = use, recipe, dtype
@@ -105,23 +196,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
         ctx.outer_backward = current_backward()
-        if use.only_save:
-            return x.new_empty(0)
-        bias = None if bias is None else cast(bias, dtype)
-        if rows is None:
-            shape = x.shape[0], sum(weight.shape[1 if use.transposed else 0] for weight in weights)
-            return x.new_zeros(shape) if bias is None else bias.expand(shape).clone()
-        of_weight, _ = copies_of_weight(
-            weights,
-            recipe,
-            dtype,
-            transposed=use.transposed,
-            rows=True,
-            columns=needs_dx,
-            moment="forward" if trains else "evaluation",
-        )
-        assert of_weight is not None
-        return scaled_product(rows, of_weight, dtype, bias, fast=True)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,35 +213,60 @@ class _QuantizedLinear(torch.autograd.Function):
         wanted, places = wanted_and_places(ctx, needs_dw)
         dy = cast(rows_of(grads[0]), ctx.dtype)
         db = dy.sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        dy = overflow_as_nan(dy)
-        dx = rows = columns = None
         if isinstance(recipe, ProductScaling):
             trains = Demand.ACCUMULATE in wanted if True in needs_dw else delivers_to_all()
             recipe.enter_backward(trains=trains, frozen=True not in needs_dw)
+        dx = of_grad = None
         if dy.numel():
-            rows, columns = copies(recipe, "grad", dy, rows=needs_dx, columns=ctx.x_kind is not None)
+            to_input = needs_dx and 0 not in ctx.input_shape
+            needs_copy = ctx.x_kind is not None
+            dx, of_grad = backward_products(recipe, dy, weights, to_input, needs_copy, transposed=use.transposed)
         if needs_dx:
-            if rows is None or 0 in ctx.input_shape:
-                dx = dy.new_zeros(ctx.input_shape, dtype=ctx.input_dtype)
-            else:
-                _, of_weight = copies_of_weight(
-                    weights, recipe, ctx.dtype, transposed=use.transposed, columns=True, moment="backward"
-                )
-                assert of_weight is not None
-                dx = cast(scaled_product(rows, of_weight, ctx.dtype), ctx.input_dtype).view(ctx.input_shape)
+            dx = dy.new_zeros(ctx.input_shape) if dx is None else dx.view(ctx.input_shape)
+            dx = cast(dx, ctx.input_dtype)
         dws: list[Tensor | None] = [None] * len(weights)
         if True in needs_dw:
-            of_input: Tensor | Quantized
-            of_grad: Tensor | Quantized | None
-            if ctx.x_kind is None:  # no tokens, or no features
-                of_input = dy.new_zeros(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
-                of_grad = dy
+            left: Tensor | Quantized
+            right: Tensor | Quantized
+            if of_grad is None:  # no tokens, or no features
+                left, right = dy, dy.new_zeros(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
             else:
-                of_input, of_grad = restored(saved[len(weights) :], *ctx.x_kind), columns
-            assert of_grad is not None, "where the input has elements, dy has some too"
-            operands = (of_input, of_grad) if use.transposed else (of_grad, of_input)
-            dws = weight_grads(ctx, wanted, places, operands)
+                left, right = of_grad, restored(saved[len(weights) :], *ctx.x_kind)
+            dws = weight_grads(ctx, wanted, places, (right, left) if use.transposed else (left, right))
         return (dx, None, None, None, *dws, db)
+
+
+def forward_product(
+    recipe: Quantizing,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    needs_dx: bool,
+    needs_dw: bool,
+    moment: Moment,
+    *,
+    transposed: bool,
+) -> tuple[Tensor, Quantized | None]:
+    """``x W^T + b`` [T, N], and the transposed copy of x [T, K] that the weight gradients need, if any will come."""
+    rows, columns = copies(recipe, "input", x, rows=True, columns=needs_dw)
+    of_weight, _ = _copies_of_weight(
+        weights, recipe, x.dtype, transposed=transposed, rows=True, columns=needs_dx, moment=moment
+    )
+    assert rows is not None and of_weight is not None
+    bias = None if bias is None else cast(bias, x.dtype)
+    return scaled_product(rows, of_weight, x.dtype, bias, fast=True), columns
+
+
+def backward_products(
+    recipe: Quantizing, dy: Tensor, weights: Sequence[Tensor], needs_dx: bool, needs_dw: bool, *, transposed: bool
+) -> tuple[Tensor | None, Quantized | None]:
+    """``dy W`` [T, K], and the transposed copy of dy [T, N] for the weight gradients; each where it is needed."""
+    rows, columns = copies(recipe, "grad", overflow_as_nan(dy), rows=needs_dx, columns=needs_dw)
+    if rows is None:
+        return None, columns
+    _, of_weight = _copies_of_weight(weights, recipe, dy.dtype, transposed=transposed, columns=True, moment="backward")
+    assert of_weight is not None
+    return scaled_product(rows, of_weight, dy.dtype), columns
 
 
 def _whole(weights: Sequence[Tensor], dtype: torch.dtype, *, transposed: bool) -> Tensor:
@@ -183,7 +283,7 @@ class _Kept(NamedTuple):
     columns: Any
 
 
-def copies_of_weight(
+def _copies_of_weight(
     weights: Sequence[Tensor],
     recipe: Quantizing,
     dtype: torch.dtype,

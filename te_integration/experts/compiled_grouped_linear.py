@@ -16,7 +16,7 @@ from ...kernels.operators import (
     grouped_scale_grad_op,
     grouped_wgrad_op,
 )
-from ..compiled import wgrad
+from ..dense.compiled_wgrad import wgrad
 from ..dense.fused_linear import cast, dtype_of_products
 from .fused_grouped_linear import parts_of
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dense.fused_linear import run_outside_graph
+from ..dense.compiled_wgrad import run_outside_graph
 from ..dense.linear_module import InitMethod, one_dtype
 from ..te_arguments import refuse_unsupported
-from .grouped_module import ExpertLayer, GroupedModule
+from .grouped_module import ExpertLayer, TEGroupedModule
 from .row_splits import row_offsets
 
 __all__ = ["GroupedLinear"]
 
 
-class GroupedLinear(GroupedModule):
+class GroupedLinear(TEGroupedModule):
     """``y[t] = x[t] W_e^T + b_e`` for row t of expert e, with ``main_grad_e += dy_e^T x_e`` of all experts as one GEMM.
 
     =======================  ===========  =========================================================
@@ -49,6 +49,9 @@ class GroupedLinear(GroupedModule):
     ``scale_bias`` without an added bias.
     """
 
+    in_features: int
+    out_features: int
+
     def __init__(
         self,
         num_gemms: int,
@@ -71,15 +74,11 @@ class GroupedLinear(GroupedModule):
         **unsupported: Any,
     ) -> None:
         refuse_unsupported("GroupedLinear", unsupported)
-        sizes = {"num_gemms": num_gemms, "in_features": in_features, "out_features": out_features}
-        for argument, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"GroupedLinear needs {argument} of 1 or more, got {size}")
         if scale_bias and (return_bias or not bias):
             raise ValueError("GroupedLinear: scale_bias needs bias=True, and return_bias leaves nothing to scale")
         super().__init__()
         dtype = one_dtype("GroupedLinear", dtype, params_dtype)
-        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.set_sizes(num_gemms=num_gemms, in_features=in_features, out_features=out_features)
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.scale_bias, self.return_bias, self.save_original_input = scale_bias, return_bias, save_original_input
         self.init_method = init_method
@@ -171,11 +170,3 @@ class GroupedLinear(GroupedModule):
     def sizes(self) -> str:
         """The sizes of the layer, by the names of the constructor's arguments."""
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
-
-    def extra_repr(self) -> str:
-        """The sizes, what form the parameters have, and what happens to the weight gradients."""
-        bias = self._parameters[self.layer.bias_names[0]] is not None
-        return (
-            f"{super().extra_repr()}, bias={bias}, scale_bias={self.scale_bias}, "
-            f"single_grouped_weight={self.single_grouped_weight}, single_grouped_bias={self.single_grouped_bias}"
-        )

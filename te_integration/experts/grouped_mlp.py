@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dense.fused_linear import run_outside_graph
+from ..dense.compiled_wgrad import run_outside_graph
 from ..dense.linear_module import InitMethod, one_dtype
 from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
-from .grouped_module import ExpertLayer, GroupedModule
+from .grouped_module import ExpertLayer, TEGroupedModule
 from .row_splits import row_offsets
 from .scaled_activations import glu_options, scaled_activation
 
 __all__ = ["GroupedMLP"]
 
 
-class GroupedMLP(GroupedModule):
+class GroupedMLP(TEGroupedModule):
     """``y[t] = W2_e (p[t] act(W1_e x[t] + b1_e)) + b2_e`` for row t of expert e.
 
     ===========================  ============  =====================================================================
@@ -54,6 +54,8 @@ class GroupedMLP(GroupedModule):
     """
 
     num_extra_inputs = 2
+    hidden_size: int
+    ffn_hidden_size: int
 
     def __init__(
         self,
@@ -78,15 +80,11 @@ class GroupedMLP(GroupedModule):
         **unsupported: Any,
     ) -> None:
         refuse_unsupported("GroupedMLP", unsupported)
-        sizes = {"num_gemms": num_gemms, "hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
-        for argument, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"GroupedMLP needs {argument} of 1 or more, got {size}")
         if scale_bias and not bias:
             raise ValueError("GroupedMLP: scale_bias=True needs bias=True")
         super().__init__()
         dtype = one_dtype("GroupedMLP", dtype, params_dtype)
-        self.num_gemms, self.hidden_size, self.ffn_hidden_size = num_gemms, hidden_size, ffn_hidden_size
+        self.set_sizes(num_gemms=num_gemms, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.scale_bias = scale_bias
         self.activation = activation
@@ -152,12 +150,4 @@ class GroupedMLP(GroupedModule):
         return (
             f"num_gemms={self.num_gemms}, hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"activation={self.activation}"
-        )
-
-    def extra_repr(self) -> str:
-        """The sizes, what form the parameters have, and what happens to the weight gradients."""
-        bias = self._parameters[self.fc1.bias_names[0]] is not None
-        return (
-            f"{super().extra_repr()}, bias={bias}, scale_bias={self.scale_bias}, "
-            f"single_grouped_weight={self.single_grouped_weight}, single_grouped_bias={self.single_grouped_bias}"
         )

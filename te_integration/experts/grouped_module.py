@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp.contract.grouped_wgrad import GroupedWgrad
-from ...ddp.contract.target import WgradProduct
 from .. import recipes
+from ..dense.compiled_wgrad import mode_of
 from ..dense.fused_linear import refuse_in_transform
 from ..dense.linear_module import InitMethod, LinearModule, reset_linear
+from ..dense.quantized_linear import execution_under_recipe
 from ..wgrad_queue import WgradQueue
 from .compiled_grouped_linear import compiled_grouped_linear
 from .fused_grouped_linear import fused_grouped_linear
 from .quantized_grouped_linear import quantized_grouped_linear
 
-__all__ = ["ExpertLayer", "GroupedModule"]
+__all__ = ["ExpertLayer", "GroupedModule", "TEGroupedModule"]
 
 
 class ExpertLayer(NamedTuple):
@@ -49,6 +50,7 @@ class GroupedModule(LinearModule, nn.Module):
     """Mixin of modules with one or more linear layers of experts."""
 
     num_products = 0  # of dense products, which delayed scaling counts
+    wgrad_product = GroupedWgrad
     num_gemms: int
     expert_layers: tuple[ExpertLayer, ...]
 
@@ -109,20 +111,20 @@ class GroupedModule(LinearModule, nn.Module):
         product = self.expert_layers.index(layer)
         if torch.compiler.is_compiling():
             refuse_in_transform(self.describe())
-            key = self._wgrad_key if self.mode(weights, queue, product) == "graph" else None
+            key = self._wgrad_key if mode_of(self, weights, queue, product) == "graph" else None
             return compiled_grouped_linear(
                 rows, weights, biases, offsets, key, product, bias_scale=bias_scales, transposed=self.transposed
             )
-        recipe = self._recipe_now(rows)
+        execution = execution_under_recipe(self, rows)
         run: Callable[..., Tensor] = fused_grouped_linear
-        if recipe is not None and rows.shape[0]:  # without rows there is nothing to quantise
-            run = partial(quantized_grouped_linear, recipe=recipe)
+        if execution is not None and rows.shape[0]:  # without rows there is nothing to quantise
+            run = partial(quantized_grouped_linear, recipe=execution.recipe)
         return run(
             rows,
             weights[0] if layer.packed_weight else weights,
             None if not biases else biases[0] if layer.packed_bias else biases,
             offsets,
-            self._use(product, weights, *self._delivery(weights, queue)),
+            self.use(product, weights, *self.delivery(weights, queue)),
             bias_scale=bias_scales,
             out=out,
             grad_input=grad_input,
@@ -136,10 +138,6 @@ class GroupedModule(LinearModule, nn.Module):
                 f"{self.describe()}: the input is {rows.dtype} and the parameters {found}; cast one or use autocast"
             )
 
-    def wgrad_product(self, weights: Sequence[Tensor]) -> WgradProduct:
-        """What computes the gradients of these weights of one product."""
-        return GroupedWgrad(weights)
-
     def runs_in_graph(self, m_splits: Any, *buffers: Tensor | None) -> bool:
         """Whether ``torch.compile`` takes this forward whole. If not, the forward is a graph break, as under a recipe.
 
@@ -150,7 +148,7 @@ class GroupedModule(LinearModule, nn.Module):
             return False
         queue = self.queue_now()
         return all(
-            self.mode(self.parameters_named(layer.weight_names), queue, product) != "break"
+            mode_of(self, self.parameters_named(layer.weight_names), queue, product) != "break"
             for product, layer in enumerate(self.expert_layers)
         )
 
@@ -175,6 +173,29 @@ class GroupedModule(LinearModule, nn.Module):
                     error_msgs.append(f"{self.describe()}: {error}")
         rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class TEGroupedModule(GroupedModule):
+    """Base of the modules with experts that have Transformer Engine's arguments."""
+
+    single_grouped_weight: bool
+    single_grouped_bias: bool
+    scale_bias: bool
+
+    def set_sizes(self, **sizes: int) -> None:
+        """Set attributes of these names. Raises ``ValueError`` for sizes below 1."""
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{type(self).__name__} needs {name} of 1 or more, got {size}")
+            setattr(self, name, size)
+
+    def extra_repr(self) -> str:
+        """The sizes, what form the parameters have, and what happens to the weight gradients."""
+        bias = self._parameters[self.expert_layers[0].bias_names[0]] is not None
+        return (
+            f"{super().extra_repr()}, bias={bias}, scale_bias={self.scale_bias}, "
+            f"single_grouped_weight={self.single_grouped_weight}, single_grouped_bias={self.single_grouped_bias}"
+        )
 
 
 def _repack(state_dict: dict[str, Any], whole: str, count: int, packed: bool) -> str | None:

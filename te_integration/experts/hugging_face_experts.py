@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..dense.fused_linear import run_outside_graph
+from ..dense.compiled_wgrad import run_outside_graph
 from .grouped_module import ExpertLayer, GroupedModule
 from .moe_permutation import moe_permute_with_probs, moe_unpermute
 from .row_splits import row_offsets

@@ -61,11 +61,7 @@ def moe_permute(inp: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tens
     The gradient of a token is the sum over its copies, computed in fp32 in a fixed order and rounded once. The name is
     Transformer Engine's (``map_type="index"``). Raises ``ValueError`` if ids and tokens do not match in shape.
     """
-    refuse_in_transform("moe_permute")
-    sorting = _sorting(inp, expert_ids, num_experts)
-    if torch.compiler.is_compiling():
-        return permute_rows_op(inp, sorting.places), sorting
-    rows, _ = _Permute.apply(inp, None, sorting.places, sorting.copies)
+    rows, _, sorting = _permuted("moe_permute", inp, None, expert_ids, num_experts)
     return rows, sorting
 
 
@@ -78,12 +74,7 @@ def moe_permute_with_probs(
             f"moe_permute_with_probs needs a probability for each choice: probs {tuple(probs.shape)}, "
             f"expert_ids {tuple(expert_ids.shape)}"
         )
-    refuse_in_transform("moe_permute_with_probs")
-    sorting = _sorting(inp, expert_ids, num_experts)
-    if torch.compiler.is_compiling():
-        return permute_rows_op(inp, sorting.places), probs.reshape(-1).index_select(0, sorting.copies), sorting
-    rows, row_probs = _Permute.apply(inp, probs, sorting.places, sorting.copies)
-    return rows, row_probs, sorting
+    return _permuted("moe_permute_with_probs", inp, probs, expert_ids, num_experts)
 
 
 def moe_unpermute(inp: Tensor, sorting: RowIdMap) -> Tensor:
@@ -96,12 +87,24 @@ def moe_unpermute(inp: Tensor, sorting: RowIdMap) -> Tensor:
     return output
 
 
-def _sorting(inp: Tensor, expert_ids: Tensor, num_experts: int) -> RowIdMap:
+def _permuted(
+    name: str, inp: Tensor, probs: Tensor | None, expert_ids: Tensor, num_experts: int
+) -> tuple[Tensor, Any, RowIdMap]:
+    refuse_in_transform(name)
     if inp.dim() != 2 or expert_ids.shape[:1] != inp.shape[:1]:
         raise ValueError(
             f"moe_permute needs tokens [T, D] and expert_ids [T, k]; got {tuple(inp.shape)}, {tuple(expert_ids.shape)}"
         )
-    return row_id_map(expert_ids, num_experts)
+    sorting = row_id_map(expert_ids, num_experts)
+    if torch.compiler.is_compiling():
+        return permute_rows_op(inp, sorting.places), _row_probs(probs, sorting.copies), sorting
+    rows, row_probs = _Permute.apply(inp, probs, sorting.places, sorting.copies)
+    return rows, row_probs, sorting
+
+
+def _row_probs(probs: Tensor | None, copies: Tensor) -> Tensor | None:
+    """probs [T, k] -> [R]."""
+    return None if probs is None else probs.reshape(-1).index_select(0, copies)
 
 
 class _Permute(torch.autograd.Function):
@@ -113,7 +116,7 @@ class _Permute(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(places)
         ctx.set_materialize_grads(False)
-        return permute_rows(inp, places), None if probs is None else probs.reshape(-1).index_select(0, copies)
+        return permute_rows(inp, places), _row_probs(probs, copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -21,11 +21,9 @@ from torch import Tensor
 from ...ddp.buckets.iteration_ends import forward_number, is_in_wrapper, num_changes, was_trained_in
 from ...ddp.torch_internals import NO_BACKWARD, call_when_backward_ends, current_backward
 from ..recipes import DelayedScaling
+from .scaled_module import BUFFERS, NONE_YET, OPERANDS
 
 __all__ = [
-    "BUFFERS",
-    "NONE_YET",
-    "OPERANDS",
     "AmaxRow",
     "Roll",
     "ScalingUse",
@@ -34,12 +32,6 @@ __all__ = [
     "select",
     "versions_of",
 ]
-
-BUFFERS = ("fp8_scale", "fp8_amax_history")
-OPERANDS = {"input": 0, "weight": 1, "grad": 2}
-"""Places in a row."""
-NONE_YET = -1.0
-"""Stands where no amax was recorded: less than any amax."""
 
 
 class ScalingUse:
@@ -88,9 +80,7 @@ class ScalingUse:
 
     def trained_weights(self) -> list[Tensor]:
         """The module's weights that require a gradient."""
-        module = self.module()
-        weights = [module._parameters.get(name) for name in module.weight_names]
-        return [weight for weight in weights if weight is not None and weight.requires_grad]
+        return [weight for weight in self.module().weights_present() if weight.requires_grad]
 
     def is_in_wrapper(self) -> bool:
         """Return True if a wrapper of ours updates the scales."""

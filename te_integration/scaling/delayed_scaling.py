@@ -1,21 +1,14 @@
 """Delayed scaling: a tensor's scale comes from its largest magnitudes (amaxes) in earlier iterations.
 
-A module keeps as buffers, n = 3 for each of its products: of the input, the weight and the gradient of the output
-
-    fp8_scale         [n]     what elements are multiplied by before the cast
-    fp8_amax_history  [L, n]  row 0: the largest amax of this iteration so far, -1 where there is none yet;
-                              the last row: the last iteration's; row 1: the oldest
-
 Products of training record amaxes, and those of the iteration are merged into row 0 (``amax_history.py``). Once an
 iteration the wrapper's ranks agree on the largest, the rows roll, and the scales follow. A skipped step takes that
 back. Nothing of it is read by the host.
 """
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +19,12 @@ from ...ddp.collectives.streams import is_capturing
 from ...ddp.plan.parallel_marks import is_marked_expert
 from ...ddp.torch_internals import checkpointed_regions, current_backward
 from ..recipes import DelayedScaling, amax_group_now
-from .amax_history import BUFFERS, NONE_YET, OPERANDS, Roll, ScalingUse, commit, select
+from .amax_history import Roll, ScalingUse, commit, select
 from .lone_modules import drop_amaxes, was_skipped, watch_steps
 from .product_scaling import ProductScaling
+from .scaled_module import BUFFERS, NONE_YET, ScaledModule
 
-__all__ = ["ScaledModule", "refused", "update_scales"]
+__all__ = ["refused", "scaling_of", "update_scales"]
 
 _refused: ContextVar[str | None] = ContextVar("_refused", default=None)
 
@@ -45,141 +39,55 @@ def refused(where: str) -> Iterator[None]:
         _refused.reset(before)
 
 
-class ScaledModule:
-    """Mixin of modules whose products may have delayed scaling. Buffers are made by the first forward that records."""
-
-    num_products = 1
-    """0: delayed scaling is refused."""
-    _scaling_use: ScalingUse | None = None
-    training: bool
-    weight_names: tuple[str, ...]
-    _buffers: dict[str, Tensor | None]
-    _parameters: dict[str, nn.Parameter | None]
-
-    def describe(self) -> str:
-        """The module's name in errors."""
-        raise NotImplementedError
-
-    def scaling_of(self, recipe: DelayedScaling, product: int, device: torch.device) -> ProductScaling:
-        """Return what quantises a product of the forward that begins."""
-        if (where := _refused.get()) is not None:
+def scaling_of(module: ScaledModule, recipe: DelayedScaling, product: int, device: torch.device) -> ProductScaling:
+    """Return what quantises a product of the forward that begins."""
+    if (where := _refused.get()) is not None:
+        raise RuntimeError(
+            f"{module.describe()}: DelayedScaling does not go with {where}, whose trials would be recorded as "
+            f"training; graph the whole iteration (GraphedTrainingStep), or use another recipe"
+        )
+    trains = module.training and torch.is_grad_enabled()
+    if not trains or any(again for _, again in checkpointed_regions()):  # a recompute has recorded before
+        scales = module._buffers.get(BUFFERS[0])
+        return ProductScaling(recipe, module.first_scales(device) if scales is None else scales.to(device), product)
+    if is_of_experts(module):
+        raise RuntimeError(f"{module.describe()}: DelayedScaling is not supported with experts, whose ranks differ")
+    use = scaling_state(module, recipe.amax_history_len, device)
+    waits = use.is_in_wrapper()
+    if product == 0 and not waits:
+        if current_backward() != -1:
             raise RuntimeError(
-                f"{self.describe()}: DelayedScaling does not go with {where}, whose trials would be recorded as "
-                f"training; graph the whole iteration (GraphedTrainingStep), or use another recipe"
+                f"{module.describe()}: DelayedScaling in a reentrant checkpoint of a module without a wrapper, whose "
+                f"scales would change between the two forwards: use torch.utils.checkpoint(use_reentrant=False)"
             )
-        trains = self.training and torch.is_grad_enabled()
-        if not trains or any(again for _, again in checkpointed_regions()):  # a recompute has recorded before
-            scales = self._buffers.get(BUFFERS[0])
-            return ProductScaling(recipe, self._first_scales(device) if scales is None else scales.to(device), product)
-        if is_of_experts(self):
-            raise RuntimeError(f"{self.describe()}: DelayedScaling is not supported with experts, whose ranks differ")
-        use = self.scaling_state(recipe.amax_history_len, device)
-        waits = use.is_in_wrapper()
-        if product == 0 and not waits:
-            if current_backward() != -1:
-                raise RuntimeError(
-                    f"{self.describe()}: DelayedScaling in a reentrant checkpoint of a module without a wrapper, whose "
-                    f"scales would change between the two forwards: use torch.utils.checkpoint(use_reentrant=False)"
-                )
-            watch_steps(use)
-            if use.row_0 != "empty" and not use.awaited:  # the iteration of the last backward is over
-                use.recipe, use.group = recipe, amax_group_now()
-                if (use.row_0 == "frozen" and use.trained_weights()) or was_skipped(use):
-                    drop_amaxes(use)
-                else:
-                    update_scales([use], ())
-        return ProductScaling(recipe, use.scales, product, use, waits=waits)
+        watch_steps(use)
+        if use.row_0 != "empty" and not use.awaited:  # the iteration of the last backward is over
+            use.recipe, use.group = recipe, amax_group_now()
+            if (use.row_0 == "frozen" and use.trained_weights()) or was_skipped(use):
+                drop_amaxes(use)
+            else:
+                update_scales([use], ())
+    return ProductScaling(recipe, use.scales, product, use, waits=waits)
 
-    def scaling_state(self, length: int, device: torch.device) -> ScalingUse:
-        """Return the host's state. Buffers are made, moved, or resized to ``length`` rows where needed."""
-        watch_iterations(_watcher)
-        if self._scaling_use is None or self._scaling_use.module() is not self:
-            self._scaling_use = ScalingUse(self)
-        if self._buffers.get(BUFFERS[0]) is None:
-            if is_capturing():
-                raise RuntimeError(
-                    f"{self.describe()}: the first forward under DelayedScaling is captured, and each replay would "
-                    f"begin its scales anew: run one iteration before the capture"
-                )
-            scales = self._first_scales(device)
-            self._register_scaling(scales, torch.full_like(scales, NONE_YET)[None])
-        use = self._scaling_use
-        scales, history = use.scales, use.history
-        if scales.device != device or history.shape[0] != length:
-            kept = history[max(1, history.shape[0] - length + 1) :]
-            missing = history.new_zeros(length - 1 - kept.shape[0], history.shape[1])
-            self._register_scaling(scales.to(device), torch.cat([history[:1], missing, kept]).to(device))
-        return use
 
-    def _register_scaling(self, scales: Tensor, history: Tensor) -> None:
-        assert isinstance(self, nn.Module)
-        for name, value in zip(BUFFERS, (scales, history), strict=True):
-            self.register_buffer(name, value)
-
-    def _first_scales(self, device: torch.device) -> Tensor:
-        return torch.ones(len(OPERANDS) * self.num_products, dtype=torch.float32, device=device)
-
-    def drop_scaling(self) -> None:
-        """Forget scales and amaxes."""
-        vars(self).pop("_scaling_use", None)
-        for name in BUFFERS:
-            self._buffers.pop(name, None)
-
-    def on_demand_buffers(self) -> tuple[str, ...]:
-        """Names of buffers that checkpoints may hold or lack."""
-        return BUFFERS if self.num_products else ()
-
-    def fits_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Return True if these are shapes of ``on_demand_buffers``."""
-        scales, history = (shapes.get(name, ()) for name in BUFFERS)
-        width = (len(OPERANDS) * self.num_products,)
-        return len(history) == 2 and history[0] > 0 and scales == history[1:] == width
-
-    @torch.no_grad()
-    def adopt_stored(self, stored: Mapping[str, Tensor]) -> None:
-        """Take ``on_demand_buffers`` from a checkpoint. None there: scales begin anew, in place."""
-        scales, history = (self._buffers.get(name) for name in BUFFERS)
-        if stored:
-            use = self._make_room(stored[BUFFERS[1]].shape[0])
-            use.scales.copy_(stored[BUFFERS[0]])
-            use.history.copy_(stored[BUFFERS[1]])
-        elif scales is not None and history is not None:
-            scales.fill_(1.0)
-            history.zero_()[0] = NONE_YET
-
-    def _make_room(self, length: int) -> ScalingUse:
-        """Buffers for a state that is loaded, where the module is."""
-        scales = self._buffers.get(BUFFERS[0])
-        use = self.scaling_state(length, (next(_weights(self)) if scales is None else scales).device)
-        use.record_loaded()
-        return use
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = [self._buffers.get(name) for name in BUFFERS]
-        module = super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module's
-        for name, value in zip(BUFFERS, before, strict=True):
-            moved = self._buffers.get(name)
-            if value is not None and moved is not None and moved.dtype is not value.dtype:  # half(), bfloat16()
-                self._buffers[name] = value.to(moved.device)
-        return module
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        shapes = {n: tuple(state_dict[prefix + n].shape) for n in self.on_demand_buffers() if prefix + n in state_dict}
-        if self.fits_stored(shapes) and any(True for _ in _weights(self)):
-            self._make_room(shapes[BUFFERS[1]][0])
-        elif not shapes and self._buffers.get(BUFFERS[0]) is not None:
-            # A state of before the recipe, or of weights alone: nothing is missing, and scales stay.
-            state_dict |= {prefix + name: self._buffers[name] for name in BUFFERS}
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]  # nn.Module's
+def scaling_state(module: ScaledModule, length: int, device: torch.device) -> ScalingUse:
+    """Return the host's state. Buffers are made, moved, or resized to ``length`` rows where needed."""
+    watch_iterations(_watcher)
+    use: ScalingUse | None = module._scaling_use
+    if use is None or use.module() is not module:
+        use = module._scaling_use = ScalingUse(module)
+    if is_capturing() and module._buffers.get(BUFFERS[0]) is None:
+        raise RuntimeError(
+            f"{module.describe()}: the first forward under DelayedScaling is captured, and each replay would "
+            f"begin its scales anew: run one iteration before the capture"
+        )
+    module.make_room(length, device)
+    return use
 
 
 def is_of_experts(module: ScaledModule) -> bool:
     """Return True if a weight is marked as one that other ranks hold other values of."""
-    return any(map(is_marked_expert, _weights(module)))
-
-
-def _weights(module: ScaledModule) -> Any:
-    return (weight for name in module.weight_names if (weight := module._parameters.get(name)) is not None)
+    return any(map(is_marked_expert, module.weights_present()))
 
 
 # ---- The end of an iteration. ----
@@ -246,7 +154,7 @@ def _end_iteration(model: nn.Module, axes: Sequence[dist.ProcessGroup], trained:
     states = []
     for module in modules:
         mine = module._buffers.get(BUFFERS[0])
-        use = module.scaling_state(first.recipe.amax_history_len, device if mine is None else mine.device)
+        use = scaling_state(module, first.recipe.amax_history_len, device if mine is None else mine.device)
         use.recipe, use.group = first.recipe, first.group
         states.append(use)
     return update_scales(states, axes)

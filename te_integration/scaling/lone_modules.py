@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .amax_history import NONE_YET, ScalingUse, versions_of
+from .amax_history import ScalingUse, versions_of
+from .scaled_module import NONE_YET
 
 __all__ = ["MOST_UNSEEN", "drop_amaxes", "was_skipped", "watch_steps"]
 

@@ -5,7 +5,8 @@ from torch import Tensor
 from ...ddp.torch_internals import NO_BACKWARD, current_backward
 from ...kernels.quantized import QuantSpec
 from ..recipes import DelayedScaling, Operand, amax_group_now
-from .amax_history import OPERANDS, AmaxRow, ScalingUse, commit, commit_after_backward
+from .amax_history import AmaxRow, ScalingUse, commit, commit_after_backward
+from .scaled_module import OPERANDS
 
 __all__ = ["ProductScaling"]
 

@@ -59,6 +59,7 @@ class Step:
 
 
 @pytest.mark.parametrize("placements", ["zero2", "zero3"])
+@pytest.mark.sampled(1)
 def test_an_average_in_the_step(placements: str) -> None:
     """A second sharded model that the step writes is evaluated between two calls."""
 
@@ -117,6 +118,7 @@ def drop_group(optimizer: Any, params: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("change", [add_group, move_param, drop_group])
+@pytest.mark.sampled(1)
 def test_groups_that_change(change: Callable[[Any, list[Tensor]], None]) -> None:
     def program(graphed: bool) -> dict[str, Any]:
         model = sharded()

@@ -60,6 +60,7 @@ def fail_in_backward(job: Job) -> None:
     ],
     ids=["reads a value", "scheduler", "an error of its own", "an error in a backward"],
 )
+@pytest.mark.sampled(1)
 def test_a_capture_that_fails(extra: Callable[[Job], Any], error: type[Exception], message: str) -> None:
     def program() -> None:
         job = Job(lambda job: extra(job) if capturing() else None)
@@ -98,6 +99,7 @@ def unshard(job: Job) -> None:
     ("change", "message"),
     [(hook_optimizer, "hooks"), (leave_gradients, "zero_grad"), (unfuse, "fused=True"), (unshard, r"reshard\(\)")],
 )
+@pytest.mark.sampled(1)
 def test_what_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
     def program() -> None:
         job = Job()

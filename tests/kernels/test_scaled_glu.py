@@ -163,6 +163,7 @@ def test_any_strides(run: Callable[..., Any], device: str) -> None:
 
 @pytest.mark.parametrize("run", [called, launched])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.sampled(1)
 def test_the_same_again(run: Callable[..., Any], device: str) -> None:
     da, h, probs = operands(33, 300, torch.float16, device)
     first = run(da, h, probs, "geglu")

@@ -194,6 +194,7 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("kernel", "sums"), [("gemm_triton._grouped_gemm_kernel", 128), ("wgrad_triton._grouped_wgrad_kernel", 2 * 64)]
 )
+@pytest.mark.sampled(1)
 def test_sums_of_8_bit_products_leave_the_tensor_cores(kernel: str, sums: int) -> None:
     """Hopper's keep 14 bits or so: each sum of the tile, 128 x 128 or 64 x 128, is added by one of 128 threads.
 

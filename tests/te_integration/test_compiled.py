@@ -26,11 +26,11 @@ from maingrad.te_integration import (
     GroupedLinear,
     Linear,
     WgradQueue,
-    compiled,
     convert_linears,
     delayed_wgrad,
     unconvert,
 )
+from maingrad.te_integration.dense import compiled_wgrad
 
 
 @pytest.fixture(autouse=True)
@@ -379,6 +379,7 @@ def test_two_products_write_two_weights() -> None:
 
 
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused", "plain"])
+@pytest.mark.sampled(1)
 def test_experts_share_weights_and_biases(fuse: bool) -> None:
     results = []
     for compile in (lambda run: run, lambda run: torch.compile(run, backend="aot_eager", fullgraph=True)):
@@ -408,6 +409,7 @@ def test_an_expert_layer_in_a_transform_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused", "plain"])
+@pytest.mark.sampled(1)
 def test_a_product_is_one_node_of_the_traced_graph(fuse: bool) -> None:
     """Like nn.Linear's: a compiler that traced its Python would take half as long again for a layer."""
     found = []
@@ -456,6 +458,7 @@ def test_a_module_freed_before_backward_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.sampled(1)
 def test_a_hook_on_the_weight_gets_its_gradient(after: bool) -> None:
     model = Pair()
     plain = copy.deepcopy(model)
@@ -505,6 +508,7 @@ def test_frozen_thawed_unconverted_wrapped_again() -> None:
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.sampled(1)
 def test_a_copy_writes_its_own_gradient(way: str) -> None:
     model = nn.Sequential(Linear(FEATURES, FEATURES, fuse_wgrad_accumulation=True))
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -598,7 +602,7 @@ def test_compiled_autograd_makes_a_layer_a_break(kind: str) -> None:
 
 def test_without_effects_of_operators_a_layer_is_a_break_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a torch that names its parts differently. The import warns; a warning in traced code would break graphs."""
-    monkeypatch.setattr(compiled, "wgrad", None)
+    monkeypatch.setattr(compiled_wgrad, "wgrad", None)
     model = Pair()
     ddp = wrap(model)
     run = torch.compile(lambda x: model.second(model.first(x)), backend="aot_eager")

@@ -603,6 +603,7 @@ def test_what_wraps_a_fused_layer_is_compiled_once(adapt: str) -> None:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("why", ["no_grad", "frozen"])
+@pytest.mark.sampled(1)
 def test_without_a_weight_gradient_nothing_breaks_the_graph(why: str) -> None:
     model = Waves()
     convert_linears(model)

@@ -331,6 +331,7 @@ def one_cannot_write(folder: Path, full: int) -> list[str]:
 
 
 @pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.sampled(1)
 def test_all_ranks_hear_of_one_that_could_not_write(full: int, tmp_path: Path) -> None:
     for said in run_ranks(one_cannot_write, 2, tmp_path, full):
         assert len(said) == 2, said

@@ -186,6 +186,7 @@ EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
+@pytest.mark.sampled(1)
 def test_a_manifest_of_other_types_is_refused_by_name(checkpoint: Path, name: str) -> None:
     edited(checkpoint, *EDITS[name])
     said = refusal(checkpoint)

@@ -166,6 +166,17 @@ def test_damage_inside_a_data_file_is_found_while_reading(checkpoint: Path, rank
         assert "the model is partly overwritten, do not go on with it" in error
 
 
+def test_damage_that_is_found_while_reading_keeps_the_error_that_found_it(checkpoint: Path) -> None:
+    path = checkpoint / "rank-00001.safetensors"
+    content = path.read_bytes()
+    behind_header = 8 + int.from_bytes(content[:8], "little")
+    path.write_bytes(content[:behind_header] + bytes(len(content) - behind_header))
+    with pytest.raises(ValueError, match=r"is damaged where .*the model is partly overwritten") as raised:
+        load_checkpoint(checkpoint, *build(torch.bfloat16, **ZERO1))
+    cause = raised.value.__cause__
+    assert isinstance(cause, ValueError) and "is damaged where" in str(cause) and "partly" not in str(cause)
+
+
 # ---- Models and optimizers that do not fit. ----
 
 

@@ -159,6 +159,7 @@ def compare_timeline(sharded: bool) -> Disagreement:
 
 
 @COLLECTIVES
+@pytest.mark.sampled(1)
 def test_the_recorded_timeline_agrees_with_the_injected_intervals(sharded: bool) -> None:
     def disagreement() -> dict[str, str]:
         off = {}

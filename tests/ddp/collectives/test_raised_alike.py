@@ -179,6 +179,7 @@ VERBS: dict[str, Callable[[Any, DistributedDataParallel, DistributedOptimizer], 
 
 
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.sampled(1)
 def test_a_path_that_only_the_other_ranks_have(verb: str, tmp_path: Path) -> None:
     """As after a forgotten broadcast."""
 

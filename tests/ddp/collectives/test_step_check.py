@@ -109,6 +109,7 @@ def each_skips_another_batch(kind: str, how: str) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize(("how", "kind"), CASES)
+@pytest.mark.sampled(1)
 def test_ranks_that_skip_different_batches(how: str, kind: str) -> None:
     (first, done), (second, _) = simulate(each_skips_another_batch, 2, kind, how)
     assert first == second
@@ -341,6 +342,7 @@ def trains(kind: str, program: Callable[[Job], Iterator[None]]) -> list[Tensor]:
 
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(1)
 def test_what_ranks_may_do_differently(kind: str, program: Callable[[Job], Iterator[None]]) -> None:
     first, *others = simulate(trains, 3, kind, program)
     assert all(all(map(torch.equal, first, other)) for other in others)

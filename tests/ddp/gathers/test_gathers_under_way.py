@@ -101,6 +101,7 @@ def run(program: Callable[[Job], None], dtype: torch.dtype, overlap: bool) -> li
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.sampled(1)
 def test_what_comes_after_a_step_waits_for_its_gathers(program: Callable[[Job], None], dtype: torch.dtype) -> None:
     expected = simulate(run, RANKS, program, dtype, False)
     with strict_gathers() as launched:

@@ -208,6 +208,7 @@ HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
 
 
 @pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.sampled(1)
 def test_hooks_of_another_time_than_the_capture(kind: str) -> None:
     def program(graphed: bool) -> list[Any]:
         model = Model(OVERLAP)
@@ -257,6 +258,7 @@ class Batch:
     ],
     ids=["object", "iterator", "graph", "parameter"],
 )
+@pytest.mark.sampled(1)
 def test_arguments_that_a_replay_could_not_follow(argument: Callable[[], Any], message: str) -> None:
     model = Model({})
     step = GraphedTrainingStep(model.train, model.ddp, model.optimizer)
@@ -279,7 +281,21 @@ def test_too_many_graphs_name_what_differs() -> None:
         step(x)
 
 
+def test_iterations_are_counted_as_by_eager_steps() -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model({})
+        train = model.graphed(model.train, graphed)
+        counts = []
+        for seed in range(5):
+            train(torch.full((2, 8), float(seed), dtype=torch.bfloat16))
+            counts.append(torch.tensor(model.ddp.iteration))
+        return counts
+
+    check_equal(program)
+
+
 @pytest.mark.parametrize("config", [{}, OVERLAP])
+@pytest.mark.sampled(1)
 def test_two_backwards_outside_no_sync(config: dict[str, Any]) -> None:
     """The second one finds what the first has left in .grad."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp import (
@@ -95,6 +96,40 @@ def test_a_capture_that_fails(extra: Callable[[Job], Any], message: str) -> None
     check_goes_on(job)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_capture_that_fails_between_backward_and_step(overlap: bool) -> None:
+    """Reductions that the capture has launched are over, and the next iteration is as any other."""
+
+    def program(fails: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        config = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+        model = DistributedDataParallel(nn.Linear(4, 4), config)
+        optimizer = DistributedOptimizer(model, lr=2**-7)
+        failures = [ArithmeticError("of the program")] if fails else []
+
+        def train_step(x: Tensor) -> None:
+            model(x).square().mean().backward()
+            if failures and torch.utils._python_dispatch._get_current_dispatch_mode():
+                raise failures.pop()
+            optimizer.step()
+            model.zero_grad()
+
+        graphed = GraphedTrainingStep(train_step, model, optimizer)
+        x = torch.full((2, 4), 1.0 + dist.get_rank())
+        for _ in range(2):
+            graphed(x)
+        if fails:
+            with pytest.raises(ArithmeticError):
+                graphed(x)
+            assert model.is_clear
+        for _ in range(3):
+            graphed(x)
+        return [param.detach().clone() for param in model.parameters()]
+
+    for mine, other in zip(simulate(program, 2, True), simulate(program, 2, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -109,6 +144,7 @@ def test_a_capture_that_fails(extra: Callable[[Job], Any], message: str) -> None
     ids=["hook", "begun", "unfused", "new parameter", "storage", "other optimizer", "master written"],
 )
 @torch.no_grad()
+@pytest.mark.sampled(1)
 def test_what_an_eager_step_or_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
     def program() -> None:
         job = Job(config={"use_distributed_optimizer": True})

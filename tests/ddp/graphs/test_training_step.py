@@ -27,6 +27,7 @@ def check(program: Program, ranks: int = 2) -> None:
 
 
 @pytest.mark.parametrize(("config", "form"), list(itertools.product(CONFIGS, FORMS)))
+@pytest.mark.sampled(1)
 def test_equals_eager(config: str, form: str) -> None:
     check(Program(config=config, form=form, events=("evaluate",)))
 
@@ -53,6 +54,7 @@ def test_everything_between_steps(state: str) -> None:
 
 
 @pytest.mark.parametrize("order", range(2))
+@pytest.mark.sampled(1)
 def test_a_rank_trains_eagerly_while_another_one_captures(order: int) -> None:
     """Ranks are threads of one process here: what is refused in captures is refused of those who capture."""
 
@@ -86,6 +88,7 @@ def test_a_rank_trains_eagerly_while_another_one_captures(order: int) -> None:
     ],
     ids=["AdamW", "SGD", "SGD with dampening"],
 )
+@pytest.mark.sampled(1)
 def test_an_optimizer_that_goes_back_to_before_its_first_step(options: dict[str, Any]) -> None:
     """Also where a rank has no shard, and so no state that it could miss."""
     check_going_back(options)

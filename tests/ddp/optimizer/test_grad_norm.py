@@ -168,6 +168,7 @@ def placements_agree(config: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.sampled(1)
 def test_the_coefficient_has_the_same_bits_under_every_placement(ranks: int) -> None:
     results = simulate(placements_agree, ranks, {}) + simulate(placements_agree, ranks, ZERO1)
     if ranks == 4:

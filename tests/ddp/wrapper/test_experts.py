@@ -212,6 +212,7 @@ def frozen_experts_in_a_unit_of_their_own(path: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(4, of_my_parity), (2, lambda: WORLD_OF_ONE)], ids=["two by two", "alone"])
+@pytest.mark.sampled(1)
 def test_a_unit_of_frozen_experts_keeps_each_ranks(size: int, ranks: Ranks, tmp_path: Path) -> None:
     simulate(frozen_experts_in_a_unit_of_their_own, size, str(tmp_path / "step"), ranks)
 

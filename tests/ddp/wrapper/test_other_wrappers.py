@@ -132,6 +132,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.sampled(1)
 def test_two_wrappers_of_one_model_are_refused_by_name(case: str) -> None:
     combine, message = REFUSED[case]
     with pytest.raises(SimulatedRankError) as raised:

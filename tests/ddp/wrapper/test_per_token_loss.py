@@ -195,6 +195,7 @@ def clipped(config: dict[str, Any], scale: float | None) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("reduce_in_fp32", [True, False])
+@pytest.mark.sampled(1)
 def test_clipping_and_loss_scaling_see_divided_gradients(reduce_in_fp32: bool) -> None:
     config = {"grad_reduce_in_fp32": reduce_in_fp32}
     expected = simulate(clipped, 3, config, None)[0]

@@ -276,6 +276,7 @@ def test_losses_with_backwards_of_their_own_and_penalties(
 
 @pytest.mark.parametrize("losses", ["one_loss", "two_losses"])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(1)
 def test_without_clipping_the_step_alone_finishes_the_iteration(form: str, losses: str) -> None:
     check(form, Program(LOSSES[losses], max_norm=None))
 
@@ -364,6 +365,7 @@ def in_bf16(form: Form) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(1)
 def test_a_gradient_of_the_parameters_dtype_takes_the_place_of_one_in_fp32(form: str) -> None:
     torch.manual_seed(0)
     for steps in simulate(in_bf16, 2, FORMS[form]):
@@ -391,6 +393,7 @@ def test_gradients_that_the_program_keeps_hold_their_values_in_later_iterations(
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(1)
 def test_logged_norms_are_those_of_the_whole_batch(form: str) -> None:
     def logged_by(run: Callable[[Program], Result]) -> list[Tensor]:
         logged: list[Any] = []

@@ -165,9 +165,9 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.scaling.delayed_scaling",
-                "ScaledModule._make_room",
-                "use.record_loaded()",
+                "maingrad.te_integration.scaling.scaled_module",
+                "ScaledModule._expect_stored",
+                "self._scaling_use.record_loaded()",
                 "pass",
             ),
         ],

@@ -145,8 +145,8 @@ FAULTS = [
         tests=["tests/te_integration/recipes/test_delayed_scaling.py::test_another_history_length_keeps_the_newest"],
         changes=[
             Change(
-                "maingrad.te_integration.scaling.delayed_scaling",
-                "ScaledModule.scaling_state",
+                "maingrad.te_integration.scaling.scaled_module",
+                "ScaledModule.make_room",
                 "history[max(1, history.shape[0] - length + 1) :]",
                 "history[1:length]",
             ),

@@ -133,9 +133,9 @@ FAULTS = [
         tests=["tests/te_integration/recipes/test_compiled.py::test_a_layer_whose_weight_is_stored_transposed"],
         changes=[
             Change(
-                "maingrad.te_integration.dense.compilable_linear",
-                "CompilableLinear.deliver_wgrad",
-                "(x, dy) if self.transposed else (dy, x)",
+                "maingrad.te_integration.dense.compiled_wgrad",
+                "WgradHandle.deliver",
+                "(x, dy) if module.transposed else (dy, x)",
                 "dy, x",
             ),
         ],

@@ -70,7 +70,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.linear_module",
-                "LinearModule._delivery",
+                "LinearModule.delivery",
                 "if not needing or in_transform() or not all(map(is_fusable, needing)):",
                 "if not needing or in_transform() or not is_fusable(needing[0]):",
             ),

@@ -28,8 +28,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.compilable_linear",
-                "CompilableLinear.mode_guards",
+                "maingrad.te_integration.dense.compiled_wgrad",
+                "WgradHandle.guarded",
                 "return [recipe, in_transform(), can_compile(), *map",
                 "return [recipe, in_transform(), *map",
             ),

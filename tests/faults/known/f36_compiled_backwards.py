@@ -24,8 +24,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.compiled",
-                "_wanted",
+                "maingrad.te_integration.dense.compiled_wgrad",
+                "WgradHandle._wanted",
                 "return weight if will_execute(following[place][0]) else None",
                 """
                 will_execute(following[place][0])
@@ -42,8 +42,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.compilable_linear",
-                "CompilableLinear.__setstate__",
+                "maingrad.te_integration.dense.linear_module",
+                "LinearModule.__setstate__",
                 """
                 if "_wgrad_handle" in state:
                     self.make_handle()  # a copy is a module of its own
@@ -60,7 +60,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.compilable_linear",
+                "maingrad.te_integration.dense.compiled_wgrad",
                 "_grad_receiver",
                 """
                 if not is_fusable(param):
@@ -93,8 +93,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.compilable_linear",
-                "CompilableLinear.mode",
+                "maingrad.te_integration.dense.compiled_wgrad",
+                "mode_of",
                 """
                 for weight in weights:
                     if not isinstance(weight, nn.Parameter):  # torch.func.functional_call brought another one
@@ -112,10 +112,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.compilable_linear",
-                "CompilableLinear.mode_guards",
-                'return [recipe, in_transform(), can_compile(), *map(_grad_receiver, self.__dict__["_parameters"].values())]',
-                'return [in_transform(), can_compile(), *map(_grad_receiver, self.__dict__["_parameters"].values())]',
+                "maingrad.te_integration.dense.compiled_wgrad",
+                "WgradHandle.guarded",
+                'return [recipe, in_transform(), can_compile(), *map(_grad_receiver, module.__dict__["_parameters"].values())]',
+                'return [in_transform(), can_compile(), *map(_grad_receiver, module.__dict__["_parameters"].values())]',
             ),
         ],
     ),
@@ -127,10 +127,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.compilable_linear",
-                "CompilableLinear.execution_mode",
+                "maingrad.te_integration.dense.compiled_wgrad",
+                "WgradHandle.mode",
                 """
-                if self.recipe_now() == _FORGOTTEN:
+                if self.recipe() == _FORGOTTEN:
                     return "break"
                 """,
                 "",

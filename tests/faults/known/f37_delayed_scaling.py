@@ -10,8 +10,8 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
-                "ScaledModule.scaling_of",
-                "trains = self.training and torch.is_grad_enabled()",
+                "scaling_of",
+                "trains = module.training and torch.is_grad_enabled()",
                 "trains = True",
             ),
         ],
@@ -42,7 +42,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
-                "ScaledModule.scaling_of",
+                "scaling_of",
                 "waits = use.is_in_wrapper()",
                 "waits = False",
             ),
@@ -57,7 +57,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.scaling.delayed_scaling",
-                "ScaledModule.scaling_of",
+                "scaling_of",
                 'if use.row_0 != "empty" and not use.awaited:',
                 'if use.row_0 != "empty":',
             ),

@@ -25,12 +25,6 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.dense.quantized_linear",
-                "",
-                "from ..recipes import Operand, Recipe",
-                "from ..recipes import Operand, Recipe, recipe_now",
-            ),
-            Change(
-                "maingrad.te_integration.dense.quantized_linear",
                 "_QuantizedLinear.backward",
                 "recipe: Quantizing = ctx.recipe",
                 "recipe: Quantizing = recipe_now() or ctx.recipe",
@@ -123,8 +117,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.compilable_linear",
-                "CompilableLinear.recipe_now",
+                "maingrad.te_integration.dense.compiled_wgrad",
+                "WgradHandle.recipe",
                 "recipe = recipes.recipe_now()",
                 "recipe = recipes._state.recipe",
             ),

@@ -28,7 +28,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.compiled",
+                "maingrad.te_integration.dense.compiled_wgrad",
                 "can_compile",
                 "return wgrad is not None and not is_compiled_autograd_on()",
                 "if wgrad is None:\n"

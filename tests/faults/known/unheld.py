@@ -245,7 +245,7 @@ FAULTS = [
         sentence="A history moves on where a product has recorded nothing.",
         tests=[f"{SCALING}/test_delayed_scaling.py::test_scales_are_those_of_the_formulas"],
         changes=[
-            Change("maingrad.te_integration.scaling.amax_history", "", "NONE_YET = -1.0", "NONE_YET = 0.0"),
+            Change("maingrad.te_integration.scaling.scaled_module", "", "NONE_YET = -1.0", "NONE_YET = 0.0"),
         ],
     ),
     Fault(
@@ -262,8 +262,8 @@ FAULTS = [
         tests=[f"{SCALING}/test_delayed_scaling.py::test_a_history_begins_without_an_amax"],
         changes=[
             Change(
-                "maingrad.te_integration.scaling.delayed_scaling",
-                "ScaledModule.scaling_state",
+                "maingrad.te_integration.scaling.scaled_module",
+                "ScaledModule.make_room",
                 "torch.full_like(scales, NONE_YET)",
                 "torch.zeros_like(scales)",
             ),
@@ -275,7 +275,7 @@ FAULTS = [
         tests=[f"{SCALING}/test_delayed_scaling_checkpoints.py::test_a_checkpoint_of_before_the_recipe[zero3]"],
         changes=[
             Change(
-                "maingrad.te_integration.scaling.delayed_scaling",
+                "maingrad.te_integration.scaling.scaled_module",
                 "ScaledModule.adopt_stored",
                 "history.zero_()[0] = NONE_YET",
                 "history.zero_()",

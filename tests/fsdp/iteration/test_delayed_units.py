@@ -68,6 +68,7 @@ def test_an_iteration_is_given_up_before_its_delayed_gradients_are_computed(kind
 
 
 @pytest.mark.parametrize("kind", ["zero2", "hsdp"])
+@pytest.mark.sampled(1)
 def test_gradients_are_cleared_while_delayed_ones_wait(kind: str) -> None:
     """Of weights ``.grad`` then has what is computed later, and nothing of the microbatch before."""
 
@@ -85,6 +86,70 @@ def test_gradients_are_cleared_while_delayed_ones_wait(kind: str) -> None:
         mean_loss(other(second)).backward()
         for mine, theirs in zip(model.blocks, other.blocks, strict=True):
             assert torch.equal(mine.weight.grad.to_local(), theirs.weight.grad.to_local())
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
+@pytest.mark.parametrize("kind", ["zero2", "hsdp"])
+def test_modules_that_get_a_queue_of_their_own_after_they_were_sharded(kind: str) -> None:
+    """When the model was sharded nobody knew that these weight gradients come later."""
+
+    def on_each_rank() -> None:
+        model, other = two_models(kind)
+        for block in model.blocks:
+            block.wgrad_queue = WgradQueue()
+        for index in range(2):  # the second iteration knows no more than the first
+            (batch,) = batches_of(dist.get_rank() + index, 1)
+            mean_loss(model(batch)).backward()
+            for block in reversed(model.blocks):
+                block.backward_dw()
+            model.finish_grad_sync()
+            mean_loss(other(batch)).backward()
+            for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(param.grad.to_local(), wanted.grad.to_local(), rtol=1e-12, atol=0)
+            for each in (model, other):
+                each.zero_grad()
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
+def test_what_was_computed_late_and_then_cleared_is_not_reduced() -> None:
+    """``finish_grad_sync`` behind ``zero_grad`` brings zeros, for delayed gradients that are computed too."""
+
+    def on_each_rank() -> None:
+        model, _ = two_models("zero2")
+        queue = WgradQueue()
+        with model.no_sync(), delayed_wgrad(queue):
+            mean_loss(model(batches_of(dist.get_rank(), 1)[0])).backward()
+        queue.drain()
+        model.zero_grad()
+        model.finish_grad_sync()
+        assert not any(param.grad.to_local().any() for param in model.parameters())
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3"])
+@pytest.mark.sampled(2)
+def test_an_iteration_whose_queue_was_let_go_is_given_up(kind: str) -> None:
+    """Nothing can compute its gradients any more. The error names the module, and ``zero_grad`` begins anew."""
+
+    def on_each_rank() -> None:
+        model, other = two_models(kind)
+        first, second = batches_of(dist.get_rank(), 2)
+        queue = WgradQueue()
+        with delayed_wgrad(queue):
+            loss = mean_loss(model(first))
+        loss.backward()
+        del queue
+        with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\) without a .* whose WgradQueue was let go"):
+            model.finish_grad_sync()
+        model.zero_grad()
+        for each in (model, other):
+            mean_loss(each(second)).backward()
+            each.finish_grad_sync()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), theirs.grad.to_local()), mine.shard.name
 
     simulate(on_each_rank, ranks_of(kind))
 
@@ -274,7 +339,23 @@ def test_24_what_would_cross_with_delayed_gradients_is_refused_on_all_ranks(
     simulate(on_each_rank, 2)
 
 
+def test_24_a_backward_of_an_earlier_forward_is_refused_behind_the_last_one() -> None:
+    """Its forward was over before the last backward, and the backward would gather."""
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model: Any = fully_shard(OnOneRank(), **options_of("zero3"))
+        first, second = (mean_loss(model(batch)) for batch in batches_of(dist.get_rank(), 2))
+        second.backward()
+        refusal = r"^a backward after the iteration's last backward, in which weight gradients of .* were delayed"
+        with pytest.raises(RuntimeError, match=refusal):
+            first.backward()
+
+    simulate(on_each_rank, 2)
+
+
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "zero3, once"])
+@pytest.mark.sampled(1)
 def test_a_step_that_is_skipped_after_its_delayed_gradients_leaves_the_next_iteration_its_microbatches(
     kind: str,
 ) -> None:

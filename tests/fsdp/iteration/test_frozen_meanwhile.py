@@ -158,11 +158,13 @@ def fused(model: nn.Module, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("run", [between_forward_and_backward, in_one_backward_with_trained_forwards])
+@pytest.mark.sampled(1)
 def test_fused_weight_gradients(run: Callable[..., None]) -> None:
     train_beside("zero3", shard=fused, run=run, ranks=2)
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "hsdp"])
+@pytest.mark.sampled(1)
 def test_nothing_is_reduced(kind: str) -> None:
     def on_each_rank() -> int:
         model = Net().double()

@@ -31,6 +31,7 @@ def sums_nbytes(model: FSDPModule) -> int:
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)
+@pytest.mark.sampled(1)
 def test_the_next_forward_has_the_memory(placements: str):
     def run() -> list[bool]:
         model = build(placements)

@@ -89,6 +89,7 @@ def trains(choose: Choose, kind: str) -> str:
 
 @pytest.mark.parametrize("choose", [branch_by_rank, drawn_by_rank, another_order], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("kind", ["zero3", "zero2", "zero1", "hsdp"])
+@pytest.mark.sampled(1)
 def test_ranks_that_run_other_units(kind: str, choose: Choose) -> None:
     first, *others = simulate(trains, ranks_of(kind), choose, kind)
     assert all(other == first for other in others)
@@ -110,6 +111,7 @@ def test_over_gloo() -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero3", "zero2"])
+@pytest.mark.sampled(1)
 def test_a_program_that_catches_it_goes_on(kind: str) -> None:
     """Mixed gradients are gone, and so are mixed weights, those of a frozen layer too."""
 
@@ -199,6 +201,7 @@ def each_leaves_out_an_update(kind: str, how: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "how"), [("zero3", "update"), ("zero2", "update"), ("zero2", "forward")])
+@pytest.mark.sampled(1)
 def test_ranks_that_skip_different_steps(kind: str, how: str) -> None:
     first, second = simulate(each_leaves_out_an_update, 2, kind, how)
     assert first == second

@@ -139,6 +139,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("holds", [(False, True, False), (True, False, True), (None, True, None)], ids=str)
+@pytest.mark.sampled(1)
 def test_a_unit_inside_another_has_a_will_of_its_own(holds: Sequence[bool | None]) -> None:
     """A block, the net around it, and the model around that."""
 
@@ -217,6 +218,7 @@ def test_each_unit_is_reduced_once_in_the_last_microbatch(placements: str) -> No
 
 
 @pytest.mark.parametrize(("placements", "across"), [("hsdp", "all_reduce"), ("hsdp_zero1", "reduce_scatter")])
+@pytest.mark.sampled(1)
 def test_across_instances_once_as_well(placements: str, across: str) -> None:
     once = (["reduce_scatter"] * 4, [across] * 4)
     assert reductions(placements, 2) == [NONE, NONE, once, NONE]

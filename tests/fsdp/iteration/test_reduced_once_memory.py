@@ -158,6 +158,7 @@ def test_whole_gradients_go_as_the_last_backward_passes_them() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.sampled(1)
 def test_one_microbatch_holds_no_more_than_ever(microbatches: int) -> None:
     """With one microbatch the pool is as small as with a reduction in every microbatch."""
     for rank in simulate(iterations, 2, microbatches=microbatches):

@@ -179,6 +179,73 @@ def test_cleared_sums_of_an_iteration_that_is_over() -> None:
     check(4, cleared_after_the_end, (1, 2))
 
 
+# ---- Gradients by hand. ----
+
+
+class Halves(nn.Module):
+    """Two layers, each used on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        return self.layers[index](x).square().sum()
+
+
+def by_hand_and_unreached() -> None:
+    model: Any = fully_shard(Halves())
+    wholes: list[Tensor] = []
+    model.layers[0].register_forward_pre_hook(lambda layer, _: wholes.append(layer.weight))
+    with model.no_sync():
+        model(batch(0), 0).backward()
+    wholes[0].grad = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match=r"a gradient of parameter 'layers.0.weight' was put into .grad by hand"):
+        model(batch(1), 1).backward()
+    assert wholes[0].grad is None
+    model.zero_grad()
+    model(batch(2), 0).backward()
+    twin = Halves()
+    for rank in range(2):
+        (twin(batch(2, rank), 0) / 2).backward()
+    for found, param in zip(whole_grads(model), twin.parameters(), strict=True):
+        torch.testing.assert_close(found, torch.zeros_like(param) if param.grad is None else param.grad)
+
+
+def test_a_gradient_by_hand_that_no_backward_takes_is_refused_when_the_last_backward_ends() -> None:
+    """A loop without ``finish_grad_sync`` would step without it."""
+    simulate(by_hand_and_unreached, 2)
+
+
+# ---- Forwards that train nothing, on one rank alone. ----
+
+
+@pytest.mark.parametrize("how", ["frozen", "eval"])
+@pytest.mark.sampled(2)
+def test_ranks_may_differ_in_forwards_that_no_backward_is_to_follow(how: str) -> None:
+    """Whole parameters are at rest, so that such a forward is no collective; its graph is for a gradient of inputs."""
+
+    def looks(model: Any) -> None:
+        if how == "frozen":
+            model.requires_grad_(False)
+        else:
+            model.eval()
+        assert model(batch(9).requires_grad_()).grad_fn is not None
+        model.requires_grad_(True).train()
+
+    def program() -> list[Tensor]:
+        model = sharded(placements="zero1")
+        model(batch(0)).backward()
+        if dist.get_rank() == 0:
+            for _ in range(2):
+                looks(model)
+        model(batch(1)).backward()
+        return whole_grads(model)
+
+    check(2, program, (0, 1))
+
+
 # ---- Backwards that fail. ----
 
 

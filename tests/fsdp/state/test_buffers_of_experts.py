@@ -110,6 +110,7 @@ def loaded(way: str, path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("one", "other"), [("zero1", "fully_shard"), ("fully_shard", "zero1"), ("ddp", "fully_shard")])
+@pytest.mark.sampled(1)
 def test_a_checkpoint_of_one_wrapper_is_read_under_another(one: str, other: str, tmp_path: Path) -> None:
     written = simulate(saved, 2, one, tmp_path / "saved")
     read = simulate(loaded, 2, other, tmp_path / "saved")

@@ -153,6 +153,7 @@ def one(shape: tuple[int, ...] = (4, 3), start: int = 3, end: int = 9, requires_
         ((0, 4), 0, 0, (0, 4)),
     ],
 )
+@pytest.mark.sampled(1)
 def test_shards_keep_the_number_of_dims(shape: Any, start: int, end: int, expected: Any) -> None:
     info = info_of(shape, start, end)
     assert local_shape(info) == expected
@@ -278,6 +279,7 @@ def test_a_function_of_autograd_refuses_what_leads_to_values(
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.sampled(1)
 def test_use_outside_its_unit_is_refused_by_name(name: str, requires_grad: bool) -> None:
     what, use = USES[name]
     param = one(requires_grad=requires_grad)
@@ -335,6 +337,7 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.sampled(1)
 def test_questions_about_a_shard_are_answered(name: str) -> None:
     plain, param = nn.Parameter(one().detach().clone()), one()
     expected, answer = QUESTIONS[name](plain), QUESTIONS[name](param)
@@ -691,6 +694,7 @@ def stepped(ranks: Ranks, name: str) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(1)
 def test_optimizers_update_shards_as_whole_parameters(name: str) -> None:
     reference = plain_params(wholes(), wholes())
     optimizer = OPTIMIZERS[name](reference)

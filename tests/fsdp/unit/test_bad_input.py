@@ -385,6 +385,7 @@ class OtherOrder(nn.Module):
         differs("class", lambda rank: (nn.Linear, nn.Bilinear)[rank](*[3] * (2 + rank)), "Linear's 'bias'"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_models_that_differ_between_ranks(make: Callable[[int], nn.Module], found: str, options: Any) -> None:
     def on_each_rank() -> None:
         with pytest.raises(ValueError, match=rf"the model differs between ranks .*rank 0 has .*{found}.* where rank 1"):
@@ -573,10 +574,10 @@ def torchs_wrapper() -> None:
 
 
 def test_policies_that_cannot_be() -> None:
-    with pytest.raises(
-        ValueError, match=r"MixedPrecisionPolicy.param_dtype must be a floating-point dtype, got torch.i"
-    ):
-        MixedPrecisionPolicy(param_dtype=torch.int8)
+    for name in ("param_dtype", "grad_dtype", "reduce_dtype", "output_dtype"):
+        message = rf"MixedPrecisionPolicy\.{name} must be a floating-point dtype, got torch\.i"
+        with pytest.raises(ValueError, match=message):
+            MixedPrecisionPolicy(**{name: torch.int8})
     with pytest.raises(ValueError, match=r"reduce_dtype torch.float32 is wider than grad_dtype torch.bfloat16"):
         MixedPrecisionPolicy(grad_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

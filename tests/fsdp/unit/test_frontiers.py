@@ -67,6 +67,7 @@ def swapped() -> None:
         (swapped, r"'0.bias' was replaced .*functional_call.*torch.func takes a plain model"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_torch_func_over_shards_is_refused(use: Callable[[], None], message: str) -> None:
     with pytest.raises(SimulatedRankError, match=message) as raised:
         simulate(use, 2)
@@ -153,6 +154,7 @@ def test_shards_take_constants() -> None:
 
 @pytest.mark.parametrize("name", INITIALISERS)
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.sampled(1)
 def test_shards_are_not_initialised_by_draws(name: str) -> None:
     """Ranks of one seed would draw equal numbers for different rows, with bounds from the shard's shape."""
 

@@ -223,6 +223,7 @@ def whole_parameters(run: Run, microbatches: int) -> tuple[Whole, Whole]:
 
 
 @pytest.mark.parametrize("run", ["plainly", "recomputed"])
+@pytest.mark.sampled(1)
 def test_two_blocks_are_whole_at_once_and_between_microbatches(run: str) -> None:
     """The block that computes and the block being gathered; between microbatches the first two of forward."""
     for trained, evaluated in simulate(whole_parameters, 2, RUNS[run], 3):
@@ -254,6 +255,7 @@ def test_parameters_that_are_gathered_again_are_counted_once(placements: str, he
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.sampled(1)
 def test_delayed_gradients_take_memory_when_they_are_computed(microbatches: int) -> None:
     """Modules said when they were wrapped what they delay: those gradients are a bucket of their own, and stay from the
     first drain of an iteration to its last, which reduces them."""
@@ -385,6 +387,7 @@ def test_an_embedding_has_no_gradient_before_backward_comes_to_it(placements: st
 
 
 @pytest.mark.parametrize("placements", ["zero3", "hsdp"])
+@pytest.mark.sampled(1)
 def test_gradients_that_were_kept_go_one_unit_after_the_other(placements: str) -> None:
     """All gradients until the last backward; then those of blocks not passed, and those being reduced."""
     for found in simulate(watch, 2, placements, ONE_MATRIX, 3, reduce_every_microbatch=False):

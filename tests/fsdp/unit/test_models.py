@@ -43,6 +43,7 @@ def test_a_model_of_blocks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+@pytest.mark.sampled(1)
 def test_a_group_of_one_rank(kind: str) -> None:
     train_beside(kind, ranks=1)
     train_beside(kind, ranks=0)
@@ -373,6 +374,31 @@ def test_weights_are_the_first_ranks_unless_told_otherwise(kind: str) -> None:
 
     for init_sync in (False, True):
         simulate(on_each_rank, KINDS[kind], init_sync)
+
+
+class Looks(nn.Module):
+    """Notes the dtypes of its arguments, and an attribute that the program has set on its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.weight.note = "the program's"
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor, index: Tensor, *, mask: Tensor, pair: Any) -> Any:
+        self.seen = [x.dtype, index.dtype, mask.dtype, *(each.dtype for each in pair), self.weight.note]
+        return (x * self.weight)[index], {"index": index, "half": pair[0]}
+
+
+def test_casts_of_a_policy_leave_integers_alone_and_parameters_keep_what_the_program_set() -> None:
+    """Wherever they stand in the arguments and in what forward returns; both forms of a parameter have attributes."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model: Any = fully_shard(Looks(), mixed_precision=policy)
+    index, mask = torch.tensor([0, 2]), torch.tensor([True, False])
+    rows, rest = model(torch.ones(6), index, mask=mask, pair=[torch.ones(2, dtype=torch.float16), index.int()])
+    assert model.seen == [torch.bfloat16, torch.int64, torch.bool, torch.bfloat16, torch.int32, "the program's"]
+    assert (rows.dtype, rest["index"].dtype, rest["half"].dtype) == (torch.float64, torch.int64, torch.float64)
+    assert model.weight.note == "the program's"
 
 
 def test_f_linear_over_a_units_own_parameters_works_in_its_forward() -> None:

@@ -59,6 +59,7 @@ def test_atoms_stay_together_and_training_is_the_same(atoms: ShardAtoms, world_s
 
 
 @pytest.mark.parametrize("atoms", ["row", "whole", {"*.weight": "row"}], ids=str)
+@pytest.mark.sampled(1)
 def test_the_size_of_buckets_moves_no_atom(atoms: ShardAtoms):
     """Units of coarser atoms than elements have as few buckets as atoms allow, whatever their size."""
     for (weights, places), (others, other_places) in zip(
@@ -69,6 +70,7 @@ def test_the_size_of_buckets_moves_no_atom(atoms: ShardAtoms):
 
 
 @pytest.mark.parametrize("size", [1, 40])
+@pytest.mark.sampled(1)
 def test_elements_are_cut_in_each_bucket_anew(size: int):
     """Buckets change the place of elements, not the results. Each rank has its part of every bucket."""
     (wanted, alone), *_ = simulate(lambda: train("element"), 3)

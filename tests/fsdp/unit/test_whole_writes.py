@@ -85,6 +85,7 @@ def test_one_rank_writes_without_an_option(way: str, reshard: bool | None) -> No
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(1)
 def test_writes_of_reduced_statistics_are_declared_alike(way: str) -> None:
     """Each rank has its own data. What ranks write follows from sums over all ranks, and from weights."""
     size = WAYS[way]
@@ -98,6 +99,7 @@ def test_writes_of_reduced_statistics_are_declared_alike(way: str) -> None:
 
 
 @pytest.mark.parametrize("inside", [(), PARTS])
+@pytest.mark.sampled(1)
 def test_writes_of_equal_batches_are_declared_alike(inside: tuple[str, ...]) -> None:
     plain = train(make(), data_of(0, 1), 2)
 
@@ -143,6 +145,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize(
     ("way", "kind"), [*(("zero3", kind) for kind in MODULES), ("zero2", "clamp_"), ("hsdp", "clamp_")]
 )
+@pytest.mark.sampled(1)
 def test_writes_that_are_not_declared_are_refused_by_name(way: str, kind: str) -> None:
     make_layer, local = MODULES[kind]
 
@@ -258,6 +261,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("inside", [(), ("first", "second")])
 @pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.sampled(1)
 def test_units_that_run_twice_and_recomputes_write_each_time(reentrant: bool | None, inside: tuple[str, ...]) -> None:
     """In plain PyTorch a recompute writes as well."""
 

@@ -20,6 +20,7 @@ from maingrad.kernels.grouped.gemm_triton import (
     default_gemm_config,
     grouped_gemm_triton,
 )
+from maingrad.kernels.grouped.products import alike, by_layout
 from maingrad.kernels.grouped.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from maingrad.kernels.grouped.wgrad_triton import grouped_wgrad_triton
 
@@ -347,6 +348,43 @@ def test_new_addresses_in_a_capture_are_refused_by_name() -> None:
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="run one eager iteration"), torch.cuda.graph(graph):
         grouped_wgrad_accumulate(dy, x, lonely, offsets)
+
+
+def test_each_expert_has_an_accumulator_and_a_bit() -> None:
+    dy, x, offsets = torch.ones(3, 2), torch.ones(3, 4), torch.tensor([0, 1, 3])
+    grads = [torch.zeros(2, 4) for _ in range(3)]
+    with pytest.raises(ValueError, match="got 3 main_grads for 2 experts"):
+        grouped_wgrad_accumulate(dy, x, grads, offsets)
+    with pytest.raises(ValueError, match="got 1 overwrite bits for 2 experts"):
+        grouped_wgrad_accumulate(dy, x, grads[:2], offsets, overwrite=[True])
+    assert not any(grad.any() for grad in grads)
+
+
+def test_experts_weights_are_copied_where_a_kernel_could_not_address_them_alike() -> None:
+    """A kernel takes one row stride for all experts, and columns that lie side by side."""
+    rows = [torch.randn(4, 6), torch.randn(4, 6)]
+    assert all(mine is theirs for mine, theirs in zip(alike(rows), rows, strict=True))
+    parts = list(torch.randn(2, 4, 9)[:, :, :6].unbind())  # rows that lie apart
+    assert all(mine is theirs for mine, theirs in zip(alike(parts), parts, strict=True))
+    for unlike in ([rows[0], parts[1]], [each.t() for each in rows]):
+        found = alike(unlike)
+        assert {each.stride() for each in found} == {(unlike[0].shape[1], 1)}
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, unlike, strict=True))
+    packed = torch.randn(2, 4, 6)
+    assert alike(packed) is packed
+    assert alike(packed.transpose(1, 2)).stride(-1) == 1
+
+
+def test_accumulators_are_written_together_where_they_lie_alike() -> None:
+    first, second, apart = torch.zeros(4, 6), torch.zeros(4, 6), torch.zeros(4, 9)[:, :6]
+    half, nothing = torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(0, 6)
+    groups = list(by_layout([first, None, apart, second, half]))
+    kept = [[index for index, grad in enumerate(group) if grad is not None] for group in groups]
+    assert sorted(kept) == [[0, 3], [2], [4]]
+    assert all(len(group) == 5 for group in groups), "the index of an expert stays"
+    packed = torch.zeros(2, 4, 6)
+    assert [group is packed for group in by_layout(packed)] == [True]
+    assert not list(by_layout(torch.zeros(2, 0, 6))) and not list(by_layout([None, nothing]))
 
 
 @pytest.mark.gpu

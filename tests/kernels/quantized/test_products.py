@@ -6,9 +6,7 @@ import pytest
 import torch
 from quant_oracle import SPECS
 
-from maingrad.kernels import wgrad_accumulate
 from maingrad.kernels.quantized import dequantize, quantize, scaled_product, scaled_wgrad_accumulate
-from maingrad.kernels.wgrad import tensors_of, wgrad_product
 
 
 @pytest.mark.parametrize(("left", "right"), list(itertools.combinations_with_replacement(SPECS, 2)))
@@ -33,12 +31,12 @@ def test_weight_gradients(dtype: torch.dtype) -> None:
     operands = quantize(dy.t(), SPECS["current, gradients"]), quantize(x.t(), SPECS["current"])
     exact = dequantize(operands[0], torch.float64) @ dequantize(operands[1], torch.float64).t()
     main_grad = torch.full((12, 9), float("nan"), dtype=dtype)
-    wgrad_accumulate(*operands, main_grad, overwrite=True)
+    scaled_wgrad_accumulate(*operands, main_grad, overwrite=True)
     scaled_wgrad_accumulate(*operands, main_grad)
     tolerance = 1e-5 if dtype is torch.float32 else 2**-6
     torch.testing.assert_close(main_grad.double(), 2 * exact, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(wgrad_product(*operands, torch.float32).double(), exact, rtol=1e-5, atol=1e-5)
-    assert [tensor.dtype for tensor in tensors_of(operands[0])] == [torch.float8_e5m2, torch.float32]
+    torch.testing.assert_close(scaled_product(*operands, torch.float32).double(), exact, rtol=1e-5, atol=1e-5)
+    assert [tensor.dtype for tensor in operands[0].tensors] == [torch.float8_e5m2, torch.float32]
 
 
 def test_what_does_not_match() -> None:

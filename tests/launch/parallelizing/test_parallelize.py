@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import maingrad
+from maingrad.launch.parallelizing.blocks import add_recompute
 
 FORMS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 STEPS, MICROBATCHES, ROWS = 3, 2, 8
@@ -252,6 +253,27 @@ def test_ignored_parameters_keep_their_dtype() -> None:
     assert model.scale.dtype is torch.float32
 
 
+def with_codes() -> Net:
+    """Blocks that are frozen in bf16, and integers that nothing trains, as of a base model with adapters."""
+    net = make_net().float()
+    net.blocks.bfloat16().requires_grad_(False)
+    net.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize("form", ["zero1", "zero3"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.sampled(4)
+def test_what_is_frozen_keeps_its_dtype_and_integers_stay_integers(form: str, param_dtype: torch.dtype | None) -> None:
+    model = maingrad.parallelize(
+        with_codes(), form, units=[], mesh=maingrad.WORLD_OF_ONE, param_dtype=param_dtype, fuse=False
+    )
+    dtypes = {name.removeprefix("module."): param.dtype for name, param in model.named_parameters()}
+    assert dtypes["codes"] is torch.int64
+    assert dtypes["blocks.0.linear.weight"] is torch.bfloat16
+    assert dtypes["scale"] is (param_dtype if form == "zero1" and param_dtype else torch.float32)
+
+
 def test_parts_in_half_precision_need_a_name_for_the_dtype() -> None:
     net = make_net().float()
     net.head.bfloat16()
@@ -366,6 +388,7 @@ def test_linear_layers_are_fused_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero3"])
+@pytest.mark.sampled(1)
 def test_blocks_are_compiled(form: str) -> None:
     graphs: list[Any] = []
 
@@ -378,6 +401,42 @@ def test_blocks_are_compiled(form: str) -> None:
     loss = net_loss(model, 0, slice(None))
     assert graphs
     torch.testing.assert_close(loss, net_loss(make_net(), 0, slice(None)))
+
+
+def test_a_block_that_is_recomputed_already_is_recomputed_once() -> None:
+    """A model that a trainer has prepared is given to another one."""
+    net = make_net()
+    calls: list[int] = []
+    net.blocks[0].norm.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(2):
+        add_recompute(net, net.blocks)
+    net_loss(net, 0, slice(None)).backward()
+    assert len(calls) == 2
+    with torch.no_grad():
+        net_loss(net, 0, slice(None))
+    assert len(calls) == 3
+
+
+def test_foreach_takes_the_fused_kernels_place() -> None:
+    model = maingrad.parallelize(make_net(), "zero3", mesh=maingrad.WORLD_OF_ONE)
+    for given, expected in (({"foreach": True}, None), ({}, True), ({"fused": False}, False)):
+        assert maingrad.make_optimizer(model, lr=0.1, **given).defaults["fused"] is expected
+
+
+def test_a_step_clips_what_has_a_gradient() -> None:
+    """A frozen layer's parameters are in no group; ``grad_norm`` is None before the first step."""
+    model = maingrad.parallelize(make_net(), "zero3", mesh=maingrad.WORLD_OF_ONE)
+    optimizer = maingrad.make_optimizer(model, torch.optim.SGD, lr=0.0, max_grad_norm=1e-3)
+    assert optimizer.grad_norm is None
+    net_loss(model, 0, slice(None)).backward()
+    model.scale.grad = None
+    grads = [param.grad.to_local().clone() for param in model.parameters() if param.grad is not None]
+    optimizer.step()
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    torch.testing.assert_close(optimizer.grad_norm.to(norm), norm)
+    clipped = [param.grad.to_local() for param in model.parameters() if param.grad is not None]
+    for after, before in zip(clipped, grads, strict=True):
+        torch.testing.assert_close(after, before * (1e-3 / (norm + 1e-6)), rtol=1e-6, atol=0)
 
 
 def test_a_copy_of_a_recomputed_model_computes_with_its_own_weights() -> None:

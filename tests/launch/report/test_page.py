@@ -144,6 +144,7 @@ _FLOPS = 6 * _WEIGHTS + 12 * 2 * 24 * 32
     "gpu, peak, option",
     [("NVIDIA H100 80GB HBM3", 989.0, None), ("NVIDIA H100 80GB HBM3", 500.0, 500.0), ("Unheard X1", 42.0, 42.0)],
 )
+@pytest.mark.sampled(1)
 def test_mfu_of_a_model_counted_by_hand(
     two_ranks: Path, tmp_path: Path, gpu: str, peak: float, option: float | None
 ) -> None:

@@ -199,6 +199,7 @@ def test_the_last_one_stays_until_the_next_is_complete(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("save_every", [2, 10])
+@pytest.mark.sampled(1)
 def test_a_full_disk_ends_the_run_soon_and_leaves_the_last_checkpoint(save_every: int, tmp_path: Path):
     """At the next step whose loss is exchanged, or at the end."""
     before = tmp_path / "run" / "checkpoints" / "step-00000002"

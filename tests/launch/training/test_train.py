@@ -258,6 +258,7 @@ def test_short_runs_are_recorded_too(tmp_path: Path, steps: int):
 
 
 @pytest.mark.parametrize("decay_vectors", [False, True])
+@pytest.mark.sampled(1)
 def test_vectors_need_not_decay(tmp_path: Path, decay_vectors: bool):
     """A learning rate so small that weights move by decay alone: norms stay at 1, bit for bit, or do not."""
     optimizer = {"lr": 1e-4, "weight_decay": 1e3, "decay_vectors": decay_vectors, "warmup_steps": 0, "eps": 1e4}

@@ -162,6 +162,7 @@ def test_bf16_parameters_and_tied_embeddings(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(1)
 def test_plan_on_meta(tmp_path: Path, name: str):
     source = folder_of(name, tmp_path / "source")
     config = config_for(tmp_path, source)

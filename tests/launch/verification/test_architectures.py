@@ -77,6 +77,7 @@ def check(name: str, ways: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.sampled(1)
 def test_some_ways(name: str) -> None:
     check(name, FEW)
 

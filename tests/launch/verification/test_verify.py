@@ -45,6 +45,7 @@ def test_every_way_agrees_with_plain_pytorch() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (3, 1), (4, 3)])
+@pytest.mark.sampled(1)
 def test_ranks_and_microbatches(ranks: int, microbatches: int) -> None:
     ways = ("zero1", "hybrid_converted", "hsdp_converted")
     found = verify(mlp(), rows(), square, ranks=ranks, num_microbatches=microbatches, ways=ways)
@@ -60,6 +61,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.sampled(1)
 def test_rounding_under_autocast_is_no_mistake(dropout: float) -> None:
     model = nn.Sequential(mlp(), nn.Dropout(dropout))
 

@@ -216,6 +216,33 @@ def test_a_queue_drains_in_bucket_order_whatever_order_backward_took() -> None:
     ddp.finish_grad_sync()
 
 
+DRAINS: dict[str, tuple[Callable[[WgradQueue, nn.Module], None], list[int]]] = {
+    "drain_microbatch": (lambda queue, _: queue.drain_microbatch(0), [0, 1, 2, 3]),
+    "drain_oldest_microbatch": (lambda queue, _: queue.drain_oldest_microbatch(), [3, 2, 1, 0]),
+    "drain_module": (lambda queue, model: queue.drain_module(model), [3, 2, 1, 0]),
+}
+"""How to drain -> the buckets in the order in which they are computed."""
+
+
+@pytest.mark.parametrize("verb", DRAINS)
+def test_a_part_of_a_queue_drains_in_the_order_that_its_verb_names(verb: str) -> None:
+    """A microbatch that is named completes buckets early; the oldest one and a module's come as they were queued."""
+    names = ["d", "b", "c", "a"]
+    options = {"bias": False, "fuse_wgrad_accumulation": True}
+    model = LastFirst(*(Linear(8, 8, name=name, **options) for name in names))
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(bucket_size=64))
+    queue = WgradQueue()
+    queue.log = []
+    with delayed_wgrad(queue):
+        y = ddp(torch.randn(2, 8))
+    y.sum().backward()
+    assert queue.pending_owners == names
+    drain, order = DRAINS[verb]
+    drain(queue, model)
+    assert [entry.bucket for entry in queue.log] == order
+    ddp.finish_grad_sync()
+
+
 def test_one_modules_gradients_can_be_drained_alone() -> None:
     """Modules of one size have the same description; only their weights tell them apart."""
     model = nn.Sequential(*(Linear(8, 8, bias=False, fuse_wgrad_accumulation=True) for _ in range(3)))

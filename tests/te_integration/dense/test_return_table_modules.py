@@ -116,6 +116,7 @@ def watch(output: Tensor, weight: nn.Parameter, seen: list[tuple[Seen | None, An
 @pytest.mark.parametrize("input_needs_grad", [True, False])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
+@pytest.mark.sampled(1)
 def test_every_row_for_every_weight(kind: str, name: str, row: Row, input_needs_grad: bool) -> None:
     module = make(kind, fuse=row.fuse, delay=row.delay)
     weight = getattr(module, name)
@@ -175,6 +176,7 @@ def _main_grad_of(provider: Any, weight: Tensor) -> Tensor | None:
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("provider", ["ours", "foreign", "lazy", "none"])
 @pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
+@pytest.mark.sampled(1)
 def test_the_frozen_row_for_every_weight(kind: str, name: str, provider: str, fuse: bool, delay: bool) -> None:
     """Nothing is returned, written or flagged for it; its bias, the input and every other parameter get theirs."""
     if provider == "none" and fuse and kind not in ("Linear", "LayerNormLinear", "packed GroupedLinear"):
@@ -211,6 +213,7 @@ def test_the_frozen_row_for_every_weight(kind: str, name: str, provider: str, fu
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("provider", ["ours", "lazy"])
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
+@pytest.mark.sampled(1)
 def test_08_a_module_used_twice_overwrites_once_in_each_backward(
     kind: str, provider: str, delay: bool, reentrant: bool
 ) -> None:

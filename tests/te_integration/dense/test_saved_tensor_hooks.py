@@ -83,6 +83,7 @@ def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: 
 @pytest.mark.parametrize("around", ["save_on_cpu", "fresh tensors"])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("provider", [ForeignProvider, LazyForeignProvider])
+@pytest.mark.sampled(1)
 def test_20_flag_and_overwrite_bit_are_the_weights_own(
     kind: str, name: str, around: str, delay: bool, provider: type[ForeignProvider]
 ) -> None:

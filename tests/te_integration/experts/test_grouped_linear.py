@@ -245,6 +245,7 @@ def test_it_is_a_loop_of_linear(packed: bool, fuse: bool, delay: bool) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("which", ["input", "weights", "neither"])
+@pytest.mark.sampled(1)
 def test_the_input_without_a_gradient_and_the_weights_with_and_the_reverse(form: str, delay: bool, which: str) -> None:
     module = make(4, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, **FORMS[form])
     for name in module.weight_names:
@@ -404,6 +405,36 @@ def test_memory_that_does_not_fit_is_refused(name: str, buffer: Any, message: st
     module, case = make(4, name="layers.2.fc1"), case_of(*SPLITS["uneven"])
     with pytest.raises(ValueError, match=f"layers.2.fc1: {message}"):
         module(case.x, case.splits, **{name: buffer()})
+
+
+def test_an_input_that_is_kept_in_another_dtype_has_no_gradient_in_the_callers_memory() -> None:
+    """Under autocast the gradient of a kept fp32 input is fp32; the memory is of the products' dtype."""
+    module, case = make(4, name="fc1", save_original_input=True), case_of(*SPLITS["uneven"])
+    memory = torch.empty(case.x.shape, dtype=torch.bfloat16)
+    refusal = pytest.raises(ValueError, match="fc1: grad_input with save_original_input needs an input of")
+    with refusal, torch.autocast("cpu", dtype=torch.bfloat16):
+        module(case.x.float(), case.splits, grad_input=memory)
+
+
+def test_pad_rows_reach_no_second_derivative() -> None:
+    """What lies in pad rows of the input, of the scales and of the incoming gradient may be anything."""
+
+    def derivatives(rows: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = GroupedLinear(2, 3, 4, scale_bias=True, dtype=torch.float64)
+        x, scales, dy = (torch.randn(6, *more, dtype=torch.float64) for more in ((3,), (), (4,)))
+        for each in (x, scales, dy):
+            each[4:] = torch.nan
+        inputs = [each[:rows].clone().requires_grad_() for each in (x, scales, dy)]
+        y = module(inputs[0], torch.tensor([3, 1]), inputs[1])
+        leaves = [*module.parameters(), *inputs[:2]]
+        first = torch.autograd.grad(y, leaves, inputs[2], create_graph=True)
+        total = sum(grad.nan_to_num().square().sum() for grad in first)
+        second = torch.autograd.grad(total, [*leaves, inputs[2]])
+        return [grad[:4] if len(grad) == rows else grad for grad in (*first, *second)]
+
+    for padded, alone in zip(derivatives(6), derivatives(4), strict=True):
+        torch.testing.assert_close(padded, alone, rtol=1e-12, atol=1e-12)
 
 
 # ---- Any splits, any sizes, any experts frozen. ----

@@ -193,6 +193,14 @@ def test_another_number_of_experts_is_an_error_that_says_so(stored: dict[str, bo
             make(name="experts", **loaded).load_state_dict(make(count, **stored).state_dict())
 
 
+@pytest.mark.parametrize("name", ["weight1", "bias1"])
+def test_a_parameter_of_another_dtype_is_refused_by_name_of_the_layer(name: str) -> None:
+    module = make(name="experts")
+    setattr(module, name, nn.Parameter(getattr(module, name).detach().double()))
+    with pytest.raises(ValueError, match=r"experts: the input is torch\.float32 and the parameters torch\.float32 and"):
+        module(torch.randn(3, K), [1, 1, 1])
+
+
 def test_missing_and_unexpected_keys_are_reported_as_ever() -> None:
     with pytest.raises(RuntimeError, match=r'Missing key.*"bias0", "bias1", "bias2"'):
         make().load_state_dict(make(bias=False, single_grouped_weight=True).state_dict())

@@ -146,6 +146,22 @@ def test_splits_may_be_a_list_and_the_rows_have_more_dims() -> None:
     assert torch.equal(folded, expected.view(2, 3, HIDDEN))
 
 
+def test_probabilities_may_be_flat_where_the_rows_have_more_dims() -> None:
+    module, batch = make_experts(), batch_of([2, 0, 3, 1])
+    x = batch.x.detach()
+    expected = module(x, batch.splits, batch.probs)
+    assert torch.equal(module(x.view(2, 3, -1), batch.splits, batch.probs).view_as(x), expected)
+    assert torch.equal(module(x.view(2, 3, -1), batch.splits, batch.probs.view(2, 3)).view_as(x), expected)
+
+
+def test_numbers_of_an_activation_serve_any_number_of_modules() -> None:
+    numbers = {"limit": 2.0, "alpha": 1.5, "glu_linear_offset": 0.25}
+    first, second = (make_experts(activation="clamped_swiglu", activation_params=numbers) for _ in range(2))
+    batch = batch_of([2, 0, 3, 1])
+    assert numbers == {"limit": 2.0, "alpha": 1.5, "glu_linear_offset": 0.25}
+    assert torch.equal(*(module(batch.x, batch.splits, batch.probs) for module in (first, second)))
+
+
 def test_without_probabilities_they_are_ones() -> None:
     module, batch = make_experts(), batch_of([2, 0, 3, 1])
     expected = module(batch.x, batch.splits, torch.ones_like(batch.probs))
@@ -181,6 +197,7 @@ def as_sequential(mlp: GroupedMLP, activation: torch.nn.Module, **options: Any) 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+@pytest.mark.sampled(1)
 def test_three_modules_give_the_same_bits(device: str, layout: str, fuse: bool, delay: bool, activation: str) -> None:
     options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay, "device": device, **LAYOUTS[layout]}
     params = {"limit": 0.3} if activation == "clamped_swiglu" else {}
@@ -361,6 +378,7 @@ def test_second_derivatives_are_those_of_finite_differences(layout: str) -> None
 
 
 @pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.sampled(1)
 def test_a_compiled_module_computes_the_same(fuse: bool) -> None:
     module, twin = (make_experts(fuse_wgrad_accumulation=fuse) for _ in range(2))
     batch, other = (batch_of([2, 0, 3, 1]) for _ in range(2))

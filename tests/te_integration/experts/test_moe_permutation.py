@@ -93,6 +93,14 @@ def test_what_does_not_fit_is_refused():
         moe_permute(x, ids, 0)
 
 
+@pytest.mark.parametrize("experts", [2**15 - 1, 2**15, 2**16 + 1])
+def test_as_many_experts_as_keys_of_a_sort_can_number(experts: int):
+    """The last expert, the id behind it that drops a copy, and the first one."""
+    sorting = row_id_map(torch.tensor([[experts - 1], [experts], [0]]), experts)
+    assert sorting.copies.tolist() == [2, 0, 1]
+    assert sorting.splits.sum() == 2 and sorting.splits[0] == sorting.splits[-1] == 1
+
+
 def round_trip(x: Tensor, probs: Tensor, ids: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Forward and backward of both, as a function of the contents of its arguments."""
 

@@ -93,6 +93,7 @@ def test_autocast_decides_the_output() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("module", "activation", "numbers"), MODULES)
+@pytest.mark.sampled(1)
 def test_second_derivatives(device: str, module: Any, activation: str, numbers: dict[str, float]) -> None:
     h, scales = (t.detach().double().requires_grad_() for t in operands(4, device=device))
     op = module(**numbers)

@@ -91,6 +91,7 @@ def test_every_order_gives_bitwise_the_gradients_of_the_plain_order(make_linear,
 
 
 @pytest.mark.parametrize("make_linear", [stand_in, unfused, fused])
+@pytest.mark.sampled(1)
 def test_the_real_interleaved_order(make_linear):
     schedule = parse_order(orders.INTERLEAVED_3_CHUNKS_8_MICROBATCHES, num_layers_per_chunk=[3, 9, 6])
     compare(schedule, make_linear, [[True], [True, False, True], [False, True]])

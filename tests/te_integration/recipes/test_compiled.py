@@ -111,6 +111,7 @@ class Routed(nn.Module):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rows", [32, 0])
+@pytest.mark.sampled(1)
 def test_a_router_in_fp32_and_inputs_of_no_tokens_stay_in_the_graph(rows: int, recipe: Any) -> None:
     found = []
     for is_compiled in (False, True):
@@ -247,6 +248,7 @@ def test_frozen_and_unfused_weights() -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, CURRENT])
+@pytest.mark.sampled(1)
 def test_a_layer_whose_weight_is_stored_transposed(recipe: Any) -> None:
     """Hugging Face's ``Conv1D``, converted: its gradient has the weight's shape, not the product's."""
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D

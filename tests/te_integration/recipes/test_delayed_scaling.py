@@ -386,6 +386,7 @@ def train_on_rank(how: str) -> State:
 
 
 @pytest.mark.parametrize("how", ["ddp", "no overlap", "zero1", "hybrid", "zero2", "zero3"])
+@pytest.mark.sampled(1)
 def test_ranks_have_the_scales_of_one_process(how: str) -> None:
     ranks, axes = (4, 2) if how == "hybrid" else (2, 1)
     alone = train_on_rank("ddp")
@@ -476,6 +477,7 @@ def train_in_groups(options: dict[str, Any], given: bool) -> State:
 
 
 @pytest.mark.parametrize("group", [True, False])
+@pytest.mark.sampled(1)
 def test_whose_amaxes_count(group: bool) -> None:
     options = {} if group else {"reduce_amax": False}
     found = simulate(train_in_groups, 4, options, group)
@@ -701,6 +703,7 @@ def test_state_dicts() -> None:
 
 @pytest.mark.parametrize("given", ["parameters", "a copy from before"])
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.sampled(1)
 def test_weights_that_are_loaded_for_an_evaluation_leave_the_state_alone(given: str, strict: bool) -> None:
     """As averages are swapped in. Their state has no buffers where they were copied before the first forward."""
     early = towers()

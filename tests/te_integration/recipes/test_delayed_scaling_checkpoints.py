@@ -90,6 +90,7 @@ def resumed(path: Path, how: str, before: bool) -> tuple[State, State]:
     [("zero1", 2, "zero3", 4), ("zero3", 2, "ddp", 1), ("ddp", 1, "zero1", 2), ("plain", 1, "plain", 1)],
 )
 @pytest.mark.parametrize("before", [False, True])
+@pytest.mark.sampled(1)
 def test_goes_on_bit_for_bit(
     tmp_path: Path, first: str, ranks: int, second: str, other_ranks: int, before: bool
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_loss_that_other_ranks_divide_otherwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["zero1", "zero3"])
+@pytest.mark.sampled(1)
 def test_a_checkpoint_of_before_the_recipe(tmp_path: Path, how: str) -> None:
     """Loads, and scales begin anew."""
     assert simulate(saved, 2, tmp_path / "run", how, None)[0] == {}

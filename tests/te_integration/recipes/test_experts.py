@@ -117,6 +117,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sampled(1)
 def test_main_grad_is_the_sum_of_exact_products(recipe: str, packed: bool) -> None:
     """Over four microbatches with other splits each."""
     layer = layer_of(single_grouped_weight=packed)
@@ -223,6 +224,7 @@ def test_random_rounding_is_near_bf16() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sampled(1)
 def test_scaled_biases_and_buffers(recipe: str) -> None:
     """``bias_scales``, ``out`` and ``grad_input``: as without a recipe, but for the products."""
     layer = layer_of(scale_bias=True, single_grouped_bias=True)
@@ -346,6 +348,7 @@ def test_flags_and_launches_are_those_of_bf16(delay: bool) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("name", ["bf16", *RECIPES])
+@pytest.mark.sampled(1)
 def test_what_is_kept_for_the_weight_gradient(name: str, waits: bool) -> None:
     """Of the input in the graph; of both operands in a queue: half of bf16's bytes, and a quarter for 4 bits."""
     rows, width, experts = 16384, 128, 4

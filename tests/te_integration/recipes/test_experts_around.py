@@ -70,6 +70,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sampled(1)
 def test_three_modules_give_the_bits_of_one(recipe: str, packed: bool) -> None:
     mlp = experts(single_grouped_weight=packed)
     options: dict[str, Any] = {
@@ -97,6 +98,7 @@ def test_three_modules_give_the_bits_of_one(recipe: str, packed: bool) -> None:
 
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("recipe", [*RECIPES, "NVFP4, random"])
+@pytest.mark.sampled(1)
 def test_gradients_are_near_those_of_bf16(recipe: str, delay: bool) -> None:
     found = []
     for low in (RECIPES.get(recipe, NVFP4BlockScaling()), None):
@@ -121,6 +123,7 @@ def test_gradients_are_near_those_of_bf16(recipe: str, delay: bool) -> None:
 
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sampled(1)
 def test_what_is_computed_again_has_the_recipe(recipe: str, outside: bool) -> None:
     found = []
     for recomputed in (False, True):
@@ -184,6 +187,7 @@ def test_fp32_is_not_quantised_and_says_so_once() -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.sampled(1)
 def test_compiled_code_leaves_quantised_experts_outside(fullgraph: bool) -> None:
     mlp = experts()
     model = DistributedDataParallel(mlp)

@@ -167,11 +167,48 @@ def assert_equal(found: State, expected: State) -> None:
 
 
 @pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.sampled(1)
 def test_what_trains_nothing_leaves_no_amax(how: str) -> None:
     expected = simulate(train, 2, how, None)
     for disturb in EVENTS:
         for mine, other in zip(simulate(train, 2, how, disturb), expected, strict=True):
             assert_equal(mine, other)
+
+
+def skips_its_first_step(how: str, skips: bool) -> State:
+    """The norm of the very first gradients is too large: the program clears them before any optimizer has stepped."""
+    model, optimizer = build(how)
+    if skips:
+        (loss_of(model, 9, 100.0) * 100.0).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1.0
+        optimizer.zero_grad()
+        loss_of(model, 9)  # the state that the next forward finds
+    else:
+        loss_of(model, 9)
+    state = state_of(model)
+    return {name: value for name, value in state.items() if name.endswith("scale")}
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero1", "stock"])
+def test_a_program_may_skip_its_first_step(how: str) -> None:
+    expected = simulate(skips_its_first_step, 2, how, False)
+    for mine, other in zip(simulate(skips_its_first_step, 2, how, True), expected, strict=True):
+        assert_equal(mine, other)
+
+
+def test_gradients_that_are_kept_for_another_iteration_keep_their_amaxes() -> None:
+    """Nothing was skipped: the program accumulates over two iterations, and the next forward comes before its step."""
+
+    def on_each_rank() -> None:
+        model, optimizer = build("zero3")
+        iterate(model, optimizer, 0)
+        loss_of(model, 1).backward()
+        finish(model)
+        before = state_of(model)
+        loss_of(model, 2)
+        assert_equal(state_of(model), before)
+
+    simulate(on_each_rank, 2)
 
 
 def goes_on_and_skips(model: Any, optimizer: Any) -> None:
@@ -184,6 +221,7 @@ def goes_on_and_skips(model: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["zero1", "zero2", "zero3", "stock"])
+@pytest.mark.sampled(1)
 def test_an_iteration_of_two_ends_that_is_skipped(how: str) -> None:
     expected = simulate(train, 2, how, None)
     for mine, other in zip(simulate(train, 2, how, goes_on_and_skips), expected, strict=True):
@@ -191,6 +229,7 @@ def test_an_iteration_of_two_ends_that_is_skipped(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.sampled(1)
 def test_a_state_that_is_loaded_before_a_skipped_step_stays(how: str) -> None:
     """A program goes back to what it has kept, after gradients that it does not want."""
 
@@ -226,11 +265,21 @@ def scaled(how: str, overflows: bool, fused: bool = True) -> State:
 
 
 @pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.sampled(1)
 def test_a_scaler_that_skips_a_step_skips_its_amaxes(how: str) -> None:
     for fused in (True, False):
         expected = simulate(scaled, 2, how, False, fused)
         for mine, other in zip(simulate(scaled, 2, how, True, fused), expected, strict=True):
             assert_equal(mine, other)
+
+
+@pytest.mark.parametrize("how", ["zero1", "zero3"])
+def test_a_scaler_that_takes_its_steps_keeps_their_amaxes(how: str) -> None:
+    """Whether the device decides on the step, or the host: the same but for roundings of the weights."""
+    on_device, on_host = (simulate(scaled, 2, how, False, fused)[0] for fused in (True, False))
+    for name, value in on_host.items():
+        torch.testing.assert_close(on_device[name], value, rtol=0.05, atol=0.0, msg=name)
+    assert all(value[-1].gt(0).all() for name, value in on_device.items() if name.endswith("history"))
 
 
 def test_without_a_wrapper() -> None:
@@ -327,6 +376,7 @@ def train_adapted(how: str, looks: bool) -> State:
 
 
 @pytest.mark.parametrize("how", ["ddp", "zero3"])
+@pytest.mark.sampled(1)
 def test_frozen_layers_of_a_model_that_trains(how: str) -> None:
     expected = simulate(train_adapted, 2, how, False)[0]
     assert not torch.any(expected["first.fp8_scale"][:2] == 1.0), "no backward reaches it"
@@ -373,6 +423,65 @@ def test_a_reentrant_checkpoint_counts(how: str) -> None:
     assert_equal(run(True), run(False))
 
 
+def test_a_frozen_block_in_a_reentrant_checkpoint_counts() -> None:
+    """Its own backward, inside the model's, brings no gradient of a parameter."""
+
+    def run(reentrant: bool) -> State:
+        torch.manual_seed(0)
+        first, frozen = nn.Linear(16, 16, dtype=BF16), Linear(16, 16, dtype=BF16).requires_grad_(False)
+        model = DistributedDataParallel(nn.Sequential(first, Checkpointed(frozen, reentrant)))
+        for seed in range(3):
+            loss_of(model, seed).backward()
+            model.finish_grad_sync()
+            model.zero_grad()
+        return state_of(model)
+
+    found = run(True)
+    assert_equal(found, run(False))
+    assert all(value.ne(1.0).all() for name, value in found.items() if name.endswith("scale"))
+
+
+class Checkpointed(nn.Module):
+    """Backward runs ``inner`` again."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self._run, x, use_reentrant=self.reentrant)
+        return y
+
+    def _run(self, x: Tensor) -> Tensor:
+        with autocast(recipe=RECIPE):
+            y: Tensor = self.inner(x)
+        return y
+
+
+def test_frozen_layers_alone_count_where_the_rest_of_the_model_is_trained() -> None:
+    """No product under the recipe has a graph. A forward without a backward is no iteration's."""
+    torch.manual_seed(0)
+    frozen, head = Linear(16, 16, dtype=BF16).requires_grad_(False), nn.Linear(16, 4, dtype=BF16)
+    model = DistributedDataParallel(nn.Sequential(frozen, head))
+
+    def look(seed: int) -> Tensor:
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(BF16)
+        with autocast(recipe=RECIPE):
+            y: Tensor = model(x)
+        return y.float().square().mean()
+
+    for trains in (False, True):
+        before = state_of(model)
+        loss = look(0)
+        if trains:
+            loss.backward()
+        model.finish_grad_sync()
+        model.zero_grad()
+        look(1)
+        scales = [value[:2] for name, value in state_of(model).items() if name.endswith("scale")]
+        assert all(value.ne(1.0).all() if trains else value.eq(1.0).all() for value in scales), (trains, before)
+
+
 def graphed(how: str, overflows: bool, captured: bool) -> State:
     model, optimizer = build(how, True)
     scaler: Any = (torch.amp.GradScaler if how == "zero3" else GradScaler)("cpu", init_scale=8.0, growth_interval=1000)
@@ -397,6 +506,7 @@ def graphed(how: str, overflows: bool, captured: bool) -> State:
 
 
 @pytest.mark.parametrize("how", ["zero1", "zero3"])
+@pytest.mark.sampled(1)
 def test_a_graphed_step_that_is_skipped(how: str) -> None:
     expected = graphed(how, overflows=False, captured=False)
     for captured in (True, False):

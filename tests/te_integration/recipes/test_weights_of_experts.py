@@ -89,6 +89,7 @@ def counted() -> Iterator[list[tuple[bool, bool]]]:
 
 @FORMS
 @ALL
+@pytest.mark.sampled(1)
 def test_weights_are_quantised_once_an_iteration(recipe: Any, packed: bool) -> None:
     _, model = wrapped(packed=packed)
     for _ in range(2):
@@ -103,6 +104,7 @@ def test_weights_are_quantised_once_an_iteration(recipe: Any, packed: bool) -> N
 
 @FORMS
 @ALL
+@pytest.mark.sampled(1)
 def test_every_step_is_seen(recipe: Any, packed: bool) -> None:
     layer, model = wrapped(packed=packed)
     optimizer = DistributedOptimizer(model, lr=0.1)
@@ -119,6 +121,7 @@ def test_every_step_is_seen(recipe: Any, packed: bool) -> None:
 
 @FORMS
 @ALL
+@pytest.mark.sampled(1)
 def test_a_change_of_any_expert_before_the_first_gradient(recipe: Any, packed: bool) -> None:
     layer, model = wrapped(packed=packed)
     for expert in (0, 2):
@@ -130,6 +133,7 @@ def test_a_change_of_any_expert_before_the_first_gradient(recipe: Any, packed: b
 
 @FORMS
 @ALL
+@pytest.mark.sampled(1)
 def test_what_changes_between_microbatches(recipe: Any, packed: bool) -> None:
     """Weights that are swapped in for an evaluation, another recipe, and writes that raise a version."""
     layer, model = wrapped(packed=packed)

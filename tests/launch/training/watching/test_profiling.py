@@ -29,6 +29,7 @@ def count_of(path: Path, operator: str) -> int:
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.sampled(1)
 def test_a_trace_has_the_steps_that_were_asked_for(num_steps: int, tmp_path: Path):
     train(config_of(tmp_path, {"first_step": 2, "num_steps": num_steps}, eval_every=100))
     assert files(tmp_path) == ["trace-step-2-rank-0.json.gz"]
@@ -44,6 +45,7 @@ def test_each_rank_that_was_named_writes_a_trace(tmp_path: Path):
 
 
 @pytest.mark.parametrize("saved, names", [(3, ["2", "3"]), (4, ["2"])])
+@pytest.mark.sampled(1)
 def test_a_resumed_run_profiles_the_steps_that_were_asked_for(saved: int, names: list[str], tmp_path: Path):
     """And neither other steps under their name, nor once more in the place of those that were recorded."""
     profile = {"first_step": 2, "num_steps": 2}

@@ -1,0 +1,118 @@
+"""Iterations that end in an odd way: read twice, given up late, gone on with when nothing can be added any more."""
+
+from typing import Any
+
+import pytest
+import torch
+from loops import assert_same, loss_of, main_grads, make_batches, make_model, plain_grads, plain_twin, wrap
+from torch import Tensor, nn
+
+from maingrad.launch import simulate
+from maingrad.te_integration import WgradQueue, delayed_wgrad
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_finish_grad_sync_behind_a_read_changes_nothing(overlap: bool) -> None:
+    """A logger has read a norm, and a loop by Megatron-core's names goes on as ever."""
+    ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+    for batch in make_batches(2):
+        loss_of(ddp, batch).backward()
+        norms = [param.grad.norm().item() for param in ddp.parameters()]
+        for _ in range(2):
+            ddp.finish_grad_sync()
+        assert [param.grad.norm().item() for param in ddp.parameters()] == norms
+        ddp.zero_grad_buffer()
+    loss_of(ddp, batch).backward()
+    ddp.finish_grad_sync()
+    with pytest.raises(RuntimeError, match="called twice in one iteration"):
+        ddp.finish_grad_sync()
+
+
+def test_an_iteration_is_not_abandoned_over_the_head_of_a_queue() -> None:
+    model = make_model()
+    twin = plain_twin(model)
+    ddp, queue = wrap(model), WgradQueue()
+    first, second = make_batches(2)
+    with delayed_wgrad(queue):
+        loss = loss_of(ddp, first)
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"abandon_iteration\(\) while delayed weight gradients of 2 parameter"):
+        ddp.abandon_iteration()
+    queue.clear()
+    ddp.abandon_iteration()
+    loss_of(ddp, second).backward()
+    ddp.finish_grad_sync()
+    loss_of(twin, second).backward()
+    assert_same(main_grads(ddp), plain_grads(twin))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_added_to_gradients_that_were_divided_by_tokens(overlap: bool) -> None:
+    """The sum of both microbatches would be divided by the first one's tokens in part."""
+    ddp = wrap(make_model(), calculate_per_token_loss=True, overlap_grad_reduce=overlap)
+    first, second = make_batches(2)
+    ddp.set_num_tokens(4)
+    loss_of(ddp, first).backward()
+    before = [param.grad.norm().item() for param in ddp.parameters()]
+    with pytest.raises(RuntimeError, match="received a gradient after bucket 0"):
+        loss_of(ddp, second).backward()
+    ddp.zero_grad()
+    ddp.set_num_tokens(4)
+    loss_of(ddp, first).backward()
+    assert [param.grad.norm().item() for param in ddp.parameters()] == before
+
+
+class Looks(torch.optim.Optimizer):
+    """Notes the dtypes of the gradients that its step is given."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.seen: set[torch.dtype] = set()
+
+    def step(self, closure: Any = None) -> None:
+        self.seen = {param.grad.dtype for group in self.param_groups for param in group["params"]}
+
+
+@pytest.mark.parametrize("chosen", [torch.float32, None])
+def test_a_stock_step_has_the_dtype_that_the_program_has_chosen(chosen: torch.dtype | None) -> None:
+    ddp = wrap(make_model(torch.bfloat16))
+    optimizer = Looks(ddp.parameters())
+    (batch,) = make_batches(1, torch.bfloat16)
+    for _ in range(2):
+        loss_of(ddp, batch).backward()
+        if chosen is not None:
+            ddp.expose_grads(chosen)
+        optimizer.step()
+        assert optimizer.seen == {chosen or torch.bfloat16}
+        optimizer.zero_grad()
+
+
+def test_a_difference_in_the_imaginary_part_parts_replicas() -> None:
+    """``check_replicas_every`` compares both halves of complex numbers, and the last elements of a long parameter."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+            self.long = nn.Parameter(torch.randn(1500))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.turn).abs().sum() + self.long.sum()
+
+    def on_each_rank(change: str) -> None:
+        ddp: Any = wrap(Net(), check_replicas_every=1)
+        rank = torch.distributed.get_rank()
+        with torch.no_grad():
+            if change == "turn":
+                ddp.module.turn[3] += 1j * rank
+            else:
+                ddp.module.long[1499] += rank
+        ddp(torch.ones(4)).backward()
+        with pytest.raises(
+            RuntimeError, match=f"replicas have parted: parameter '{change}' has other values on rank 1"
+        ):
+            ddp.finish_grad_sync()
+
+    for change in ("turn", "long"):
+        simulate(on_each_rank, 2, change)
