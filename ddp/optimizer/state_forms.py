@@ -324,7 +324,7 @@ class StateForm(NamedTuple):
                 if group.get(key):
                     raise ValueError(f"{what} does not go with {key}=True: leave one of them out")
             if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
-                raise ValueError(f"{what} takes betas that are numbers")
+                raise ValueError(f"{what} takes betas that are numbers, and got a tensor: give its float()")
         for entry in model.bucket_params:
             if entry.owned.param.dtype not in (torch.bfloat16, torch.float32):
                 raise ValueError(
