@@ -163,7 +163,7 @@ def load_safetensors(
 
     ranks.run_on_all_ranks(read, f"the reading of '{path}'")
     if optimizer is not None:
-        optimizer.mark_loaded()
+        optimizer.mark_loaded(from_full=True)
 
 
 def _check_dtype(dtype: torch.dtype | None) -> None:

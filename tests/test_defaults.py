@@ -34,7 +34,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "find_unused_parameters": False,
         "forward_writes": "refused",
     },
-    "ddp.DistributedOptimizer": {"optimizer_class": torch.optim.AdamW, "skip_nonfinite": False},
+    "ddp.DistributedOptimizer": {"optimizer_class": torch.optim.AdamW, "skip_nonfinite": False, "state": "full"},
     "ddp.GraphedTrainingStep": {"num_warmup_steps": 2, "max_graphs": 8},
     "ddp.clip_grad_norm": {"error_if_nonfinite": False},
     "ddp.save_checkpoint": {"background": False},
@@ -141,7 +141,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 METHODS: dict[str, dict[str, Any]] = {
     "ddp.DistributedDataParallel.finish_grad_sync": {"force_all_reduce": False},
-    "ddp.DistributedOptimizer.mark_loaded": {"whole": False},
+    "ddp.DistributedOptimizer.mark_loaded": {"whole": False, "from_full": False},
     "fsdp.FSDPModule.set_reshard_after_forward": {"recurse": True},
     "fsdp.FSDPModule.unsharded": {"writeback": False},
 }

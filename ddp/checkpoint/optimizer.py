@@ -93,7 +93,9 @@ def plan_optimizer(
         other = entries[first.setdefault(updated, name)]
         if updated not in state:
             group = optimizer.param_groups[held.group]
-            state[updated] = _make_state(optimizer.state.get(updated, {}), updated, group, entry)
+            state[updated] = _make_state(
+                optimizer.state.get(updated, {}), updated, group, entry, device=held.master.device
+            )
         if (entry.state, entry.scalars) != (other.state, other.scalars):
             one, another = (f"{sorted(each.state)} {each.scalars}" for each in (other, entry))
             raise ValueError(
@@ -110,7 +112,8 @@ def plan_optimizer(
         for updated in group["params"]:
             if updated.numel() == 0 and updated.requires_grad and updated not in state:
                 like = likes.get(updated.dtype)
-                state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
+                known = None if like is None else entries[first[like]]
+                state[updated] = {} if known is None else _make_state({}, updated, group, known, device=updated.device)
 
     def install() -> None:
         optimizer.state.update(state)
@@ -186,14 +189,17 @@ def _place(group: int | None) -> str:
 
 
 def _make_state(
-    present: Mapping[str, Any], updated: Tensor, group: Mapping[str, Any], entry: SavedTensor
+    present: Mapping[str, Any], updated: Tensor, group: Mapping[str, Any], entry: SavedTensor, *, device: torch.device
 ) -> dict[str, Any]:
-    """Memory for the state of one of the optimizer's tensors; fitting tensors in ``present`` are reused."""
+    """Memory for the state of one of the optimizer's tensors; fitting tensors in ``present`` are reused.
+
+    device  of new elementwise state: the master's, which lies on the host where the device keeps fewer bytes
+    """
     made: dict[str, Any] = {}
     for key, dtype in entry.state.items():
         old = present.get(key)
         fits = isinstance(old, Tensor) and old.shape == updated.shape and old.dtype is dtype
-        made[key] = old if fits else torch.zeros_like(updated, dtype=dtype, requires_grad=False)
+        made[key] = old if fits else torch.zeros(updated.shape, dtype=dtype, device=device)
     for key, value in entry.scalars.items():
         made[key] = from_json(value)
         # As torch.optim.Optimizer.load_state_dict does: steps are counted on the CPU, unless a kernel reads them.

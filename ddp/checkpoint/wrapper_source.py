@@ -90,7 +90,7 @@ class WrapperSource:
     def loaded(self, optimizer: object) -> None:
         """Make parameters follow the masters."""
         if isinstance(optimizer, DistributedOptimizer):
-            optimizer.mark_loaded(whole=_are_on_cpu_without_masters(optimizer))
+            optimizer.mark_loaded(whole=_are_on_cpu_without_masters(optimizer), from_full=True)
 
     def _checked(self, optimizer: object) -> DistributedOptimizer | None:
         if optimizer is None:

@@ -134,7 +134,7 @@ class DistributedOptimizer(AroundOptimizer):
         self.param_sync = ParamSync(model, self._flats)
         """The gathers of updated parameters."""
         self._masters.follow_late = bool(self.param_sync.gathers) or any(
-            flat.master is not flat.owned_params for flat in self._flats
+            flat.owned_params.dtype in (torch.bfloat16, torch.float16) for flat in self._flats
         )
         model.follow(self.param_sync.gathers, self._masters)
         self._in_charge = object()
@@ -190,8 +190,9 @@ class DistributedOptimizer(AroundOptimizer):
         """Read those parameters into the masters that were changed since the last step.
 
         A master whose rounding equals the parameter's element stays: a model that is loaded after its optimizer loses
-        no bits. The tensor's version shows in-place changes. Writes through ``param.data`` change no version: change
-        the parameter itself under ``torch.no_grad()``.
+        no bits. Compact masters lose their remainders where their parameters have been written. The tensor's version
+        shows in-place changes. Writes through ``param.data`` change no version: change the parameter itself under
+        ``torch.no_grad()``.
         """
         check_storage(self.slices, self._addresses)
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
@@ -207,7 +208,7 @@ class DistributedOptimizer(AroundOptimizer):
     def full_slices(self, *, to_load: bool = False) -> list[ParamSlice]:
         """The slices with fp32 masters and moments; of compact state, copies in host memory.
 
-        to_load  the caller writes into masters, and calls ``mark_loaded`` next
+        to_load  the caller writes into masters, and calls ``mark_loaded(from_full=True)`` next
         """
         return self._steps.full(to_load=to_load).slices
 
@@ -245,18 +246,19 @@ class DistributedOptimizer(AroundOptimizer):
         check_storage(self.slices, self._addresses)
 
     @torch.no_grad()
-    def mark_loaded(self, *, whole: bool = False) -> None:
+    def mark_loaded(self, *, whole: bool = False, from_full: bool = False) -> None:
         """After a program has written this rank's masters or state: parameters on all ranks follow the masters.
 
         Collective over the model's ranks: call it on all ranks after writing to the tensors of ``param_groups``.
 
-        whole  all ranks have written equal whole parameters, which are their own masters: nothing is gathered
+        whole      all ranks have written equal whole parameters, which are their own masters: nothing is gathered
+        from_full  masters and state are what was written into ``full_slices(to_load=True)``
         """
         self._check_in_charge()
         self._adopt_assigned()
         self.param_sync.begin_step()
         self.finish_param_sync()
-        self._steps.take_loaded(self._masters.written())
+        self._steps.take_loaded(self._masters.written(), from_full=from_full)
         if not whole:
             self._steps.round(self._flats)
             self.param_sync.start_and_finish()
@@ -314,7 +316,7 @@ class DistributedOptimizer(AroundOptimizer):
         state.update(loaded)
         self._inner.param_groups = self.param_groups
         self._steps.load(state_dict)
-        self.mark_loaded()
+        self.mark_loaded(from_full=True)
 
     @property
     def is_stepping(self) -> bool:

@@ -38,8 +38,13 @@ class CompactSteps(OnePassSteps):
         self.moment_dtype = moment_dtype
         self._loading: FullState | None = None
 
+    def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """As ``TorchSteps.update``."""
+        self._loading = None  # of a load that has failed
+        super().update(flats, divisor, found_inf)
+
     def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        return True
+        return _knows(groups, 'state="compact"')
 
     def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
         tensors = super()._tensors_of(segment)
@@ -62,7 +67,7 @@ class CompactSteps(OnePassSteps):
     @torch.no_grad()
     def full(self, *, to_load: bool = False) -> FullState:
         """Copies in host memory."""
-        masters = {flat.bucket.index: flat.owned_params.float().cpu() for flat in self.flats}
+        masters = {flat.bucket.index: _full_copy(flat.owned_params) for flat in self.flats}
         states: dict[Any, Any] = {}
         for segment in self.segments:
             state = dict(self.inner.state.get(segment.master, {}))
@@ -70,7 +75,7 @@ class CompactSteps(OnePassSteps):
             if remainder is not None:
                 joined = join_master(segment.master.detach().view(-1).cpu(), remainder.view(-1).cpu())
                 masters[segment.flat.bucket.index][segment.start : segment.end] = joined
-            states[segment.master] = {key: value.cpu().float() for key, value in state.items()}
+            states[segment.master] = {key: _full_copy(value) for key, value in state.items()}
         slices = []
         for held in self.slices:
             start = 0 if held.segment is None else held.segment.start + held.offset
@@ -82,9 +87,10 @@ class CompactSteps(OnePassSteps):
         return found
 
     @torch.no_grad()
-    def take_loaded(self, written: Collection[Tensor]) -> None:
+    def take_loaded(self, written: Collection[Tensor], *, from_full: bool) -> None:
         """Make state compact again: parameters and remainders from masters, moments rounded to nearest."""
-        loaded, self._loading = self._loading, None
+        super().take_loaded(written, from_full=from_full)
+        loaded, self._loading = (self._loading if from_full else None), None
         for segment in self.segments:
             if loaded is None and segment.master in written:
                 self.inner.state[segment.master].pop(REMAINDER, None)
@@ -108,7 +114,7 @@ class CompactSteps(OnePassSteps):
         """Take over masters and moments. torch would round moments to the dtype of the parameters."""
         order = [master for group in self.inner.param_groups for master in group["params"]]
         for index, given in state_dict["state"].items():
-            self.inner.state[order[index]] = dict(given)
+            self.inner.state[order[index]] = {key: value.clone() for key, value in given.items()}
         self._loading = FullState([], state_dict["masters"], {})
 
 
@@ -132,15 +138,17 @@ class _OnHost(OnePassSteps):
         self._returned: dict[int, torch.cuda.Event | None] = {}
         """By bucket: the same."""
         self._was_captured = False
+        self._is_eager = False
+        """Whether an eager step's copies may be under way."""
 
     def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        return True
+        return _knows(groups, 'offload_state="host"')
 
     @torch.no_grad()
     def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """As ``TorchSteps.update``, bucket by bucket."""
         captured = is_capturing()
-        self._was_captured = self._was_captured or captured
+        self._was_captured, self._is_eager = self._was_captured or captured, not captured
         if self._was_captured:  # a replay's copies run on the current stream; events of a capture mean nothing outside
             self._to_device.follow()
             self._free, self._returned = [None, None], {}
@@ -157,8 +165,13 @@ class _OnHost(OnePassSteps):
             self._to_host.join()
 
     def prepare_replay(self) -> None:
-        """Before the replay of a captured step, which reads state on the host: wait for an eager step's copies."""
-        self._to_host.join()
+        """Before the replay of a captured step: wait on the host for an eager step's copies.
+
+        The replay reads this state, and the host takes it to the memory of the capture where a load has replaced it.
+        """
+        if self._is_eager:
+            self._to_host.wait()
+            self._is_eager = False
 
     def _pairs(self, segment: Segment) -> list[tuple[Tensor, Tensor]]:
         """The segment's tensors on the host, each with its place on the device in this turn."""
@@ -179,6 +192,7 @@ class _OnHost(OnePassSteps):
             memory = self._memory[self.turn]
             if key not in memory:
                 memory[key] = torch.empty(self._most, dtype=home.dtype, device=self._device)
+                self._to_device.follow()  # whatever had this memory before, on the current stream
             self._places[here] = memory[key][segment.start : segment.end].view(home.shape)
         return self._places[here]
 
@@ -198,11 +212,16 @@ class _OnHost(OnePassSteps):
         self._to_host.wait()
         return super().full(to_load=to_load)
 
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """As in the other forms, once the last step's copies are over, which would overwrite what is loaded."""
+        self._to_host.wait()
+        super().load(state_dict)
+
     @torch.no_grad()
-    def take_loaded(self, written: Collection[Tensor]) -> None:
+    def take_loaded(self, written: Collection[Tensor], *, from_full: bool) -> None:
         """After a load: state lies in page-locked memory again."""
         self._to_host.wait()
-        super().take_loaded(written)
+        super().take_loaded(written, from_full=from_full)
         for segment in self.segments:
             state = self.inner.state[segment.master]
             for key in state.keys() & set(MOMENTS):
@@ -235,9 +254,10 @@ class _Copies:
             current_stream(self._stream.device).wait_stream(self._stream)
 
     def wait(self) -> None:
-        """The host waits for these copies."""
+        """The host waits for these copies, and for the current stream, on which those of a replay run."""
         if self._stream is not None:
-            self._stream.synchronize()
+            self.join()
+            current_stream(self._stream.device).synchronize()
 
     def start(
         self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[torch.cuda.Event | None] = ()
@@ -255,6 +275,19 @@ class _Copies:
                 target.copy_(source, non_blocking=True)
         behind: torch.cuda.Event = self._stream.record_event()
         return behind
+
+
+def _full_copy(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", torch.float32, copy=True)
+
+
+def _knows(groups: Sequence[Mapping[str, Any]], what: str) -> bool:
+    """True, or ``ValueError`` for options that came after the optimizer was built, and that the kernel lacks."""
+    if any(group["amsgrad"] for group in groups):
+        raise ValueError(f"{what} does not go with amsgrad=True, which a group has by now: set it to False")
+    if len({bool(group["maximize"]) for group in groups}) > 1:
+        raise ValueError(f"{what} takes maximize alike in all groups, and by now groups differ: set them alike")
+    return True
 
 
 class StateForm(NamedTuple):
@@ -291,7 +324,7 @@ class StateForm(NamedTuple):
                 if group.get(key):
                     raise ValueError(f"{what} does not go with {key}=True: leave one of them out")
             if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
-                raise ValueError(f"{what} takes betas that are numbers")
+                raise ValueError(f"{what} takes betas that are numbers, and got a tensor: give its float()")
         for entry in model.bucket_params:
             if entry.owned.param.dtype not in (torch.bfloat16, torch.float32):
                 raise ValueError(

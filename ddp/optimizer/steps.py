@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.reference import AdamOptions, AdamTensors
+from ..collectives.streams import is_capturing
 from ..torch_grads.skipped_steps import prepare_skippable_step
 from .flat_params import FlatBucket, ParamSlice, Segment
 from .param_groups import is_fused
@@ -107,10 +108,11 @@ class TorchSteps:
         """
         return FullState(self.slices, [flat.master.detach() for flat in self.flats], self.inner.state)
 
-    def take_loaded(self, written: Collection[Tensor]) -> None:
-        """After a load: what was written into the full form is the state.
+    def take_loaded(self, written: Collection[Tensor], *, from_full: bool) -> None:
+        """After a load.
 
-        written  masters of segments that a program has written itself
+        written    masters of segments that a program has written itself
+        from_full  what was written into the full form is the state
         """
 
     def prepare_replay(self) -> None:
@@ -133,23 +135,29 @@ class OnePassSteps(TorchSteps):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._updates: dict[Hashable, tuple[list[Tensor], AdamUpdate]] = {}
+        self._in_graphs: set[AdamUpdate] = set()
+        """Those whose tables replays read."""
 
     @torch.no_grad()
     def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """As ``TorchSteps.update``."""
         groups = self.inner.param_groups
         if not self._fits(groups):
+            self._updates.clear()
             super().update(flats, divisor, found_inf)
             return
         buckets = {flat.bucket.index for flat in flats}
         tensors: dict[Tensor, Mapping[str, Tensor]] = {
             s.master: self._tensors_of(s) for s in self.segments if s.flat.bucket.index in buckets
         }
-        update = self._update_of((self.turn, *sorted(buckets)), tensors)
+        maximize = bool(groups[0]["maximize"])
+        update = self._update_of((self.turn, maximize, *sorted(buckets)), tensors, maximize=maximize)
         options = [
             AdamOptions(group["lr"], group["betas"][0], group["betas"][1], group["eps"], group["weight_decay"])
             for group in groups
         ]
+        if is_capturing():
+            self._in_graphs.add(update)
         update(options, divisor=divisor, found_inf=found_inf)
 
     def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -159,19 +167,28 @@ class OnePassSteps(TorchSteps):
             for group in groups
         )
 
-    def _update_of(self, key: Hashable, tensors: Mapping[Tensor, Mapping[str, Tensor]]) -> AdamUpdate:
+    def _update_of(
+        self, key: Hashable, tensors: Mapping[Tensor, Mapping[str, Tensor]], *, maximize: bool
+    ) -> AdamUpdate:
         """The kernel's table of these segments, made anew where a load has replaced a tensor of the state."""
         used = [tensor for by_key in tensors.values() for tensor in by_key.values()]
         known, update = self._updates.get(key, ([], None))
         if update is None or len(known) != len(used) or any(a is not b for a, b in zip(known, used, strict=True)):
+            if update is not None:  # the other tables keep replaced tensors, too
+                self._updates.clear()
             by_slice = [(held, tensors.get(held.segment.master)) for held in self.slices if held.segment is not None]
             update = AdamUpdate(
                 [_row(held, by_key) for held, by_key in by_slice if by_key is not None],
                 decoupled=isinstance(self.inner, torch.optim.AdamW),
-                maximize=self.inner.param_groups[0]["maximize"],
+                maximize=maximize,
             )
             self._updates[key] = used, update
         return update
+
+    def take_loaded(self, written: Collection[Tensor], *, from_full: bool) -> None:
+        """As ``TorchSteps.take_loaded``; no table keeps state that was replaced."""
+        self._updates.clear()
+        super().take_loaded(written, from_full=from_full)
 
     def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
         """What the pass reads and writes of a segment, by key, beside gradient and parameter."""

@@ -83,19 +83,22 @@ def adam_update_reference(
     decoupled: bool = True,
     maximize: bool = False,
 ) -> None:
-    """See ``AdamUpdate``. On CUDA this waits for the device."""
-    if found_inf is not None and bool(found_inf == 1):
-        return
+    """See ``AdamUpdate``. Reads no tensor on the host, so that a captured step may have it."""
     steps = {row.step.data_ptr(): row.step for row in tensors}
     for step in steps.values():
-        step += 1
+        step += 1 if found_inf is None else 1 - found_inf
     for row in tensors:
         if row.grad.numel():
-            _update_row(row, options[row.group], divisor, decoupled, maximize)
+            _update_row(row, options[row.group], divisor, found_inf, decoupled, maximize)
 
 
 def _update_row(
-    row: AdamTensors, options: AdamOptions, divisor: Tensor | None, decoupled: bool, maximize: bool
+    row: AdamTensors,
+    options: AdamOptions,
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    decoupled: bool,
+    maximize: bool,
 ) -> None:
     dtype = torch.float32 if row.master is None else row.master.dtype
 
@@ -125,10 +128,15 @@ def _update_row(
     exp_avg = fma(beta1, exp_avg, fma(-beta1, grad, grad))
     exp_avg_sq = fma(beta2, exp_avg_sq, fma(-beta2, square, square))
     master = master - lr / correction1 * exp_avg / (_sqrt(exp_avg_sq) / correction2 + eps)
-    _write_master(row, master)
-    bits = random_bits(row.grad.numel(), row.first, row.key, int(row.step), row.grad.device)
-    _write_moment(row.exp_avg, row.exp_avg_scale, exp_avg, bits & 0xFFFF, signed=True)
-    _write_moment(row.exp_avg_sq, row.exp_avg_sq_scale, exp_avg_sq, bits >> 16, signed=False)
+    bits = random_bits(row.grad.numel(), row.first, row.key, row.step, row.grad.device)
+    written = [
+        *_new_master(row, master),
+        *_new_moment(row.exp_avg, row.exp_avg_scale, exp_avg, bits & 0xFFFF, signed=True),
+        *_new_moment(row.exp_avg_sq, row.exp_avg_sq_scale, exp_avg_sq, bits >> 16, signed=False),
+    ]
+    for target, value in written:
+        new = value.to(target.dtype)
+        target.copy_(new if found_inf is None else torch.where(found_inf == 1, target, new))
 
 
 def power(base: Tensor, exponent: Tensor, out: Tensor | None = None) -> Tensor:
@@ -187,17 +195,14 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     return ((param.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
-def _write_master(row: AdamTensors, master: Tensor) -> None:
+def _new_master(row: AdamTensors, master: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Tensors to write, each with its new values."""
     if row.remainder is None:
         assert row.master is not None, "AdamUpdate has checked the row"
-        row.master.copy_(master)
-        if row.param is not None:
-            row.param.copy_(master)
-    else:
-        assert row.param is not None, "AdamUpdate has checked the row"
-        param, remainder = split_master(master)
-        row.param.copy_(param)
-        row.remainder.copy_(remainder)
+        return [(row.master, master)] if row.param is None else [(row.master, master), (row.param, master)]
+    assert row.param is not None, "AdamUpdate has checked the row"
+    param, remainder = split_master(master)
+    return [(row.param, param), (row.remainder, remainder)]
 
 
 # ---- Moments in fewer bits. ----
@@ -210,16 +215,17 @@ def _read_moment(moment: Tensor, scale: Tensor | None, *, signed: bool) -> Tenso
     return values * scale.repeat_interleave(BLOCK)[: moment.numel()]
 
 
-def _write_moment(moment: Tensor, scale: Tensor | None, value: Tensor, bits: Tensor, *, signed: bool) -> None:
+def _new_moment(
+    moment: Tensor, scale: Tensor | None, value: Tensor, bits: Tensor, *, signed: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Tensors to write, each with its new values."""
     if moment.dtype is torch.bfloat16:
-        moment.copy_(round_stochastically(value, bits))
-    elif scale is None:
-        moment.copy_(value)
-    else:
-        blocks = torch.nn.functional.pad(value, (0, -value.numel() % BLOCK)).view(-1, BLOCK)
-        codes, scales = quantize_blocks(blocks, signed=signed)
-        moment.copy_(codes.view(-1)[: value.numel()])
-        scale.copy_(scales)
+        return [(moment, round_stochastically(value, bits))]
+    if scale is None:
+        return [(moment, value)]
+    blocks = torch.nn.functional.pad(value, (0, -value.numel() % BLOCK)).view(-1, BLOCK)
+    codes, scales = quantize_blocks(blocks, signed=signed)
+    return [(moment, codes.view(-1)[: value.numel()]), (scale, scales)]
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
@@ -236,7 +242,7 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     return (kept >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def random_bits(count: int, first: int, key: int, step: int, device: torch.device) -> Tensor:
+def random_bits(count: int, first: int, key: int, step: int | Tensor, device: torch.device) -> Tensor:
     """int64 [count]: 32 random bits for each element from ``first`` on of the parameter ``key`` in this step.
 
     The first moment takes the lower 16 bits, the second the upper ones. Two rounds of a permutation of 32-bit integers
@@ -245,7 +251,8 @@ def random_bits(count: int, first: int, key: int, step: int, device: torch.devic
     times the instructions, and its four words would have to be handed to four neighbours. Nothing but
     the arguments decides, so shards, ranks and layouts change no bit.
     """
-    seed1 = _mix(_mix(torch.tensor(key & 0xFFFFFFFF, device=device)) + step & 0xFFFFFFFF)
+    number = torch.as_tensor(step, device=device).long()
+    seed1 = _mix(_mix(torch.tensor(key & 0xFFFFFFFF, device=device)) + number & 0xFFFFFFFF)
     seed2 = _mix(seed1 + 0x9E3779B9 & 0xFFFFFFFF)
     element = torch.arange(first, first + count, device=device)
     low, high = element & 0xFFFFFFFF, element >> 32

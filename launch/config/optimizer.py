@@ -75,6 +75,9 @@ class OptimizerConfig(Table):
         self._check_options()
         fits = self.state == "full" or issubclass(self.optimizer_class, torch.optim.Adam)
         self.require(fits, "state", 'is for name = "adamw" and "torch.optim.Adam" alone: set "full"')
+        lacks = [key for key in ("amsgrad", "maximize", "differentiable") if self.options.get(key)]
+        remedy = f'"compact" does not go with optimizer.options {", ".join(lacks)}: set "full", or leave them out'
+        self.require(self.state == "full" or not lacks, "state", remedy)
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:

@@ -15,7 +15,7 @@ What one bucket takes on one rank:
                                                     g n/i  sums inside, with several instances
     masters       4 n/s  under half precision       4 n/s
     moments       8 n/s                             8 for each of the rank's elements, without padding
-    compact       2 n/s  in place of masters, under bf16; 4 n/s in place of moments
+    compact       4 n/s in place of moments, and under bf16 half of that in place of masters
 
 Moments are AdamW's two, fp32; other optimizers have other numbers of them. s is 1 under plain data parallelism, the
 number of ranks under ZeRO-1, the ranks of an instance under hybrid; experts have their own. Under FSDP s is i, and all
@@ -166,21 +166,24 @@ class PlacedBucket:
 
 
 def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2, compact: bool = False) -> RankBytes:
-    """What the fullest rank holds between steps. Ranks differ in the bytes of the moments alone.
+    """What the fullest rank holds between steps. Ranks differ in the bytes of moments and remainders alone.
 
     states   elements of optimizer state for each element of a parameter
     compact  masters are remainders of 16 bits, and moments bf16
     """
-    part = 2 if compact else 1
+    width = _FP32 // 2 if compact else _FP32
     parameters = gradients = masters = 0
     moments: Counter[int] = Counter()
+    remainders: Counter[int] = Counter()
     for bucket in buckets:
         parameters += bucket.kept_params
         gradients += bucket.kept_grads
-        masters += bucket.master_nbytes // part
+        masters += 0 if compact else bucket.master_nbytes
         for rank, numel in enumerate(bucket.moment_numels):
-            moments[rank] += _FP32 // part * states * numel
-    return RankBytes(parameters, gradients, masters, max(moments.values(), default=0))
+            moments[rank] += width * states * numel
+            remainders[rank] += 2 * numel if compact and bucket.master_nbytes else 0
+    fullest = max(moments, key=lambda rank: moments[rank] + remainders[rank], default=0)
+    return RankBytes(parameters, gradients, masters + remainders[fullest], moments[fullest])
 
 
 def _others(nbytes: int, size: int) -> int:

@@ -87,7 +87,7 @@ KERNELS = {
         "E": "i32", "stride_dy": "i32/16", "stride_bias": "i32/16", "BLOCK_T": 16, "BLOCK_N": 128, "BLOCK_E": 64,
     },
     "optimizer.triton_kernels._steps_kernel": {
-        "steps": "*i64/16", "slots": "*i32/16", "groups": "*i32/16", "options": "*fp32/16", "found_inf": "*fp32",
+        "steps": "*i64/16", "slots": "*i32/16", "groups": "*i32/16", "numbers": "*fp32/16", "found_inf": "*fp32",
         "scalars": "*fp32/16", "bases": "*fp32/16", "exponents": "*fp32",
     },
     "optimizer.triton_kernels._elements_kernel#parameter": _ADAM,

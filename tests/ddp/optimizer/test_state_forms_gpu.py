@@ -1,12 +1,21 @@
 """The forms of optimizer state on a GPU: one pass over memory has the bits of torch's fused AdamW and Adam."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, add_grad
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+    add_grad,
+)
+from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -133,3 +142,112 @@ def test_the_host_does_not_wait() -> None:
         trained.steps(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- Copies on other streams. ----
+
+HOST: dict[str, dict[str, Any]] = {
+    "full": {"offload_state": "host"},
+    "compact": {**COMPACT, "offload_state": "host"},
+}
+CYCLES = 200_000_000
+"""A tenth of a second, in which the host runs ahead."""
+
+
+@pytest.mark.parametrize("form", HOST)
+def test_a_load_behind_a_step_stays(form: str) -> None:
+    trained = Trained(**HOST[form])
+    trained.steps(2)
+    given = copy.deepcopy(trained.optimizer.state_dict())
+    torch.cuda._sleep(CYCLES)
+    trained.steps(1)
+    trained.optimizer.load_state_dict(given)
+    torch.cuda.synchronize()
+    found = trained.optimizer.state_dict()
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(given["masters"], found["masters"], strict=True))
+
+
+def test_memory_of_two_buckets_may_have_been_somebody_elses() -> None:
+    expected, trained = Trained(offload_state="host"), Trained(offload_state="host")
+    expected.steps(1)
+    most = max(flat.owned_params.numel() for flat in trained.optimizer._flats)
+    for param in trained.model.module.parameters():
+        noise = torch.randn(param.shape, generator=trained.generator, device="cuda")
+        add_grad(param, noise * noise.abs() * 1e-3)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = [torch.empty(most, device="cuda") for _ in range(6)]
+    torch.cuda._sleep(CYCLES)
+    for tensor in before:
+        tensor.fill_(1.0)
+    del before, tensor
+    trained.optimizer.step()
+    assert_same(trained.masters(), expected.masters())
+
+
+@pytest.mark.parametrize("form", HOST)
+def test_state_is_read_after_the_copies_of_a_replay(form: str) -> None:
+    trained = Trained(**HOST[form])
+
+    def train_step(x: Tensor) -> Tensor:
+        loss = trained.model(x).float().square().mean()
+        loss.backward()
+        torch.cuda._sleep(CYCLES)
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        return loss.detach()
+
+    graphed = GraphedTrainingStep(train_step, trained.model, trained.optimizer)
+    trained.model.module.forward = trained.model.module[:2].forward  # type: ignore[method-assign]
+    x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
+    for _ in range(5):
+        graphed(x)
+        found = copy.deepcopy(trained.optimizer.state_dict())
+        torch.cuda.synchronize()
+        now = trained.optimizer.state_dict()
+        assert all(torch.equal(a, b) for a, b in zip(found["masters"], now["masters"], strict=True))
+        for index, state in now["state"].items():
+            assert all(torch.equal(value, found["state"][index][key]) for key, value in state.items())
+    assert graphed.num_graphs == 1
+
+
+def test_tables_outlive_a_load_where_replays_read_them() -> None:
+    results = []
+    for is_graphed in (False, True):
+        trained = Trained(**COMPACT)
+        trained.model.module.forward = trained.model.module[:2].forward  # type: ignore[method-assign]
+
+        def train_step(x: Tensor, trained: Trained = trained) -> Tensor:
+            loss = trained.model(x).float().square().mean()
+            loss.backward()
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
+            return loss.detach()
+
+        step = GraphedTrainingStep(train_step, trained.model, trained.optimizer) if is_graphed else train_step
+        x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16, generator=trained.generator)
+        for _ in range(4):
+            step(x)
+        trained.optimizer.load_state_dict(trained.optimizer.state_dict())
+        train_step(x)
+        junk = [torch.full((size,), -1, device="cuda") for size in range(1, 400) for _ in range(4)]
+        for _ in range(3):
+            step(x)
+        del junk
+        results.append(trained.masters())
+    assert_same(*results)
+
+
+def test_a_checkpoint_is_read_without_full_moments_on_the_device(tmp_path: Path) -> None:
+    trained = Trained(state="compact")
+    trained.steps(2)
+    save_checkpoint(tmp_path / "saved", trained.model, trained.optimizer)
+    expected = trained.masters()
+    trained.steps(1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    load_checkpoint(tmp_path / "saved", trained.model, trained.optimizer)
+    numel = sum(segment.master.numel() for segment in trained.optimizer.segments)
+    assert torch.cuda.max_memory_allocated() - before < 6.5 * numel
+    assert_same(trained.masters(), expected)

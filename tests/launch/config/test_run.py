@@ -147,6 +147,18 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ({"optimizer": {"lr": 0.0}}, "optimizer.lr = 0.0: must be positive"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas = (0.9, 1.0): must lie in [0, 1)"),
         ({"optimizer": {"max_grad_norm": -1.0}}, "optimizer.max_grad_norm = -1.0: must be positive"),
+        (
+            {"optimizer": {"name": "sgd", "state": "compact"}},
+            "optimizer.state = 'compact': is for name = \"adamw\" and",
+        ),
+        (
+            {"optimizer": {"name": "torch.optim.Adam", "options": {"amsgrad": True}, "state": "compact"}},
+            "optimizer.state = 'compact': \"compact\" does not go with optimizer.options amsgrad",
+        ),
+        (
+            {"parallel": "fsdp", "optimizer": {"state": "compact"}},
+            "optimizer.state = 'compact': \"compact\" does not go with parallel",
+        ),
         ({"optimizer": {"min_lr_ratio": 2.0}}, "optimizer.min_lr_ratio = 2.0: must lie in [0, 1]"),
         ({"ddp": {"bucket_size": 0}}, "ddp.bucket_size must be at least 1 element, got 0"),
         ({"ddp": {"find_unused_parameters": True}}, "ddp.find_unused_parameters has no effect"),

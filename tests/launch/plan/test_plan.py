@@ -45,7 +45,7 @@ class Allocated(NamedTuple):
 
 def allocate(config: Config) -> Allocated:
     model = DistributedDataParallel(build_model(config.model, seed=0), config.ddp)
-    optimizer = DistributedOptimizer(model)
+    optimizer = DistributedOptimizer(model, state=config.optimizer.state)
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     with model.record_timeline() as timeline:
         model(tokens, tokens).backward()
@@ -54,7 +54,10 @@ def allocate(config: Config) -> Allocated:
         optimizer.finish_param_sync()
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     masters = [m for m in optimizer.state_dict()["masters"] if m.untyped_storage().data_ptr() not in storages]
-    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    state = [(key, value) for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    moments = [value for key, value in state if key != "remainder"]
+    if config.optimizer.state == "compact":  # the state dict has copies
+        masters = [value for key, value in state if key == "remainder"]
     return Allocated(
         list(model.plan.buckets),
         sum(storages.values()),
@@ -105,6 +108,17 @@ def test_plan_is_what_training_allocates(
     for bucket, (_, _, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
         inside = bucket.traffic.reduce_inside
         assert inside == (2 if parallel == "ddp" else 1) * nbytes * (plan.inner_size - 1) // plan.inner_size
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parallel, ddp, ranks", [case for case in CASES if not case.marks])
+@pytest.mark.sampled(3)
+def test_plan_of_compact_state(tmp_path: Path, param_dtype: str, parallel: str, ddp: dict[str, Any], ranks: int):
+    model, optimizer = {"param_dtype": param_dtype}, {"state": "compact"}
+    config = tiny_config(tmp_path, parallel=parallel, model=model, ddp=ddp, optimizer=optimizer)
+    held, planned = simulate(allocate, ranks, config), plan_run(config, ranks).rank_bytes
+    assert planned[2:] == max(((rank.masters, rank.moments) for rank in held), key=sum)
+    assert (planned.masters > 0) is (param_dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid"])

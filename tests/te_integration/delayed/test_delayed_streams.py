@@ -33,6 +33,7 @@ class Device:
 
     def entry(self) -> DelayedWgrad:
         operand = SimpleNamespace(is_cuda=True, device="cuda:0", _version=0)
+        operand.tensors = (operand,)
 
         def write(entry: DelayedWgrad, dy: Any, x: Any) -> None:
             assert entry.backward == 1 and dy is operand and x is operand

@@ -1,0 +1,138 @@
+"""Forms of optimizer state between loads that fail, options that change and tensors that a program writes."""
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+
+HYPER: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1}
+FP32_MOMENTS: dict[str, Any] = {"state": "compact", "moment_dtype": torch.float32}
+COMPACT: dict[str, dict[str, Any]] = {
+    "compact": {"state": "compact"},
+    "compact, fp32 moments": FP32_MOMENTS,
+    "compact, on the host": {"state": "compact", "offload_state": "host"},
+    "compact, fp32 moments, on the host": {**FP32_MOMENTS, "offload_state": "host"},
+}
+FORMS = {**COMPACT, "on the host": {"offload_state": "host"}}
+
+
+def make(form: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> DistributedOptimizer:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 33)).to(dtype)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1000)
+    return DistributedOptimizer(DistributedDataParallel(module, config), **HYPER, **form)
+
+
+def trained(optimizer: DistributedOptimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(12, 24, generator=torch.Generator().manual_seed(step))
+        optimizer.model(x.to(next(optimizer.model.parameters()).dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def seen(optimizer: DistributedOptimizer) -> dict[str, list[Tensor]]:
+    """Master, moments and step of each parameter."""
+    return {
+        part.name: [part.master, *part.state().values(), *part.scalars().values()] for part in optimizer.full_slices()
+    }
+
+
+def differences(one: dict[str, list[Tensor]], other: dict[str, list[Tensor]]) -> list[str]:
+    return [n for n in one if not all(torch.equal(a, b) for a, b in zip(one[n], other[n], strict=True))]
+
+
+@pytest.mark.parametrize("form", COMPACT)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_load_that_failed_does_not_come_back(tmp_path: Path, form: str, steps: int) -> None:
+    optimizer, expected = make(COMPACT[form]), make(COMPACT[form])
+    trained(optimizer, range(2))
+    trained(expected, range(2))
+    other = DistributedOptimizer(
+        DistributedDataParallel(nn.Linear(24, 40), DistributedDataParallelConfig(use_distributed_optimizer=True))
+    )
+    save_checkpoint(tmp_path / "other", other.model, other)
+    with pytest.raises(ValueError, match="does not fit this model"):
+        load_checkpoint(tmp_path / "other", optimizer.model, optimizer)
+    for each in (optimizer, expected):
+        trained(each, range(2, 2 + steps))
+        with torch.no_grad():
+            for master in each.param_groups[0]["params"]:
+                master.mul_(0.5)
+        each.mark_loaded()
+    assert not differences(seen(expected), seen(optimizer))
+
+
+@pytest.mark.parametrize("form", COMPACT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_full_form_is_a_copy(form: str, dtype: torch.dtype) -> None:
+    optimizer = make(COMPACT[form], dtype=dtype)
+    trained(optimizer, range(2))
+    kept, given = seen(optimizer), optimizer.state_dict()
+    before = {name: [tensor.clone() for tensor in tensors] for name, tensors in kept.items()}
+    trained(optimizer, range(2, 4))
+    after = seen(optimizer)
+    assert not differences(before, kept)
+    for _ in range(2):  # a dict may be loaded twice
+        optimizer.load_state_dict(given)
+        trained(optimizer, range(2, 4))
+        assert not differences(after, seen(optimizer))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_maximize_changes_in_mid_training(form: str) -> None:
+    optimizer, expected = make(FORMS[form]), make({})
+    for each in (optimizer, expected):
+        trained(each, range(3))
+        each.param_groups[0]["maximize"] = True
+        trained(each, range(3, 6))
+    masters = {part.name: part.master for part in expected.full_slices()}
+    for part in optimizer.full_slices():
+        torch.testing.assert_close(part.master, masters[part.name], atol=0.01, rtol=0.05)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_amsgrad_in_mid_training_is_refused(form: str) -> None:
+    optimizer = make(FORMS[form])
+    trained(optimizer, range(1))
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad=True, which a group has by now: set it to False"):
+        trained(optimizer, range(1, 2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_master_that_a_program_writes_without_a_word_is_refused_at_the_next_forward(form: str) -> None:
+    optimizer = make(FORMS[form])
+    trained(optimizer, range(1))
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].mul_(2.0)
+    with pytest.raises(RuntimeError, match="mark_loaded"):
+        trained(optimizer, range(1, 2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", ["load_state_dict", "state assigned"])
+def test_replaced_state_is_freed(form: str, way: str) -> None:
+    optimizer = make(FORMS[form])
+    trained(optimizer, range(2))
+    given = copy.deepcopy(optimizer.state_dict())
+    old = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
+    assert len(old) > 1
+    if way == "load_state_dict":
+        optimizer.load_state_dict(given)
+    else:
+        optimizer.state = {  # type: ignore[assignment]
+            master: {key: value.clone() for key, value in state.items()} for master, state in optimizer.state.items()
+        }
+        trained(optimizer, range(2, 3))
+    del given
+    gc.collect()
+    assert not [each for each in old if each() is not None]
