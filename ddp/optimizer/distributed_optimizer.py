@@ -190,8 +190,8 @@ class DistributedOptimizer(AroundOptimizer):
         """Read those parameters into the masters that were changed since the last step.
 
         A master whose rounding equals the parameter's element stays: a model that is loaded after its optimizer loses
-        no bits. Compact masters do, whose parameters have been written. The tensor's version shows in-place changes. Writes through ``param.data`` change no version: change
-        the parameter itself under ``torch.no_grad()``.
+        no bits. Compact masters lose the bits of parameters that were written. The tensor's version shows in-place
+        changes. Writes through ``param.data`` change no version: change the parameter itself under ``torch.no_grad()``.
         """
         check_storage(self.slices, self._addresses)
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
