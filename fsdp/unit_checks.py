@@ -175,6 +175,10 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"parameter '{name}' is {param.dtype}: shards are of real parameters; list it in ignored_params"
         )
+    if param.layout is not torch.strided:
+        raise ValueError(f"parameter '{name}' is {param.layout}: shards are of dense ones; list it in ignored_params")
+    if not param.is_leaf:  # a shard would be cut off from them
+        raise ValueError(f"parameter '{name}' is computed from others: shard those")
 
 
 def device_of(

@@ -362,6 +362,11 @@ def test_wrapping_loads_no_checkpoint_of_torchs() -> None:
     assert done.stdout == "False\n", done.stderr
 
 
+def test_imports_under_another_default_device() -> None:
+    done = outside("import torch; torch.set_default_device('meta'); import maingrad.ddp, maingrad.fsdp")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_core_alone_tells_its_version() -> None:
     done = outside("from maingrad.__main__ import main; sys.exit(main(['--version']))", *LAUNCH_ONLY)
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ _pending: "weakref.WeakKeyDictionary[nn.Module, PendingSave]" = weakref.WeakKeyD
 """The last save of each model in the background. Alike on all ranks: saves and waits are collective."""
 os.register_at_fork(after_in_child=_pending.clear)  # the threads are the parent's
 # Torch's first look for NumPy holds a lock. If a save's thread took it, a process forked meanwhile would wait for ever.
-torch.empty(0).numpy()
+torch.empty(0, device="cpu").numpy()
 
 _reserving: "weakref.WeakKeyDictionary[nn.Module, threading.Thread]" = weakref.WeakKeyDictionary()
 """The thread that takes host memory for the saves of each model."""

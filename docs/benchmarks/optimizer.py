@@ -50,7 +50,7 @@ class State:
 
     def __init__(self, count, device):
         generator = torch.Generator(device).manual_seed(0)
-        self.lengths = []
+        self.lengths: list[int] = []
         for size in cycle(SIZES):
             self.lengths.append(min(size, count - sum(self.lengths)))
             if sum(self.lengths) == count:
@@ -71,20 +71,20 @@ def update_of(state, moments, form):
         param = master.bfloat16()
     elif form == "remainder":
         (param, remainder), master = split_master(master), None
-    exp_avg, exp_avg_sq, scales = state.exp_avg.clone(), state.exp_avg_sq.clone(), [None, None]
+    exp_avg, exp_avg_sq = state.exp_avg.clone(), state.exp_avg_sq.clone()
     if moments == "bf16":
         exp_avg, exp_avg_sq = exp_avg.bfloat16(), exp_avg_sq.bfloat16()
     step = torch.zeros_like(state.step)
     rows = []
     flats = (state.grad, exp_avg, exp_avg_sq, master, param, remainder)
-    for key, (grad, first, second, *others) in enumerate(zip(*map(state.rows, flats), strict=True)):
+    for key, parts in enumerate(zip(*map(state.rows, flats), strict=True)):
+        grad, first, second, own_master, own_param, own_remainder = parts
+        scale = scale_sq = None
         if moments == "8 bits":
-            (first, scale), (second, scale_sq) = (
-                quantize_moment(first, signed=True),
-                quantize_moment(second, signed=False),
-            )
-            scales = [scale, scale_sq]
-        rows.append(AdamTensors(grad, first, second, step, *others, *scales, key=key))
+            first, scale = quantize_moment(first, signed=True)
+            second, scale_sq = quantize_moment(second, signed=False)
+        tensors = grad, first, second, step, own_master, own_param, own_remainder, scale, scale_sq
+        rows.append(AdamTensors(*tensors, key=key))
     return AdamUpdate(rows), (master, param, remainder, exp_avg, exp_avg_sq)
 
 
@@ -94,15 +94,15 @@ def torch_step(state, cast):
         each.clone() for each in (state.master, state.exp_avg, state.exp_avg_sq, state.grad)
     )
     param = torch.empty_like(master, dtype=torch.bfloat16)
-    rows = [list(state.rows(flat)) for flat in (master, grad, exp_avg, exp_avg_sq)]
+    masters, grads, exp_avgs, exp_avg_sqs = (list(state.rows(each)) for each in (master, grad, exp_avg, exp_avg_sq))
     steps = [torch.zeros_like(state.step) for _ in state.lengths]
-    lr, beta1, beta2, eps, weight_decay = OPTIONS
+    lr, beta1, beta2, eps, weight_decay = map(float, OPTIONS)
 
     def step(divisor, found_inf):
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
-            *rows, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False,
-            maximize=False, grad_scale=divisor, found_inf=found_inf,
+            masters, grads, exp_avgs, exp_avg_sqs, [], steps, lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf,
         )  # fmt: skip
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))

@@ -145,9 +145,8 @@ def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedPar
         key
         for param, state in states.items()
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.ndim == 0 < param.ndim
+        if isinstance(value, Tensor) and value.ndim == 0 < _ndim_of_whole(param)
     }
-
     return {
         param: {
             **elementwise_of(param.shard.shape, state, counters),
@@ -156,6 +155,11 @@ def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedPar
         for param, state in states.items()
         if isinstance(param, ShardedParameter)
     }
+
+
+def _ndim_of_whole(param: Tensor) -> int:
+    """Without elements here, the shard of a scalar has a dim."""
+    return len(param.shard.shape) if isinstance(param, ShardedParameter) else param.ndim
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

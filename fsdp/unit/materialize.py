@@ -62,7 +62,8 @@ def materialize(
     overwritten  another rank's values will replace this rank's: tensors need none
 
     A parameter that several modules share stays one parameter, and keeps its attributes. Raises ``ValueError`` for a
-    module on the meta device without ``init_fn`` and ``reset_parameters()``, and for a tensor that these do not write.
+    module on the meta device without ``init_fn`` and ``reset_parameters()``, for a tensor that these do not write, and
+    for a module with an ignored parameter on the meta device beside others.
     """
     fresh_tensors: list[_Unwritten] = []
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the meta parameter, which the tuple keeps alive
@@ -79,6 +80,10 @@ def materialize(
         if not on_meta:
             continue
         for name, param in own.items():
+            if param.is_meta and id(param) in ignored:  # a product with memory that is not there does not always fail
+                raise ValueError(
+                    f"{type(module).__name__}.{name} is ignored and on the meta device: materialise it first"
+                )
             if param.is_meta:
                 fresh = module._parameters[name]
                 assert fresh is not None, "_apply keeps the names"

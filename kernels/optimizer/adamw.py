@@ -67,6 +67,7 @@ class AdamUpdate:
         if tensors and all(runs_on_triton("AdamUpdate", row.grad) for row in tensors):
             self._on_triton = TritonAdamUpdate(self._tensors, decoupled, maximize)
 
+    @torch.no_grad()
     def __call__(
         self, options: Sequence[AdamOptions], *, divisor: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:

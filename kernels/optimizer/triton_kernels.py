@@ -341,23 +341,24 @@ class TritonAdamUpdate:
             [_fields(row, slot_of[row.step.data_ptr(), row.group]) for row in tensors], torch.int64
         )
         self._chunks = {form: self._integers(chunks, torch.int32) for form, chunks in _chunks_by_form(tensors).items()}
-        self._options = torch.empty(0, 5, dtype=torch.float32, device=self._device)
-        self._uploaded: list[float] | None = None
+        self._codes = code_table(self._device)
+        num_groups = 1 + max(row.group for row in tensors)
+        self._options = torch.empty(num_groups, 5, dtype=torch.float32, device=self._device)
+        self._uploaded: tuple[list[float], list[bool]] | None = None
 
     def __call__(self, options: Sequence[AdamOptions], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         with device_of(self._table):
-            on_device = self._upload(options)
+            on_device = self._upload(options[: self._options.shape[0]])
             arguments = self._steps, self._first_slots, self._groups, on_device, found_inf
             key = self._device, kinds_of(divisor, found_inf, self._bases, self._exponents, self._powers)
             grid = self._steps.shape[0], 1, 1
             _launch_steps(key, grid, *arguments, self._scalars, self._bases, self._exponents)
             power(self._bases, self._exponents, self._powers)
-            codes = code_table(self._device)
             for form, chunks in self._chunks.items():
                 constants = *form[:4], self._decoupled, self._maximize, form[4], TILE_BLOCKS, CHUNK_TILES
                 _launch_elements(
                     (key, constants), (chunks.shape[0], 1, 1),
-                    self._table, chunks, self._scalars, self._powers, codes, divisor, found_inf, *constants,
+                    self._table, chunks, self._scalars, self._powers, self._codes, divisor, found_inf, *constants,
                 )  # fmt: skip
 
     def _integers(self, values: object, dtype: torch.dtype) -> Tensor:
@@ -374,16 +375,14 @@ class TritonAdamUpdate:
         ]
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # Replays write these numbers again, into memory of their own.
-            made = self._options.new_empty(len(options), 5)
+            made = torch.empty_like(self._options)
             for at, value in zip(made.view(-1), values, strict=True):
                 at.fill_(value)
         else:
             made = self._options
-            if values != self._uploaded:
-                if made.shape[0] != len(options):
-                    made = self._options = made.new_empty(len(options), 5)
+            if (values, on_device) != self._uploaded:
                 made.view(-1).copy_(torch.tensor(values, dtype=torch.float32), non_blocking=True)
-                self._uploaded = values
+                self._uploaded = values, on_device
         for at, group, is_there in zip(made, options, on_device, strict=True):
             if is_there:
                 at[0].copy_(group.lr)

@@ -41,7 +41,7 @@ FORMS = [  # dtypes of gradients and moments, and the form of the parameter
 def rows_of(
     grad: torch.dtype, moment: torch.dtype, form: str, device: str = "cpu", lengths: Sequence[int] = LENGTHS
 ) -> list[AdamTensors]:
-    """Rows of two groups and two steps, cut from flat tensors: most addresses are odd multiples of 2 or 4 bytes."""
+    """Rows of two groups and two steps; of every other one no address is a multiple of 16."""
     generator = torch.Generator().manual_seed(0)
     count = sum(lengths)
     drawn = [torch.randn(count, generator=generator) for _ in range(4)]
@@ -63,6 +63,8 @@ def rows_of(
         elif form != "none":
             values["param"] = torch.zeros_like(parts[0], dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[form])
         moved = {name: value.clone().to(device) for name, value in values.items()}
+        if index % 2:
+            moved = {name: torch.cat((value[:1], value))[1:] for name, value in moved.items()}
         full = {"master": None, **moved}
         rows.append(AdamTensors(step=steps[index % 2], first=512 * index, key=77 + index, group=index // 2 % 2, **full))
     return rows
@@ -129,7 +131,7 @@ def test_options_that_change_and_a_learning_rate_in_a_tensor(device: str) -> Non
     expected = copies(rows)
     update = launched(rows)
     rate = torch.tensor(1e-2, device=device)
-    for beta1, lr in ((0.9, rate), (0.9, rate), (0.5, 1e-3), (0.5, rate), (0.5, rate)):
+    for beta1, lr in ((0.9, rate), (0.9, rate), (0.5, 1e-3), (0.5, rate), (0.5, rate), (0.5, 0.0)):
         options = [AdamOptions(lr, beta1, 0.99, 1e-8, 0.1)]
         update(options)
         adam_update_reference(expected, options)
@@ -382,6 +384,14 @@ def test_captured_steps_and_no_wait(form: tuple[torch.dtype, torch.dtype, str]) 
         rate.mul_(0.5)
     assert_same(rows, expected)
     assert rows[0].step == 8
+
+
+def test_masters_that_are_parameters() -> None:
+    """Autograd records nothing, and leaves that require gradients are written."""
+    (row,) = rows_of(*FORMS[0], lengths=[300])
+    param = torch.nn.Parameter(row.master)
+    AdamUpdate([row._replace(master=param)])(OPTIONS)
+    assert param.is_leaf and torch.equal(param, row.master) and row.step == 4
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

@@ -188,13 +188,24 @@ def test_without_ranks_it_is_as_ever() -> None:
     optimizer.step()
 
 
+class Shifted(nn.Linear):
+    """With a scalar, of which one rank has all and the others have nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.shift = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_whole_tensors_are_loaded_where_one_rank_has_all_of_a_parameter(steps_before: int) -> None:
     """That rank's shard has the whole parameter's shape."""
 
     def make_linear() -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
-        model = fully_shard(nn.Linear(3, 4))
+        model = fully_shard(Shifted())
         return model, torch.optim.Adam(model.parameters())
 
     def step_of(model: nn.Module, optimizer: Optimizer) -> None:

@@ -523,6 +523,15 @@ def complex_one(model: nn.Module) -> None:
     model.extra = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
 
 
+def sparse(model: nn.Module) -> None:
+    model.extra = nn.Parameter(torch.eye(2).to_sparse())
+
+
+def computed(model: nn.Module) -> None:
+    model.extra = nn.Parameter(torch.zeros(2), requires_grad=False)
+    model.extra.copy_(torch.ones(2, requires_grad=True))
+
+
 def owned_elsewhere(model: nn.Module) -> None:
     ForeignProvider(model)
 
@@ -538,6 +547,8 @@ def lazy(model: nn.Module) -> None:
         (with_grad, r"parameter '.*' already has a .grad.*module.zero_grad\(\) before fully_shard"),
         (with_hook, r"parameter 'head.weight' has hooks, which no backward would call"),
         (complex_one, r"parameter 'extra' is torch.complex64: .* list it in ignored_params"),
+        (sparse, r"parameter 'extra' is torch.sparse_coo: .* list it in ignored_params"),
+        (computed, r"parameter 'extra' is computed from others: shard those"),
         (owned_elsewhere, r"parameter '.*' already has a main_grad: it belongs to another"),
         (lazy, r"'extra.weight' has no shape yet: run a forward of the lazy module before fully_shard"),
     ],

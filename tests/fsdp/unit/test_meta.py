@@ -179,6 +179,13 @@ def test_frozen_parameters_stay_frozen_and_dtypes_what_they_are() -> None:
     assert not any(param.requires_grad for param in model.parameters())
 
 
+def test_an_ignored_parameter_that_has_no_memory_is_named() -> None:
+    """Torch would compute with it: ``linear`` reads where its memory would begin."""
+    model = on_meta(lambda: nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"Linear.weight is ignored and on the meta device: materialise it first"):
+        fully_shard(model, mesh=WORLD_OF_ONE, device="cpu", ignored_params={model.weight})
+
+
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "packed GroupedMLP"])
 @pytest.mark.sampled(4)
 def test_our_modules(name: str) -> None:
