@@ -16,6 +16,9 @@ from ...fsdp.module import root_of
 
 __all__ = ["make_optimizer"]
 
+_OF_DISTRIBUTED = ("state", "moment_dtype", "offload_state", "skip_nonfinite")
+"""Options of ``DistributedOptimizer`` itself."""
+
 
 @overload
 def make_optimizer(
@@ -72,6 +75,12 @@ def make_optimizer(
         raise TypeError(
             f"make_optimizer takes a model under DistributedDataParallel or fully_shard, and {type(model).__name__} is "
             f'neither: model = maingrad.parallelize(model, "zero1") first, and give what it returns'
+        )
+    alien = [key for key in _OF_DISTRIBUTED if key in options]
+    if alien:
+        raise TypeError(
+            f"make_optimizer({alien[0]}=...) is for models under DistributedDataParallel, and {type(model).__name__} "
+            f"is sharded by fully_shard, which has the option offload_to_cpu: leave {alien[0]} out"
         )
     if max_grad_norm is not None and max_grad_norm <= 0:
         raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")

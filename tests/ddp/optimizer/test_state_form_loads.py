@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import maingrad
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 
@@ -136,3 +137,19 @@ def test_replaced_state_is_freed(form: str, way: str) -> None:
     del given
     gc.collect()
     assert not [each for each in old if each() is not None]
+
+
+SHARDED: list[dict[str, Any]] = [
+    {"state": "compact"},
+    {"moment_dtype": torch.float32},
+    {"offload_state": "host"},
+    {"skip_nonfinite": True},
+]
+
+
+@pytest.mark.parametrize("option", SHARDED, ids=lambda option: next(iter(option)))
+def test_a_sharded_model_has_none_of_it(option: dict[str, Any]) -> None:
+    model = maingrad.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "zero3")
+    name = next(iter(option))
+    with pytest.raises(TypeError, match=rf"make_optimizer\({name}=...\) .* leave {name} out"):
+        maingrad.make_optimizer(model, lr=1e-3, **option)
