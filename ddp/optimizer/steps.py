@@ -135,8 +135,8 @@ class OnePassSteps(TorchSteps):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._updates: dict[Hashable, tuple[list[Tensor], AdamUpdate]] = {}
-        self._in_graphs: set[AdamUpdate] = set()
-        """Those whose tables replays read."""
+        self._in_graphs: list[tuple[Hashable, list[Tensor], AdamUpdate]] = []
+        """Those whose tables replays read. A later capture, which cannot make a table, finds them."""
 
     @torch.no_grad()
     def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
@@ -156,8 +156,6 @@ class OnePassSteps(TorchSteps):
             AdamOptions(group["lr"], group["betas"][0], group["betas"][1], group["eps"], group["weight_decay"])
             for group in groups
         ]
-        if is_capturing():
-            self._in_graphs.add(update)
         update(options, divisor=divisor, found_inf=found_inf)
 
     def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -172,17 +170,20 @@ class OnePassSteps(TorchSteps):
     ) -> AdamUpdate:
         """The kernel's table of these segments, made anew where a load has replaced a tensor of the state."""
         used = [tensor for by_key in tensors.values() for tensor in by_key.values()]
-        known, update = self._updates.get(key, ([], None))
-        if update is None or len(known) != len(used) or any(a is not b for a, b in zip(known, used, strict=True)):
-            if update is not None:  # the other tables keep replaced tensors, too
-                self._updates.clear()
+        known, update = self._updates.pop(key, ([], None))
+        if update is None or not _same(known, used):
+            captured = (each for place, known, each in self._in_graphs if place == key and _same(known, used))
+            update = next(captured, None)
+        if update is None:
             by_slice = [(held, tensors.get(held.segment.master)) for held in self.slices if held.segment is not None]
             update = AdamUpdate(
                 [_row(held, by_key) for held, by_key in by_slice if by_key is not None],
                 decoupled=isinstance(self.inner, torch.optim.AdamW),
                 maximize=maximize,
             )
-            self._updates[key] = used, update
+        self._updates[key] = used, update
+        if is_capturing():
+            self._in_graphs.append((key, used, update))
         return update
 
     def take_loaded(self, written: Collection[Tensor], *, from_full: bool) -> None:
@@ -208,6 +209,10 @@ class OnePassSteps(TorchSteps):
     def _zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory for state."""
         return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+def _same(known: Sequence[Tensor], used: Sequence[Tensor]) -> bool:
+    return len(known) == len(used) and all(a is b for a, b in zip(known, used, strict=True))
 
 
 def _row(held: ParamSlice, tensors: Mapping[str, Tensor]) -> AdamTensors:
