@@ -128,6 +128,8 @@ class _OnHost(OnePassSteps):
         super().__init__(*args, **kwargs)
         self._device = self.flats[0].params.device
         self._most = max(flat.owned_params.numel() for flat in self.flats)
+        self._turns = {flat.bucket.index: place % 2 for place, flat in enumerate(self.flats)}
+        """The turn of each bucket, the same in every step: a captured step finds the tables of eager ones."""
         self._memory: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         """By turn: device memory for a bucket's state, [elements] by key."""
         self._places: dict[tuple[int, Tensor, str], Tensor] = {}
@@ -153,7 +155,7 @@ class _OnHost(OnePassSteps):
             self._to_device.follow()
             self._free, self._returned = [None, None], {}
         for flat in flats:
-            self.turn = 1 - self.turn
+            self.turn = self._turns[flat.bucket.index]
             pairs = [pair for segment in self.segments if segment.flat is flat for pair in self._pairs(segment)]
             before = self._free[self.turn], self._returned.get(flat.bucket.index)
             self._to_device.start([(place, home) for home, place in pairs], before)

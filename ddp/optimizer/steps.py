@@ -172,6 +172,10 @@ class OnePassSteps(TorchSteps):
         used = [tensor for by_key in tensors.values() for tensor in by_key.values()]
         known, update = self._updates.pop(key, ([], None))
         if update is None or not _same(known, used):
+            replaced = {*map(id, known)} - {*map(id, used)}
+            self._updates = {
+                place: entry for place, entry in self._updates.items() if replaced.isdisjoint(map(id, entry[0]))
+            }
             captured = (each for place, known, each in self._in_graphs if place == key and _same(known, used))
             update = next(captured, None)
         if update is None:
@@ -185,11 +189,6 @@ class OnePassSteps(TorchSteps):
         if is_capturing():
             self._in_graphs.append((key, used, update))
         return update
-
-    def take_loaded(self, written: Collection[Tensor], *, from_full: bool) -> None:
-        """As ``TorchSteps.take_loaded``; no table keeps state that was replaced."""
-        self._updates.clear()
-        super().take_loaded(written, from_full=from_full)
 
     def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
         """What the pass reads and writes of a segment, by key, beside gradient and parameter."""

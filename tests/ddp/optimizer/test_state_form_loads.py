@@ -121,7 +121,7 @@ def test_a_master_that_a_program_writes_without_a_word_is_refused_at_the_next_fo
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("way", ["load_state_dict", "state assigned"])
-def test_replaced_state_is_freed(form: str, way: str) -> None:
+def test_replaced_state_is_freed_by_the_next_step(form: str, way: str) -> None:
     optimizer = make(FORMS[form])
     trained(optimizer, range(2))
     given = copy.deepcopy(optimizer.state_dict())
@@ -133,7 +133,7 @@ def test_replaced_state_is_freed(form: str, way: str) -> None:
         optimizer.state = {  # type: ignore[assignment]
             master: {key: value.clone() for key, value in state.items()} for master, state in optimizer.state.items()
         }
-        trained(optimizer, range(2, 3))
+    trained(optimizer, range(2, 3))
     del given
     gc.collect()
     assert not [each for each in old if each() is not None]
