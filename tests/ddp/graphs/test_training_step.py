@@ -16,6 +16,9 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.ddp.collectives.streams import is_capturing
+from maingrad.ddp.optimizer import steps
+from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.launch import simulate
 
 
@@ -51,6 +54,22 @@ def test_weights_that_are_loaded() -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_everything_between_steps(state: str) -> None:
     check(Program(state=state, events=tuple(event for event in EVENTS if event != "mode")))
+
+
+@pytest.mark.parametrize("state", [state for state in STATES if state != "full"])
+@pytest.mark.parametrize("event", ["loads optimizer", "eager step", "other decay"])
+def test_no_capture_makes_tables_of_an_update(state: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are copied from the host at once, which a capture refuses."""
+    made: list[bool] = []
+
+    class Watched(AdamUpdate):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(is_capturing())
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(steps, "AdamUpdate", Watched)
+    check(Program(state=state, events=(event,)))
+    assert made and not any(made)
 
 
 @pytest.mark.parametrize("order", range(2))
