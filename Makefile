@@ -1,7 +1,7 @@
 # maingrad: `make train` and `make test` need nothing but Python 3.11+ and a network for the first run.
 #
 #   make train      train a byte-level GPT on two CPU processes; pictures and metrics land in runs/
-#   make test       the tests (three workers, six minutes on two cores); samples of large matrices
+#   make test       the tests (three workers on two cores); samples of large matrices
 #   make test-all   slow tests too, and property tests at full counts
 #   make test-newest  the quick start and a sample of the tests, with the newest versions that pip gives
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one

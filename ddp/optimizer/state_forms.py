@@ -132,8 +132,8 @@ class _OnHost(OnePassSteps):
         """The turn of each bucket, the same in every step: a captured step finds the tables of eager ones."""
         self._memory: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         """By turn: device memory for a bucket's state, [elements] by key."""
-        self._places: dict[tuple[int, Tensor, str], Tensor] = {}
-        """Views of this memory, by turn, segment's master and key."""
+        self._places: dict[tuple[Tensor, str], Tensor] = {}
+        """Views of this memory, by segment's master and key."""
         self._to_device, self._to_host = _Copies(self._device), _Copies(self._device)
         self._free: list[torch.cuda.Event | None] = [None, None]
         """By turn: its state is back on the host."""
@@ -155,14 +155,14 @@ class _OnHost(OnePassSteps):
             self._to_device.follow()
             self._free, self._returned = [None, None], {}
         for flat in flats:
-            self.turn = self._turns[flat.bucket.index]
+            turn = self._turns[flat.bucket.index]
             pairs = [pair for segment in self.segments if segment.flat is flat for pair in self._pairs(segment)]
-            before = self._free[self.turn], self._returned.get(flat.bucket.index)
+            before = self._free[turn], self._returned.get(flat.bucket.index)
             self._to_device.start([(place, home) for home, place in pairs], before)
             self._to_device.join()
             super().update([flat], divisor, found_inf)
             self._to_host.follow()
-            self._free[self.turn] = self._returned[flat.bucket.index] = self._to_host.start(pairs)
+            self._free[turn] = self._returned[flat.bucket.index] = self._to_host.start(pairs)
         if self._was_captured:
             self._to_host.join()
 
@@ -176,7 +176,7 @@ class _OnHost(OnePassSteps):
             self._is_eager = False
 
     def _pairs(self, segment: Segment) -> list[tuple[Tensor, Tensor]]:
-        """The segment's tensors on the host, each with its place on the device in this turn."""
+        """The segment's tensors on the host, each with its place on the device."""
         homes = super()._tensors_of(segment)
         return [
             (homes[key].detach(), place) for key, place in self._tensors_of(segment).items() if place is not homes[key]
@@ -189,9 +189,9 @@ class _OnHost(OnePassSteps):
         return {key: self._place(segment, key, home) if key in on_host else home for key, home in homes.items()}
 
     def _place(self, segment: Segment, key: str, home: Tensor) -> Tensor:
-        here = self.turn, segment.master, key
+        here = segment.master, key
         if here not in self._places:
-            memory = self._memory[self.turn]
+            memory = self._memory[self._turns[segment.flat.bucket.index]]
             if key not in memory:
                 memory[key] = torch.empty(self._most, dtype=home.dtype, device=self._device)
                 self._to_device.follow()  # whatever had this memory before, on the current stream

@@ -125,12 +125,13 @@ class TorchSteps:
 
 
 class OnePassSteps(TorchSteps):
-    """Steps of ``torch.optim.Adam`` or ``AdamW`` over fp32 masters in one pass: the state and the bits of torch's."""
+    """Steps of ``torch.optim.AdamW`` over fp32 masters in one pass: the state and the bits of torch's fused kernel.
+
+    Subclasses keep the state in another form, and take ``torch.optim.Adam`` too.
+    """
 
     moment_dtype: torch.dtype = torch.float32
     """The dtype of moments between steps."""
-    turn = 0
-    """Which of several places on the device the pass reads and writes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -151,7 +152,7 @@ class OnePassSteps(TorchSteps):
             s.master: self._tensors_of(s) for s in self.segments if s.flat.bucket.index in buckets
         }
         maximize = bool(groups[0]["maximize"])
-        update = self._update_of((self.turn, maximize, *sorted(buckets)), tensors, maximize=maximize)
+        update = self._update_of((maximize, *sorted(buckets)), tensors, maximize=maximize)
         options = [
             AdamOptions(group["lr"], group["betas"][0], group["betas"][1], group["eps"], group["weight_decay"])
             for group in groups
