@@ -88,13 +88,14 @@ def wrap(case, form, *, fused=True, compiled=False, split_ends=False, num_instan
     return maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and case.compiling, **options)
 
 
-def train(model, loss_of, tokens, *, graphed=False, recipe=None, after=lambda: None):
+def train(model, loss_of, tokens, *, graphed=False, recipe=None, optimizer_options=None, after=lambda: None):
     """A step of our wrapped ``model``: ``make_optimizer`` and the README's loop. ``graphed``: as one CUDA graph.
 
-    loss_of  of a model: a function of one microbatch
-    after    called after each backward
+    loss_of            of a model: a function of one microbatch
+    optimizer_options  of ``make_optimizer``, beside the learning rate
+    after              called after each backward
     """
-    optimizer = maingrad.make_optimizer(model, lr=LEARNING_RATE)
+    optimizer = maingrad.make_optimizer(model, lr=LEARNING_RATE, **(optimizer_options or {}))
 
     def accumulated(tokens):
         with nullcontext() if recipe is None else autocast(recipe=recipe):
@@ -106,9 +107,11 @@ def train(model, loss_of, tokens, *, graphed=False, recipe=None, after=lambda: N
     return partial(step, tokens)
 
 
-def ours(case, form, *, graphed=False, recipe=None, **how):
-    """A step of maingrad; ``how`` the model is wrapped: see ``wrap``."""
-    return train(wrap(case, form, **how), case.loss_of, case.tokens(), graphed=graphed, recipe=recipe)
+def ours(case, form, *, graphed=False, recipe=None, optimizer_options=None, **how):
+    """A step of maingrad; ``how`` the model is wrapped: see ``wrap``; the other options are those of ``train``."""
+    model = wrap(case, form, **how)
+    options = {"graphed": graphed, "recipe": recipe, "optimizer_options": optimizer_options}
+    return train(model, case.loss_of, case.tokens(), **options)
 
 
 def refuse_copy_engines(case):
