@@ -75,12 +75,9 @@ class Staging:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._mark: TextIO | None = None
-
-    @property
-    def folder(self) -> Path:
+        self.folder = incomplete(path)
         """The folder to write into."""
-        return incomplete(self.path)
+        self._mark: TextIO | None = None
 
     def begin(self) -> None:
         """Make the empty folder. A complete checkpoint of a save that died is moved to ``path`` first; its other files
@@ -94,12 +91,12 @@ class Staging:
             raise FileExistsError(
                 f"'{path}' is the working directory, and a save replaces its folder: save to a folder in it"
             )
-        if not _is_just_a_checkpoint(path):
+        if not _is_only(path, MARK_FILE, MANIFEST_FILE):
             raise FileExistsError(
                 f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
             )
         for folder in (incomplete(path), replaced(path)):
-            if not _is_leftover(folder):
+            if not _is_only(folder, MARK_FILE):
                 raise FileExistsError(
                     f"'{folder}' is in the way and is not what a save has left there: move it, or save elsewhere"
                 )
@@ -150,16 +147,24 @@ class Staging:
     def _hold(self) -> None:
         """Make the folder with its mark, or take over the existing one, and lock the mark."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        where = self.folder / MARK_FILE
+        path = self.folder / MARK_FILE
         try:
-            mark = where.open("a")
-        except FileNotFoundError:  # another save has just renamed the folder
-            raise _in_use(self.folder) from None
-        # The save that held the lock before may have renamed the folder since the mark was opened.
-        if not (_lock(mark) and where.exists() and os.path.samestat(os.fstat(mark.fileno()), where.stat())):
-            mark.close()
-            raise _in_use(self.folder)
-        self._mark = mark
+            self._mark = path.open("a")
+            try:
+                fcntl.flock(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if isinstance(error, BlockingIOError):
+                    raise  # else the file system has no locks; ids must do there
+            # The save that held the lock before may have renamed the folder since the mark was opened.
+            if not os.path.samestat(os.fstat(self._mark.fileno()), path.stat()):
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
+            self._release()
+            raise FileExistsError(
+                f"another save is writing into '{self.folder}': two jobs do not save to one path; wait for it to end, "
+                f"or save elsewhere; a model that is in no wrapper of maingrad's, each rank saves by itself: save it "
+                f"on one (if torch.distributed.get_rank() == 0)"
+            ) from None
 
     def _release(self) -> None:
         if self._mark is not None:
@@ -167,25 +172,6 @@ class Staging:
                 fcntl.flock(self._mark, fcntl.LOCK_UN)
             self._mark.close()
             self._mark = None
-
-
-def _in_use(folder: Path) -> FileExistsError:
-    return FileExistsError(
-        f"another save is writing into '{folder}': two jobs do not save to one path; "
-        f"wait for it to end, or save elsewhere; a model that is in no wrapper of maingrad's, each rank saves by "
-        f"itself: save it on one (if torch.distributed.get_rank() == 0)"
-    )
-
-
-def _lock(mark: TextIO) -> bool:
-    """Lock the mark. False: another save holds the lock. True also on file systems without locks; ids must do there."""
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def describe_missing(path: Path) -> str:
@@ -218,9 +204,17 @@ def _is_free(path: Path) -> bool:
         return False
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether this is a folder, and no link to one, that holds nothing but files of a save."""
-    return folder.is_dir() and not folder.is_symlink() and all(map(_is_written_by_a_save, folder.iterdir()))
+def _is_only(folder: Path, *names: str) -> bool:
+    """Whether there is nothing, or a folder, and no link to one, with a file of these names, and with nothing but files
+    of a save.
+
+    The mark shows that a save has made the folder, or that ``remove`` has begun to delete it; the manifest shows a
+    checkpoint.
+    """
+    if _is_free(folder):
+        return True
+    ours = folder.is_dir() and not folder.is_symlink() and all(map(_is_written_by_a_save, folder.iterdir()))
+    return ours and any((folder / name).is_file() for name in names)
 
 
 def _is_written_by_a_save(entry: Path) -> bool:
@@ -234,17 +228,6 @@ def belongs_to_checkpoint(name: str) -> bool:
     return own in (MANIFEST_FILE, MARK_FILE) or FILE_NAME.fullmatch(own) is not None
 
 
-def _is_leftover(folder: Path) -> bool:
-    """Whether there is nothing, or a folder that a save has made beside a checkpoint's path, or that ``remove`` has
-    begun to delete."""
-    return _is_free(folder) or (_is_marked(folder) and _is_ours(folder))
-
-
-def _is_just_a_checkpoint(path: Path) -> bool:
-    """Whether this is a checkpoint, or less, and nothing else would be lost with it."""
-    return _is_leftover(path) or (is_complete(path) and _is_ours(path))
-
-
 def remove(path: Path) -> None:
     """Delete a complete checkpoint, or what an earlier call has left. Whenever the process dies, ``path`` is a complete
     checkpoint, or marked and without a manifest, or empty.
@@ -253,7 +236,7 @@ def remove(path: Path) -> None:
     """
     if not os.path.lexists(path):
         return
-    if not _is_just_a_checkpoint(path):
+    if not _is_only(path, MARK_FILE, MANIFEST_FILE):
         raise FileExistsError(f"'{path}' is not just a checkpoint: delete it by hand")
     (path / MARK_FILE).touch()
     _sync_folder(path)
@@ -267,7 +250,7 @@ def is_left_to_delete(path: Path) -> bool:
 
 def is_being_deleted(path: Path) -> bool:
     """Whether this is no checkpoint any more: what a ``remove`` that did not end has left, or an empty folder."""
-    return is_left_to_delete(path) or (path.is_dir() and not any(path.iterdir()))
+    return is_left_to_delete(path) or _is_free(path)
 
 
 def _empty(folder: Path) -> None:

@@ -19,10 +19,11 @@ import sys
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -37,11 +38,14 @@ __all__ = [
     "SavedOptimizer",
     "SavedTensor",
     "StoredBox",
+    "agreed",
     "assign",
     "new_id",
     "stored_tensors",
     "write_manifest",
 ]
+
+T = TypeVar("T")
 
 MANIFEST_FILE = "maingrad.json"
 FORMAT = "maingrad.checkpoint"
@@ -188,7 +192,12 @@ class Manifest:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
         _check_version(path, content.get("version"))
         try:
-            _check_sum(content)
+            written, found = content.pop("checksum"), _checksum(content)
+            if written is not None and found != written:
+                raise ValueError(
+                    f"its content has checksum {found}, and had {reprlib.repr(written)} when it was written; where you "
+                    f"have changed it yourself, set its checksum to null"
+                )
             if content["byteorder"] != sys.byteorder:
                 raise ValueError(f"its tensors are {content['byteorder']!r}-endian, which this machine is not")
             return _manifest_of(content)
@@ -243,17 +252,23 @@ def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
     return writers
 
 
+def agreed(what: str, told: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    """All that ranks tell, by name. Raises ``ValueError`` where two tell different things of one name."""
+    found: dict[str, T] = {}
+    for name, value in chain.from_iterable(each.items() for each in told):
+        if found.setdefault(name, value) != value:
+            raise ValueError(f"ranks disagree on '{name}': its {what} are {found[name]} on one, and {value} on another")
+    return found
+
+
 def stored_tensors(writers: Mapping[Part, int]) -> dict[str, tuple[Any, Any, tuple[StoredBox, ...]]]:
     """Shape, dtypes and boxes of what is written of each tensor.
 
     Raises ``ValueError`` where ranks hold different tensors under one name.
     """
-    kinds: dict[str, tuple[Any, Any]] = {}
+    kinds = agreed("shape and dtypes", ({part.name: (part.shape, part.dtypes)} for part in writers))
     boxes: dict[str, list[StoredBox]] = {}
     for part, rank in writers.items():
-        here = part.shape, part.dtypes
-        if kinds.setdefault(part.name, here) != here:
-            raise ValueError(f"ranks disagree on '{part.name}': one has {kinds[part.name]}, another {here}")
         boxes.setdefault(part.name, []).append(StoredBox(rank, *part.box))
     return {name: (shape, dict(dtypes), tuple(boxes[name])) for name, (shape, dtypes) in kinds.items()}
 
@@ -290,14 +305,4 @@ def _laid_out(content: Mapping[str, Any]) -> str:
 
 def _checksum(content: Mapping[str, Any]) -> int:
     """CRC-32 of everything but the checksum itself; does not depend on the layout of the file."""
-    told = {key: value for key, value in content.items() if key != "checksum"}
-    return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _check_sum(content: Mapping[str, Any]) -> None:
-    written, found = content["checksum"], _checksum(content)
-    if written is not None and found != written:
-        raise ValueError(
-            f"its content has checksum {found}, and had {reprlib.repr(written)} when it was written; where you have "
-            f"changed it yourself, set its checksum to null"
-        )
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -120,13 +120,13 @@ class RankFile:
 
     def __init__(self, path: Path, save_id: str) -> None:
         self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor)
-        size = os.fstat(self.descriptor).st_size
+        self.content = path.open("rb")
+        weakref.finalize(self, self.content.close)
+        size = os.stat(self.content.fileno()).st_size
         try:
-            length = int.from_bytes(os.pread(self.descriptor, 8, 0), "little")
+            length = int.from_bytes(self.content.read(8), "little")
             self._begin = 8 + length
-            entries = json.loads(os.pread(self.descriptor, min(length, size, _LONGEST_HEADER), 8))
+            entries = json.loads(self.content.read(min(length, size, _LONGEST_HEADER)))
             metadata = entries.pop("__metadata__")
             found = metadata[_OF]
             self._checksums = dict(zip(sorted(entries), metadata[_CHECKSUMS].split(), strict=True))
@@ -195,16 +195,12 @@ class Entry(NamedTuple):
 
     def _fill(self, memory: Tensor) -> None:
         """Read all bytes into ``memory``. Raises ``ValueError`` unless they are those that were written."""
-        checksum, position = 0, self.position
+        checksum = 0
+        self.file.content.seek(self.position)
         for block in _blocks(memory):
-            filled = 0
-            while filled < len(block):  # a network's file system may give fewer bytes than it has
-                count = os.preadv(self.file.descriptor, [block[filled:]], position + filled)
-                if count == 0:
-                    raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
-                filled += count
+            if self.file.content.readinto(block) < len(block):
+                raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
             checksum = zlib.crc32(block, checksum)
-            position += filled
         if f"{checksum:08x}" != self.checksum:
             raise ValueError(
                 f"'{self.file.path}' is damaged where '{self.name}' lies: its bytes have checksum {checksum:08x}, and "

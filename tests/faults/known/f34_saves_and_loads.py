@@ -42,8 +42,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
                 "Entry._fill",
-                "os.preadv(self.file.descriptor, [block[filled:]], position + filled)",
-                "os.preadv(os.open(self.file.path, os.O_RDONLY), [block[filled:]], position + filled)",
+                "self.file.content.seek(self.position)",
+                "(vars(self.file).update(content=self.file.path.open('rb')), self.file.content.seek(self.position))",
             ),
         ],
     ),
