@@ -114,7 +114,7 @@ def save_safetensors(
     found: dict[str, Tensor] = {}
     if optimizer is not None:
         optimizer.prepare_state()
-        if dtype is not None and ranks.writes:
+        if dtype is not None and ranks.place < ranks.num_writers:
             optimizer.refresh_masters()
             found = {name: master.cpu() for name, master in _gather_masters(optimizer)}
 

@@ -64,8 +64,8 @@ class PendingSave:
         self._staging, self._ranks, self._id, self._parts = staging, ranks, save_id, parts
         self._manifest = manifest
         self._encoded = "" if manifest is None else manifest.encoded()
-        self._written: Future[None] = Future()
-        self._completed: Future[None] = Future()
+        self._ends: tuple[Future[None], Future[None]] = Future(), Future()
+        """Of the thread's two steps: the writing of this rank's file, and the completion."""
         self._error: Exception | None = None
         """What ``wait`` raises."""
         self.is_over = True
@@ -106,7 +106,7 @@ class PendingSave:
 
     def failed(self) -> bool:
         """Whether this rank could not write; ``wait`` raises the error. Waits for nobody."""
-        return any(step.done() and step.exception() is not None for step in (self._written, self._completed))
+        return any(end.done() and end.exception() is not None for end in self._ends)
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Collective over the model's ranks.
@@ -116,7 +116,7 @@ class PendingSave:
         """
         if not self.is_over:
             try:
-                self._finish(self._written.result, self._completed.result)
+                self._finish(*(end.result for end in self._ends))
             except Exception as error:
                 self._error = error
                 self.give_up(after=0.0)
@@ -162,11 +162,11 @@ class PendingSave:
 
     @torch.no_grad()
     def _run(self) -> None:
-        for step, action in ((self._written, self._write), (self._completed, self._complete)):
+        for end, step in zip(self._ends, (self._write, self._complete), strict=True):
             try:
-                step.set_result(action())
+                end.set_result(step())
             except BaseException as error:
-                step.set_exception(error)
+                end.set_exception(error)
 
     def _waits(self) -> bool:
         """Whether the first rank goes on waiting for files. Raises where the save is given up."""

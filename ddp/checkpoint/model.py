@@ -41,24 +41,24 @@ T = TypeVar("T")
 class ExpertSets(NamedTuple):
     """The sets of experts that different ranks hold under the same names: each is stored under names of its own."""
 
-    here: int
-    """Which set this rank holds; -1: none."""
-    number: int
+    own: str
+    """Suffix of the stored names of this rank's experts; empty where all ranks hold the same."""
+    suffixes: Sequence[str]
+    """Those of all sets, where there are several."""
+
+    @property
+    def number(self) -> int:
+        """Number of different sets, 1 for a model without experts."""
+        return len(self.suffixes) or 1
 
     def naming(self, holding: Holding) -> Callable[[str], str]:
         """Names in the files, from names in the model."""
-        suffix = self.suffix(self.here) if self.number > 1 else ""
-        return lambda name: name + suffix if name in holding.experts else name
+        return lambda name: name + self.own if name in holding.experts else name
 
     def here_of(self, stored: Mapping[str, T]) -> dict[str, T]:
         """Stored tensors by their names in the model, without the experts that only other ranks hold."""
-        others = tuple(self.suffix(index) for index in range(self.number) if index != self.here)
-        suffix = self.suffix(self.here)
-        return {name.removesuffix(suffix): each for name, each in stored.items() if not name.endswith(others)}
-
-    def suffix(self, expert_set: int) -> str:
-        """Suffix of the stored names of one set's experts."""
-        return f"@expert_set_{expert_set}_of_{self.number}"
+        others = tuple(suffix for suffix in self.suffixes if suffix != self.own)
+        return {name.removesuffix(self.own): each for name, each in stored.items() if not name.endswith(others)}
 
 
 def check_same_call(
@@ -90,8 +90,8 @@ def check_same_call(
     if len(set(has_optimizer)) > 1:
         raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
     known = sorted({*all_experts} - {-1})
-    sets = ExpertSets(known.index(experts) if experts in known else -1, max(1, len(known)))
-    return Path(paths[0]), ids[0], sets
+    suffixes = {each: f"@expert_set_{index}_of_{len(known)}" for index, each in enumerate(known) if len(known) > 1}
+    return Path(paths[0]), ids[0], ExpertSets(suffixes.get(experts, ""), [*suffixes.values()])
 
 
 class ModelTensors(NamedTuple):
@@ -135,7 +135,7 @@ def parts_of_model(holding: Holding, ranks: CheckpointRanks, stored: Callable[[s
     ranks: the first one's are saved, as ``broadcast_params`` copies them.
     """
     parts: Parts = {}
-    if not ranks.writes:
+    if ranks.place >= ranks.num_writers:
         return parts
     for turn, (name, tensor) in [*enumerate(holding.whole.items()), *((0, each) for each in holding.buffers.items())]:
         if name in holding.experts or turn % ranks.num_writers == ranks.place:
@@ -227,8 +227,8 @@ def make_manifest(
             raise ValueError(
                 f"'{name}' of shape {list(stored[0])} is not held by all ranks together: {error}"
             ) from None
-    for expert_set in range(sets.number):
-        if sets.number > 1 and not any(name.endswith(sets.suffix(expert_set)) for name in tensors):
+    for expert_set, suffix in enumerate(sets.suffixes):
+        if not any(name.endswith(suffix) for name in tensors):
             raise ValueError(
                 f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
                 f"all"

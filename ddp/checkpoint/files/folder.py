@@ -103,9 +103,7 @@ class Staging:
         self._hold()
         found = find(path)
         if found != path:  # the only complete checkpoint until this save completes
-            if path.exists():
-                path.rmdir()
-            found.rename(path)
+            found.rename(path)  # also where an empty folder is
             (path / MARK_FILE).unlink()
             if found == self.folder:
                 self._release()
@@ -116,10 +114,7 @@ class Staging:
         """Rename the finished folder to ``path``; then delete the previous checkpoint."""
         path = self.path
         _sync_folder(self.folder)
-        if _is_free(path):
-            if path.exists():
-                path.rmdir()
-        else:
+        if not _is_free(path):
             _remove(replaced(path))
             (path / MARK_FILE).touch()
             _sync_folder(path)

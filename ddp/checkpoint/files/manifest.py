@@ -21,7 +21,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -255,9 +254,12 @@ def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
 def agreed(what: str, told: Iterable[Mapping[str, T]]) -> dict[str, T]:
     """All that ranks tell, by name. Raises ``ValueError`` where two tell different things of one name."""
     found: dict[str, T] = {}
-    for name, value in chain.from_iterable(each.items() for each in told):
-        if found.setdefault(name, value) != value:
-            raise ValueError(f"ranks disagree on '{name}': its {what} are {found[name]} on one, and {value} on another")
+    for each in told:
+        for name, value in each.items():
+            if found.setdefault(name, value) != value:
+                raise ValueError(
+                    f"ranks disagree on '{name}': its {what} are {found[name]} on one, and {value} on another"
+                )
     return found
 
 

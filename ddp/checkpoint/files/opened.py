@@ -95,11 +95,13 @@ def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint
     for part, wanted in choose(manifest).items():
         saved = manifest.tensors[part.name]
         for rank, box in ((each.rank, each.box) for each in saved.boxes):
-            if box.intersect(part.box) is None:
+            both = box.intersect(part.box)
+            if both is None:
                 continue
             for section, data in wanted.items():
                 found = file_of(rank).find(part, section, box, saved.dtypes[section])
-                entries.setdefault((part.name, section, box), found).wanted.append((part.box, data))
+                entry = entries.setdefault((part.name, section, box), found)
+                entry.wanted.append((both, part.box.view_of(both, data)))
     return OpenedCheckpoint(manifest, sorted(entries.values(), key=lambda entry: (entry.file.path, entry.position)))
 
 

@@ -169,7 +169,7 @@ class Entry(NamedTuple):
     checksum: str
     """CRC-32 of its bytes when they were written."""
     wanted: list[tuple[Box, Tensor]]
-    """A part's box, and where its elements go."""
+    """What a part wants of the box, and where these elements go."""
 
     def read(self) -> None:
         """Copy the elements to where they are wanted; values are rounded to the dtypes there.
@@ -178,20 +178,17 @@ class Entry(NamedTuple):
 
         Raises ``ValueError`` unless the bytes are those that were written.
         """
-        box, data = self.wanted[0]
-        if len(self.wanted) == 1 and data.dtype is self.dtype and self.box.intersect(box) == self.box:
-            view = box.view_of(self.box, data)
-            is_odd = view.is_inference() or view.is_conj() or view.is_neg()
-            if view.is_cpu and view.is_contiguous() and not is_odd:
-                torch.autograd.graph.increment_version(view)  # optimizers compare versions
-                self._fill(view)
-                return
+        both, view = self.wanted[0]
+        is_odd = view.is_inference() or view.is_conj() or view.is_neg()
+        as_stored = both == self.box and view.dtype is self.dtype and view.is_cpu and view.is_contiguous()
+        if len(self.wanted) == 1 and as_stored and not is_odd:
+            torch.autograd.graph.increment_version(view)  # optimizers compare versions
+            self._fill(view)
+            return
         elements = torch.empty(self.box.sizes, dtype=self.dtype, device="cpu")
         self._fill(elements)
-        for box, data in self.wanted:
-            both = self.box.intersect(box)
-            if both is not None:
-                box.view_of(both, data).copy_(self.box.view_of(both, elements))
+        for both, view in self.wanted:
+            view.copy_(self.box.view_of(both, elements))
 
     def _fill(self, memory: Tensor) -> None:
         """Read all bytes into ``memory``. Raises ``ValueError`` unless they are those that were written."""

@@ -58,8 +58,14 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.optimizer",
                 "plan_optimizer",
-                "likes.get(updated.dtype)",
-                "next(iter(likes.values()), None)",
+                "and updated.dtype in likes:",
+                "and likes:",
+            ),
+            Change(
+                "maingrad.ddp.checkpoint.optimizer",
+                "plan_optimizer",
+                "likes[updated.dtype]",
+                "next(iter(likes.values()))",
             ),
         ],
     ),
