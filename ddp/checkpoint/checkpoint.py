@@ -11,7 +11,6 @@ ranks hold the same elements, the first rank says which rank writes them (``file
 checks all it can before it changes the model, and then each rank reads its parts (``files/opened.py``).
 """
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +88,7 @@ def save_checkpoint(
             manifest = None
             if ranks.leads:
                 staging.begin()
-                manifest = make_manifest(writers, notes, sets, saved, _as_json(extra), save_id)
+                manifest = make_manifest(writers, notes, sets, saved, extra, save_id)
             pending = PendingSave(staging, ranks, save_id, mine, manifest)
             if background:
                 pending.copy_to_host()
@@ -202,11 +201,3 @@ def _list_saved(
     writers = assign([each.parts for each in notes])
     mine = {part: data for part, data in parts.items() if writers[part] == ranks.place}
     return mine, writers, notes, saved
-
-
-def _as_json(extra: Any) -> Any:
-    """A copy of what a load returns."""
-    try:
-        return json.loads(json.dumps(extra, indent=1))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra must be something that JSON holds ({error})") from None

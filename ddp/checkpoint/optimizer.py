@@ -87,9 +87,7 @@ def plan_optimizer(
         other = entries[first.setdefault(updated, name)]
         if updated not in state:
             group = optimizer.param_groups[held.group]
-            state[updated] = _make_state(
-                optimizer.state.get(updated, {}), updated, group, entry, device=held.master.device
-            )
+            state[updated] = _make_state(optimizer, updated, group, entry, device=held.master.device)
         if (entry.state, entry.scalars) != (other.state, other.scalars):
             one, another = (f"{sorted(each.state)} {each.scalars}" for each in (other, entry))
             raise ValueError(
@@ -105,7 +103,7 @@ def plan_optimizer(
         likes = {updated.dtype: entries[first[updated]] for updated in group["params"] if updated in first}
         for updated in group["params"]:
             if updated.numel() == 0 and updated.requires_grad and updated not in state and updated.dtype in likes:
-                state[updated] = _make_state({}, updated, group, likes[updated.dtype], device=updated.device)
+                state[updated] = _make_state(optimizer, updated, group, likes[updated.dtype], device=updated.device)
 
     def install() -> None:
         optimizer.state.update(state)
@@ -172,15 +170,15 @@ def _place(group: int | None, groups: Sequence[object]) -> str:
 
 
 def _make_state(
-    present: Mapping[str, Any], updated: Tensor, group: Mapping[str, Any], entry: SavedTensor, *, device: torch.device
+    optimizer: Optimizer, updated: Tensor, group: Mapping[str, Any], entry: SavedTensor, *, device: torch.device
 ) -> dict[str, Any]:
-    """Memory for the state of one of the optimizer's tensors; fitting tensors in ``present`` are reused.
+    """Memory for the state of one of the optimizer's tensors; fitting tensors that are there are reused.
 
     device  of new elementwise state: the master's, which lies on the host where the device keeps fewer bytes
     """
     made: dict[str, Any] = {}
     for key, dtype in entry.state.items():
-        old = present.get(key)
+        old = optimizer.state.get(updated, {}).get(key)
         fits = isinstance(old, Tensor) and old.shape == updated.shape and old.dtype is dtype
         made[key] = old if fits else torch.zeros(updated.shape, dtype=dtype, device=device)
     for key, value in entry.scalars.items():

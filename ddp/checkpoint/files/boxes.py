@@ -68,11 +68,6 @@ class Part(NamedTuple):
     dtypes: tuple[tuple[str, torch.dtype], ...]
     """What is there, "model", "master" or "state.KEY" of the optimizer, and the dtype that a save rounds it to."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it in a file."""
-        return self.box.numel * sum(dtype.itemsize for _, dtype in self.dtypes)
-
 
 Parts = dict[Part, dict[str, Tensor]]
 """Parts, and the elements of "model", "master", "state.KEY" in this rank's memory, in the box's sizes."""

@@ -32,26 +32,19 @@ __all__ = [
     "belongs_to_checkpoint",
     "describe_missing",
     "find",
-    "incomplete",
     "is_being_deleted",
     "is_complete",
     "is_left_to_delete",
     "remove",
-    "replaced",
 ]
 
 MARK_FILE = "maingrad.saving"
 """Marks a folder that a save has made beside the checkpoint's path, and one that is being deleted."""
 
 
-def incomplete(path: Path) -> Path:
-    """The folder into which a save writes."""
-    return path.with_name(f"{path.name}.incomplete")
-
-
-def replaced(path: Path) -> Path:
-    """The folder of the previous checkpoint until the new checkpoint has its place."""
-    return path.with_name(f"{path.name}.replaced")
+def _beside(path: Path) -> tuple[Path, Path]:
+    """The folder into which a save writes, and that of the previous checkpoint until the new one has its place."""
+    return path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
 
 
 def find(path: Path) -> Path:
@@ -62,8 +55,7 @@ def find(path: Path) -> Path:
     """
     if not _is_free(path):
         return path
-    beside = (incomplete(path), replaced(path))
-    found = next((folder for folder in beside if is_complete(folder) and _is_marked(folder)), path)
+    found = next((folder for folder in _beside(path) if is_complete(folder) and _is_marked(folder)), path)
     return found if _is_free(path) else path  # a save may have taken its second step meanwhile: that one is newer
 
 
@@ -75,8 +67,8 @@ class Staging:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.folder = incomplete(path)
-        """The folder to write into."""
+        self.folder, self._replaced = _beside(path)
+        """The folder to write into; and that of the previous checkpoint, between two renames."""
         self._mark: TextIO | None = None
 
     def begin(self) -> None:
@@ -95,7 +87,7 @@ class Staging:
             raise FileExistsError(
                 f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
             )
-        for folder in (incomplete(path), replaced(path)):
+        for folder in (self.folder, self._replaced):
             if not _is_only(folder, MARK_FILE):
                 raise FileExistsError(
                     f"'{folder}' is in the way and is not what a save has left there: move it, or save elsewhere"
@@ -115,15 +107,15 @@ class Staging:
         path = self.path
         _sync_folder(self.folder)
         if not _is_free(path):
-            _remove(replaced(path))
+            _remove(self._replaced)
             (path / MARK_FILE).touch()
             _sync_folder(path)
-            path.rename(replaced(path))
+            path.rename(self._replaced)
         self.folder.rename(path)
         (path / MARK_FILE).unlink()
         _sync_folder(path.parent)
         self._release()
-        _remove(replaced(path))
+        _remove(self._replaced)
 
     def __enter__(self) -> "Staging":
         return self
@@ -172,11 +164,12 @@ class Staging:
 def describe_missing(path: Path) -> str:
     """Why there is no checkpoint at ``path``, for an error."""
     missing = f"there is no checkpoint at '{path}'"
-    for folder in (incomplete(path), replaced(path)):
+    for folder in _beside(path):
         if is_complete(folder):
             return f"{missing}; '{folder}' is a checkpoint of its own, and no save to '{path}' has left it: name it"
-    if incomplete(path).exists():
-        return f"{missing}: a save was interrupted, and '{incomplete(path)}' is not complete"
+    incomplete, _ = _beside(path)
+    if incomplete.exists():
+        return f"{missing}: a save was interrupted, and '{incomplete}' is not complete"
     return missing
 
 

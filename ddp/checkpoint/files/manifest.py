@@ -124,9 +124,6 @@ class SavedOptimizer:
     groups: tuple[dict[str, Any], ...]
     """Hyperparameters of each group, as ``to_json`` makes them."""
 
-    def __post_init__(self) -> None:
-        from_json([[*group.values()] for group in self.groups])
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -163,10 +160,21 @@ class Manifest:
         return nbytes
 
     def encoded(self) -> str:
-        """The file's content. Raises ``ValueError`` where it would be too long to be read again."""
+        """The file's content, a line for each tensor.
+
+        Raises ``ValueError`` where it would be too long to be read again, and ``TypeError`` for ``extra`` that JSON
+        does not hold.
+        """
         about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
-        content = json.loads(json.dumps({**about, **vars(self)}, default=_as_json))  # as a load will read it
-        written = _laid_out({"checksum": _checksum(content), **content})
+        try:
+            content = json.loads(json.dumps({**about, **vars(self)}, default=_as_json))  # as a load will read it
+            content["checksum"] = _checksum(content)
+            tensors = content.pop("tensors").items()
+            lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in tensors)
+            rest = json.dumps(content, indent=1).removesuffix("\n}")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"extra must be something that JSON holds ({error})") from None
+        written = f'{rest},\n "tensors": {{\n{lines}\n }}\n}}\n'
         if len(written) > MOST_BYTES:
             raise ValueError(
                 f"the manifest has {len(written)} bytes, and {MOST_BYTES} at most are read again: keep less in extra, "
@@ -215,6 +223,7 @@ def _manifest_of(content: Mapping[str, Any]) -> Manifest:
     optimizer = content["optimizer"]
     if optimizer is not None:
         groups = tuple(typed(dict, group) for group in optimizer["groups"])
+        from_json([[*group.values()] for group in groups])  # raises for a value that a load could not read
         optimizer = SavedOptimizer(typed(str, optimizer["optimizer_class"]), groups)
     tied = {alias: typed(str, first) for alias, first in content["tied"].items()}
     num_sets = typed(int, content["num_expert_sets"])
@@ -247,7 +256,7 @@ def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
     nbytes = [0] * len(held)
     for part, ranks in holders.items():
         writers[part] = rank = min(ranks, key=nbytes.__getitem__)
-        nbytes[rank] += part.nbytes
+        nbytes[rank] += part.box.numel * sum(dtype.itemsize for _, dtype in part.dtypes)
     return writers
 
 
@@ -295,14 +304,11 @@ def _check_version(path: Path, version: Any) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    return dtype_name(value) if isinstance(value, torch.dtype) else vars(value)
-
-
-def _laid_out(content: Mapping[str, Any]) -> str:
-    """JSON that people can read: a line for each value, and a line for each tensor."""
-    rest = json.dumps({key: value for key, value in content.items() if key != "tensors"}, indent=1)
-    lines = (f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in content["tensors"].items())
-    return rest.removesuffix("\n}") + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n"
+    if isinstance(value, SavedTensor | SavedOptimizer):
+        return vars(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    raise TypeError(f"a {type(value).__name__} is none")
 
 
 def _checksum(content: Mapping[str, Any]) -> int:

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint import background
 from maingrad.ddp.checkpoint.background import PendingSave
-from maingrad.ddp.checkpoint.files import folder as checkpoint_folder
 from maingrad.ddp.checkpoint.files.boxes import Parts, parts_of_range
 from maingrad.ddp.checkpoint.files.folder import Staging
 from maingrad.fsdp import fully_shard
@@ -451,7 +450,7 @@ def test_a_save_never_deletes_what_is_no_checkpoint(tmp_path: Path, name: str) -
 def test_an_empty_folder_is_a_fine_place(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, Everything(), extra="here")
     assert load_checkpoint(tmp_path, Everything()) == "here"
-    assert not checkpoint_folder.replaced(tmp_path).exists()
+    assert not tmp_path.with_name(f"{tmp_path.name}.replaced").exists()
 
 
 @pytest.mark.parametrize("path", ["", "."])

@@ -94,8 +94,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.folder",
                 "find",
-                "(incomplete(path), replaced(path))",
-                "(replaced(path), incomplete(path))",
+                "for folder in _beside(path) if",
+                "for folder in reversed(_beside(path)) if",
             ),
         ],
     ),
