@@ -195,13 +195,13 @@ class Notes(NamedTuple):
 def make_notes(parts: Parts, holding: Holding, stored: Callable[[str], str]) -> Notes:
     """The notes of this rank."""
     slices = holding.slices.items()
-    told: tuple[Mapping[str, Any], ...] = (
-        {name: held.group for name, held in slices},
-        {name: scalars for name, held in slices if (scalars := scalars_of(name, held))},
-        dict.fromkeys(holding.buffers, True),
-        {alias: stored(first) for alias, first in holding.tied.items()},
+    return Notes(
+        [*parts],
+        {stored(name): held.group for name, held in slices},
+        {stored(name): scalars for name, held in slices if (scalars := scalars_of(name, held))},
+        {stored(name): True for name in holding.buffers},
+        {stored(alias): stored(first) for alias, first in holding.tied.items()},
     )
-    return Notes([*parts], *({stored(name): each for name, each in by_name.items()} for by_name in told))
 
 
 def make_manifest(
