@@ -88,7 +88,7 @@ class PendingSave:
                 data = each[section]
                 # A device copies to page-locked memory by itself. Torch keeps the memory for the next save.
                 memory = torch.empty(part.box.sizes, dtype=dtype, device="cpu", pin_memory=not data.is_cpu)
-                each[section] = memory.copy_(data, non_blocking=True)
+                each[section] = memory.copy_(data.to(dtype), non_blocking=True)
                 devices.add(data.device)
         for device in devices - {torch.device("cpu")}:
             torch.accelerator.current_stream(device).synchronize()

@@ -297,7 +297,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.background",
                 "PendingSave.copy_to_host",
-                "memory.copy_(data, non_blocking=True)",
+                "memory.copy_(data.to(dtype), non_blocking=True)",
                 "data",
             ),
         ],
