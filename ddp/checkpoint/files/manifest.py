@@ -308,7 +308,7 @@ def _as_json(value: Any) -> Any:
         return vars(value)
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    raise TypeError(f"a {type(value).__name__} is none")
+    raise TypeError(f"it has a value of the class {type(value).__name__}")
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
