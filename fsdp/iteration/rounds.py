@@ -14,7 +14,7 @@ import torch
 
 from ...ddp.buckets import iteration_ends
 from ...ddp.buckets.bucket import Phase
-from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
+from ...ddp.buckets.checks import check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
 from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
@@ -23,8 +23,9 @@ from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_grads.sharded_grad import step_ended
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
-from ..unit.memory import Meter, num_to_end, pool_limit
+from ..unit.memory import GradPool, Meter
 from ..unit.unit import Unit
+from .checks import check_nothing_beside
 
 __all__ = ["GradRound", "GradRounds", "State"]
 
@@ -166,9 +167,8 @@ class GradRounds:
         self._sending = False  # stays True if a launch raises: the next forward gives the iteration up
         self._in_backward = False  # stays True if a backward raises
         self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
-        self._launched: list[ShardedBucket] = []  # whose memory a reduction uses, in the order of launches
-        pooled = [[bucket.grads.nbytes for bucket in unit.buckets if bucket.is_pooled] for unit in units[1:]]
-        self._pool_limit = max(map(pool_limit, pooled), default=0)
+        # The outermost unit is not in it: its gradients come first, or after most activations are freed.
+        self._pool = GradPool([[bucket for bucket in unit.buckets if bucket.is_pooled] for unit in units[1:]])
         self.trained = TrainedBackwards()
 
     @property
@@ -248,7 +248,7 @@ class GradRounds:
         """After the iteration's last backward, send all rounds that are left; delayed ones when they are computed."""
         self._in_backward = False
         if final:
-            self._check_nothing_bypassed()
+            check_nothing_beside(self._buckets)
             self._end_iteration()
 
     # ---- The end of an iteration. ----
@@ -381,9 +381,7 @@ class GradRounds:
             partial(bucket.grad_shard.reduce, adds_to_total=adds_to_total, inside=inside, across=across),
         )
         self._sending = False
-        bucket.grad_shard.launched()
-        if not bucket.whole_grads_at_rest:
-            self._launched.append(bucket)
+        self._pool.launched(bucket)
 
     def _claim(self, bucket: ShardedBucket) -> bool:
         """``GradShard.claim`` on the stream of forwards, whose activations use the memory of the sums next."""
@@ -395,19 +393,8 @@ class GradRounds:
             return bucket.grad_shard.claim()
 
     def _bound_pool(self, bucket: ShardedBucket) -> None:
-        """Wait for the oldest reductions, until the bucket's memory fits into the pool.
-
-        The outermost unit does not wait: its gradients come first, or after most activations are freed.
-        """
-        unit = bucket.unit()
-        if unit is None or unit is self._outermost or not bucket.is_pooled:
-            return
-        written = bucket.grads.nbytes
-        for other in unit.buckets:
-            if other is not bucket and other.is_pooled and other.grads.resident and other not in self._launched:
-                written += other.grads.nbytes
-        count = num_to_end(written, [other.grads.nbytes for other in self._launched], self._pool_limit)
-        for other in self._launched[:count]:
+        """Wait for the oldest reductions, until the bucket's memory fits into the pool."""
+        for other in self._pool.to_end_before(bucket):
             self.finish_reduction(other)
 
     def _finish_reductions(self) -> None:
@@ -425,8 +412,7 @@ class GradRounds:
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
         bucket.grad_bucket.reset()
-        if bucket in self._launched:
-            self._launched.remove(bucket)
+        self._pool.ended(bucket)
         if not bucket.whole_grads_at_rest:
             bucket.grads.release()
 
@@ -465,14 +451,4 @@ class GradRounds:
                 f"gradients are not complete; call zero_grad(), and the next forward begins a new iteration"
             )
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
-        self._check_nothing_bypassed()
-
-    def _check_nothing_bypassed(self) -> None:
-        """Raise ``RuntimeError`` for a gradient that has come to ``.grad`` of a whole parameter, and discard it."""
-        pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]
-        try:
-            check_nothing_bypassed(((pair.whole, record) for pair, record in pairs), "the end of the iteration")
-        except RuntimeError:
-            for pair, _ in pairs:
-                pair.whole.grad = None
-            raise
+        check_nothing_beside(self._buckets)
