@@ -36,10 +36,11 @@ __all__ = [
     "Moment",
     "QuantizedWgrad",
     "backward_products",
-    "execution_under_recipe",
     "forward_product",
     "kept_copies",
     "overflow_as_nan",
+    "recipe_of_forward",
+    "second_derivatives",
     "takes_recipe",
     "warn_of_dtype",
 ]
@@ -75,36 +76,8 @@ class QuantizedWgrad(DenseWgrad):
         return super().multiply(dy, x, dtype) if isinstance(dy, Tensor) else scaled_product(dy, x, dtype)
 
 
-class QuantizedExecution(NamedTuple):
-    """Runs the products of a forward by ``quantized_linear``."""
-
-    recipe: Recipe
-
-    def product(
-        self,
-        module: LinearModule,
-        input: Tensor,
-        weights: Sequence[Tensor],
-        bias: Tensor | None,
-        queue: WgradQueue | None,
-        product: int,
-        only_save: bool,
-    ) -> Tensor | None:
-        """See ``Execution``."""
-        module.check_input(input, weights[0])
-        if in_transform():
-            raise RuntimeError(f"{module.describe()}: a recipe does not go with transforms of torch.func")
-        use = module.use(product, weights, *module.delivery(weights, queue), only_save, QuantizedWgrad)
-        if not isinstance(self.recipe, DelayedScaling):
-            return quantized_linear(input, weights, bias, use, self.recipe)
-        scaling = scaling_of(module, self.recipe, product, input.device)
-        output = quantized_linear(input, weights, bias, use, scaling)
-        scaling.forward_done(has_graph=output.requires_grad)
-        return output
-
-
-def execution_under_recipe(module: LinearModule, input: Tensor) -> QuantizedExecution | None:
-    """Choose the execution of this forward by its recipe, if there is one."""
+def recipe_of_forward(module: LinearModule, input: Tensor) -> Recipe | None:
+    """The recipe by which the products of this forward are quantised; None: there is none."""
     recipe = None if module.ignores_recipes else recipe_now()
     if recipe is None:
         if module._has_been_quantized and is_recomputed_without_region():
@@ -117,10 +90,33 @@ def execution_under_recipe(module: LinearModule, input: Tensor) -> QuantizedExec
         return None
     if not module._has_been_quantized:
         module._has_been_quantized = True
-    return QuantizedExecution(recipe)
+    return recipe
 
 
-brought.execution_under_recipe = execution_under_recipe
+def _product(
+    recipe: Recipe,
+    module: LinearModule,
+    input: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    queue: WgradQueue | None,
+    product: int,
+    only_save: bool,
+) -> Tensor:
+    module.check_input(input, weights[0])
+    if in_transform():
+        raise RuntimeError(f"{module.describe()}: a recipe does not go with transforms of torch.func")
+    use = module.use(product, weights, *module.delivery(weights, queue), only_save, QuantizedWgrad)
+    if not isinstance(recipe, DelayedScaling):
+        return quantized_linear(input, weights, bias, use, recipe)
+    scaling = scaling_of(module, recipe, product, input.device)
+    output = quantized_linear(input, weights, bias, use, scaling)
+    scaling.forward_done(has_graph=output.requires_grad)
+    return output
+
+
+brought.recipe_of_forward = recipe_of_forward
+brought.quantized_product = _product
 
 
 def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
@@ -203,10 +199,7 @@ class _QuantizedLinear(torch.autograd.Function):
         use: ProductUse = ctx.use
         recipe: Quantizing = ctx.recipe
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{use.owner}: second derivatives (create_graph=True) of quantised products are not defined; run this "
-                f"forward under autocast(enabled=False)"
-            )
+            raise second_derivatives(use.owner)
         needs_dx, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         saved = ctx.saved_tensors
         weights = saved[: len(needs_dw)]
@@ -234,6 +227,14 @@ class _QuantizedLinear(torch.autograd.Function):
                 left, right = of_grad, restored(saved[len(weights) :], *ctx.x_kind)
             dws = weight_grads(ctx, wanted, places, (right, left) if use.transposed else (left, right))
         return (dx, None, None, None, *dws, db)
+
+
+def second_derivatives(owner: str) -> RuntimeError:
+    """The error of ``create_graph=True``."""
+    return RuntimeError(
+        f"{owner}: second derivatives (create_graph=True) of quantised products are not defined; run this forward "
+        f"under autocast(enabled=False)"
+    )
 
 
 def forward_product(

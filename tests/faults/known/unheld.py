@@ -154,7 +154,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.experts.fused_grouped_linear",
-                "written",
+                "_written",
                 "torch.autograd.graph.increment_version(buffer)",
                 "pass",
             ),
