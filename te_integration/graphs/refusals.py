@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.main_grad import is_lazy, record_of
 from ...ddp.contract.module import DelayedWgradModule, is_sharded
-from ...ddp.gathers.waiting_modules import is_waiting_hook
 from ...ddp.torch_internals import has_tensor_hooks
 from ...ddp.wrapper.around_module import AroundModule
 from ..experts.grouped_module import GroupedModule
@@ -60,7 +59,7 @@ def _check_module(module: nn.Module, where: str, device: torch.device) -> None:
     wraps_compiled = type(module).__module__.startswith("torch._dynamo")
     if wraps_compiled or isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
         raise ValueError(f"{where} is compiled: capture the layer as it was before, or the ._orig_mod inside")
-    if not all(is_waiting_hook(key) for hooks in hooks_of(module) for key in hooks):
+    if hooks_of(module):
         raise ValueError(
             f"{where} has hooks on its forward or backward, which a replay would not call: remove them, or hook the "
             f"callable that make_graphed_callables returns"
