@@ -1,6 +1,6 @@
 """Checks in an iteration; each ``RuntimeError`` names the unit or the parameter, and a remedy."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -9,7 +9,7 @@ from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ..unit.bucket import ShardedBucket
 from ..unit.unit import Unit
 
-__all__ = ["UnitChecks", "check_nothing_beside"]
+__all__ = ["UnitChecks", "backward_raised", "check_nothing_beside", "delays_left", "past_the_outputs"]
 
 
 class UnitChecks:
@@ -66,3 +66,31 @@ def check_nothing_beside(buckets: Sequence[ShardedBucket]) -> None:
         for pair, _ in pairs:
             pair.whole.grad = None
         raise
+
+
+def backward_raised(caller: str, inside: Iterable[Unit]) -> RuntimeError:
+    """The error of ``caller``, which ends an iteration whose last backward has not ended; ``inside``: its units."""
+    where = next((f" in {unit.label}" for unit in inside), "")
+    return RuntimeError(
+        f"{caller} after a backward that raised an exception{where}: gradients are not complete; call zero_grad(), and "
+        f"the next forward begins a new iteration"
+    )
+
+
+def delays_left(what: str, unit: str) -> RuntimeError:
+    """The error of ``what``, which gathers, before delayed gradients of ``unit`` are reduced."""
+    return RuntimeError(
+        f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: compute these "
+        f"and call model.finish_grad_sync() first; or run all backwards but the last within model.no_sync(), and call "
+        f"torch.autograd.grad before the last"
+    )
+
+
+def past_the_outputs(bucket: ShardedBucket, unit: Unit) -> RuntimeError:
+    """The error of a backward that reaches freed parameters without entering their unit."""
+    return RuntimeError(
+        f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole parameters were "
+        f"not there: return from forward all that the loss uses (a penalty too), or pass reshard_after_forward=False. "
+        f"An earlier backward frees them too: run all forwards before the autograd.grad of a gradient penalty, or use "
+        f"placements='zero2', which keeps them to the step"
+    )

@@ -12,8 +12,6 @@ streams (gloo).
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from ...ddp.torch_internals import call_when_backward_ends, current_backward
 from ..unit.bucket import ShardedBucket
 from ..unit.mixed_precision import cast_floating, cast_inputs
 from ..unit.unit import Unit
-from .checks import UnitChecks
+from .checks import UnitChecks, past_the_outputs
 from .connect import connect_units, map_memory
 from .gathers import UnitGathers
 from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardOrder, ForwardTrace, UnitForward, delivers_to_any
@@ -62,7 +60,7 @@ class Root:
             unit.join_logs(self.grads.steps)
 
         self.sync = True
-        """False within ``no_sync``: in every microbatch but the iteration's last."""
+        """False within ``no_sync``, which ``parts`` has: in every microbatch but the iteration's last."""
         self.parts = RootParts(self)
         """The interface of a pipeline schedule that runs the model, or parts of the model, by turns."""
         self.forward_order = ForwardOrder()
@@ -178,8 +176,10 @@ class Root:
         self.grads.check_delays_are_over("a forward")  # a forward gathers
         self._checks.before_forward(unit)
         record_forward()
-        if self.grads.were_mixed:
-            self._forget_mixed()
+        if self.grads.were_mixed:  # gather all units anew, and predict nothing from the order of before
+            self.grads.were_mixed = False
+            self.forward_order = ForwardOrder()
+            self.gathers.record_replay()
         self.forward_order.begin()
         self.grads.begin()
         self.gathers.notice_changes()
@@ -226,12 +226,7 @@ class Root:
             return
         # Backward has reached the parameter without entering the unit, or after it has passed the unit.
         if not unit.arrived:
-            raise RuntimeError(
-                f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole "
-                f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
-                f"pass reshard_after_forward=False. An earlier backward frees them too: run all forwards before "
-                f"the autograd.grad of a gradient penalty, or use placements='zero2', which keeps them to the step"
-            )
+            raise past_the_outputs(bucket, unit)
         self._enter(unit, current_backward(), trains=True, delays=False)
 
     def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
@@ -322,21 +317,6 @@ class Root:
             unit.registered.hide_after_backward()
         self.grads.give_up()
         self.gathers.release_all()
-
-    def _forget_mixed(self) -> None:
-        """Ranks have run different units: gather all units anew, and predict nothing from the order of before."""
-        self.grads.were_mixed = False
-        self.forward_order = ForwardOrder()
-        self.gathers.record_replay()
-
-    @contextmanager
-    def syncing(self, sync: bool) -> Iterator[None]:
-        """Say whether backwards in this block are an iteration's last, and reduce over all ranks."""
-        before, self.sync = self.sync, sync
-        try:
-            yield
-        finally:
-            self.sync = before
 
     @property
     def observer(self) -> Observer:

@@ -106,13 +106,12 @@ class ShardedBucket:
             ]
         )
         self.gathered.params = tuple(pair.whole for pair in self.pairs)
-        self._part = slice(
-            *reduction.range_inside(layout.numel)
-        )  # of ``gathered``: what this rank brings to the gather
+        self._part = slice(*reduction.range_inside(layout.numel))
+        self._gather_input = self.gathered.data[self._part]  # what this rank brings to the gather
         self._instance: Tensor | None = None
         if reduction.scatters_across and reduction.grid.outer_size > 1:
             # That part has shards of several instances. It is gathered across instances only after a change.
-            self._instance = torch.empty_like(self.gathered.data[self._part])
+            self._instance = torch.empty_like(self._gather_input)
         self.gathered.release()
         self._gathered_version = -1
         self.gather: ParamGather
@@ -191,24 +190,23 @@ class ShardedBucket:
         was_read  the program was given them to read: see ``WholeParams.leave``
         """
         if was_read:
-            self.gather.flat = self.gather.flat.new_empty(0)  # lets go of the memory, which the program's views keep
+            self.gather.flat = self._gather_input = self.gather.flat.new_empty(0)  # lets go of the memory
             self.gathered.leave([pair.sharded.shard.name for pair in self.pairs])
-            self.gather.flat = self.gathered.data
+            self.gather.flat, self._gather_input = self.gathered.data, self.gathered.data[self._part]
         self.gathered.release()
 
     def fill(self) -> None:
         """Take memory for the whole parameters and copy this rank's shard into its place, before the gather."""
         self.gathered.take()
-        part = self.gathered.data[self._part]
         changed, self._gathered_version = self.changed, self.shard._version
         if self._instance is None:
-            part.copy_(self.shard, non_blocking=True)
+            self._gather_input.copy_(self.shard, non_blocking=True)
             return
         if changed:
             outer = self.reduction.grid.outer
             self._instance.view(self.reduction.grid.outer_size, -1)[self.reduction.grid.outer_rank].copy_(self.shard)
             all_gather_shards(self._instance, outer).wait()
-        part.copy_(self._instance)
+        self._gather_input.copy_(self._instance)
 
     # ---- Gradients. ----
 

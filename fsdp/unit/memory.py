@@ -114,13 +114,9 @@ def _resize(storage: torch.UntypedStorage, nbytes: int, refusal: str) -> None:
 class WholeParams(ReleasableBuffer):
     """The memory of a bucket's whole parameters, which a program may have been given to read (``unsharded()``)."""
 
-    __slots__ = ("_refuse_reads", "params")
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(numel, dtype, device)
-        self.params: tuple[nn.Parameter, ...] = ()
-        """The whole parameters, views of the memory."""
-        self._refuse_reads = False
+    params: tuple[nn.Parameter, ...] = ()
+    """The whole parameters, views of the memory."""
+    _refuse_reads = False
 
     def take(self) -> None:
         """Give the parameters memory: they may be read."""
@@ -146,9 +142,8 @@ class WholeParams(ReleasableBuffer):
             # The last view may be dropped at any time. The memory then returns to its stream, which has not waited for
             # the program's reads.
             self.data.record_stream(current_stream(self.data.device))
-        numel, start = self.data.numel(), self.data.storage_offset()
-        places = [(param.storage_offset() - start, param.shape) for param in self.params]
-        nothing = self.data.new_empty(0)
+        numel, nothing = self.data.numel(), self.data.new_empty(0)
+        places = [(param.storage_offset(), param.shape) for param in self.params]
         for param in self.params:
             param.data = nothing
         self.data = nothing
