@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from ...ddp.gathers.waiting_modules import is_waiting_hook, registered_params
+from ..dense.linear_module import LinearModule
 from .captured_order import ReplayError
 
 __all__ = ["CapturedWeights", "hooks_of"]
@@ -58,7 +59,8 @@ class CapturedWeights:
         """The change in words where an entry of ``_state`` is another one."""
         changes: list[str] = []
         for prefix, module in self._named:
-            kind, start = type(module).__name__, f"{prefix}." if prefix else ""
+            kind = module.describe() if isinstance(module, LinearModule) else type(module).__name__
+            start = f"{prefix}." if prefix else ""
             changes += (f"{kind} got another child", f"{kind} got a hook on its forward or backward")
             changes.append(f"ignores_recipes of {kind} was changed")
             for local in registered_params(module):
