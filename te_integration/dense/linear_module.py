@@ -32,7 +32,7 @@ class _Brought:
 
     recipe_of_forward: Callable[["LinearModule", Tensor], Any]
     """The recipe of a forward of this input; None: there is none. Of ``quantized_linear.py``."""
-    quantized_product: Callable[..., Tensor]
+    quantized_product: Callable[..., Tensor | None]
     """``LinearModule.fused_product`` under a recipe, which comes first. Of ``quantized_linear.py``."""
     product_in_trace: Callable[..., Tensor | None]
     """``LinearModule.fused_product`` in code that a compiler traces. Of ``compiled_linear.py``."""
