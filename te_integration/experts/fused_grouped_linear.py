@@ -44,10 +44,10 @@ class GroupedProducts(Protocol):
     def gradients(
         self, ctx: Any, dy: Tensor, weights: Sequence[Tensor], of_input: Sequence[Tensor]
     ) -> tuple[Tensor | None, Any, Any]:
-        """dx [T, K], where it is needed, and dy and x as the weight gradients take them."""
+        """dx [T, K], where it is needed, and dy and x as the weight gradients take them.
 
-    def check_differentiable(self, owner: str) -> None:
-        """Raise ``RuntimeError`` where second derivatives are not defined."""
+        With grad mode on (``create_graph=True``) dx is differentiable, or this raises ``RuntimeError``.
+        """
 
 
 class GroupedCall(NamedTuple):
@@ -156,6 +156,11 @@ def per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> P
     return together
 
 
+def _packed(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> Tensor:
+    """``per_expert`` as one tensor [E, ...], in the graph."""
+    return (tensors[0] if packed else torch.stack(tuple(tensors))).to(dtype)
+
+
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off: operands are cast already, and fp32 sums must stay fp32."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
@@ -210,17 +215,19 @@ class _FusedGroupedLinear(torch.autograd.Function):
         num_biases = len(needs) - count - 1 if needs[-1] else 0
         biases, of_input = others[:num_biases], others[num_biases:]
         with _without_autocast(dy.device.type):
-            if torch.is_grad_enabled():
-                call.products.check_differentiable(use.owner)
-                return _gradients_with_graph(ctx, dy, wanted, weights, biases, scale, of_input)
             dx, left, right = call.products.gradients(ctx, dy, weights, of_input)
+            with_graph = torch.is_grad_enabled()
             if dx is not None:
-                dx = cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
+                dx = cast(dx, ctx.input_dtype) if call.grad_input is None or with_graph else _written(dx)
             dws: list[Tensor | None] = [None] * count
             if of_input:
                 if use.transposed:
                     left, right = right, left
-                dws = weight_grads(ctx, wanted, places, (left, right, call.offsets))
+                if with_graph:
+                    dw = differentiable_wgrad(left, right, call.offsets).to(ctx.weight_dtype)
+                    dws = parts_of(dw, use.packed, [want is not Demand.NOTHING for want in wanted])
+                else:
+                    dws = weight_grads(ctx, wanted, places, (left, right, call.offsets))
             return (dx, None, None, *dws, *_bias_grads(ctx, dy, scale, biases))
 
 
@@ -253,14 +260,14 @@ class PlainProducts:
     ) -> tuple[Tensor | None, Any, Any]:
         """See ``GroupedProducts``."""
         call: GroupedCall = ctx.call
+        use: ProductUse = ctx.use
         dx = None
-        if weights:
-            matrices = per_expert(weights, ctx.use.packed, dy.dtype)
-            dx = grouped_linear(dy, matrices, call.offsets, out=call.grad_input, transposed=not ctx.use.transposed)
+        if weights and torch.is_grad_enabled():
+            dx = differentiable_linear(dy, _packed(weights, use.packed, dy.dtype), call.offsets, not use.transposed)
+        elif weights:
+            matrices = per_expert(weights, use.packed, dy.dtype)
+            dx = grouped_linear(dy, matrices, call.offsets, out=call.grad_input, transposed=not use.transposed)
         return dx, dy, cast(of_input[0], dy.dtype) if of_input else None
-
-    def check_differentiable(self, owner: str) -> None:
-        """They are, any number of times."""
 
 
 _PLAIN_PRODUCTS = PlainProducts()
@@ -271,47 +278,18 @@ def _bias_grads(ctx: Any, dy: Tensor, scale: Tensor | None, biases: Sequence[Ten
     call: GroupedCall = ctx.call
     *needs_db, needs_ds = ctx.needs_input_grad[3 + call.num_weights :]
     dbs: list[Tensor | None] = [None] * len(needs_db)
+    with_graph = torch.is_grad_enabled()
     if True in needs_db:
-        db = grouped_bias_grad(dy, call.offsets, scale=scale, dtype=ctx.bias_dtype)
+        if with_graph:
+            db = differentiable_bias_grad(dy, scale, call.offsets).to(ctx.bias_dtype)
+        else:
+            db = grouped_bias_grad(dy, call.offsets, scale=scale, dtype=ctx.bias_dtype)
         dbs = parts_of(db, call.packed_bias, needs_db)
     ds = None
     if needs_ds:
-        ds = grouped_scale_grad(dy, per_expert(biases, call.packed_bias, dy.dtype), call.offsets)
+        if with_graph:
+            ds = differentiable_scale_grad(dy, _packed(biases, call.packed_bias, dy.dtype), call.offsets)
+        else:
+            ds = grouped_scale_grad(dy, per_expert(biases, call.packed_bias, dy.dtype), call.offsets)
         ds = cast(ds, ctx.scale_dtype)
     return [*dbs, ds]
-
-
-def _gradients_with_graph(
-    ctx: Any,
-    dy: Tensor,
-    wanted: Sequence[Demand],
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    scale: Tensor | None,
-    of_input: Sequence[Tensor],
-) -> tuple[Tensor | None, ...]:
-    """What backward returns under ``create_graph=True``: differentiable, and without a write to ``main_grad``."""
-    call: GroupedCall = ctx.call
-    use: ProductUse = ctx.use
-    offsets = call.offsets
-
-    def packed(tensors: Sequence[Tensor], are_packed: bool) -> Tensor:
-        return (tensors[0] if are_packed else torch.stack(tuple(tensors))).to(dy.dtype)
-
-    dx = ds = None
-    if weights:
-        dx = differentiable_linear(dy, packed(weights, use.packed), offsets, not use.transposed).to(ctx.input_dtype)
-    dws: list[Tensor | None] = [None] * len(wanted)
-    if of_input:
-        x = of_input[0].to(dy.dtype)
-        left, right = (x, dy) if use.transposed else (dy, x)
-        dw = differentiable_wgrad(left, right, offsets).to(ctx.weight_dtype)
-        dws = parts_of(dw, use.packed, [want is not Demand.NOTHING for want in wanted])
-    needs_db = ctx.needs_input_grad[3 + call.num_weights : -1]
-    dbs: list[Tensor | None] = [None] * len(needs_db)
-    if True in needs_db:
-        db = differentiable_bias_grad(dy, scale, offsets).to(ctx.bias_dtype)
-        dbs = parts_of(db, call.packed_bias, needs_db)
-    if ctx.needs_input_grad[-1]:
-        ds = differentiable_scale_grad(dy, packed(biases, call.packed_bias), offsets).to(ctx.scale_dtype)
-    return (dx, None, None, *dws, *dbs, ds)

@@ -97,6 +97,8 @@ class QuantizedProducts(NamedTuple):
     ) -> tuple[Tensor | None, Any, Any]:
         """See ``GroupedProducts``."""
         call: GroupedCall = ctx.call
+        if torch.is_grad_enabled():
+            raise second_derivatives(ctx.use.owner)
         dy = overflow_as_nan(dy)
         rows = columns = dx = x = None
         if weights or of_input:
@@ -109,10 +111,6 @@ class QuantizedProducts(NamedTuple):
             *of_matrix, segments = of_input
             x = GroupedQuantized(restored(of_matrix, *ctx.x_kind), segments, transposed=True)
         return dx, columns, x
-
-    def check_differentiable(self, owner: str) -> None:
-        """They are not."""
-        raise second_derivatives(owner)
 
     def _copies(
         self, matrix: Tensor, operand: Operand, offsets: Tensor, *, rows: bool, columns: bool
