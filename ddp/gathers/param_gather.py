@@ -221,7 +221,7 @@ class ParamGather:
                 yield param
 
     def _watch(self) -> Watch:
-        return self._failures.watch("all_gather", self.name, len(self._params))
+        return self._failures.watch("all_gather", self.name)
 
     def _launch(self, observer: Observer) -> InFlight:
         start = partial(all_gather_shards, self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
