@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..collectives.rank_grid import RankGrid
 from ..collectives.reduction import GradReduction
+from ..collectives.world import own_rank
 from .bucket import Bucket
 
 __all__ = ["NanCheck", "unscale"]
@@ -30,8 +31,7 @@ class NanCheck:
         largest_sent = torch.finfo(reduction.wire_dtype or torch.float64).max
         self._bound = min(largest_sent / reduction.factor, torch.finfo(torch.float64).max)
         self._or_more = f", or more than {reduction.wire_dtype} can hold," if reduction.wire_dtype else ""
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._rank = torch.tensor(rank, device=device)
+        self._rank = torch.tensor(own_rank(), device=device)
         # fp64 holds the values of every dtype. Parameters without elements stay 0.
         self._largest = torch.zeros(len(self._names), dtype=torch.float64, device=device)
         parts = self._largest.split([len(bucket.records) for bucket in buckets])

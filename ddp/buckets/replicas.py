@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..collectives.agreement import gather
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
-from ..collectives.world import own_rank
 from ..config import DistributedDataParallelConfig
 from ..plan.owned_params import find_owned_params, grid_name_of
 from ..torch_internals import DisableTorchFunctionSubclass
@@ -144,10 +143,10 @@ def find_parted(
         return {}
     mine = bits_of([tensor for _, tensor in held])
     what = "the comparison of values between ranks"
-    if len(set(gather(hash(tuple(mine)), axes, failures, what))) == 1:
+    if len(set(gather(hash(tuple(mine)), axes, failures, what).values())) == 1:
         return {}
-    everyone = gather((own_rank(), mine), axes, failures, what)
-    found = {name: {rank: bits[index] for rank, bits in everyone} for index, (name, _) in enumerate(held)}
+    everyone = gather(mine, axes, failures, what)
+    found = {name: {rank: bits[index] for rank, bits in everyone.items()} for index, (name, _) in enumerate(held)}
     return {name: bits for name, bits in found.items() if len(set(bits.values())) > 1}
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from .failure_report import CollectiveError, FailureReporter
+from .world import own_rank
 
 __all__ = ["gather", "run_and_gather", "run_on_all_ranks", "with_more_text"]
 
@@ -28,19 +29,19 @@ _KINDS: tuple[type[Exception], ...] = (
 """Classes of errors that other ranks raise too. An error of any other class becomes a ``RuntimeError`` there."""
 
 
-def gather(value: T, axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str) -> list[T]:
-    """All-gather of Python objects over a grid: every rank's value, in the same order on all ranks.
+def gather(value: T, axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str) -> dict[int, T]:
+    """All-gather of Python objects over a grid: every rank's value, by rank, in the same order on all ranks.
 
     axes      the grid's groups: inside an instance, then across instances
     failures  names the rank in the ``CollectiveError`` that is raised where a rank is gone
     what      the value, for that error
     """
-    values = [value]
+    values = {own_rank(): value}
     with failures.watch(what) if failures is not None else nullcontext():
         for group in axes:
-            parts: list[list[T]] = [[]] * group.size()
+            parts: list[dict[int, T]] = [{}] * group.size()
             dist.all_gather_object(parts, values, group=group)
-            values = [each for part in parts for each in part]
+            values = {rank: each for part in parts for rank, each in part.items()}
     return values
 
 
@@ -71,20 +72,20 @@ def run_and_gather(
         return result, [telling(result)]
     result, told = cast(T, None), cast(U, None)
     cause: Exception | None = None
-    mine: tuple[int, str, int] | None = None
+    mine: tuple[int, str] | None = None
     try:
         result = action()
         told = telling(result)
     except Exception as error:
-        mine, cause = (_kind_of(error), str(error) or type(error).__name__, dist.get_rank()), error
+        mine, cause = (_kind_of(error), str(error) or type(error).__name__), error
     answers = gather((mine, told), axes, failures, f"word from all ranks after {what}")
-    raised = [failure for failure, _ in answers if failure is not None]
+    raised = {rank: failure for rank, (failure, _) in answers.items() if failure is not None}
     if raised:
-        kind, text, rank = raised[0]
-        if len({failure and failure[1] for failure, _ in answers}) > 1:
+        rank, (kind, text) = next(iter(raised.items()))
+        if len(raised) < len(answers) or len(set(raised.values())) > 1:
             text += f" (on rank {rank})"
         raise _KINDS[kind](text) from cause
-    return result, [each for _, each in answers]
+    return result, [each for _, each in answers.values()]
 
 
 def _kind_of(error: BaseException) -> int:

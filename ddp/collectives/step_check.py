@@ -31,7 +31,6 @@ from .failure_report import FailureReporter
 from .in_flight import in_stages
 from .rank_grid import RankGrid
 from .streams import OnStream, is_capturing
-from .world import own_rank
 
 __all__ = ["NUM_COLUMNS", "GroupLog", "StepCheck"]
 
@@ -311,7 +310,7 @@ class StepCheck:
         found = [self._difference(log, entries) for log, entries in zip(self._logs, sent.entries, strict=True)]
         texts = self._everyones(next(filter(None, found), None))
         self.forget()
-        text = next(filter(None, texts), "the order of their collectives differs")
+        text = next(filter(None, texts.values()), "the order of their collectives differs")
         raise RuntimeError(
             f"ranks have run different units, or units in another order, so that weights or gradients of different "
             f"units were mixed: {text}, before the end of iteration {sent.number}. Run the same units in the same "
@@ -321,20 +320,20 @@ class StepCheck:
 
     def _difference(self, log: GroupLog, mine: list[_Entries]) -> str | None:
         """The first collective in which the ranks of a group differ, in words. Collective over the group."""
-        everyone = gather((own_rank(), mine), [log.group], self._failures, "the ranks' orders of units")
+        everyone = gather(mine, [log.group], self._failures, "the ranks' orders of units")
         texts = (
-            _first_difference(verb, {rank: theirs[kind] for rank, theirs in everyone}, log.names)
+            _first_difference(verb, {rank: theirs[kind] for rank, theirs in everyone.items()}, log.names)
             for kind, verb in enumerate(_KINDS)
         )
         return next(filter(None, texts), None)
 
     def _raise_other_steps(self, sent: _Sent, column: int) -> None:
-        everyone = self._everyones((own_rank(), sent.counts))
+        everyone = self._everyones(str(sent.counts[column]))
         self.forget()
-        found = _by_value({rank: str(counts[column]) for rank, counts in everyone})
+        found = _by_value(everyone)
         raise RuntimeError(_OTHER_STEPS[column].format(number=sent.number, found=found))
 
-    def _everyones(self, mine: T) -> list[T]:
+    def _everyones(self, mine: T) -> dict[int, T]:
         return gather(mine, self._grid.axes, self._failures, "the ranks' steps")
 
 
