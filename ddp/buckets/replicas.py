@@ -132,14 +132,14 @@ def check_equal(
 
 
 def find_parted(
-    tensors: Iterable[tuple[str, Tensor]], axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None = None
+    tensors: Iterable[tuple[str, Tensor]], axes: Iterable[dist.ProcessGroup], failures: FailureReporter
 ) -> dict[str, dict[int, int]]:
     """The tensors whose bits differ between ranks, by name: each rank's checksum. All ranks get the same. Collective.
 
     tensors  by name, in the same order on all ranks
     """
     held, axes = list(tensors), list(axes)
-    if not axes:
+    if not (axes and held):
         return {}
     mine = bits_of([tensor for _, tensor in held])
     what = "the comparison of values between ranks"

@@ -40,11 +40,16 @@ from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run
 from ..torch_internals.weak_method import weak_method
 from .attachment import attach_params, detach_params
-from .comparison import broadcast_tensors, check_same_config, check_same_model
 from .iteration import BucketIteration
 from .parts import BucketParts
-from .setup_checks import check_arguments, plan_on_each_rank
-from .whose_experts import check_whose_experts
+from .setup_checks import (
+    broadcast_tensors,
+    check_arguments,
+    check_same_config,
+    check_same_model,
+    check_undeclared_parts,
+    plan_on_each_rank,
+)
 
 __all__ = ["DistributedDataParallel"]
 
@@ -119,8 +124,7 @@ class DistributedDataParallel(BucketIteration):
         tensors = find_tensors(module)
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
         self.failures = failures = FailureReporter()
-        with failures.watch("the comparison of configs between ranks"):
-            check_same_config(config, process_group)
+        check_same_config(config, process_group, failures)
         with failures.watch("the making of process groups"):
             self.grids: dict[str, RankGrid] = make_grids(
                 process_group,
@@ -138,9 +142,19 @@ class DistributedDataParallel(BucketIteration):
         self.device, self.plan = plan_on_each_rank(
             module, trainable, overwritten, config, self.grids, backward_order, failures
         )
-        with failures.watch("the comparison of models between ranks"):
-            check_same_model(self.plan, overwritten, self.grids)
-            check_whose_experts(overwritten, self.grids["dense"], process_group, expert_process_group)
+        check_same_model(self.plan, overwritten, self.grids, failures)
+        named = [(each.name, each.tensor) for each in overwritten]
+        check_undeclared_parts(
+            named if process_group is None else (),
+            [(each.name, each.tensor) for each in overwritten if each.grid_name == "expert"]
+            if expert_process_group is None
+            else (),
+            self.grids["dense"],
+            failures,
+            option="process_group",
+            remedy="say it by expert_process_group, maingrad.ddp.WORLD_OF_ONE where each has its own, or the ranks of "
+            "process_group, torch.distributed.group.WORLD as a rule, where all are to have the same",
+        )
 
         # Storage, and the collectives over it.
         self.buckets, self.bucket_params = allocate_buckets(self.plan, trainable, self.device)

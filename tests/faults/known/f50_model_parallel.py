@@ -11,10 +11,10 @@ FAULTS = [
         tests=[TESTS + "test_a_forgotten_group_is_refused"],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.whose_experts",
-                "check_same_slices",
-                "if slices and grid.size > 1",
-                "if False",
+                "maingrad.ddp.wrapper.setup_checks",
+                "check_undeclared_parts",
+                "[*parts, *experts]",
+                "experts",
             )
         ],
     ),
