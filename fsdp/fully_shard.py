@@ -15,10 +15,9 @@ from ..ddp.collectives.world import Ranks
 from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts
-from ..ddp.plan.parallel_marks import check_marks, is_marked_expert
+from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts, check_marks, is_marked_expert
 from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all
-from ..ddp.wrapper.dropped import forget_dropped
+from ..ddp.wrapper.attachment import allow_training
 from ..ddp.wrapper.setup_checks import check_undeclared_parts
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
@@ -175,7 +174,7 @@ def _prepare(
     materialize(inside, on, init_fn, ignored, overwritten=options.init_sync and not grid.is_first)
     owned = [entry.read_again() for entry in owned]  # a parameter on the meta device is another one now
     for entry in owned:
-        forget_dropped(entry.param, [owner for owner, _ in entry.owners])
+        allow_training(owner for owner, _ in entry.owners)
     degree = shard_degree(options.placements, grid.inner_size, grid.outer_size)
     plans = list(plan_unit(owned, options.policy, degree, options.shard_atoms, options.bucket_size))
     return _Prepared(options, on, inside, owned, plans)

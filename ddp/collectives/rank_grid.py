@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals.distributed import timeout_on, zero_cta_options
 from .in_flight import device_types_of, group_or_default, group_rank, group_size
-from .world import WORLD_OF_ONE, Ranks, WorldOfOne, own_rank
+from .world import WORLD_OF_ONE, Ranks, WorldOfOne, own_rank, world_size
 
 __all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids", "with_separate_gather"]
 
@@ -70,12 +70,12 @@ class RankGrid(NamedTuple):
     @property
     def in_larger_world(self) -> bool:
         """Whether the program has several ranks, in this grid or not."""
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return world_size() > 1
 
     @property
     def leaves_ranks_out(self) -> bool:
         """Whether the program has ranks that are not in this grid."""
-        return self.in_larger_world and dist.get_world_size() > self.size
+        return world_size() > self.size
 
     def check_still_alone(self, what: str, option: str = "process_group") -> None:
         """Raise ``RuntimeError`` where a world of one was assumed, and a process group was initialised since.
@@ -86,7 +86,7 @@ class RankGrid(NamedTuple):
         if self.assumed and self.in_larger_world:
             raise RuntimeError(
                 f"{what} was made before torch.distributed.init_process_group(), as a world of one, and there are "
-                f"{dist.get_world_size()} ranks now, over which nothing would be reduced; make it after "
+                f"{world_size()} ranks now, over which nothing would be reduced; make it after "
                 f"init_process_group(). Where this process is to train alone, say {option}={WORLD_OF_ONE!r}"
             )
 

@@ -15,6 +15,7 @@ __all__ = [
     "check_not_launched",
     "init_process_group",
     "own_rank",
+    "world_size",
 ]
 
 
@@ -94,6 +95,11 @@ def check_not_launched(option: str) -> None:
 def own_rank() -> int:
     """This process's rank in the default group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks in the default group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _launched() -> int:

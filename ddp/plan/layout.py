@@ -34,10 +34,8 @@ from functools import cached_property
 
 import torch
 
-from .atoms import arrange
-from .cut import PARAM_ALIGNMENT, bucket_numel_for, cut, stack_whole
-from .ranges import Range
-from .split import split
+from .atoms import arrange, split
+from .cut import PARAM_ALIGNMENT, Range, bucket_numel_for, cut, stack_whole
 
 __all__ = ["BucketLayout", "BufferLayout", "GradPlan", "ParamSlot", "ParamSpec", "plan_gradients"]
 

@@ -4,7 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 from ..collectives.rank_grid import RankGrid
-from ..plan.ranges import Range
+from ..plan.cut import Range
 
 __all__ = ["ShardInfo", "local_shape"]
 

@@ -1,9 +1,15 @@
-"""Gives parameters their accumulators and hooks, clears iteration state on them, and removes all of it at the end."""
+"""Gives parameters their accumulators and hooks, clears iteration state on them, and removes all of it at the end.
+
+When a wrapper is freed its parameters become plain. Among several ranks, the modules that register them then refuse to
+train until the model is wrapped again, since no gradient would be reduced, and each rank would train alone. After
+``unwrap`` they train.
+"""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
@@ -11,16 +17,17 @@ from torch.utils.weak import TensorWeakRef
 from ..buckets.bucket_params import BucketParam
 from ..buckets.iteration_ends import discard_iteration, forget_model, record_model
 from ..collectives.rank_grid import RankGrid
-from ..contract.main_grad import attach, detach, forget_failed_backward
+from ..collectives.world import world_size
+from ..contract.main_grad import attach, detach, forget_failed_backward, former_name
 from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
+from ..contract.torch_ddp import in_torch_ddp
 from ..torch_grads.optimizer import clear_exposed_grad, guard_stock_optimizers
 from ..torch_grads.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass
 from .around_module import AroundModule
-from .dropped import forget_dropped, mark_dropped
 
-__all__ = ["attach_params", "detach_params", "discard_grads"]
+__all__ = ["allow_training", "attach_params", "detach_params", "discard_grads"]
 
 
 class _Attached(NamedTuple):
@@ -49,7 +56,7 @@ def attach_params(
         owners = [module for module, _ in entry.owned.owners]
         listen_to_foreign_delays(entry.owned.param, entry.record, owners)
         attach(entry.owned.param, entry.record)
-        forget_dropped(entry.owned.param, owners)
+        allow_training(owners)
         references = tuple(weakref.ref(module) for module in owners)
         attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))
     guard_stock_optimizers(wrapper)
@@ -101,6 +108,34 @@ def _take_back(
             if isinstance(param.grad, ShownGrad):
                 param.grad = None
         detach(param, gone=entry.record.name)
-        if dropped:
-            owners = [module for owner in entry.owners if (module := owner()) is not None]
-            mark_dropped(param, entry.record.name, owners)
+        for owner in entry.owners if dropped else ():
+            module = owner()
+            if module is not None and _refuse_to_train not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_refuse_to_train)
+
+
+def _refuse_to_train(module: nn.Module, args: Any) -> None:
+    """The forward pre-hook. A module-level function, so that modules with it can be copied and pickled."""
+    if not torch.is_grad_enabled():
+        return
+    mine = [param for param in module._parameters.values() if param is not None and former_name(param) is not None]
+    if not mine:  # wrapped again since, or a copy
+        allow_training([module])
+        return
+    if in_torch_ddp() or world_size() == 1:
+        return
+    for param in mine:
+        if param.requires_grad:
+            raise RuntimeError(
+                f"parameter '{former_name(param)}' was wrapped in maingrad.ddp.DistributedDataParallel, and the "
+                f"wrapper was let go: each rank would train this {type(module).__name__} by itself; keep the wrapper "
+                f"and call it, or wrap again. Where ranks are to part, call the wrapper's unwrap() before letting it go"
+            )
+
+
+def allow_training(modules: Iterable[nn.Module]) -> None:
+    """A wrapper reduces the gradients of these modules' parameters again."""
+    for module in modules:
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _refuse_to_train]:
+            del hooks[key]

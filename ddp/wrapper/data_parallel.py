@@ -30,10 +30,9 @@ from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..gathers.param_gather import ParamGather
+from ..plan.cut import Range
 from ..plan.layout import ParamSlot
-from ..plan.owned_params import find_owned_params, find_tensors
-from ..plan.parallel_marks import is_slice
-from ..plan.ranges import Range
+from ..plan.owned_params import find_owned_params, find_tensors, is_slice
 from ..torch_grads.master_param import WatchedMasters
 from ..torch_grads.shard_info import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam

@@ -30,9 +30,7 @@ from ..collectives.world import Ranks, own_rank
 from ..config import DistributedDataParallelConfig
 from ..contract.torch_ddp import check_none_inside
 from ..plan.layout import GradPlan
-from ..plan.model_plan import plan_model
-from ..plan.owned_params import ModelTensor, OwnedParam, check_plain, check_shapes
-from ..plan.parallel_marks import check_marks, is_slice
+from ..plan.owned_params import ModelTensor, OwnedParam, check_marks, check_plain, check_shapes, is_slice, plan_model
 
 __all__ = [
     "broadcast_tensors",

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...ddp.collectives.agreement import gather
 from ...ddp.collectives.in_flight import device_types_of
 from ...ddp.collectives.rank_grid import RankGrid
-from ...ddp.plan.ranges import Range
+from ...ddp.plan.cut import Range
 from ..tensors.parameter import ShardedParameter
 
 __all__ = ["device_of", "disagreement", "exchange", "rows_of_rank"]

@@ -29,9 +29,9 @@ from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, tak
 from ...ddp.contract.module import listen_to_foreign_delays
 from ...ddp.contract.record import GradRecord
 from ...ddp.gathers.param_gather import ParamGather
+from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import OwnedParam
-from ...ddp.plan.ranges import Range
 from ...ddp.torch_internals import current_raw_stream
 from ...ddp.torch_internals.weak_method import weak_method
 from ..tensors.freed import allow_reads, refusal_of_grads, refusal_of_params, refuse_reads
