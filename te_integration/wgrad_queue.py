@@ -16,7 +16,7 @@ from torch import nn
 
 from ..ddp.contract.delayed import DelayedWgrad, delaying_into
 from ..ddp.contract.module import forms_of
-from ..ddp.torch_internals.weak_method import weak_method
+from ..ddp.torch_internals import weak_method
 
 __all__ = ["RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules"]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
-from ..gathers.waiting_modules import registered_params
+from ..gathers.waiting_params import registered_params
 from ..torch_internals import DisableTorchFunctionSubclass
 from .bucket import Phase
 from .bucket_params import BucketParam

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gathers.waiting_modules import registered_params
+from ..gathers.waiting_params import registered_params
 from ..torch_internals import DisableTorchFunctionSubclass
 from .bucket_params import BucketParam
 from .checks import check_no_stranger

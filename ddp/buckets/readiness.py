@@ -26,8 +26,8 @@ from ..torch_internals import (
     current_backward,
     current_raw_stream,
     is_profiling,
+    weak_method,
 )
-from ..torch_internals.weak_method import weak_method
 from .bucket import Bucket, Phase
 from .bucket_params import BucketParam
 from .graph_walk import differentiable_tensors, walk_graph

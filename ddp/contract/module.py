@@ -9,7 +9,7 @@ from torch.utils.weak import TensorWeakRef
 
 from .main_grad import is_delayed, mark_delayed, take_grad_of_backward_dw
 from .record import GradRecord
-from .torch_fsdp import is_sharded_by_torch
+from .torch_wrappers import is_sharded_by_torch
 
 __all__ = [
     "DelayedWgradModule",

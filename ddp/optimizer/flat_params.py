@@ -24,9 +24,9 @@ from ..collectives.in_flight import group_size
 from ..plan.cut import Range
 from ..plan.layout import ParamSlot
 from ..torch_grads.master_param import MasterParameter, make_master
-from ..torch_grads.shard_info import ShardInfo
+from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.sharded_grad import make_sharded_grad
-from ..torch_internals.weak_method import weak_method
+from ..torch_internals import weak_method
 from ..wrapper.data_parallel import DistributedDataParallel
 
 __all__ = [

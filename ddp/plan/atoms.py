@@ -357,8 +357,8 @@ class _Trial:
 
 # ---- ``split``. A parameter longer than two shards makes the shard a multiple of its atom. So rows of 2,880 and of
 # ---- 4,096 elements in one bucket make the shard a multiple of 184,320. In two buckets, each shard is a multiple of
-# ---- one row only. But each bucket costs a collective, so that atoms stay in one bucket where this costs little padding.
-# ---- Padding is estimated by the lower bound ``least_shard_numel``, which ``arrange`` nearly always reaches.
+# ---- one row only. But each bucket costs a collective, so that atoms stay in one bucket where this costs little
+# ---- padding. Padding is estimated by the lower bound ``least_shard_numel``, which ``arrange`` nearly always reaches.
 
 MAX_PARTS = 12  # with more different atoms, the finest stay together
 

@@ -22,8 +22,7 @@ from ..torch_internals import (
     tree_leaves,
     tree_map,
 )
-from .over_ranks import everyone_of, max_over, norms, reduced
-from .shard_info import ShardInfo
+from .over_ranks import ShardInfo, everyone_of, max_over, norms, reduced
 
 __all__ = ["NORMS", "name_of", "on_elements", "reads_nothing", "shard_of", "writes"]
 

@@ -22,8 +22,7 @@ from ..torch_internals import (
 )
 from .grad_reads import NORMS, on_elements, reads_nothing, writes
 from .master_param import MasterParameter
-from .over_ranks import whole
-from .shard_info import ShardInfo, local_shape
+from .over_ranks import ShardInfo, local_shape, whole
 
 __all__ = [
     "PlaceholderGrad",

@@ -1,7 +1,7 @@
 """torch's private names that ``ddp`` and ``fsdp`` use. Each has a comment that names the public function torch lacks.
 
 ``distributed.py`` holds those of torch.distributed; ``kernels/compat.py`` and
-``te_integration/torch_internals.py`` those of their folders. ``weak_method.py`` makes callbacks that keep nothing
+``te_integration/torch_internals.py`` those of their folders. ``weak_method`` makes callbacks that keep nothing
 alive. If a torch version renames one, the import warns of what
 is lost (``kernels/compat.py``), and the name's test in ``tests/ddp/test_torch_internals.py`` fails.
 
@@ -14,7 +14,9 @@ Some names with an underscore are used in other files all the same:
   overrides.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +59,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "weak_method",
     "will_execute",
 ]
 
@@ -386,3 +389,32 @@ def allow_storage_reads(address: int) -> None:
     """Undo ``refuse_storage_reads``."""
     if refuses_storage_reads:
         _allow_storage(address)
+
+
+# ---- A callback that keeps no object alive.
+
+
+def weak_method(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
+    """A function that calls ``method(*objects, ...)`` and refers weakly to the method's object and to ``objects``.
+
+    The function does nothing, and returns None, once one of them is gone. Hooks, records and buckets keep such
+    functions: a strong reference would keep the wrapper alive.
+
+    method   a bound method, or a function of ``objects``
+    objects  its first arguments
+    """
+    if isinstance(method, MethodType):
+        objects = (method.__self__, *objects)
+        method = method.__func__
+    references = tuple(map(weakref.ref, objects))
+
+    def call(*args: object, **kwargs: object) -> Any:
+        alive = []
+        for reference in references:
+            each = reference()
+            if each is None:
+                return None
+            alive.append(each)
+        return method(*alive, *args, **kwargs)
+
+    return call

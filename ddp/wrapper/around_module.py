@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..buckets.bucket_params import BucketParam
-from ..contract.torch_ddp import check_not_collected, check_not_inside
+from ..contract.torch_wrappers import check_not_collected, check_not_inside
 
 __all__ = ["AroundModule"]
 

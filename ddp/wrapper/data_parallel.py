@@ -34,10 +34,9 @@ from ..plan.cut import Range
 from ..plan.layout import ParamSlot
 from ..plan.owned_params import find_owned_params, find_tensors, is_slice
 from ..torch_grads.master_param import WatchedMasters
-from ..torch_grads.shard_info import ShardInfo
+from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
-from ..torch_internals import check_wrappers_can_run
-from ..torch_internals.weak_method import weak_method
+from ..torch_internals import check_wrappers_can_run, weak_method
 from .attachment import attach_params, detach_params
 from .iteration import BucketIteration
 from .parts import BucketParts
@@ -68,7 +67,7 @@ class DistributedDataParallel(BucketIteration):
         optimizer.zero_grad()
 
     From the last backward on, ``.grad`` is the average over ranks, in the parameter's shape. Its first read in an
-    iteration is collective (``torch_grads/shown_grad.py``). Programs that are written for Megatron-core call
+    iteration is collective (``torch_grads/shown_params.py``). Programs that are written for Megatron-core call
     ``start_grad_sync``, ``finish_grad_sync``, ``zero_grad_buffer`` and ``expose_grads``; no other program needs them.
 
     module                the model, on its final device and in its final dtype; frozen parameters get no accumulator

@@ -28,7 +28,7 @@ from ..collectives.mapped_memory import check_copy_engines
 from ..collectives.rank_grid import RankGrid, check_member
 from ..collectives.world import Ranks, own_rank
 from ..config import DistributedDataParallelConfig
-from ..contract.torch_ddp import check_none_inside
+from ..contract.torch_wrappers import check_none_inside
 from ..plan.layout import GradPlan
 from ..plan.owned_params import ModelTensor, OwnedParam, check_marks, check_plain, check_shapes, is_slice, plan_model
 

@@ -32,8 +32,7 @@ from ...ddp.gathers.param_gather import ParamGather
 from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import OwnedParam
-from ...ddp.torch_internals import current_raw_stream
-from ...ddp.torch_internals.weak_method import weak_method
+from ...ddp.torch_internals import current_raw_stream, weak_method
 from ..tensors.freed import allow_reads, refusal_of_grads, refusal_of_params, refuse_reads
 from .grad_shard import GradShard
 from .materialize import flat_shard

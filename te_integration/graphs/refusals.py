@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.main_grad import is_lazy, record_of
 from ...ddp.contract.module import DelayedWgradModule, is_sharded
-from ...ddp.gathers.waiting_modules import is_waiting_hook
+from ...ddp.gathers.waiting_params import is_waiting_hook
 from ...ddp.torch_internals import has_tensor_hooks
 from ...ddp.wrapper.around_module import AroundModule
 from ..experts.grouped_module import GroupedModule

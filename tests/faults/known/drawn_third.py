@@ -173,7 +173,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.torch_grads.shown_grad",
+                "maingrad.ddp.torch_grads.shown_params",
                 "without_memory",
                 "like.stride() if like.shape == shape else None",
                 "None",

@@ -189,7 +189,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.torch_grads.shown_grad",
+                "maingrad.ddp.torch_grads.shown_params",
                 "ShownGrad.__torch_function__",
                 "return reads[id(leaf)] if id(leaf) in reads else _shown(leaf)",
                 "return leaf",
