@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_grads.shown_params import ShownGrad
+from ..torch_grads.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass, TorchDispatchMode, tree_leaves, tree_map
 
 __all__ = ["RecordedGraph", "RecordedLaunch", "record_call", "record_launch"]

@@ -23,7 +23,7 @@ from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
 from ..contract.torch_wrappers import in_torch_ddp
 from ..torch_grads.optimizer import clear_exposed_grad, guard_stock_optimizers
-from ..torch_grads.shown_params import ShownGrad
+from ..torch_grads.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass
 from .around_module import AroundModule
 

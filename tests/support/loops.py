@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.ddp.torch_grads.shown_params import ShownGrad
+from maingrad.ddp.torch_grads.shown_grad import ShownGrad
 from maingrad.te_integration import Linear
 
 FEATURES = 8

@@ -189,7 +189,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.torch_grads.shown_params",
+                "maingrad.ddp.torch_grads.shown_grad",
                 "ShownGrad.__torch_function__",
                 "return reads[id(leaf)] if id(leaf) in reads else _shown(leaf)",
                 "return leaf",
