@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ddp.collectives.agreement import run_on_all_ranks
-from ..ddp.collectives.failure_report import FailureReporter
-from ..ddp.collectives.placements import Placements
-from ..ddp.collectives.rank_grid import RankGrid, make_grid
-from ..ddp.collectives.world import Ranks
+from ..ddp.collectives.failure_report import FailureReporter, run_on_all_ranks
+from ..ddp.collectives.rank_grid import RankGrid, Ranks, make_grid
+from ..ddp.collectives.reduction import Placements
 from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
 from ..ddp.plan.layout import BucketLayout

@@ -9,12 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ddp.buckets.buffer import check_copy_engines
 from ..ddp.collectives.failure_report import FailureReporter
-from ..ddp.collectives.in_flight import backends_of, device_types_of
-from ..ddp.collectives.mapped_memory import check_copy_engines
-from ..ddp.collectives.placements import PLACEMENTS, Placement, Placements
-from ..ddp.collectives.rank_grid import RankGrid
-from ..ddp.collectives.world import Ranks
+from ..ddp.collectives.rank_grid import RankGrid, Ranks, backends_of, device_types_of
+from ..ddp.collectives.reduction import PLACEMENTS, Placement, Placements
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, check_plain, check_shapes, find_owned_params
 from ..ddp.torch_internals import is_hooked

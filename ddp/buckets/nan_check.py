@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives.rank_grid import RankGrid
+from ..collectives.rank_grid import RankGrid, own_rank
 from ..collectives.reduction import GradReduction
-from ..collectives.world import own_rank
 from .bucket import Bucket
 
 __all__ = ["NanCheck", "unscale"]

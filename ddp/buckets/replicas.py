@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives.agreement import gather
-from ..collectives.failure_report import FailureReporter
+from ..collectives.failure_report import FailureReporter, gather
 from ..collectives.rank_grid import RankGrid
 from ..config import DistributedDataParallelConfig
 from ..plan.owned_params import find_owned_params, grid_name_of

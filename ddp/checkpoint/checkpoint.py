@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..collectives.agreement import with_more_text
-from ..collectives.failure_report import CollectiveError
+from ..collectives.failure_report import CollectiveError, with_more_text
 from ..plan.owned_params import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory, wait_for_memory
 from .files.boxes import Part, Parts

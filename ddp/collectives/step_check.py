@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import gather
-from .failure_report import FailureReporter
+from .failure_report import FailureReporter, gather
 from .in_flight import in_stages
 from .rank_grid import RankGrid
 from .streams import OnStream, is_capturing

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from .in_flight import InFlight, backends_of
-from .rank_grid import RankGrid
+from .in_flight import InFlight
+from .rank_grid import RankGrid, backends_of
 
 __all__ = [
     "UNOBSERVED",

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..buckets.bucket import Bucket
 from ..buckets.bucket_params import BucketParam
 from ..buckets.buffer import FlatBuffer
-from ..collectives.in_flight import group_size
+from ..collectives.rank_grid import group_size
 from ..plan.cut import Range
 from ..plan.layout import ParamSlot
 from ..torch_grads.master_param import MasterParameter, make_master

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..collectives.placements import placements_of
+from ..collectives.reduction import placements_of
 from ..gathers.gathered_models import GatheredModel, record_gathered_model
 from ..gathers.param_gather import ParamGather, guard_reads
 from ..wrapper.data_parallel import DistributedDataParallel

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives.in_flight import device_types_of
-from ..collectives.rank_grid import RankGrid
+from ..collectives.rank_grid import RankGrid, device_types_of
 from ..plan.cut import Range
 
 __all__ = ["ShardInfo", "everyone_of", "local_shape", "max_over", "norms", "reduced", "whole"]

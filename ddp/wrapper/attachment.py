@@ -16,8 +16,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..buckets.bucket_params import BucketParam
 from ..buckets.iteration_ends import discard_iteration, forget_model, record_model
-from ..collectives.rank_grid import RankGrid
-from ..collectives.world import world_size
+from ..collectives.rank_grid import RankGrid, world_size
 from ..contract.main_grad import attach, detach, forget_failed_backward, former_name
 from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ..buckets.bucket_params import BucketParam, allocate_buckets
-from ..buckets.checks import is_frozen
+from ..buckets.checks import ModelWatch, is_frozen
 from ..buckets.launcher import BucketLauncher
-from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas
 from ..collectives.failure_report import FailureReporter
-from ..collectives.rank_grid import RankGrid, make_grids
+from ..collectives.rank_grid import RankGrid, Ranks, make_grids
 from ..collectives.reduction import GradReduction, make_reductions
 from ..collectives.step_check import StepCheck
-from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..gathers.param_gather import ParamGather

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..buckets.bucket import Bucket, Phase, check_nothing_under_way
 from ..buckets.checks import (
+    ModelWatch,
     check_nothing_bypassed,
     check_nothing_pending,
     check_scalable,
@@ -25,7 +26,6 @@ from ..buckets.checks import (
 )
 from ..buckets.iteration_ends import end_iteration, record_optimizer
 from ..buckets.launcher import BucketLauncher
-from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas

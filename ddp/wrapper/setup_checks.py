@@ -20,13 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..buckets.buffer import check_copy_engines
 from ..buckets.replicas import find_parted
-from ..collectives.agreement import gather, run_on_all_ranks
-from ..collectives.failure_report import FailureReporter
-from ..collectives.in_flight import backends_of, group_or_default
-from ..collectives.mapped_memory import check_copy_engines
-from ..collectives.rank_grid import RankGrid, check_member
-from ..collectives.world import Ranks, own_rank
+from ..collectives.failure_report import FailureReporter, gather, run_on_all_ranks
+from ..collectives.rank_grid import RankGrid, Ranks, backends_of, check_member, group_or_default, own_rank
 from ..config import DistributedDataParallelConfig
 from ..contract.torch_wrappers import check_none_inside
 from ..plan.layout import GradPlan

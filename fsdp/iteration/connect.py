@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...ddp.collectives.agreement import gather
-from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.mapped_memory import MappedPool
+from ...ddp.buckets.buffer import MappedPool
+from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
 from ...ddp.collectives.streams import OnStream
 from ..unit.bucket import ShardedBucket

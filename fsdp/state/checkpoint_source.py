@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from ...ddp.checkpoint.model import experts_of, model_tensors
 from ...ddp.checkpoint.ranks import CheckpointRanks
 from ...ddp.checkpoint.source import HeldParam, Holding
-from ...ddp.collectives.agreement import gather
-from ...ddp.collectives.failure_report import FailureReporter
+from ...ddp.collectives.failure_report import FailureReporter, gather
 from ..tensors.parameter import ShardedParameter
 from ..unit.pair import ShardedPair
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts

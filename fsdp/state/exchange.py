@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ddp.collectives.agreement import gather
-from ...ddp.collectives.in_flight import device_types_of
-from ...ddp.collectives.rank_grid import RankGrid
+from ...ddp.collectives.failure_report import gather
+from ...ddp.collectives.rank_grid import RankGrid, device_types_of
 from ...ddp.plan.cut import Range
 from ..tensors.parameter import ShardedParameter
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from ...ddp.buckets.bucket import Bucket, Phase
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import all_gather_shards
-from ...ddp.collectives.placements import Placement
 from ...ddp.collectives.rank_grid import RankGrid
-from ...ddp.collectives.reduction import GradReduction
+from ...ddp.collectives.reduction import GradReduction, Placement
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
 from ...ddp.contract.record import GradRecord

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...ddp.collectives.mapped_memory import MappedPool
+from ...ddp.buckets.buffer import MappedPool
 from ...ddp.collectives.streams import current_stream
 from ...ddp.graphs.recorded import record_call
 from ...ddp.torch_internals import allow_storage_reads, refuse_storage_reads

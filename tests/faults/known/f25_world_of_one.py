@@ -9,10 +9,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.collectives.in_flight",
+                "maingrad.ddp.collectives.rank_grid",
                 "group_or_default",
-                "check_not_launched(option)",
-                "",
+                "if num_ranks > 1:",
+                "if False:",
             ),
         ],
     ),
