@@ -11,7 +11,7 @@ from ...ddp.contract.main_grad import is_lazy, record_of
 from ...ddp.contract.module import DelayedWgradModule, is_sharded
 from ...ddp.gathers.waiting_params import is_waiting_hook
 from ...ddp.torch_internals import has_tensor_hooks
-from ...ddp.wrapper.around_module import AroundModule
+from ...ddp.wrapper.attachment import AroundModule
 from ..experts.grouped_module import GroupedModule
 from ..pipeline.executor import has_backward_dw
 from ..sequential import Sequential as Ours
