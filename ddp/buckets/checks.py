@@ -1,6 +1,5 @@
 """Checks at certain points of an iteration, and of the model in each forward; errors name parameter and remedy."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -86,12 +85,10 @@ def check_nothing_bypassed(bucket_params: Iterable[tuple[Tensor, GradRecord]], c
 
 
 def _remedy_of(record: GradRecord) -> str:
-    schedules = ""
-    if "torch.distributed.pipelining" in sys.modules:
-        schedules = (
-            " Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has a dw_builder: use "
-            "maingrad.te_integration.pipeline.PipelineStage."
-        )
+    schedules = (
+        " Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has a dw_builder: use "
+        "maingrad.te_integration.pipeline.PipelineStage."
+    )
     if record.make_room is not None:
         return f"Gradients made by hand go into .grad of model.parameters(), after the last backward.{schedules}"
     return (

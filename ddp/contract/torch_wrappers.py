@@ -125,14 +125,8 @@ def _wrapper_of(frame: FrameType | None) -> TorchDDP | None:
 
 def _takes_one_of(wrapper: TorchDDP, params: Iterable[Tensor]) -> bool:
     taken = params_of_torch_ddp(wrapper)
-    if taken is None:  # the constructor still collects them, from the outermost module
-        return True
-    return _are_among(taken, params)
-
-
-def _are_among(taken: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
-    known = set(map(id, taken))
-    return any(id(param) in known for param in params)
+    # None: the constructor still collects them, from the outermost module.
+    return taken is None or not set(map(id, taken)).isdisjoint(map(id, params))
 
 
 def _why(what: str) -> str:

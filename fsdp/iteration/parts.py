@@ -55,10 +55,6 @@ class RootParts(Parts):
         """See ``Parts``. ``.grad`` of earlier iterations does not count: the user may keep it."""
         return self.root.grads.is_clear
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See ``Parts``."""
-        return self.root.syncing(False)
-
     def _abandon(self) -> None:
         root = self.root
         root.abandon()
