@@ -46,7 +46,7 @@ being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Each ``GradShard`` whose sums a reduction under way is about to change. Only between microbatches of an iteration."""
 
 
-_UNSCALE: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+_UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class _Step(threading.local):

@@ -15,13 +15,14 @@ Some names with an underscore are used in other files all the same:
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
+from torch.utils.weak import TensorWeakRef
 
 from ...kernels.compat import private_name, raise_where_absent
 
@@ -40,7 +41,6 @@ __all__ = [
     "delivers_to_all",
     "disabled_torch_function",
     "end_allocations",
-    "foreach_norms",
     "grad_of_tensor",
     "has_one_hook",
     "has_tensor_hooks",
@@ -297,15 +297,6 @@ def let_optimizers_take(cls: type[Tensor]) -> None:
         _optimized_types.append(cls)
 
 
-def _norms_one_by_one(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
-
-
-foreach_norms: Any = private_name(
-    "torch._foreach_norm", loss="norms of gradients take one kernel each, slowly", fallback=_norms_one_by_one
-)
-"""``foreach_norms(tensors, ord, dtype)``: the norm of each tensor."""
-
 # ---- Containers: what a module takes and returns. ``torch.utils.pytree`` is not public in every version. ----
 
 _NO_TREES = "tensors in a module's inputs and outputs cannot be found"
@@ -406,7 +397,7 @@ def weak_method(method: Callable[..., Any], *objects: object) -> Callable[..., A
     if isinstance(method, MethodType):
         objects = (method.__self__, *objects)
         method = method.__func__
-    references = tuple(map(weakref.ref, objects))
+    references = tuple(TensorWeakRef(each) if isinstance(each, Tensor) else weakref.ref(each) for each in objects)
 
     def call(*args: object, **kwargs: object) -> Any:
         alive = []
