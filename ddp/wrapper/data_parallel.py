@@ -44,6 +44,7 @@ from .setup_checks import (
     check_same_config,
     check_same_model,
     check_undeclared_parts,
+    named,
     plan_on_each_rank,
 )
 
@@ -139,18 +140,9 @@ class DistributedDataParallel(BucketIteration):
             module, trainable, overwritten, config, self.grids, backward_order, failures
         )
         check_same_model(self.plan, overwritten, self.grids, failures)
-        named = [(each.name, each.tensor) for each in overwritten]
-        check_undeclared_parts(
-            named if process_group is None else (),
-            [(each.name, each.tensor) for each in overwritten if each.grid_name == "expert"]
-            if expert_process_group is None
-            else (),
-            self.grids["dense"],
-            failures,
-            option="process_group",
-            remedy="say it by expert_process_group, maingrad.ddp.WORLD_OF_ONE where each has its own, or the ranks of "
-            "process_group, torch.distributed.group.WORLD as a rule, where all are to have the same",
-        )
+        unsaid = [each for each in overwritten if process_group is None]
+        experts = [each for each in overwritten if expert_process_group is None and each.grid_name == "expert"]
+        check_undeclared_parts(named(unsaid), named(experts), self.grids["dense"], failures)
 
         # Storage, and the collectives over it.
         self.buckets, self.bucket_params = allocate_buckets(self.plan, trainable, self.device)

@@ -36,6 +36,7 @@ __all__ = [
     "check_same_model",
     "check_undeclared_parts",
     "compare_between_ranks",
+    "named",
     "plan_on_each_rank",
 ]
 
@@ -174,7 +175,7 @@ def compare_between_ranks(
     mine  title -> lines of this rank
     axes  as in ``gather``
     """
-    axes, what = [group for group in axes if group.size() > 1], f"the comparison of {' and '.join(mine)} between ranks"
+    axes, what = [group for group in axes if group.size() > 1], f"the comparison of {next(iter(mine))}s between ranks"
     fingerprint = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(gather(fingerprint, axes, failures, what).values())) == 1:
         return
@@ -189,14 +190,25 @@ def compare_between_ranks(
                     )
 
 
+def named(tensors: Iterable[ModelTensor]) -> list[tuple[str, Tensor]]:
+    """The tensors, each with its name."""
+    return [(each.name, each.tensor) for each in tensors]
+
+
+_WHOSE_EXPERTS = (
+    "say it by expert_process_group, maingrad.ddp.WORLD_OF_ONE where each has its own, or the ranks of process_group, "
+    "torch.distributed.group.WORLD as a rule, where all are to have the same"
+)
+
+
 def check_undeclared_parts(
     slices: Iterable[tuple[str, Tensor]],
     experts: Iterable[tuple[str, Tensor]],
     grid: RankGrid,
     failures: FailureReporter,
     *,
-    option: str,
-    remedy: str,
+    option: str = "process_group",
+    remedy: str = _WHOSE_EXPERTS,
 ) -> None:
     """Raise ``ValueError`` on all ranks for slices or experts that differ, where nobody said which ranks hold the same.
 
