@@ -108,16 +108,16 @@ def one_ends(config: dict[str, Any], victim: int, when: str, how: str) -> None:
 
 
 @cache
-def known_buckets() -> dict[str, int]:
-    """Bucket names and their numbers of parameters."""
-    return {bucket.name: len(bucket.records) for bucket in wrap(make_trapped(), bucket_size=BUCKET_SIZE).buckets}
+def known_buckets() -> set[str]:
+    """The names of all buckets, which have the names of their first and last parameters."""
+    return {bucket.name for bucket in wrap(make_trapped(), bucket_size=BUCKET_SIZE).buckets}
 
 
 def assert_names_a_bucket(what: str) -> None:
-    found = re.fullmatch(r"(\w+) of (bucket \d+ \(.*\)), (\d+) parameters?", what)
+    found = re.fullmatch(r"(\w+) of (bucket \d+ \(.*\))", what)
     assert found, what
     assert found[1] in ("all_reduce", "reduce_scatter", "all_gather")
-    assert known_buckets()[found[2]] == int(found[3])
+    assert found[2] in known_buckets()
 
 
 # ---- A rank that dies. ----

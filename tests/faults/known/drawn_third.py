@@ -173,7 +173,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.torch_grads.shown_params",
+                "maingrad.ddp.torch_grads.shown_grad",
                 "without_memory",
                 "like.stride() if like.shape == shape else None",
                 "None",
