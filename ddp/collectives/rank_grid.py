@@ -379,7 +379,8 @@ def _groups_of_mesh(
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"{option}: a data-parallel mesh is (inner) or (outer, inner); this one has {mesh.ndim} dims "
-            f"{mesh.mesh_dim_names}: flatten two of them that share shards, {_flattened(mesh)}"
+            f"{mesh.mesh_dim_names}: flatten those that share shards, as in mesh['shard', 'cp']._flatten('inner'), and "
+            f"give the outer one beside it, mesh['replicate', 'inner']"
         )
     outer = mesh.get_group(0) if mesh.ndim == 2 else None
     if num_instances not in (1, group_size(outer)):
@@ -388,14 +389,6 @@ def _groups_of_mesh(
             f"{group_size(outer)} instances: leave the option out, a mesh of two dims (outer, inner) says it"
         )
     return mesh.get_group(mesh.ndim - 1), outer
-
-
-def _flattened(mesh: DeviceMesh) -> str:
-    """How a mesh of three dims becomes one of two: the last dims as one, where context-parallel ranks share shards."""
-    if mesh.mesh_dim_names is None or mesh.ndim < 3:
-        return "mesh[...]._flatten(), after naming the dims"
-    outer, *inner = mesh.mesh_dim_names
-    return f"mesh[{', '.join(map(repr, inner))}]._flatten('inner'), and give mesh['{outer}', 'inner']"
 
 
 def _cut(
