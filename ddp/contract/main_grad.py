@@ -117,7 +117,8 @@ def detach(param: Tensor, gone: str | None = None) -> None:
 
 def former_name(param: Tensor) -> str | None:
     """The parameter's name in a wrapper of ours that is gone; None where there was none, or is another one now."""
-    return _former.get(param)
+    name: str | None = _former.get(param)
+    return name
 
 
 def record_of(param: Tensor) -> GradRecord | None:
