@@ -185,8 +185,6 @@ def _as_shard(local: Tensor, info: ShardInfo, kind: type[ShardedGrad] = ShardedG
 
 def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
     """A sharded gradient in the memory of ``flat_view`` [end - start], with the same version counter."""
-    if flat_view.shape != (info.numel,):
-        raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
     return _as_shard(flat_view.view(local_shape(info)), info)
 
 
