@@ -33,7 +33,8 @@ class RecordedGraph:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Run a block of this thread and record it. A thread records one block at a time."""
-        assert getattr(_local, "graph", None) is None, "no capture within a capture"
+        if getattr(_local, "graph", None) is not None:
+            raise RuntimeError("a capture within a capture")
         _local.graph = self
         try:
             with _compiled_code_runs_eagerly(), _Recorder(self):
