@@ -1,7 +1,7 @@
 """The plan of gradient memory: where each parameter's gradient lies, where buckets end, in which order they launch.
 
 The plan holds integers only: no storage, no collectives, nothing that depends on the rank. The same inputs give the
-same plan on every rank, and ranks compare ``GradPlan.fingerprint``.
+same plan on every rank. ``wrapper/setup_checks.py`` compares plans between ranks.
 
 A buffer holds parameters of one dtype, with gradients of one dtype, either dense or expert. With 2 shards::
 
