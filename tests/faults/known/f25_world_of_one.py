@@ -42,8 +42,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.wrapper.attachment",
                 "_take_back",
-                "if dropped:",
-                "if False:",
+                "entry.owners if dropped else ()",
+                "()",
             ),
         ],
     ),
