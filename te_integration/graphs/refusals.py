@@ -10,7 +10,7 @@ from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.main_grad import is_lazy, record_of
 from ...ddp.contract.module import DelayedWgradModule, is_sharded
 from ...ddp.torch_internals import has_tensor_hooks
-from ...ddp.wrapper.around_module import AroundModule
+from ...ddp.wrapper.attachment import AroundModule
 from ..pipeline.executor import has_backward_dw
 from ..sequential import Sequential as Ours
 from .weights import hooks_of
