@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from loops import (
     assert_same,
     ddp_backward,
@@ -22,8 +21,6 @@ from loops import (
 from torch import nn
 
 from maingrad.ddp import clip_grad_norm
-from maingrad.launch import simulate
-from maingrad.te_integration import Linear
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
@@ -298,22 +295,3 @@ def test_calling_the_inner_module_gives_the_same_gradients() -> None:
             torch.testing.assert_close(main_grads(ddp)[name], grad)
         ddp.zero_grad_buffer()
         plain.zero_grad()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_backward_past_the_wrapper_adds_to_a_gradient_that_was_read(overlap: bool) -> None:
-    """A model of one parameter. No ``.grad`` is None, so that the iteration goes on."""
-
-    def on_each_rank() -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(0)
-        layer = Linear(4, 4, bias=False, fuse_wgrad_accumulation=True)
-        ddp = wrap(layer, overlap_grad_reduce=overlap)
-        first, second = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(dist.get_rank())).unbind()
-        ddp(first).sum().backward()
-        layer.weight.grad.norm()
-        layer(second).sum().backward()
-        return layer.weight.grad.clone(), (first + second).sum(0).expand(4, 4)
-
-    (found, mine), (other, its) = simulate(on_each_rank, 2)
-    torch.testing.assert_close(found, (mine + its) / 2)
-    assert torch.equal(found, other)

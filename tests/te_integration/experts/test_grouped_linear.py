@@ -527,5 +527,5 @@ def test_scales_of_the_bias_have_gradients_where_the_input_has_none(form: str) -
         module(case.x.detach().requires_grad_(needs_dx), case.splits, case.scales).backward(case.dy)
         grads.append([case.scales.grad, *(param.grad for param in module.parameters())])
     for with_dx, without in zip(*grads, strict=True):
-        assert with_dx is not None and with_dx.abs().max() > 0
-        assert torch.equal(with_dx, without)
+        assert with_dx is not None and torch.equal(with_dx, without)
+    assert grads[0][0].abs().min() > 0, "of the scales"

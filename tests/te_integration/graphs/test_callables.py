@@ -145,8 +145,9 @@ def test_captures_run_in_the_pool_that_was_given():
             self.uses += 1
             return super().on_stream()
 
-    pool = Counted(torch.device("cpu"))
-    make_graphed_callables(list(linears(2)), samples(2), pool=pool)
+    pool, layers = Counted(torch.device("cpu")), linears(2)
+    DistributedDataParallel(layers)
+    make_graphed_callables(list(layers), samples(2), pool=pool)
     assert pool.uses >= 4, "a forward and a backward of each"
 
 
