@@ -16,7 +16,12 @@ import pytest
 import torch
 from fault import load_faults
 from gloo import fork_server_here
-from interpreted import patch_fma_rounds_once, patch_language_once_a_launch
+from interpreted import (
+    patch_fma_rounds_once,
+    patch_language_once_a_launch,
+    patch_overflow_is_sought_by_numpy,
+    patch_types_are_remembered,
+)
 from sampling import sample
 from seeding import seed_without_stacks
 from torch.overrides import TorchFunctionMode
@@ -30,6 +35,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton"):
         patch_language_once_a_launch()
+        patch_types_are_remembered()
+        patch_overflow_is_sought_by_numpy()
         patch_fma_rounds_once()
     seed_without_stacks()
 

@@ -20,6 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -68,6 +69,8 @@ def fork_server_here() -> None:
             if number > 2 and number not in inherited and number != nowhere:
                 with contextlib.suppress(OSError):
                     os.dup2(nowhere, number)
+        # ``ensure_running`` holds it; a process of this server may fork a server of its own.
+        multiprocessing.forkserver._forkserver._lock = threading.Lock()
         gc.freeze()
         gc.enable()
         try:

@@ -1,11 +1,17 @@
-"""Triton's interpreter without work that it repeats, half of the time of the tests of kernels, and with a true fma."""
+"""Triton's interpreter without work that it repeats, most of the time of the tests of kernels, and with a true fma."""
 
 import functools
+import operator
 from typing import Any
 
 import numpy as np
 
-__all__ = ["patch_fma_rounds_once", "patch_language_once_a_launch"]
+__all__ = [
+    "patch_fma_rounds_once",
+    "patch_language_once_a_launch",
+    "patch_overflow_is_sought_by_numpy",
+    "patch_types_are_remembered",
+]
 
 
 class _Nothing:
@@ -43,6 +49,64 @@ def patch_language_once_a_launch() -> None:
             patched = None
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+
+def patch_types_are_remembered() -> None:
+    """Let blocks of one shape share what follows from it: each operation makes some, and looks through it again."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    arrays: dict[str, Any] = {}
+    init_block, init_tensor, get_np_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        values = shape.values if isinstance(shape, core.tuple) else shape
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            return init_block(self, element_ty, shape)
+        key = (element_ty.name, getattr(element_ty, "address_space", None), *values)
+        if key not in blocks:
+            init_block(self, element_ty, shape)
+            blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        self.element_ty = element_ty
+        vars(self).update(blocks[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in shapes:
+            init_tensor(self, handle, type)
+            shapes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[key]
+
+    def np_dtype(tt_dtype: Any) -> Any:
+        scalar = tt_dtype.scalar
+        if scalar.name not in arrays:
+            arrays[scalar.name] = get_np_dtype(scalar)
+        return arrays[scalar.name]
+
+    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, np_dtype
+
+
+def patch_overflow_is_sought_by_numpy() -> None:
+    """Let numpy compute each sum, difference and product of integers in 64 bits, where Triton takes ten operations."""
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    sanitize = TritonSemantic.binary_op_sanitize_overflow_impl
+    operators = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+
+    def impl(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        scalar = lhs.type.scalar
+        if self.builder is interpreter.interpreter_builder and scalar.is_int() and scalar.int_bitwidth < 64:
+            wide = [each.handle.data.astype(np.int64) for each in (lhs, rhs)]
+            exact = operators[binary_op.__name__](*wide)
+            if scalar.get_int_min_value() <= exact.min() and exact.max() <= scalar.get_int_max_value():
+                return
+        sanitize(self, lhs, rhs, binary_op)  # says what is wrong
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = impl
 
 
 def patch_fma_rounds_once() -> None:
