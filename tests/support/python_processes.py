@@ -23,12 +23,12 @@ class PythonProcess:
     Ranks that ``-m torch.distributed.run`` starts are forked as well.
     """
 
-    def __init__(self, arguments: tuple[str | Path, ...]) -> None:
+    def __init__(self, arguments: tuple[str | Path, ...], environment: Mapping[str, str] | None = None) -> None:
         self._arguments = [str(each) for each in arguments]
         context = forkserver()
         (mine_out, out), (mine_err, err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
         self.process: ForkServerProcess = context.Process(
-            target=_run, args=(self._arguments, os.getcwd(), dict(os.environ), out, err)
+            target=_run, args=(self._arguments, os.getcwd(), dict(environment or os.environ), out, err)
         )
         self.process.start()
         out.close()
@@ -48,9 +48,9 @@ class PythonProcess:
 
 
 @contextmanager
-def python_process(*arguments: str | Path) -> Iterator[PythonProcess]:
+def python_process(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> Iterator[PythonProcess]:
     """Start ``python *arguments``: ``-c CODE``, ``-m MODULE`` or a file, and what follows; it is killed at the end."""
-    started = PythonProcess(arguments)
+    started = PythonProcess(arguments, environment)
     try:
         yield started
     finally:
@@ -58,9 +58,11 @@ def python_process(*arguments: str | Path) -> Iterator[PythonProcess]:
         started.process.join()
 
 
-def run_python(*arguments: str | Path, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)``."""
-    with python_process(*arguments) as started:
+def run_python(
+    *arguments: str | Path, timeout: float = 60.0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)``."""
+    with python_process(*arguments, environment=environment) as started:
         return started.ended(timeout)
 
 
@@ -101,6 +103,8 @@ def _run_here(arguments: Sequence[str], folder: str, environment: Mapping[str, s
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [*arguments]
+        if not environment.get("PYTHONSAFEPATH"):
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
 
 
@@ -120,7 +124,7 @@ def _fork_ranks() -> None:
 
 
 class _Rank:
-    """What torchrun asks of ``Popen``. The paths are those of files for the rank's output, or None for torchrun's own."""
+    """What torchrun asks of ``Popen``. ``paths`` are those of files for the output, or None: torchrun's own output."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], paths: Sequence[str | None]) -> None:
         self._process = forkserver().Process(target=_run_rank, args=(arguments, os.getcwd(), environment, paths))
