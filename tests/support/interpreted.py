@@ -1,54 +1,57 @@
 """Triton's interpreter without work that it repeats, most of the time of the tests of kernels, and with a true fma."""
 
 import functools
-import operator
 from typing import Any
 
 import numpy as np
 
 __all__ = [
     "patch_fma_rounds_once",
-    "patch_language_once_a_launch",
-    "patch_overflow_is_sought_by_numpy",
+    "patch_language_once",
+    "patch_overflow_is_not_sought_in_vain",
     "patch_types_are_remembered",
 ]
 
 
 class _Nothing:
-    """In place of a scope with patches: none were made."""
+    """In place of a scope with patches: none are taken back."""
 
     def restore(self) -> None: ...
 
 
-def patch_language_once_a_launch() -> None:
-    """Let each launch replace ``triton.language``'s functions by interpreted ones once for each module of kernels.
+def patch_language_once() -> None:
+    """Let ``triton.language``'s functions be replaced by interpreted ones once for each module of kernels.
 
-    Triton does so for every call of a device function in every program of the grid, and finds all replaced already.
+    Triton does so for each launch and for every call of a device function in every program of the grid, and finds all
+    replaced already. Nothing is compiled in a process whose kernels are interpreted, so they stay replaced.
     """
     from triton.runtime import interpreter
 
-    patched: set[int] | None = None  # by the launch that is under way; None: there is none
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patch = interpreter._patch_lang
+    patched: dict[int, Any] = {}  # names of modules by id, which stays theirs while they are here
 
     @functools.wraps(patch)
     def patch_once(fn: Any) -> Any:
-        if patched is None:
-            return patch(fn)
-        if id(fn.__globals__) in patched:
-            return _Nothing()
-        patched.add(id(fn.__globals__))
-        return patch(fn)
+        if id(fn.__globals__) not in patched:
+            patched[id(fn.__globals__)] = fn.__globals__
+            patch(fn)
+        return _Nothing()
 
-    @functools.wraps(launch)
-    def launch_anew(*args: Any, **kwargs: Any) -> Any:
-        nonlocal patched
-        patched = set()
-        try:
-            return launch(*args, **kwargs)
-        finally:
-            patched = None
+    interpreter._patch_lang = patch_once
 
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+def patch_overflow_is_not_sought_in_vain() -> None:
+    """Leave out what each sum, difference and product of integers computes for an assertion of debug builds alone."""
+    from triton.language.semantic import TritonSemantic
+
+    sanitize = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    @functools.wraps(sanitize)
+    def impl(self: Any, *args: Any) -> None:
+        if self.builder.options.debug:
+            sanitize(self, *args)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = impl
 
 
 def patch_types_are_remembered() -> None:
@@ -87,26 +90,6 @@ def patch_types_are_remembered() -> None:
         return arrays[scalar.name]
 
     core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, np_dtype
-
-
-def patch_overflow_is_sought_by_numpy() -> None:
-    """Let numpy compute each sum, difference and product of integers in 64 bits, where Triton takes ten operations."""
-    from triton.language.semantic import TritonSemantic
-    from triton.runtime import interpreter
-
-    sanitize = TritonSemantic.binary_op_sanitize_overflow_impl
-    operators = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
-
-    def impl(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
-        scalar = lhs.type.scalar
-        if self.builder is interpreter.interpreter_builder and scalar.is_int() and scalar.int_bitwidth < 64:
-            wide = [each.handle.data.astype(np.int64) for each in (lhs, rhs)]
-            exact = operators[binary_op.__name__](*wide)
-            if scalar.get_int_min_value() <= exact.min() and exact.max() <= scalar.get_int_max_value():
-                return
-        sanitize(self, lhs, rhs, binary_op)  # says what is wrong
-
-    TritonSemantic.binary_op_sanitize_overflow_impl = impl
 
 
 def patch_fma_rounds_once() -> None:
