@@ -146,9 +146,10 @@ def test_captures_run_in_the_pool_that_was_given():
             return super().on_stream()
 
     pool, layers = Counted(torch.device("cpu")), linears(2)
-    DistributedDataParallel(layers)
+    ddp = DistributedDataParallel(layers)
     make_graphed_callables(list(layers), samples(2), pool=pool)
     assert pool.uses >= 4, "a forward and a backward of each"
+    assert ddp.is_clear
 
 
 def test_in_a_compiled_model_a_callable_is_a_graph_break():
