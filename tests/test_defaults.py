@@ -28,6 +28,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "copy_engine_param_gather": False,
         "num_distributed_optimizer_instances": 1,
         "keep_params_whole": False,
+        "release_grads": False,
         "calculate_per_token_loss": False,
         "check_for_nan_in_grad": False,
         "pad_buckets_for_high_nccl_busbw": False,

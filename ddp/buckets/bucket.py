@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from ..contract.main_grad import attach
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
 
@@ -39,12 +40,28 @@ _MOVES = {
 
 
 class Bucket:
-    """One bucket of gradients, and the only place where its phase changes."""
+    """One bucket of gradients, and the only place where its phase changes.
 
-    def __init__(self, layout: BucketLayout, grad_data: Tensor, records: list[GradRecord]) -> None:
+    grad_data  [layout.numel]
+    records    of the parameters, in the order of the layout's slots
+    owned      [start, end) of the elements whose sum this rank gets from the reduction; None: all
+    """
+
+    into: Tensor | None = None
+    """Memory that the reduction writes ``reduced`` to; None: it reduces ``grad_data`` in place."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        grad_data: Tensor,
+        records: list[GradRecord],
+        owned: tuple[int, int] | None = None,
+    ) -> None:
         self.layout = layout
         self.grad_data = grad_data
         """[layout.numel] accumulators of all parameters, and padding, which is zero when an iteration begins."""
+        self.reduced = grad_data[slice(*owned)] if owned else grad_data
+        """[owned] this rank's part of the sum over ranks, once the bucket is reduced."""
         self.records = tuple(records)
         self.streams: set[int] = set()
         """Raw CUDA streams on which contributions of this iteration were written; empty on other devices."""
@@ -64,6 +81,10 @@ class Bucket:
         """Index, first and last parameter: for errors and profiler labels."""
         first, last = self.records[0].name, self.records[-1].name
         return f"bucket {self.index} ({first})" if first == last else f"bucket {self.index} ({first} .. {last})"
+
+    def attach(self, param: Tensor, record: GradRecord) -> None:
+        """Give a parameter of the bucket its accumulator."""
+        attach(param, record)
 
     def zeroed_views(self) -> list[Tensor]:
         """Views of the elements that are zeroed before an iteration: all but those that a first write overwrites."""
@@ -116,6 +137,21 @@ class Bucket:
         self._num_ready += 1  # step 5 of docs/by_hand.py
         if self._num_ready == len(self.records):
             self.phase = Phase.READY
+
+    def begin_reduction(self) -> None:
+        """The reduction is launched, and owns the memory."""
+        self.phase = Phase.REDUCING
+
+    def end_reduction(self) -> None:
+        """The reduction was waited for."""
+        self.phase = Phase.REDUCED
+
+    def held(self) -> list[Tensor]:
+        """The tensors that hold what is summed so far, or reduced."""
+        return [self.grad_data]
+
+    def check_readable(self, caller: str) -> None:
+        """Raise ``RuntimeError`` while ``reduced`` holds neither this iteration's local sums nor their reduction."""
 
     def reset(self) -> None:
         """Start a new iteration."""

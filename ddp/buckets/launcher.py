@@ -115,17 +115,19 @@ class BucketLauncher:
             with self._watch(bucket):
                 flight.wait()
         del self._in_flight[bucket.index]
-        bucket.phase = Phase.REDUCED
+        bucket.end_reduction()
         if bucket.index in self._carried:
             owned, reduced_before = self._carried.pop(bucket.index)
             owned.add_(reduced_before)
 
-    def carry(self, owned: Sequence[Tensor]) -> None:
-        """The iteration goes on after its reductions: add what they gave after the next ones.
+    def wait_for_all_but(self, num_latest: int) -> None:
+        """Wait, as ``wait`` does, for the oldest reductions under way."""
+        for index in list(self._in_flight)[:-num_latest]:
+            self.wait_for(self._buckets[index])
 
-        owned  of each bucket the elements that this rank gets
-        """
-        self._carried = {index: (sums, sums.clone()) for index, sums in enumerate(owned)}
+    def carry(self) -> None:
+        """The iteration goes on after its reductions: add what they gave after the next ones."""
+        self._carried = {bucket.index: (bucket.reduced, bucket.reduced.clone()) for bucket in self._buckets}
 
     def reset(self, *, forget: bool = True) -> None:
         """Launch all buckets again: in a new iteration, or in one that goes on (not ``forget``)."""
@@ -148,7 +150,7 @@ class BucketLauncher:
 
         start  reduces the bucket's ``grad_data``; None: the bucket's own reduction
         """
-        start = start or self._reductions[bucket.index].start
+        start = start or partial(self._reductions[bucket.index].start, into=bucket.into)
         if is_profiling():
             reduction = self._reductions[bucket.index]
             with torch.profiler.record_function(f"maingrad::launch {reduction.name} {bucket.name}"):
@@ -163,7 +165,7 @@ class BucketLauncher:
 
     def _launch(self, bucket: Bucket, start: Callable[[Tensor], InFlight]) -> None:
         # Step 6 of docs/by_hand.py: the reduction starts, and backward goes on.
-        bucket.phase = Phase.REDUCING
+        bucket.begin_reduction()
         if not self._streams:
             with self._watch(bucket):
                 self._in_flight[bucket.index] = self._reduce(bucket, start)

@@ -11,7 +11,7 @@ from torch.utils.weak import TensorWeakRef
 from ..buckets.bucket_params import BucketParam
 from ..buckets.iteration_ends import discard_iteration, forget_model, record_model
 from ..collectives.rank_grid import RankGrid
-from ..contract.main_grad import attach, detach, forget_failed_backward
+from ..contract.main_grad import detach, forget_failed_backward
 from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
 from ..torch_grads.optimizer import clear_exposed_grad, guard_stock_optimizers
@@ -48,7 +48,7 @@ def attach_params(
     for entry in bucket_params:
         owners = [module for module, _ in entry.owned.owners]
         listen_to_foreign_delays(entry.owned.param, entry.record, owners)
-        attach(entry.owned.param, entry.record)
+        entry.bucket.attach(entry.owned.param, entry.record)
         forget_dropped(entry.owned.param, owners)
         references = tuple(weakref.ref(module) for module in owners)
         attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))

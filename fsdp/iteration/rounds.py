@@ -17,13 +17,14 @@ from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
 from ...ddp.buckets.launcher import BucketLauncher
+from ...ddp.buckets.memory import Meter
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_grads.sharded_grad import step_ended
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
-from ..unit.memory import Meter, num_to_end, pool_limit
+from ..unit.memory import num_to_end, pool_limit
 from ..unit.unit import Unit
 
 __all__ = ["GradRound", "GradRounds", "State"]

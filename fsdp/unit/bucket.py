@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...ddp.buckets.bucket import Bucket, Phase
+from ...ddp.buckets.memory import ReleasableBuffer
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import all_gather_shards
 from ...ddp.collectives.placements import Placement
@@ -37,7 +38,6 @@ from ...ddp.torch_internals.weak_method import weak_method
 from ..tensors.freed import allow_reads, refusal_of_grads, refusal_of_params, refuse_reads
 from .grad_shard import GradShard
 from .materialize import flat_shard
-from .memory import ReleasableBuffer
 from .pair import ShardedPair, make_pair
 from .plan import UnitOptions
 

@@ -79,8 +79,9 @@ def _check_param(param: nn.Parameter, where: str) -> None:
     record = record_of(param)
     if is_sharded(param) or is_lazy(param) or (record is not None and record.make_room is not None):
         raise ValueError(
-            f"{where} is sharded (fully_shard, tensor parallelism) or has its main_grad for some time only, and graphs "
-            f"need memory that stays: use maingrad.ddp.DistributedDataParallel, or leave the layer out of the graphs"
+            f"{where} is sharded (fully_shard, tensor parallelism) or has its main_grad for some time only "
+            f"(release_grads), and graphs need memory that stays: use maingrad.ddp.DistributedDataParallel, with "
+            f"release_grads=False, or leave the layer out of the graphs"
         )
     if has_tensor_hooks(param):
         raise ValueError(
