@@ -1,11 +1,13 @@
 """A bucket at run time: its phase, its ready parameters, and the memory that is reduced as one."""
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 from torch import Tensor
 
+from ..collectives.in_flight import InFlight
+from ..collectives.reduction import GradReduction
 from ..contract.main_grad import attach
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
@@ -46,9 +48,6 @@ class Bucket:
     records    of the parameters, in the order of the layout's slots
     owned      [start, end) of the elements whose sum this rank gets from the reduction; None: all
     """
-
-    into: Tensor | None = None
-    """Memory that the reduction writes ``reduced`` to; None: it reduces ``grad_data`` in place."""
 
     def __init__(
         self,
@@ -145,6 +144,10 @@ class Bucket:
     def end_reduction(self) -> None:
         """The reduction was waited for."""
         self.phase = Phase.REDUCED
+
+    def start_of(self, reduction: GradReduction) -> Callable[[Tensor], InFlight]:
+        """What starts this bucket's reduction, and takes ``grad_data``."""
+        return reduction.start
 
     def held(self) -> list[Tensor]:
         """The tensors that hold what is summed so far, or reduced."""

@@ -150,7 +150,7 @@ class BucketLauncher:
 
         start  reduces the bucket's ``grad_data``; None: the bucket's own reduction
         """
-        start = start or partial(self._reductions[bucket.index].start, into=bucket.into)
+        start = start or bucket.start_of(self._reductions[bucket.index])
         if is_profiling():
             reduction = self._reductions[bucket.index]
             with torch.profiler.record_function(f"maingrad::launch {reduction.name} {bucket.name}"):

@@ -10,10 +10,13 @@ Under a pipeline's schedule nothing waits: the reduction may need a stage of ano
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..collectives.in_flight import InFlight
+from ..collectives.reduction import GradReduction
 from ..collectives.streams import current_stream
 from ..contract.main_grad import attach_lazily
 from ..contract.record import GradRecord
@@ -57,7 +60,7 @@ class ReleasedBucket(Bucket):
         pool: GradPool,
     ) -> None:
         super().__init__(layout, memory.data, records)
-        self.reduced = self.into = torch.zeros(owned[1] - owned[0], dtype=memory.data.dtype, device=memory.data.device)
+        self.reduced = torch.zeros(owned[1] - owned[0], dtype=memory.data.dtype, device=memory.data.device)
         self._memory = memory
         self.pool = pool
         self._zeroed = super().zeroed_views()
@@ -96,6 +99,10 @@ class ReleasedBucket(Bucket):
         """See ``Bucket``. A rank without a gradient in this bucket sends zeros."""
         self.make_room()
         super().begin_reduction()
+
+    def start_of(self, reduction: GradReduction) -> Callable[[Tensor], InFlight]:
+        """See ``Bucket``. The sum goes into memory of its own."""
+        return partial(reduction.start, into=self.reduced)
 
     def end_reduction(self) -> None:
         """See ``Bucket``. The current stream has waited."""

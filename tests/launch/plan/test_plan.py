@@ -64,8 +64,15 @@ def allocate(config: Config) -> Allocated:
     return Allocated(
         list(model.plan.buckets),
         sum(storages.values()),
-        sum(bucket.grad_data.untyped_storage().nbytes() for bucket in model.buckets if bucket.into is not None)
-        + sum((bucket.grad_data if bucket.into is None else bucket.into).nbytes for bucket in model.buckets),
+        sum(
+            (bucket.reduced if isinstance(bucket, ReleasedBucket) else bucket.grad_data).nbytes
+            for bucket in model.buckets
+        )
+        + sum(
+            bucket.grad_data.untyped_storage().nbytes()
+            for bucket in model.buckets
+            if isinstance(bucket, ReleasedBucket)
+        ),
         sum(master.nbytes for master in masters),
         sum(moment.nbytes for moment in moments),
         [span.bucket for span in timeline.gathers],
