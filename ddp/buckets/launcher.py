@@ -49,6 +49,7 @@ class BucketLauncher:
         # Reductions run on streams of their own, so that the compute stream never waits for a collective. Where a
         # reduction has two collectives, a bucket's second one runs beside the next bucket's first one.
         num_streams = max([1, *(reduction.num_collectives for reduction in reductions)])
+        self._waits_early = device.type == "cuda" or num_streams == 1
         self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)] if device.type == "cuda" else []
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
         self._next = 0
@@ -121,9 +122,13 @@ class BucketLauncher:
             owned.add_(reduced_before)
 
     def wait_for_all_but(self, num_latest: int) -> None:
-        """Wait, as ``wait`` does, for the oldest reductions under way."""
-        for index in list(self._in_flight)[:-num_latest]:
-            self.wait_for(self._buckets[index])
+        """Wait, as ``wait`` does, for the oldest reductions under way.
+
+        Nothing is done where a wait would begin a second collective (on CPUs): ranks come here at different times.
+        """
+        if self._waits_early:
+            for index in list(self._in_flight)[:-num_latest]:
+                self.wait_for(self._buckets[index])
 
     def carry(self) -> None:
         """The iteration goes on after its reductions: add what they gave after the next ones."""

@@ -119,6 +119,7 @@ class ParamSlice(NamedTuple):
         parts = self.bucket_param.record.parts()
         if parts is not None:
             parts.begin_read()
+        self.bucket_param.bucket.check_readable(f"a read of the gradient of '{self.name}'")
         grads = self.bucket_param.record.view.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 

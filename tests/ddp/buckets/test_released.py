@@ -234,6 +234,7 @@ def by_hand(**options: Any) -> list[Any]:
 
 def gives_up(**options: Any) -> list[Any]:
     run = Run(**options)
+    run.module.has_foreign = False  # as above
     for step in range(STEPS + 2):
         with run.model.no_sync():
             loss_of(run.model, step, 5).backward()
