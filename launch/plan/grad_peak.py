@@ -50,25 +50,25 @@ def peak_of_released(
         return sum(bucket.grad_nbytes for bucket in buckets)
     bucket_of = {slot.spec.name: bucket for bucket in buckets for slot in bucket.layout.slots}
     names = {id(param): name for name, param in model.named_parameters()}
-    now: list[str] = []
-    delayed: list[str] = []
+    now: list[list[str]] = []
+    delayed: list[list[str]] = []
     for module in reversed(list(model.modules())):
         later = module.delayed_wgrad_weights() if isinstance(module, DelayedWgradModule) else ()
-        for local, param in reversed(list(module._parameters.items())):
-            if param is not None and param.requires_grad:
-                (delayed if local in later else now).append(names[id(param)])
-    written = now + delayed
-    left = Counter(written)
+        own = {key: param for key, param in module._parameters.items() if param is not None and param.requires_grad}
+        now.append([names[id(param)] for key, param in reversed(own.items()) if key not in later])
+        delayed.append([names[id(param)] for key, param in reversed(own.items()) if key in later])
+    left = Counter(name for written in now + delayed for name in written)
     held: list[PlacedBucket] = []
     launched: list[PlacedBucket] = []
     peak = 0
-    for name in written:
-        if bucket_of[name] not in held:
-            ended = launched[:-NUM_UNDER_WAY]
-            held = [bucket for bucket in held if bucket not in ended] + [bucket_of[name]]
-            peak = max(peak, sum(bucket.grad_nbytes for bucket in held))
-        left[name] -= 1
+    for written in now + delayed:  # a fused module writes all of its gradients before the first hook runs
+        for name in written:
+            if bucket_of[name] not in held:
+                ended = launched[:-NUM_UNDER_WAY]
+                held = [bucket for bucket in held if bucket not in ended] + [bucket_of[name]]
+                peak = max(peak, sum(bucket.grad_nbytes for bucket in held))
         # A parameter of several modules is ready when the backward has ended, but no bucket opens after it.
+        left.subtract(written)
         while len(launched) < len(buckets) and not any(left[s.spec.name] for s in buckets[len(launched)].layout.slots):
             launched.append(buckets[len(launched)])
     return peak
