@@ -36,7 +36,9 @@ class MainGradView(ShownGrad):
         return self.record.view
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(
             f"{func} read param.main_grad past torch's Python functions, and with release_grads=True that tensor has "
             f"no memory of its own: give it param.get_main_grad() in a backward, or param.grad after the last"
