@@ -4,8 +4,7 @@ Autograd saves views of a weight (``weight.t()``) for backward. Such a view must
 freed and gathered again. So the views are made once, and the one storage below them is resized.
 
 A program may keep a view too. Without memory its pointer is null, and most of torch's functions do not check that: the
-process ends. So a storage without memory refuses reads by itself where torch can (``refuse_storage_reads``). And memory
-that a program was given to read (``unsharded()``) is not freed but left to the program's views (``begin_anew``).
+process ends. So a storage without memory refuses reads by itself where torch can (``refuse_storage_reads``).
 """
 
 from functools import partial
@@ -88,21 +87,6 @@ class ReleasableBuffer:
         self.resident = False
         if self.meter is not None:
             self.meter.add(-self._nbytes)
-
-    def begin_anew(self) -> None:
-        """Leave the memory to views that the program has kept, which go on reading it, and be without memory.
-
-        The caller has taken its own views off this memory. It makes new ones, then calls ``release``.
-        """
-        if self.data.is_cuda:
-            # The last view may be dropped at any time. The memory then returns to its stream, which has not waited for
-            # the program's reads.
-            self.data.record_stream(current_stream(self.data.device))
-        numel = self.data.numel()
-        self.data = self.data.new_empty(0)
-        self._storage = self.data.untyped_storage()  # the old memory is free now, unless the program has kept a view
-        self.data = self.data.new_empty(numel)
-        self._storage = self.data.untyped_storage()
 
     def _resize(self, nbytes: int) -> None:
         resize = partial(_resize, self._storage, nbytes, self.refusal)
