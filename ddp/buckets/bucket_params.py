@@ -8,13 +8,12 @@ from torch import Tensor
 
 from ..collectives.reduction import GradReduction
 from ..contract.record import GradRecord
-from ..contract.torch_fsdp import is_sharded_by_torch
-from ..gathers.waiting_modules import registered_params
+from ..contract.torch_wrappers import is_sharded_by_torch
+from ..gathers.waiting_params import registered_params
 from ..plan.layout import BucketLayout, BufferLayout, GradPlan
 from ..plan.owned_params import OwnedParam
 from .bucket import Bucket
-from .buffer import FlatBuffer
-from .memory import ReleasableBuffer
+from .buffer import FlatBuffer, ReleasableBuffer
 from .released import GradPool, ReleasedBucket
 
 __all__ = ["BucketParam", "allocate_buckets"]

@@ -22,9 +22,9 @@ from ..contract.main_grad import attach_lazily
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
 from ..torch_grads.main_grad_view import MainGradView
-from ..torch_internals.weak_method import weak_method
+from ..torch_internals import weak_method
 from .bucket import Bucket, Phase
-from .memory import Meter, ReleasableBuffer
+from .buffer import Meter, ReleasableBuffer
 
 __all__ = ["NUM_UNDER_WAY", "GradPool", "ReleasedBucket"]
 
@@ -78,7 +78,7 @@ class ReleasedBucket(Bucket):
         attach_lazily(param, record, MainGradView.of_record(param, record))
 
     def zeroed_views(self) -> list[Tensor]:
-        """None: memory is zeroed when it is taken."""
+        """Return nothing: memory is zeroed when it is taken."""
         return []
 
     def make_room(self) -> None:

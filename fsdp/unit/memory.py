@@ -1,4 +1,4 @@
-"""Memory of whole parameters, and the bound on the bytes of whole gradients. ``ddp/buckets/memory.py`` has the buffers.
+"""Memory of whole parameters, and the bound on the bytes of whole gradients. ``ddp/buckets/buffer.py`` has the buffers.
 
 Memory that a program was given to read (``unsharded()``) is not freed but left to the program's views
 (``WholeParams``).
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...ddp.buckets.memory import ReleasableBuffer
+from ...ddp.buckets.buffer import ReleasableBuffer
 from ...ddp.collectives.streams import current_stream
 from ..tensors.freed import allow_reads, refuse_reads
 

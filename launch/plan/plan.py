@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...ddp import DistributedDataParallelConfig
-from ...ddp.collectives.placements import Placement, Placements
+from ...ddp.collectives.reduction import Placement, Placements
 from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
