@@ -126,8 +126,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "te_integration.autocast": {"enabled": True, "calibrating": False},
     "te_integration.make_graphed_callables": {"num_warmup_iters": 3},
     "pipeline.PipelineStage": {"average_microbatches": True},
-    "pipeline.Schedule": {"strict": False},
-    "pipeline.parse_order": {"strict": False},
     "kernels.grouped_linear": {"transposed": False},
     "kernels.grouped_wgrad_accumulate": {"overwrite": False},
     "kernels.scaled_glu": {"activation": "swiglu", "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
