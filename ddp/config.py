@@ -63,6 +63,9 @@ class DistributedDataParallelConfig:
     """Approximate number of buckets in each buffer, instead of ``bucket_size``."""
     keep_params_whole: bool = False
     """No parameter is split between shards, for optimizers that need whole matrices. Shards are less even."""
+    release_grads: bool = False
+    """A bucket has memory from an iteration's first gradient to the end of its reduction, and each rank keeps its shard
+    of the reduced gradients. Programs read ``.grad``, not ``main_grad``. Needs ``use_distributed_optimizer``."""
     average_in_collective: bool | None = None
     """True: the collective scales gradients (NCCL only). False: each rank scales before it. None: True under NCCL."""
     calculate_per_token_loss: bool = False
@@ -132,6 +135,7 @@ class DistributedDataParallelConfig:
             ("num_distributed_optimizer_instances", 1),
             ("grad_reduce_wire_dtype", None),
             ("keep_params_whole", False),
+            ("release_grads", False),
         ):
             if getattr(self, name) != neutral:
                 raise ValueError(

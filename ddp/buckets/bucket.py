@@ -1,11 +1,14 @@
 """A bucket at run time: its phase, its ready parameters, and the memory that is reduced as one."""
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 from torch import Tensor
 
+from ..collectives.in_flight import InFlight
+from ..collectives.reduction import GradReduction
+from ..contract.main_grad import attach
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
 
@@ -39,12 +42,25 @@ _MOVES = {
 
 
 class Bucket:
-    """One bucket of gradients, and the only place where its phase changes."""
+    """One bucket of gradients, and the only place where its phase changes.
 
-    def __init__(self, layout: BucketLayout, grad_data: Tensor, records: list[GradRecord]) -> None:
+    grad_data  [layout.numel]
+    records    of the parameters, in the order of the layout's slots
+    owned      [start, end) of the elements whose sum this rank gets from the reduction; None: all
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        grad_data: Tensor,
+        records: list[GradRecord],
+        owned: tuple[int, int] | None = None,
+    ) -> None:
         self.layout = layout
         self.grad_data = grad_data
         """[layout.numel] accumulators of all parameters, and padding, which is zero when an iteration begins."""
+        self.reduced = grad_data[slice(*owned)] if owned else grad_data
+        """[owned] this rank's part of the sum over ranks, once the bucket is reduced."""
         self.records = tuple(records)
         self.streams: set[int] = set()
         """Raw CUDA streams on which contributions of this iteration were written; empty on other devices."""
@@ -64,6 +80,10 @@ class Bucket:
         """Index, first and last parameter: for errors and profiler labels."""
         first, last = self.records[0].name, self.records[-1].name
         return f"bucket {self.index} ({first})" if first == last else f"bucket {self.index} ({first} .. {last})"
+
+    def attach(self, param: Tensor, record: GradRecord) -> None:
+        """Give a parameter of the bucket its accumulator."""
+        attach(param, record)
 
     def zeroed_views(self) -> list[Tensor]:
         """Views of the elements that are zeroed before an iteration: all but those that a first write overwrites."""
@@ -116,6 +136,25 @@ class Bucket:
         self._num_ready += 1  # step 5 of docs/by_hand.py
         if self._num_ready == len(self.records):
             self.phase = Phase.READY
+
+    def begin_reduction(self) -> None:
+        """The reduction is launched, and owns the memory."""
+        self.phase = Phase.REDUCING
+
+    def end_reduction(self) -> None:
+        """The reduction was waited for."""
+        self.phase = Phase.REDUCED
+
+    def start_of(self, reduction: GradReduction) -> Callable[[Tensor], InFlight]:
+        """What starts this bucket's reduction, and takes ``grad_data``."""
+        return reduction.start
+
+    def held(self) -> list[Tensor]:
+        """The tensors that hold what is summed so far, or reduced."""
+        return [self.grad_data]
+
+    def check_readable(self, caller: str) -> None:
+        """Raise ``RuntimeError`` while ``reduced`` holds neither this iteration's local sums nor their reduction."""
 
     def reset(self) -> None:
         """Start a new iteration."""

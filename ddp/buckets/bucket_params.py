@@ -1,17 +1,20 @@
 """Ties a model's parameters to the buckets of a plan, and checks that the parameters are still the same."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from ..collectives.reduction import GradReduction
 from ..contract.record import GradRecord
 from ..contract.torch_wrappers import is_sharded_by_torch
 from ..gathers.waiting_params import registered_params
-from ..plan.layout import GradPlan
+from ..plan.layout import BucketLayout, BufferLayout, GradPlan
 from ..plan.owned_params import OwnedParam
 from .bucket import Bucket
-from .buffer import FlatBuffer
+from .buffer import FlatBuffer, ReleasableBuffer
+from .released import GradPool, ReleasedBucket
 
 __all__ = ["BucketParam", "allocate_buckets"]
 
@@ -60,30 +63,71 @@ class BucketParam(NamedTuple):
 
 
 def allocate_buckets(
-    plan: GradPlan, trainable: Sequence[OwnedParam], device: torch.device
+    plan: GradPlan,
+    trainable: Sequence[OwnedParam],
+    device: torch.device,
+    reductions: Mapping[str, GradReduction],
+    pool: GradPool | None,
 ) -> tuple[tuple[Bucket, ...], list[BucketParam]]:
-    """Allocate the plan's buffers; returns the buckets, in launch order, and the parameters, in the buffers' order."""
+    """Allocate the plan's buffers; returns the buckets, in launch order, and the parameters, in the buffers' order.
+
+    pool  gives memory to the buckets of which this rank keeps a shard; None: all buckets keep theirs
+    """
     by_name = {owned.name: owned for owned in trainable}
-    buckets, bucket_params = [], []
+    buckets: list[Bucket] = []
     # Step 1 of docs/by_hand.py: one flat tensor for each buffer of the plan. A parameter's main_grad is a view of it.
-    for buffer_layout in plan.buffers:
-        buffer = FlatBuffer(buffer_layout, buffer_layout.grad_dtype, device)
-        for layout in buffer_layout.buckets:
-            owned_here = [by_name[slot.spec.name] for slot in layout.slots]
-            records = [
-                GradRecord(
-                    owned.name,
-                    buffer.param_view(slot).data,  # with a version of its own, which tells of writes by hand
-                    first_write_overwrites=owned.ours_alone,
-                    shared=len(owned.owners) > 1,
-                    bucket_index=layout.index,
-                )
-                for owned, slot in zip(owned_here, layout.slots, strict=True)
-            ]
-            bucket = Bucket(layout, buffer.bucket_view(layout), records)
-            buckets.append(bucket)
-            bucket_params += [
-                BucketParam(owned, record, bucket, owned.param.dtype, device)
-                for owned, record in zip(owned_here, records, strict=True)
-            ]
+    for layout in plan.buffers:
+        reduction = reductions[layout.grid_name]
+        if pool is not None and reduction.grid.inner_size > 1:
+            buckets += _released_buckets(layout, by_name, device, reduction, pool)
+        else:
+            buckets += _kept_buckets(layout, by_name, device, reduction)
+    bucket_params = []
+    for bucket in buckets:
+        for record in bucket.records:
+            owned = by_name[record.name]
+            bucket_params.append(BucketParam(owned, record, bucket, owned.param.dtype, device))
     return tuple(sorted(buckets, key=lambda bucket: bucket.index)), bucket_params
+
+
+def _kept_buckets(
+    layout: BufferLayout, by_name: Mapping[str, OwnedParam], device: torch.device, reduction: GradReduction
+) -> list[Bucket]:
+    buffer = FlatBuffer(layout, layout.grad_dtype, device)
+    found = [(each, buffer.bucket_view(each)) for each in layout.buckets]
+    return [
+        Bucket(each, data, _records_of(each, data, by_name), reduction.owned_range(each.numel)) for each, data in found
+    ]
+
+
+def _released_buckets(
+    layout: BufferLayout,
+    by_name: Mapping[str, OwnedParam],
+    device: torch.device,
+    reduction: GradReduction,
+    pool: GradPool,
+) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    for each in layout.buckets:
+        memory = ReleasableBuffer(each.numel, layout.grad_dtype, device)
+        records = _records_of(each, memory.data, by_name)
+        buckets.append(ReleasedBucket(each, memory, records, reduction.owned_range(each.numel), pool))
+    return buckets
+
+
+def _records_of(layout: BucketLayout, data: Tensor, by_name: Mapping[str, OwnedParam]) -> list[GradRecord]:
+    """The records of a bucket's parameters, whose accumulators are views of ``data`` [layout.numel]."""
+    records = []
+    for slot in layout.slots:
+        owned = by_name[slot.spec.name]
+        view = data[slice(*slot.range.counted_from(layout.start))].view(slot.spec.shape)
+        records.append(
+            GradRecord(
+                owned.name,
+                view.data,  # with a version of its own, which tells of writes by hand
+                first_write_overwrites=owned.ours_alone,
+                shared=len(owned.owners) > 1,
+                bucket_index=layout.index,
+            )
+        )
+    return records

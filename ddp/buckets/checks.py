@@ -89,7 +89,7 @@ def _remedy_of(record: GradRecord) -> str:
         " Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has a dw_builder: use "
         "maingrad.te_integration.pipeline.PipelineStage."
     )
-    if record.make_room is not None:
+    if record.is_of_unit:
         return f"Gradients made by hand go into .grad of model.parameters(), after the last backward.{schedules}"
     return (
         f"Where it was you (PCGrad, torch.autograd.grad), call maingrad.ddp.add_grad(param, grad) in its place, before "

@@ -49,6 +49,7 @@ class BucketLauncher:
         # Reductions run on streams of their own, so that the compute stream never waits for a collective. Where a
         # reduction has two collectives, a bucket's second one runs beside the next bucket's first one.
         num_streams = max([1, *(reduction.num_collectives for reduction in reductions)])
+        self._waits_early = device.type == "cuda" or num_streams == 1
         streams = [communication_stream(device) for _ in range(num_streams)]
         self._streams = [stream for stream in streams if stream is not None]
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
@@ -116,17 +117,23 @@ class BucketLauncher:
             with self._watch(bucket):
                 flight.wait()
         del self._in_flight[bucket.index]
-        bucket.phase = Phase.REDUCED
+        bucket.end_reduction()
         if bucket.index in self._carried:
             owned, reduced_before = self._carried.pop(bucket.index)
             owned.add_(reduced_before)
 
-    def carry(self, owned: Sequence[Tensor]) -> None:
-        """The iteration goes on after its reductions: add what they gave after the next ones.
+    def wait_for_all_but(self, num_latest: int) -> None:
+        """Wait, as ``wait`` does, for the oldest reductions under way.
 
-        owned  of each bucket the elements that this rank gets
+        Nothing is done where a wait would begin a second collective (on CPUs): ranks come here at different times.
         """
-        self._carried = {index: (sums, sums.clone()) for index, sums in enumerate(owned)}
+        if self._waits_early:
+            for index in list(self._in_flight)[:-num_latest]:
+                self.wait_for(self._buckets[index])
+
+    def carry(self) -> None:
+        """The iteration goes on after its reductions: add what they gave after the next ones."""
+        self._carried = {bucket.index: (bucket.reduced, bucket.reduced.clone()) for bucket in self._buckets}
 
     def reset(self, *, forget: bool = True) -> None:
         """Launch all buckets again: in a new iteration, or in one that goes on (not ``forget``)."""
@@ -149,7 +156,7 @@ class BucketLauncher:
 
         start  reduces the bucket's ``grad_data``; None: the bucket's own reduction
         """
-        start = start or self._reductions[bucket.index].start
+        start = start or bucket.start_of(self._reductions[bucket.index])
         if is_profiling():
             reduction = self._reductions[bucket.index]
             with torch.profiler.record_function(f"maingrad::launch {reduction.name} {bucket.name}"):
@@ -164,7 +171,7 @@ class BucketLauncher:
 
     def _launch(self, bucket: Bucket, start: Callable[[Tensor], InFlight]) -> None:
         # Step 6 of docs/by_hand.py: the reduction starts, and backward goes on.
-        bucket.phase = Phase.REDUCING
+        bucket.begin_reduction()
         if not self._streams:
             with self._watch(bucket):
                 self._in_flight[bucket.index] = self._reduce(bucket, start)

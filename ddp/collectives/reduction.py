@@ -227,10 +227,13 @@ class GradReduction:
             return numel * dtype.itemsize
         return numel * self.wire_dtype.itemsize * (2 if dtype.is_complex else 1)
 
-    def start(self, grads: Tensor) -> InFlight:
-        """Reduce ``grads`` [n] in place, asynchronously. Outside ``owned_range`` the result is undefined."""
+    def start(self, grads: Tensor, into: Tensor | None = None) -> InFlight:
+        """Reduce ``grads`` [n] in place, asynchronously. Outside ``owned_range`` the result is undefined.
+
+        into  [range_inside] gets the result of a reduce-scatter in place of ``grads``
+        """
         # Step 6 of docs/by_hand.py, where the table above says which collectives.
-        return in_stages(self._stages(grads), (grads,))
+        return in_stages(self._stages(grads, into), (grads,))
 
     def inside(self, grads: Tensor, into: Tensor | None = None) -> Generator[Any, None, Tensor]:
         """The stages inside an instance. Returns a tensor that holds the sum of ``grads[range_inside]`` after them.
@@ -274,8 +277,8 @@ class GradReduction:
         yield start_reduce_scatter(part, mine, op, outer)
         return part
 
-    def _stages(self, grads: Tensor) -> Iterator[Any]:
-        mine = yield from self.inside(grads)
+    def _stages(self, grads: Tensor, into: Tensor | None) -> Iterator[Any]:
+        mine = yield from self.inside(grads, into)
         yield from self.across(mine)
 
     def _sum_shards(self, grads: Tensor, mine: Tensor) -> Iterator[Any]:

@@ -8,15 +8,25 @@ measured alone.
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from ..torch_internals import current_raw_stream
 
-__all__ = ["OnStream", "capture_number", "capturing", "communication_stream", "current_stream", "is_capturing"]
+__all__ = [
+    "OnStream",
+    "capture_number",
+    "capturing",
+    "communication_stream",
+    "current_stream",
+    "is_capturing",
+    "record_call",
+    "recording",
+]
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 """Stream objects by device index and raw address. torch never frees its streams, so an address means one stream."""
@@ -98,3 +108,16 @@ def is_capturing() -> bool:
     CUDA's backwards run on threads of autograd's, where the captured stream is the current one.
     """
     return bool(_capturing) and bool(capture_number())
+
+
+# ---- On CPUs. ----
+
+recording = threading.local()
+"""``graph``: what records operations of this thread in place of a CUDA graph (``graphs/recorded.py``), if anything."""
+
+
+def record_call(call: Callable[[], Any]) -> None:
+    """Where this thread records, have replays call ``call``: what changes memory and is no operation of torch."""
+    graph = getattr(recording, "graph", None)
+    if graph is not None:
+        graph.calls.append(call)

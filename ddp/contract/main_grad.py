@@ -87,10 +87,12 @@ def attach(param: Tensor, record: GradRecord) -> None:
         param.zero_out_wgrad = True  # type: ignore[attr-defined]
 
 
-def attach_lazily(param: Tensor, record: GradRecord) -> None:
+def attach_lazily(param: Tensor, record: GradRecord, main_grad: Tensor | None = None) -> None:
     """``attach`` for an accumulator that has memory only from its first write to its reduction (``record.make_room``).
 
     Foreign modules add to ``param.get_main_grad()``: it holds zeros, or the sum of this iteration so far.
+
+    main_grad  what programs find in ``param.main_grad``, where no write looks; None: no such attribute
     """
 
     def get_main_grad() -> Tensor:
@@ -100,6 +102,8 @@ def attach_lazily(param: Tensor, record: GradRecord) -> None:
 
     attach(param, record)
     del param.main_grad  # type: ignore[attr-defined]  # every write goes through get_main_grad or the record
+    if main_grad is not None:
+        param.main_grad = main_grad  # type: ignore[attr-defined]
     param.__fsdp_param__ = True  # type: ignore[attr-defined]
     param.get_main_grad = get_main_grad  # type: ignore[attr-defined]
 
@@ -243,7 +247,7 @@ def add_grad(param: Tensor, grad: Tensor) -> None:
     ``RuntimeError`` once the parameter's bucket was launched.
     """
     record = record_of(param)
-    if record is None or record.make_room is not None:
+    if record is None or record.is_of_unit:
         raise ValueError("add_grad: this parameter is not wrapped in maingrad.ddp.DistributedDataParallel")
     if grad.shape != param.shape:
         raise ValueError(f"add_grad: parameter '{record.name}' is {tuple(param.shape)}, and grad {tuple(grad.shape)}")

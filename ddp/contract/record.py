@@ -53,7 +53,7 @@ class GradRecord:
         self.parts: Callable[[], Any] = _nothing
         """Weak reference to the ``Parts`` of the ``DistributedDataParallel`` that reduces the gradient."""
         self.make_room: Callable[[], None] | None = None
-        """Set by a lazy provider (FSDP): gives ``view`` memory before the first write of an iteration."""
+        """Set where ``view`` has memory for some time only: gives the memory before an iteration's first write."""
 
         self.reopen: Callable[[], None] = _nothing
         """Set by the provider: called before a write while ``view`` is closed, which it may open again."""
@@ -94,6 +94,11 @@ class GradRecord:
         self.exposed = False
         """``.grad`` is a plain tensor of the reduced gradient."""
 
+    @property
+    def is_of_unit(self) -> bool:
+        """Whether the parameter is one of ``fully_shard``, and has memory itself for some time only."""
+        return self.make_room is not None and self.parts() is None
+
     def __reduce__(self) -> Any:
         raise TypeError(
             f"parameter '{self.name}' is wired to gradient buckets and cannot be pickled; "
@@ -123,10 +128,10 @@ class GradRecord:
         is_of_ours = self.first_write_overwrites or not self.shared
         if is_empty and is_of_ours and self.view._version != self.version:
             self._check_zero()
-        if self.make_room is not None and (self.closed is not None or not self.written):
-            self.make_room()
         if self.closed is not None and not written_already:
             self.reopen()
+        if self.make_room is not None and (self.closed is not None or not self.written):
+            self.make_room()
         if self.closed is not None:
             raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
         overwrite = self.first_write_overwrites and not self.written
@@ -156,6 +161,11 @@ class GradRecord:
     def forget_lost(self) -> None:
         """The iteration is given up: remove pending gradients that nobody can compute."""
         self.pending = [pending for pending in self.pending if not pending.lost]
+
+    def zero(self) -> None:
+        """Discard what this iteration's microbatches have summed."""
+        if self.written or self.make_room is None:
+            self.view.zero_()
 
     def zero_unwritten(self) -> None:
         """Zero ``view`` where no gradient was written in this iteration: an unused parameter."""

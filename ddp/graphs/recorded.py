@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.streams import recording
 from ..torch_grads.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass, TorchDispatchMode, tree_leaves, tree_map
 
-__all__ = ["RecordedGraph", "RecordedLaunch", "record_call", "record_launch"]
+__all__ = ["RecordedGraph", "RecordedLaunch", "record_launch"]
 
 _HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique_consecutive", "_unique2", "unique_dim"}
 _MAKE_NO_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_local = threading.local()
 
 
 class RecordedGraph:
@@ -33,9 +33,9 @@ class RecordedGraph:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Run a block of this thread and record it. A thread records one block at a time."""
-        if getattr(_local, "graph", None) is not None:
+        if getattr(recording, "graph", None) is not None:
             raise RuntimeError("a capture within a capture")
-        _local.graph = self
+        recording.graph = self
         try:
             with _compiled_code_runs_eagerly(), _Recorder(self):
                 yield
@@ -43,7 +43,7 @@ class RecordedGraph:
             self.calls.clear()
             raise
         finally:
-            _local.graph = None
+            recording.graph = None
 
     def replay(self) -> None:
         """Run the operations again."""
@@ -90,7 +90,7 @@ class RecordedLaunch:
 
     def record_wait(self) -> None:
         """The program waits for the operation now: replays do too."""
-        if getattr(_local, "graph", None) is self._graph:
+        if getattr(recording, "graph", None) is self._graph:
             self._graph.calls.append(lambda: self._work.wait())
 
     def _launch(self) -> None:
@@ -102,15 +102,8 @@ def record_launch(start: Callable[[], Any]) -> RecordedLaunch | None:
 
     For process groups whose collectives are no operations of torch (simulated ranks).
     """
-    graph: RecordedGraph | None = getattr(_local, "graph", None)
+    graph: RecordedGraph | None = getattr(recording, "graph", None)
     return None if graph is None else RecordedLaunch(graph, start)
-
-
-def record_call(call: Callable[[], Any]) -> None:
-    """Where this thread records, have replays call ``call``: what changes memory and is no operation of torch."""
-    graph: RecordedGraph | None = getattr(_local, "graph", None)
-    if graph is not None:
-        graph.calls.append(call)
 
 
 class _Recorder(TorchDispatchMode):

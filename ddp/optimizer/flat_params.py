@@ -119,6 +119,7 @@ class ParamSlice(NamedTuple):
         parts = self.bucket_param.record.parts()
         if parts is not None:
             parts.begin_read()
+        self.bucket_param.bucket.check_readable(f"a read of the gradient of '{self.name}'")
         grads = self.bucket_param.record.view.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 
@@ -170,7 +171,7 @@ def flatten_params(
                 entry.owned.param.data = view
             bucket, params = by_index[bucket_layout.index], buffer.bucket_view(bucket_layout)
             owned = Range(*model.owned_range(bucket_layout))
-            owned_params, grads = params[slice(*owned)], bucket.grad_data[slice(*owned)]
+            owned_params, grads = params[slice(*owned)], bucket.reduced
             in_half = owned_params.dtype in (torch.bfloat16, torch.float16)
             master = owned_params.float() if in_half and not compact else owned_params
             flats.append(place(FlatBucket(bucket, params, owned, owned_params, master, grads, bucket_params)))

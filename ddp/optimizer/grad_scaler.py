@@ -42,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         if not isinstance(optimizer, DistributedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not allow_fp16 and any(grad.dtype is torch.float16 for grad in optimizer.model.reduced_grads()):
+        if not allow_fp16 and any(bucket.grad_data.dtype is torch.float16 for bucket in optimizer.model.buckets):
             raise ValueError(
                 "unscale_() of fp16 gradients would lose the small ones: accumulate in fp32 "
                 "(grad_reduce_in_fp32=True), or leave unscaling to step(), which does it in fp32"

@@ -195,7 +195,7 @@ class ShownGrads:
         """The same for those that are not launched yet."""
         for each in self._cleared:
             if each.record.closed is None:
-                each.record.view.zero_()
+                each.record.zero()
         self._cleared = [each for each in self._cleared if each.record.closed is not None]
 
     def take_added(self, record: GradRecord) -> None:

@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from ..buckets.bucket_params import BucketParam
 from ..buckets.iteration_ends import discard_iteration, forget_model, record_model
 from ..collectives.rank_grid import RankGrid, world_size
-from ..contract.main_grad import attach, detach, forget_failed_backward, former_name
+from ..contract.main_grad import detach, forget_failed_backward, former_name
 from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
 from ..contract.torch_wrappers import check_not_collected, check_not_inside, in_torch_ddp
@@ -56,7 +56,7 @@ def attach_params(
     for entry in bucket_params:
         owners = [module for module, _ in entry.owned.owners]
         listen_to_foreign_delays(entry.owned.param, entry.record, owners)
-        attach(entry.owned.param, entry.record)
+        entry.bucket.attach(entry.owned.param, entry.record)
         allow_training(owners)
         references = tuple(weakref.ref(module) for module in owners)
         attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))

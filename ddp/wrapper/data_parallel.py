@@ -20,6 +20,7 @@ from ..buckets.checks import ModelWatch, is_frozen
 from ..buckets.launcher import BucketLauncher
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
+from ..buckets.released import GradPool
 from ..buckets.replicas import Replicas
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid, Ranks, make_grids
@@ -145,18 +146,21 @@ class DistributedDataParallel(BucketIteration):
         check_undeclared_parts(named(unsaid), named(experts), self.grids["dense"], failures)
 
         # Storage, and the collectives over it.
-        self.buckets, self.bucket_params = allocate_buckets(self.plan, trainable, self.device)
+        self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
+        pool = GradPool() if config.release_grads else None
+        self.buckets, self.bucket_params = allocate_buckets(self.plan, trainable, self.device, self.reductions, pool)
         """Trainable parameters with their buckets and records, in the order of the buffers."""
         self.records: tuple[GradRecord, ...] = tuple(entry.record for entry in self.bucket_params)
         marked = (entry.owned for entry in self.bucket_params if is_slice(entry.owned.param))
         self.slices = frozenset(owned.name for owned in marked if self.grids["dense"].leaves_ranks_out)
         """Names of the slices of tensor parallelism: ranks outside the wrapper's hold the rest of each parameter."""
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
-        self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
         dense = self.reductions["dense"]
         self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, failures, device=self.device)
+        if pool is not None:
+            pool.wait_for_all_but = weak_method(self._launcher.wait_for_all_but)
         self.steps = StepCheck(self.grids["dense"], failures, self.device, self._launcher.stream)
         self._replicas = Replicas(module, self.grids, failures, config)
         self._gathers: Sequence[ParamGather] = ()
@@ -218,14 +222,14 @@ class DistributedDataParallel(BucketIteration):
         if slot is None:
             return None
         layout = entry.bucket.layout
-        whole = slot.range.counted_from(layout.start)
-        held = whole.intersect(Range(*self.owned_range(layout)))
+        owned, whole = Range(*self.owned_range(layout)), slot.range.counted_from(layout.start)
+        held = whole.intersect(owned)
         info = ShardInfo(
             slot.spec.name, slot.spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
             self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], slot.spec.name in self.slices,
             flat=True,
         )  # fmt: skip
-        return entry.bucket.grad_data[slice(*held)], info
+        return entry.bucket.reduced[slice(*held.counted_from(owned.start))], info
 
     def follow(self, gathers: Sequence[ParamGather], masters: WatchedMasters) -> None:
         """By ``DistributedOptimizer``: compiled forwards wait for ``gathers``, every forward checks ``masters``."""

@@ -280,7 +280,7 @@ class BucketIteration(AroundModule):
         self._launcher.wait()
         self.steps.finish()
         self.shown.zero_cleared()
-        self._launcher.carry([bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in self.buckets])
+        self._launcher.carry()
         self._empty_buckets(goes_on=True)
         self.steps.go_on()
         self._launched = self._finished = False
@@ -320,7 +320,8 @@ class BucketIteration(AroundModule):
         if self.shown.active:
             self.finish_and_take_changes("scale_gradients()")
         check_scalable(self.bucket_params, "scale_gradients()")
-        torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
+        if held := [tensor for bucket in self.buckets for tensor in bucket.held()]:
+            torch._foreach_mul_(held, factor)
         self.shown.copy_again()
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
@@ -374,12 +375,15 @@ class BucketIteration(AroundModule):
 
         grid_name  "dense" or "expert": only buckets that are reduced over these ranks; None: all
 
-        After ``start_grad_sync`` alone, and between microbatches, they are not reduced yet.
+        After ``start_grad_sync`` alone, and between microbatches, they are not reduced yet. With ``release_grads`` a
+        call between microbatches raises ``RuntimeError``.
         """
         if self.shown.active and not self._launched:
             self.finish_reduction("reading reduced_grads()")
         wanted = [bucket for bucket in self.buckets if grid_name in (None, bucket.layout.grid_name)]
-        return [bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in wanted]
+        for bucket in wanted:
+            bucket.check_readable("reduced_grads()")
+        return [bucket.reduced for bucket in wanted]
 
     @property
     def observer(self) -> Observer:

@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from ...ddp.buckets.buffer import Meter
 from ...ddp.collectives.streams import communication_stream, current_stream
 from ...ddp.collectives.timeline import UNOBSERVED, Observer
 from ...ddp.gathers.gathered_models import record_gathered_model
-from ..unit.memory import Meter
 from ..unit.unit import Unit
 
 __all__ = ["UnitGathers"]

@@ -14,6 +14,7 @@ import torch
 
 from ...ddp.buckets import iteration_ends
 from ...ddp.buckets.bucket import Phase
+from ...ddp.buckets.buffer import Meter
 from ...ddp.buckets.checks import check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
 from ...ddp.buckets.launcher import BucketLauncher
@@ -23,7 +24,7 @@ from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_grads.sharded_grad import step_ended
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
-from ..unit.memory import GradPool, Meter
+from ..unit.memory import GradPool
 from ..unit.unit import Unit
 from .checks import backward_raised, check_nothing_beside, delays_left
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...ddp.buckets.bucket import Bucket, Phase
+from ...ddp.buckets.buffer import ReleasableBuffer
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import all_gather_shards
 from ...ddp.collectives.rank_grid import RankGrid
@@ -35,7 +36,7 @@ from ...ddp.torch_internals import current_raw_stream, weak_method
 from ..tensors.freed import refusal_of_grads, refusal_of_params
 from .grad_shard import GradShard
 from .materialize import flat_shard
-from .memory import ReleasableBuffer, WholeParams
+from .memory import WholeParams
 from .pair import ShardedPair, make_pair
 from .plan import UnitOptions
 

@@ -30,6 +30,7 @@ _UNUSED_BY_UNITS = (
     "grad_reduce_in_fp32",
     "copy_engine_param_gather",
     "keep_params_whole",
+    "release_grads",
     "average_in_collective",
     "grad_reduce_wire_dtype",
     "check_for_nan_in_grad",

@@ -1,19 +1,21 @@
-"""Peak bytes of whole gradients in a fully sharded run: asks ``fsdp/unit/memory.py`` with sizes only.
+"""Peak bytes of whole gradients where they are freed: asks ``fsdp/unit/memory.py`` with sizes only.
 
 The contents of the pool depend only on the order in which backward reaches buckets: a finished reduction keeps its
 memory until another bucket needs it. The result is therefore exact, not only a bound.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from ...ddp.buckets.released import NUM_UNDER_WAY
 from ...ddp.contract.module import DelayedWgradModule
 from ...fsdp.unit.memory import num_to_end, pool_limit
 from .rank_bytes import PlacedBucket
 from .units import PlacedUnit
 
-__all__ = ["peak_of_grads"]
+__all__ = ["peak_of_grads", "peak_of_released"]
 
 MICROBATCHES = 3
 """Replayed at most: the second finds what the first has left under way, and then they repeat."""
@@ -33,6 +35,43 @@ def peak_of_grads(model: nn.Module, units: Sequence[PlacedUnit], *, num_microbat
     for microbatch in range(num_replayed):
         replay.backward(model, final=microbatch == num_replayed - 1)
     return replay.peak
+
+
+def peak_of_released(
+    model: nn.Module, buckets: Sequence[PlacedBucket], *, num_microbatches: int, overlaps: bool
+) -> int:
+    """Bytes of gradients that are not reduced, under ``release_grads``.
+
+    model     with its parameters registered in the order in which a forward uses them; they may be on meta
+    buckets   in launch order
+    overlaps  ``overlap_grad_reduce``: else no bucket is reduced before the step
+    """
+    if not overlaps or num_microbatches > 1:
+        return sum(bucket.grad_nbytes for bucket in buckets)
+    bucket_of = {slot.spec.name: bucket for bucket in buckets for slot in bucket.layout.slots}
+    names = {id(param): name for name, param in model.named_parameters()}
+    now: list[list[str]] = []
+    delayed: list[list[str]] = []
+    for module in reversed(list(model.modules())):
+        later = module.delayed_wgrad_weights() if isinstance(module, DelayedWgradModule) else ()
+        own = {key: param for key, param in module._parameters.items() if param is not None and param.requires_grad}
+        now.append([names[id(param)] for key, param in reversed(own.items()) if key not in later])
+        delayed.append([names[id(param)] for key, param in reversed(own.items()) if key in later])
+    left = Counter(name for written in now + delayed for name in written)
+    held: list[PlacedBucket] = []
+    launched: list[PlacedBucket] = []
+    peak = 0
+    for written in now + delayed:  # a fused module writes all of its gradients before the first hook runs
+        for name in written:
+            if bucket_of[name] not in held:
+                ended = launched[:-NUM_UNDER_WAY]
+                held = [bucket for bucket in held if bucket not in ended] + [bucket_of[name]]
+                peak = max(peak, sum(bucket.grad_nbytes for bucket in held))
+        # A parameter of several modules is ready when the backward has ended, but no bucket opens after it.
+        left.subtract(written)
+        while len(launched) < len(buckets) and not any(left[s.spec.name] for s in buckets[len(launched)].layout.slots):
+            launched.append(buckets[len(launched)])
+    return peak
 
 
 class _Bucket:

@@ -1,16 +1,18 @@
 """Computes what a run allocates and sends from shapes alone, without process group and storage."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ...ddp import DistributedDataParallelConfig
 from ...ddp.collectives.reduction import Placement, Placements
 from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
-from .grad_peak import peak_of_grads
+from .grad_peak import peak_of_grads, peak_of_released
 from .parameter_count import ParameterCount, count_of
 from .rank_bytes import PlacedBucket, RankBytes, rank_bytes
 from .units import PlacedUnit, lay_out
@@ -97,13 +99,16 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
             )
             for parallel, units in laid_out.items()
         },
-        peak_grads=peak_of_grads(
-            model,
-            laid_out[config.parallel],
-            num_microbatches=config.train.num_microbatches,
-            reduces_once=config.fsdp.reduces_once,
-        ),
+        peak_grads=_peak_of_grads(config, model, laid_out[config.parallel]),
     )
+
+
+def _peak_of_grads(config: Config, model: nn.Module, units: Sequence[PlacedUnit]) -> int:
+    num = config.train.num_microbatches
+    if units[0].buckets[0].releases_grads:
+        buckets = [unit.buckets[0] for unit in units]
+        return peak_of_released(model, buckets, num_microbatches=num, overlaps=config.ddp.overlap_grad_reduce)
+    return peak_of_grads(model, units, num_microbatches=num, reduces_once=config.fsdp.reduces_once)
 
 
 def _alternatives(config: Config) -> dict[Parallel, Config]:
@@ -116,6 +121,7 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         copy_engine_param_gather=False,
         grad_reduce_wire_dtype=None,
         keep_params_whole=False,
+        release_grads=False,
     )
     if config.fully_sharded:
         inside = "zero3" if config.fsdp.placements == "hsdp_zero1" else config.fsdp.placements

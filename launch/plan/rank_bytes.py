@@ -10,7 +10,7 @@ What one bucket takes on one rank:
     parameters    p n                               p n    where they are kept whole
                                                     p n/i  where the optimizer is sharded across as well
     gradients     g n                               g n    where they are kept whole
-                                                    g n/s  the shards
+                  g n/s  with release_grads         g n/s  the shards
                                                     4 n/s  copies for .grad, where gradients are not fp32
                                                     g n/i  sums inside, with several instances
     masters       4 n/s  under half precision       4 n/s
@@ -81,6 +81,8 @@ class PlacedBucket:
     """Gradients are sent in this dtype (all-to-all) and summed on arrival. None: in their own dtype."""
     trainable: bool = True
     """False: there are no gradients."""
+    releases_grads: bool = False
+    """Whether gradients have memory only until they are reduced, and shards of their own, as with ``release_grads``."""
     own_shards: bool = False
     """Whether shards are fp32 tensors of their own, as under FSDP. False: parts of whole tensors, as under DDP."""
 
@@ -107,7 +109,7 @@ class PlacedBucket:
     @property
     def keeps_grads(self) -> bool:
         """Whether whole gradients keep their memory between steps."""
-        return self.placements.inner.gradient is Placement.WHOLE
+        return self.placements.inner.gradient is Placement.WHOLE and not self.releases_grads
 
     @property
     def shard_nbytes(self) -> int:
@@ -125,6 +127,8 @@ class PlacedBucket:
     def kept_grads(self) -> int:
         """Bytes of gradients that stay in memory between steps, from the end of the first step on."""
         kept = self.grad_nbytes if self.keeps_grads else 0
+        if self.releases_grads:
+            kept = self.grad_nbytes // self.layout.shard_degree
         if self.own_shards and self.trainable:
             kept += self.grad_nbytes // self.layout.shard_degree
             kept += self.shard_nbytes if self.grad_dtype is not torch.float32 else 0

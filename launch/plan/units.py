@@ -73,6 +73,7 @@ def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUn
             inner_size=inner_size,
             outer_size=outer_size,
             wire_dtype=wrapper.grad_reduce_wire_dtype,
+            releases_grads=wrapper.release_grads and inner_size > 1,
         )
         for layout in plan.buckets
     ]

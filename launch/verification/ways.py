@@ -153,7 +153,7 @@ def _held_grads(model: DistributedDataParallel) -> Iterator[Piece]:
             base = slot.start - bucket.layout.start
             start, end = max(base, first), min(slot.end - bucket.layout.start, last)
             if start < end:
-                yield Piece(slot.spec.name, start - base, bucket.grad_data[start:end].clone())
+                yield Piece(slot.spec.name, start - base, bucket.reduced[start - first : end - first].clone())
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -320,7 +320,7 @@ def kept_copies(
     number = capture_number()
     records = [] if number is None or moment == "evaluation" else [record_of(weight) for weight in weights]
     # A frozen weight has no gradients that would bind it to an iteration; sharded weights come and go within one.
-    if not records or any(each is None or each.closed is not None or each.make_room is not None for each in records):
+    if not records or any(each is None or each.closed is not None or each.is_of_unit for each in records):
         return make(rows, columns and not rows)
     record: Any = records[0]
     key = *form, number, *((weight._version, weight.data_ptr()) for weight in weights)

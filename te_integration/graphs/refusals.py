@@ -74,8 +74,9 @@ def _check_module(module: nn.Module, where: str) -> None:
 def _check_param(param: nn.Parameter, where: str) -> None:
     if is_sharded(param) or is_lazy(param):
         raise ValueError(
-            f"{where} is sharded (fully_shard, tensor parallelism) or has its main_grad for some time only, and graphs "
-            f"need memory that stays: use maingrad.ddp.DistributedDataParallel, or leave the layer out of the graphs"
+            f"{where} is sharded (fully_shard, tensor parallelism) or has its main_grad for some time only "
+            f"(release_grads), and graphs need memory that stays: use maingrad.ddp.DistributedDataParallel, with "
+            f"release_grads=False, or leave the layer out of the graphs"
         )
     if has_tensor_hooks(param):
         raise ValueError(

@@ -96,6 +96,8 @@ class Ddp:
     find_unused: bool = False
     check_nan: bool = False
     keep_whole: bool = False
+    released: bool = False
+    """``release_grads``."""
     per_token: bool = False
     group: str = "default"
     """How ranks are given: "default", "group", "mesh"."""

@@ -138,7 +138,8 @@ def grads_of(model):
     found = {}
     for name, param in module.named_parameters():
         if param.requires_grad:
-            grad = param.grad if param.grad is not None else getattr(param, "main_grad", None)
+            kept = None if hasattr(param, "get_main_grad") else getattr(param, "main_grad", None)
+            grad = param.grad if param.grad is not None else kept
             found[name] = None if grad is None else (first_of(param), copied(grad))
     return found
 

@@ -154,7 +154,7 @@ def _instances(wrapper: Ddp | Fsdp) -> int:
 def _ddp(program: Program, phase: Phase, wrapper: Ddp) -> Ddp:
     half, delays = program.dtype == "bfloat16", _delays(program, phase)
     if not wrapper.sharded:
-        wrapper = replace(wrapper, instances=1, gather_overlap=False, keep_whole=False)
+        wrapper = replace(wrapper, instances=1, gather_overlap=False, keep_whole=False, released=False)
     if wrapper.sharded or half:
         wrapper = replace(wrapper, stock=False)
     if wrapper.num_buckets is not None:

@@ -61,6 +61,7 @@ def _config(wrapper: Ddp) -> Iterator[tuple[str, object]]:
         "find_unused_parameters": wrapper.find_unused,
         "check_for_nan_in_grad": wrapper.check_nan,
         "keep_params_whole": wrapper.keep_whole,
+        "release_grads": wrapper.released,
         "calculate_per_token_loss": wrapper.per_token,
     }
     return ((name, value) for name, value in given.items() if value not in (False, None, 1) or value is True)

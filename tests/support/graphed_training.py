@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "all-reduce, overlap": {"overlap_grad_reduce": True},
     "ZeRO-1": {"use_distributed_optimizer": True},
     "ZeRO-1, overlap": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "ZeRO-1, released": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "release_grads": True},
 }
 FOUR_RANKS = {"hybrid": {**CONFIGS["ZeRO-1, overlap"], "num_distributed_optimizer_instances": 2}}
 COPY_ENGINES = {**CONFIGS["ZeRO-1, overlap"], "copy_engine_param_gather": True}

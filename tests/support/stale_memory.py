@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from maingrad.fsdp.unit.memory import ReleasableBuffer
+from maingrad.ddp.buckets.buffer import ReleasableBuffer
 
 __all__ = ["stale_empty", "stale_memory"]
 

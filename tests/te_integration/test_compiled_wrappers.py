@@ -150,6 +150,7 @@ SHARDED_OPTIMIZER = {"use_distributed_optimizer": True, "overlap_grad_reduce": T
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "all-reduce": (2, {"overlap_grad_reduce": True}),
     "ZeRO-1": (2, {**SHARDED_OPTIMIZER, "overlap_param_gather": True}),
+    "released": (2, {**SHARDED_OPTIMIZER, "release_grads": True}),
     "hybrid": (4, {**SHARDED_OPTIMIZER, "num_distributed_optimizer_instances": 2}),
     "unused": (2, {"overlap_grad_reduce": True, "find_unused_parameters": True}),
 }

@@ -26,6 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gathers overlap": {**ZERO1, "overlap_param_gather": True},
     "both overlap": {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True},
     "ranks scale": {**ZERO1, "overlap_grad_reduce": True, "average_in_collective": False},
+    "released": {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True, "release_grads": True},
     "one bucket": {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10**9},
     "copy engines": {
         **ZERO1,
@@ -103,9 +104,9 @@ def delayed(where: str, rank: int) -> Iterator[Callable[[str], None]]:
         sleep("gather")
         return gather(*args, **kwargs)
 
-    def slow_reduce(*args: Any) -> Any:
+    def slow_reduce(*args: Any, **kwargs: Any) -> Any:
         sleep("reduce")
-        return reduce(*args)
+        return reduce(*args, **kwargs)
 
     gathering.all_gather_shards, GradReduction.start = slow_gather, slow_reduce  # type: ignore[method-assign]
     try:
@@ -126,7 +127,11 @@ def on_nccl() -> dict[str, Run]:
     for where, config in DELAYED.items():
         with delayed(where, rank) as delay:
             results[f"delayed {where}"] = train(config, group, delay)
+    for where in DELAYED:
+        with delayed(where, rank) as delay:
+            results[f"delayed {where}, released"] = train(CONFIGS["released"], group, delay)
     if size == 4:
+        results["hybrid, released"] = train({**CONFIGS["released"], "num_distributed_optimizer_instances": 2}, group)
         results["hybrid"] = train({**CONFIGS["both overlap"], "num_distributed_optimizer_instances": 2}, group)
     results["bf16 on the wire"] = train({**CONFIGS["both overlap"], "grad_reduce_wire_dtype": torch.bfloat16}, group)
     return results
@@ -163,6 +168,8 @@ def test_delays_change_nothing(runs: list[dict[str, Run]]) -> None:
         for where in DELAYED:
             for param, value in results[f"delayed {where}"][1].items():
                 assert torch.equal(value, results["both overlap"][1][param]), (where, param)
+            for param, value in results[f"delayed {where}, released"][1].items():
+                assert torch.equal(value, results["released"][1][param]), (where, param)
 
 
 def reads_on_streams() -> bool:

@@ -95,7 +95,7 @@ FAULTS = [
         tests=["tests/fsdp/unit/test_memory.py::test_parameters_that_are_gathered_again_are_counted_once"],
         changes=[
             Change(
-                "maingrad.fsdp.unit.memory",
+                "maingrad.ddp.buckets.buffer",
                 "ReleasableBuffer.take",
                 """
                 if self.resident:

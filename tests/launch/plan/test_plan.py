@@ -1,5 +1,6 @@
 """``maingrad plan`` gives the wrapper's own numbers without a process group and without memory."""
 
+from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from rich.console import Console
 from tiny_run import tiny_config
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.buckets.released import ReleasedBucket
 from maingrad.ddp.collectives.reduction import PLACEMENTS, Placements, placements_of
 from maingrad.ddp.plan.layout import BucketLayout, ParamSpec, plan_gradients
 from maingrad.launch import simulate
@@ -19,6 +21,7 @@ from maingrad.launch.model.gpt import build_model
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.rank_bytes import PlacedBucket, rank_bytes
 from maingrad.launch.plan.tables import format_bytes, plan_tables
+from maingrad.te_integration.wgrad_queue import drain_modules
 
 
 def printed(config_folder: Path, ranks: int, **sections: Any) -> str:
@@ -61,7 +64,15 @@ def allocate(config: Config) -> Allocated:
     return Allocated(
         list(model.plan.buckets),
         sum(storages.values()),
-        sum(bucket.grad_data.nbytes for bucket in model.buckets),
+        sum(
+            (bucket.reduced if isinstance(bucket, ReleasedBucket) else bucket.grad_data).nbytes
+            for bucket in model.buckets
+        )
+        + sum(
+            bucket.grad_data.untyped_storage().nbytes()
+            for bucket in model.buckets
+            if isinstance(bucket, ReleasedBucket)
+        ),
         sum(master.nbytes for master in masters),
         sum(moment.nbytes for moment in moments),
         [span.bucket for span in timeline.gathers],
@@ -78,6 +89,7 @@ CASES = [
     ),
     pytest.param("zero1", {"grad_reduce_wire_dtype": "bfloat16"}, 2, id="bf16 wire"),
     pytest.param("zero1", {"keep_params_whole": True}, 2, id="whole parameters"),
+    pytest.param("zero1", {"release_grads": True}, 2, id="released"),
     pytest.param("zero1", {"num_buckets": 2, "bucket_size": None, "grad_reduce_in_fp32": False}, 2, id="two buckets"),
 ]
 
@@ -108,6 +120,45 @@ def test_plan_is_what_training_allocates(
     for bucket, (_, _, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
         inside = bucket.traffic.reduce_inside
         assert inside == (2 if parallel == "ddp" else 1) * nbytes * (plan.inner_size - 1) // plan.inner_size
+
+
+def peak_of(config: Config) -> int:
+    """Bytes of gradients that were not reduced, at most, in two steps."""
+    model = DistributedDataParallel(build_model(config.model, seed=0), config.ddp)
+    optimizer = DistributedOptimizer(model)
+    for _ in range(2):
+        for number in range(count := config.train.num_microbatches):
+            with nullcontext() if number + 1 == count else model.no_sync():
+                model(tokens := torch.full((2, 16), number), tokens).backward()
+                drain_modules(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    bucket = model.buckets[0]
+    assert isinstance(bucket, ReleasedBucket)
+    return bucket.pool.meter.peak_nbytes
+
+
+@pytest.mark.parametrize(
+    "ddp, model, num_microbatches",
+    [
+        ({"overlap_grad_reduce": True, "bucket_size": 4000}, {"num_layers": 4}, 1),
+        ({"overlap_grad_reduce": True, "bucket_size": 4000}, {"num_layers": 4, "tie_embeddings": True}, 1),
+        ({"overlap_grad_reduce": True, "bucket_size": 4000}, {"num_layers": 3, "delay_wgrad_layers": 1}, 1),
+        ({"overlap_grad_reduce": True, "bucket_size": 4000}, {}, 2),
+        ({"overlap_grad_reduce": False, "bucket_size": 4000}, {}, 1),
+    ],
+    ids=["one", "tied", "delayed", "two microbatches", "without overlap"],
+)
+def test_plan_of_released_gradients(
+    tmp_path: Path, ddp: dict[str, Any], model: dict[str, Any], num_microbatches: int
+) -> None:
+    train, ddp = {"num_microbatches": num_microbatches}, {**ddp, "release_grads": True}
+    config = tiny_config(tmp_path, parallel="zero1", ddp=ddp, model=model, train=train)
+    plan = plan_run(config, 2)
+    assert simulate(peak_of, 2, config) == [plan.peak_grads] * 2
+    whole = sum(bucket.grad_nbytes for bucket in plan.buckets)
+    assert plan.rank_bytes.gradients == whole // 2
+    assert (plan.peak_grads == whole) is (num_microbatches > 1 or not ddp["overlap_grad_reduce"])
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
