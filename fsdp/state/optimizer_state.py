@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...ddp.optimizer.steps import MASTER
 from ..tensors.parameter import ShardedParameter
 from .exchange import disagreement
 from .state_dict import misfit, to_dtensor, to_shard
@@ -101,6 +102,11 @@ def _before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     if here != there:
         complaints.append(f"the state dict has groups of {there} parameters, and this optimizer has groups of {here}")
     shards = _to_shards(optimizer, states, complaints)
+    if not getattr(optimizer, "keeps_masters", False):
+        for param, entry in shards.items():  # of compact state, whose shards were rounded: here they are masters
+            master = entry.pop(MASTER, None)
+            if master is not None:
+                param.copy_(master)
     return {**state_dict, "state": {**state, **{places[param]: entry for param, entry in shards.items()}}}
 
 

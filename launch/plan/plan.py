@@ -7,7 +7,6 @@ import torch
 
 from ...ddp import DistributedDataParallelConfig
 from ...ddp.collectives.placements import Placement, Placements
-from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
 from .grad_peak import peak_of_grads
@@ -93,7 +92,6 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
             parallel: rank_bytes(
                 (bucket for unit in units for bucket in unit.buckets),
                 states=states,
-                compact=config.optimizer.state == "compact" and parallel not in FULLY_SHARDED,
             )
             for parallel, units in laid_out.items()
         },
@@ -122,7 +120,6 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
     else:
         units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
-    full = dataclasses.replace(config.optimizer, state="full")
     unused = DistributedDataParallelConfig(use_distributed_optimizer=True)
     sections: dict[Parallel, tuple[DistributedDataParallelConfig, FsdpConfig]] = {
         "ddp": (whole, FsdpConfig()),
@@ -137,7 +134,6 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
             parallel=parallel,
             ddp=ddp,
             fsdp=fsdp,
-            optimizer=full if parallel in FULLY_SHARDED else config.optimizer,
         )
         for parallel, (ddp, fsdp) in sections.items()
     }
