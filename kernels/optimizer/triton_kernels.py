@@ -324,7 +324,9 @@ _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 class TritonAdamUpdate:
     """``AdamUpdate`` of rows that it has checked, by a launch for steps, torch's for powers, and one for each form."""
 
-    def __init__(self, tensors: Sequence[AdamTensors], decoupled: bool, maximize: bool, grads_move: bool) -> None:
+    def __init__(
+        self, tensors: Sequence[AdamTensors], decoupled: bool, maximize: bool, grads_move: bool = False
+    ) -> None:
         # What the table points to is kept.
         self._rows = [row._replace(grad=row.grad.new_empty(0)) for row in tensors] if grads_move else tensors
         self._device = tensors[0].grad.device
