@@ -89,7 +89,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.state.optimizer_state",
-                "_before_loading",
+                "_to_shards",
                 "entry.pop(MASTER, None)",
                 "None",
             ),

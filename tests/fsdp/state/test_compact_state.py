@@ -15,7 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import maingrad
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from maingrad.fsdp import FSDPModule, GraphedTrainingStep, MixedPrecisionPolicy, ShardedAdam, ShardedAdamW, fully_shard
+from maingrad.fsdp import (
+    FSDPModule,
+    GraphedTrainingStep,
+    MixedPrecisionPolicy,
+    ShardedAdam,
+    ShardedAdamW,
+    fully_shard,
+    translate_state_dicts,
+)
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.reference import AdamOptions, AdamTensors, split_master
 from maingrad.launch import simulate
@@ -214,7 +222,7 @@ def test_the_scale_is_taken_out_exactly() -> None:
 def test_a_group_that_comes_later_and_a_plain_parameter() -> None:
     model, scale = shard(make_net()), nn.Parameter(torch.ones(3))
     params = list(model.parameters())
-    optimizer = ShardedAdamW(params[:2], **HYPER)
+    optimizer = ShardedAdamW(params[:2], **HYPER, **EXACT)
     optimizer.add_param_group({"params": [*params[2:], scale], "lr": 0.0, "weight_decay": 0.0})
     for step in range(2):
         before = [param.detach().clone() for param in params]
@@ -278,7 +286,9 @@ def test_state_that_a_program_assigns_is_copied_in() -> None:
 
 def full_shards(net: nn.Sequential) -> tuple[FSDPModule, torch.optim.Optimizer]:
     model = shard(net, dtype=FP32)
-    return model, torch.optim.AdamW(model.parameters(), **HYPER, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **HYPER, fused=True)
+    translate_state_dicts(optimizer)
+    return model, optimizer
 
 
 def compact_shards(net: nn.Sequential) -> tuple[FSDPModule, torch.optim.Optimizer]:
@@ -305,28 +315,30 @@ FORMS: dict[str, Any] = {
 }
 
 
-def pieces(model: Any, optimizer: Any) -> dict[str, list[tuple[int, Tensor]]]:
-    """Masters and moments of this rank: where they begin, by name."""
+def pieces(model: Any, optimizer: Any) -> dict[str, tuple[int, list[Tensor]]]:
+    """By name: where this rank's elements begin; master and moments. None of parameters without elements here."""
     if isinstance(optimizer, DistributedOptimizer):
         by_name = {part.name.removeprefix("module."): part for part in optimizer.full_slices()}
         return {
-            name: [(part.start, each) for each in (part.master, *part.state().values())]
+            name: (part.start, [part.master, *part.state().values()])
             for name, part in by_name.items()
+            if part.master.numel()
         }
     found = {}
     state = optimizer.full_state() if isinstance(optimizer, ShardedAdamW) else optimizer.state
     for name, param in model.named_parameters():
         master = state[param].get("master", param.detach())
         tensors = master, state[param]["exp_avg"], state[param]["exp_avg_sq"]
-        found[name] = [(param.shard.start, each.detach().clone().view(-1)) for each in tensors]
+        if param.numel():
+            found[name] = param.shard.start, [each.detach().clone().view(-1) for each in tensors]
     return found
 
 
-def whole(of_ranks: list[dict[str, list[tuple[int, Tensor]]]]) -> dict[str, list[Tensor]]:
+def whole(of_ranks: list[dict[str, tuple[int, list[Tensor]]]]) -> dict[str, list[Tensor]]:
     joined = {}
-    for name in of_ranks[0]:
-        by_start = [dict(each) for each in zip(*(found[name] for found in of_ranks), strict=True)]
-        joined[name] = [torch.cat([tensors[start] for start in sorted(tensors)]) for tensors in by_start]
+    for name in {name for found in of_ranks for name in found}:
+        by_start = dict(found[name] for found in of_ranks if name in found)
+        joined[name] = [torch.cat(parts) for parts in zip(*(by_start[at] for at in sorted(by_start)), strict=True)]
     return joined
 
 
@@ -400,7 +412,33 @@ def test_each_form_reads_the_state_dicts_of_the_others(saved: str, loaded: str, 
         expected, found = pieces(model, optimizer), pieces(other, to)
         for name, tensors in expected.items():
             first = 1 if saved == "full" and loaded != "full" else 0  # fp32 weights are rounded by bf16 shards
-            assert all(torch.equal(a[1], b[1]) for a, b in zip(tensors[first:], found[name][first:], strict=True)), name
+            pairs = zip(tensors[1][first:], found[name][1][first:], strict=True)
+            assert all(torch.equal(one, two) for one, two in pairs), name
+        assert not any("master" in state for state in to.state.values())
+
+    simulate(run, 2)
+
+
+def test_torchs_class_takes_masters_in_its_first_step() -> None:
+    """Without ``translate_state_dicts``; and shards that a program has written since keep their values."""
+
+    def run() -> None:
+        (model, optimizer), other = compact_shards(make_net()), shard(make_net(1), dtype=FP32)
+        train(model, optimizer, range(3))
+        to = torch.optim.AdamW(other.parameters(), **{**HYPER, "lr": 0.0}, fused=True)
+        other.load_state_dict(model.state_dict())
+        to.load_state_dict(optimizer.state_dict())
+        to.param_groups[0]["lr"] = 0.0
+        with torch.no_grad():
+            other[2].weight.fill_(2.0)
+        train(other, to, range(3, 4))
+        expected = pieces(model, optimizer)
+        for name, param in other.named_parameters():
+            if param.numel():
+                master = expected[name][1][0]
+                assert torch.equal(
+                    param.detach().view(-1), torch.full_like(master, 2.0) if name == "2.weight" else master
+                )
         assert not any("master" in state for state in to.state.values())
 
     simulate(run, 2)
