@@ -15,7 +15,7 @@ from tiny_run import tiny_config
 from maingrad.ddp.plan.layout import BucketLayout
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
-from maingrad.launch.config.run import Config, OptimizerConfig
+from maingrad.launch.config.run import Config
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.tables import plan_tables
@@ -150,7 +150,8 @@ def test_the_formulas_of_the_docs(
     held = plan.rank_bytes
     assert held == (whole * num_elements, grads * num_elements, 4 * shards * num_elements, 8 * shards * num_elements)
     total = {"zero1": 6 + 16 / 8, "zero2": 2 + 16 / 8, "zero3": 16 / 8, "hsdp_zero1": 6 / 4 + 16 / 8}
-    compact = plan_run(dataclasses.replace(config, optimizer=OptimizerConfig(state="compact")), 8).rank_bytes
+    of_state = dataclasses.replace(config.optimizer, state="compact")
+    compact = plan_run(dataclasses.replace(config, optimizer=of_state), 8).rank_bytes
     assert compact == (whole * num_elements, grads * num_elements, 4 * shards * num_elements, 4 * shards * num_elements)
     assert held.total == num_elements * (20 / 4 if (parallel, placements) == ("hsdp", "zero3") else total[placements])
 
