@@ -96,9 +96,8 @@ class ShardedSource:
         state: Mapping[Any, Any] = {} if checked is None else checked.state
         masters: Mapping[Tensor, Tensor] = {}
         if isinstance(checked, ShardedAdamW | ShardedAdam):
-            state, masters = checked.full_state(), checked.masters()
-            for known in state.values():
-                known.pop(MASTER, None)
+            state = full = checked.full_state()
+            masters = checked.masters({param: known.pop(MASTER) for param, known in full.items() if MASTER in known})
         self._masters = {} if saving else masters
         groups = {} if checked is None else _groups_of(checked)
         # A frozen parameter without state counts as in no group.

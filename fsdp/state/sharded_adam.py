@@ -134,12 +134,17 @@ class _ShardedAdam(Optimizer):
         return {param: held.full() for param, held in self._held.items()}
 
     @torch.no_grad()
-    def masters(self) -> dict[Tensor, Tensor]:
-        """The fp32 master [elements here] of each bf16 parameter, a copy in host memory."""
-        self.refresh_masters()
-        self._wait_for_host()
+    def masters(self, known: Mapping[Tensor, Tensor] | None = None) -> dict[Tensor, Tensor]:
+        """The fp32 master [elements here] of each bf16 parameter, a copy in host memory.
+
+        known  masters from ``full_state``; the rest are parameters without state
+        """
+        if known is None:
+            self.refresh_masters()
+            self._wait_for_host()
+            known = {param: held.master() for param, held in self._held.items() if held.is_compact}
         return {
-            param: self._held[param].master() if param in self._held else _flat(param).to("cpu", torch.float32)
+            param: known[param].view(-1) if param in known else _flat(param).to("cpu", torch.float32)
             for param in params_of(self)
             if param.dtype is torch.bfloat16
         }
