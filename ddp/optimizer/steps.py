@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.reference import AdamOptions, AdamTensors
 from ..collectives.streams import is_capturing
-from ..torch_grads.skipped_steps import prepare_skippable_step
+from ..torch_grads.optimizer import prepare_skippable_step
 from .flat_params import FlatBucket, ParamSlice, Segment
 from .param_groups import is_fused
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ...ddp import DistributedDataParallelConfig
-from ...ddp.collectives.placements import Placement, Placements
+from ...ddp.collectives.reduction import Placement, Placements
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
 from .grad_peak import peak_of_grads

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...ddp.collectives.placements import Placement, Placements
+from ...ddp.collectives.reduction import Placement, Placements
 from ...ddp.plan.layout import BucketLayout
 
 __all__ = ["PlacedBucket", "RankBytes", "Traffic", "rank_bytes"]
