@@ -144,7 +144,7 @@ def test_kernel_is_the_reference_bit_for_bit(device: str, form: tuple[torch.dtyp
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.parametrize("launcher", [TritonAdamUpdate, AdamUpdate])
+@pytest.mark.parametrize("launcher", [TritonAdamUpdate, AdamUpdate], ids=["launches", "reference"])
 def test_gradients_may_move_and_are_not_kept(device: str, launcher: Any) -> None:
     rows = rows_of(torch.float32, torch.bfloat16, "remainder", device)
     expected = copies(rows)
