@@ -8,6 +8,7 @@ from ..ddp.collectives.reduction import PLACEMENTS, AxisPlacement, Placement, Pl
 from .fully_shard import fully_shard
 from .module import FSDPModule
 from .state.optimizer_state import translate_state_dicts
+from .state.sharded_adam import ShardedAdam, ShardedAdamW
 from .training_step import GraphedTrainingStep
 from .unit.mixed_precision import MixedPrecisionPolicy
 
@@ -19,6 +20,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Placement",
     "Placements",
+    "ShardedAdam",
+    "ShardedAdamW",
     "fully_shard",
     "translate_state_dicts",
 ]

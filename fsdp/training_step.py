@@ -6,7 +6,7 @@ has to wait there. A replay runs no Python. After it the host notes that shards 
 gathers anew.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -19,12 +19,20 @@ from ..ddp.torch_internals import DisableTorchFunctionSubclass, hook_keys
 from .iteration.root import Root
 from .module import FSDPModule, root_of
 from .state.optimizer_state import params_of
+from .state.sharded_adam import ShardedAdam, ShardedAdamW
 from .tensors.parameter import ShardedParameter, grad_hook_keys
 
 __all__ = ["GraphedTrainingStep"]
 
 
-class GraphedTrainingStep(StepGraphs[P, T, Variant]):
+class ShardedVariant(Variant):
+    """The graph of one kind of call."""
+
+    written: Sequence[Tensor] = ()
+    """Parameters that the function writes after the optimizer's step, of which compact state has no remainders."""
+
+
+class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
     """A function that runs one whole iteration, called eagerly at first, then captured and replayed as a CUDA graph::
 
         def train_step(tokens, targets):                 # one iteration, as a program without graphs writes it
@@ -44,7 +52,8 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
                       alone or so. Microbatches, ``no_sync``, delayed weight gradients, clipping, loss scaling
                       (``torch.amp.GradScaler``) and compiled blocks may be in it
     model             the outermost module that ``fully_shard`` was called on
-    optimizer         a torch optimizer over ``model.parameters()`` with ``fused=True``: AdamW, Adam or SGD
+    optimizer         a torch optimizer over ``model.parameters()`` with ``fused=True`` (AdamW, Adam or SGD), or a
+                      ``ShardedAdamW``
     num_warmup_steps  eager calls before the capture: optimizer states, compiled code and communicators are made in them
     max_graphs        how many kinds of calls are captured, as by ``maingrad.ddp.GraphedTrainingStep``, which also says
                       what the function may do
@@ -59,7 +68,7 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
     On CPUs operations are recorded and run again in place of a CUDA graph: slower than eager, for tests.
     """
 
-    variant_type = Variant
+    variant_type = ShardedVariant
 
     def __init__(
         self,
@@ -131,6 +140,8 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
             root.grads.give_up()
             root.grads.begin()
         root.gathers.release_all()
+        if isinstance(self._optimizer, ShardedAdamW | ShardedAdam):
+            self._optimizer.prepare_replay()
 
     @contextmanager
     def _one_iteration(self) -> Iterator[None]:
@@ -142,7 +153,9 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
                 f"{self._name} must run one whole iteration: it called optimizer.step() {len(mine)} times{left}"
             )
 
-    def _end_capture(self, variant: Variant) -> None:
+    def _end_capture(self, variant: ShardedVariant) -> None:
+        if isinstance(self._optimizer, ShardedAdamW | ShardedAdam):
+            variant.written = self._optimizer.written_since()
         self._root.grads.begin()  # lets go of the captured sums
 
     def _capture_failed(self) -> None:
@@ -154,7 +167,9 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
         vars(self._optimizer).pop("grad_scale", None)
         vars(self._optimizer).pop("found_inf", None)
 
-    def _after_replay(self, variant: Variant) -> None:
+    def _after_replay(self, variant: ShardedVariant) -> None:
+        if isinstance(self._optimizer, ShardedAdamW | ShardedAdam):
+            self._optimizer.record_replay(variant.written)
         self._root.gathers.record_replay()
 
 
@@ -173,7 +188,8 @@ def check_graphable(root: Root, optimizer: Optimizer) -> None:
                 f"hooks no graph of this one follows: call fully_shard on a module that holds both models and "
                 f"runs them in its forward, or take an optimizer and a step for each"
             )
-    if not (is_fused(type(optimizer)) and all(group.get("fused") for group in optimizer.param_groups)):
+    is_known = is_fused(type(optimizer)) or isinstance(optimizer, ShardedAdamW | ShardedAdam)
+    if not (is_known and all(group.get("fused") for group in optimizer.param_groups)):
         raise ValueError(
             f"GraphedTrainingStep: {type(optimizer).__name__} without fused=True reads learning rates and counters on "
             f"the host; AdamW, Adam and SGD with fused=True can be captured"

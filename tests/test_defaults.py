@@ -41,6 +41,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ddp.save_checkpoint": {"background": False},
     "fsdp.GraphedTrainingStep": {"num_warmup_steps": 2, "max_graphs": 8},
     "fsdp.MixedPrecisionPolicy": {"grad_dtype": torch.float32, "cast_forward_inputs": True},
+    "fsdp.ShardedAdam": {"state": "compact"},
+    "fsdp.ShardedAdamW": {"state": "compact"},
     "fsdp.fully_shard": {
         "placements": "zero3",
         "shard_atoms": "element",

@@ -86,6 +86,8 @@ PUBLIC = {
         "MixedPrecisionPolicy",
         "Placement",
         "Placements",
+        "ShardedAdam",
+        "ShardedAdamW",
         "fully_shard",
         "translate_state_dicts",
     },

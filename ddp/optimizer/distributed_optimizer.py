@@ -104,7 +104,8 @@ class DistributedOptimizer(AroundOptimizer):
             options["lr"] = lr
         check_options(optimizer_class, options, param_groups)
         form = StateForm(state, moment_dtype, offload_state)
-        form.check(optimizer_class, model, [options, *param_groups])
+        dtypes = [(entry.owned.name, entry.owned.param.dtype) for entry in model.bucket_params]
+        form.check(optimizer_class, dtypes, [options, *param_groups])
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model, form.is_compact, form.place), key=lambda flat: flat.bucket.index)

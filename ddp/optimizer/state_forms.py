@@ -11,7 +11,7 @@ State dicts and checkpoints see the full form alone: ``full`` gives it, and ``ta
 into it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,11 +20,10 @@ from torch import Tensor
 from ...kernels.compat import runs_on_triton
 from ...kernels.optimizer.reference import join_master, split_master
 from ..collectives.streams import OnStream, current_stream, is_capturing
-from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket, ParamSlice, Segment
 from .steps import MASTER, MOMENTS, REMAINDER, FullState, OnePassSteps, TorchSteps
 
-__all__ = ["StateForm"]
+__all__ = ["StateCopies", "StateForm", "knows_options"]
 
 
 class CompactSteps(OnePassSteps):
@@ -44,7 +43,7 @@ class CompactSteps(OnePassSteps):
         super().update(flats, divisor, found_inf)
 
     def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        return _knows(groups, 'state="compact"')
+        return knows_options(groups, 'state="compact"')
 
     def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
         tensors = super()._tensors_of(segment)
@@ -134,7 +133,7 @@ class _OnHost(OnePassSteps):
         """By turn: device memory for a bucket's state, [elements] by key."""
         self._places: dict[tuple[Tensor, str], Tensor] = {}
         """Views of this memory, by segment's master and key."""
-        self._to_device, self._to_host = _Copies(self._device), _Copies(self._device)
+        self._to_device, self._to_host = StateCopies(self._device), StateCopies(self._device)
         self._free: list[torch.cuda.Event | None] = [None, None]
         """By turn: its state is back on the host."""
         self._returned: dict[int, torch.cuda.Event | None] = {}
@@ -144,7 +143,7 @@ class _OnHost(OnePassSteps):
         """Whether an eager step's copies may be under way."""
 
     def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        return _knows(groups, 'offload_state="host"')
+        return knows_options(groups, 'offload_state="host"')
 
     @torch.no_grad()
     def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
@@ -239,7 +238,7 @@ class CompactHostSteps(_OnHost, CompactSteps):
     """Compact state on the host."""
 
 
-class _Copies:
+class StateCopies:
     """Copies on a CUDA stream of their own; on CPUs at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -283,7 +282,7 @@ def _full_copy(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", torch.float32, copy=True)
 
 
-def _knows(groups: Sequence[Mapping[str, Any]], what: str) -> bool:
+def knows_options(groups: Sequence[Mapping[str, Any]], what: str) -> bool:
     """True, or ``ValueError`` for options that came after the optimizer was built, and that the kernel lacks."""
     if any(group["amsgrad"] for group in groups):
         raise ValueError(f"{what} does not go with amsgrad=True, which a group has by now: set it to False")
@@ -304,8 +303,11 @@ class StateForm(NamedTuple):
         """Whether masters are parameters with remainders."""
         return self.state == "compact"
 
-    def check(self, cls: type, model: DistributedDataParallel, options: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` for a form that there is not, or not for this class and model."""
+    def check(self, cls: type, dtypes: Iterable[tuple[str, torch.dtype]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``ValueError`` for a form that there is not, or not for this class, or parameters of these dtypes.
+
+        dtypes  of the parameters, by name
+        """
         if self.state not in ("full", "compact"):
             raise ValueError(
                 f'state={self.state!r}: "full" (fp32 masters and moments) or "compact" (bf16 and a remainder)'
@@ -327,12 +329,9 @@ class StateForm(NamedTuple):
                     raise ValueError(f"{what} does not go with {key}=True: leave one of them out")
             if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
                 raise ValueError(f"{what} takes betas that are numbers, and got a tensor: give its float()")
-        for entry in model.bucket_params:
-            if entry.owned.param.dtype not in (torch.bfloat16, torch.float32):
-                raise ValueError(
-                    f"parameter '{entry.owned.name}' is {entry.owned.param.dtype}: {what} is for bf16 and fp32 "
-                    f"parameters; leave it out"
-                )
+        for name, dtype in dtypes:
+            if dtype not in (torch.bfloat16, torch.float32):
+                raise ValueError(f"parameter '{name}' is {dtype}: {what} is for bf16 and fp32 parameters; leave it out")
 
     def steps(
         self,

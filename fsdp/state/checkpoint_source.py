@@ -3,6 +3,7 @@
     parameters at rest   computed in    entries of the file
     fp32                 bf16, fp16     master (fp32) and model (rounded), as DDP writes half-precision models
     any                  the same       model
+    bf16 + remainder     bf16           master (fp32) and model: ``ShardedAdamW`` has masters as copies in host memory
 
 So a file can be loaded by any number of ranks, with any placements, and by ``DistributedDataParallel`` with
 ``DistributedOptimizer``.
@@ -20,9 +21,11 @@ from ...ddp.checkpoint.model import experts_of, model_tensors
 from ...ddp.checkpoint.ranks import CheckpointRanks
 from ...ddp.checkpoint.source import HeldParam, Holding
 from ...ddp.collectives.failure_report import FailureReporter, gather
+from ...ddp.optimizer.steps import MASTER
 from ..tensors.parameter import ShardedParameter
 from ..unit.pair import ShardedPair
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
+from .sharded_adam import ShardedAdam, ShardedAdamW
 
 __all__ = ["ShardedSource"]
 
@@ -33,8 +36,10 @@ class ShardSlice(NamedTuple):
     """This rank's elements of one flattened parameter; a ``HeldSlice``."""
 
     start: int
+    param: Tensor
+    """[elements here], a view of the rank's shard: the master too, because whole parameters are freed."""
     master: Tensor
-    """[elements here], a view of the rank's shard."""
+    """``param``, or a copy with the remainders of compact state."""
     group: int | None
     """Index of the optimizer's parameter group; None: in no group."""
     updated: Tensor | None
@@ -43,11 +48,6 @@ class ShardSlice(NamedTuple):
     counters: frozenset[str]
     """Keys of state that is one number for the whole parameter."""
     offset: int = 0
-
-    @property
-    def param(self) -> Tensor:
-        """The master, because whole parameters are freed."""
-        return self.master
 
     def state(self) -> dict[str, Tensor]:
         """Elementwise state by key, in the shape of ``master``, views. Empty before the first step."""
@@ -78,6 +78,8 @@ class ShardedSource:
         self.module = module
         self._whole = {pair.sharded: pair.whole for pair in pairs}
         self.ranks = _ranks_of(module, list(self._whole))
+        self._masters: Mapping[Tensor, Tensor] = {}
+        """Masters of compact state, while a load reads into them."""
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """See ``CheckpointSource``. Sharded parameters, and parameters in the optimizer, have a slice each."""
@@ -90,6 +92,11 @@ class ShardedSource:
         if checked is not None:
             translate_state_dicts(checked)  # state that was loaded in DTensors becomes shards
         state: Mapping[Any, Any] = {} if checked is None else checked.state
+        masters: Mapping[Tensor, Tensor] = {}
+        if isinstance(checked, ShardedAdamW | ShardedAdam):
+            state = full = checked.full_state()
+            masters = checked.masters({param: known.pop(MASTER) for param, known in full.items() if MASTER in known})
+        self._masters = {} if saving else masters
         groups = {} if checked is None else _groups_of(checked)
         # A frozen parameter without state counts as in no group.
         groups = {param: group for param, group in groups.items() if param.requires_grad or state.get(param)}
@@ -104,7 +111,9 @@ class ShardedSource:
             buffers=tensors.buffers,
             tied=tensors.tied,
             whole={name: param for name, param in tensors.parameters.items() if name not in sliced},
-            slices={name: self._slice(param, groups.get(param), state, counters) for name, param in sliced.items()},
+            slices={
+                name: self._slice(param, groups.get(param), state, counters, masters) for name, param in sliced.items()
+            },
             optimizer=checked,
             experts=experts_of(self.module, tensors, self._is_experts),
         )
@@ -112,6 +121,10 @@ class ShardedSource:
     def loaded(self, optimizer: object) -> None:
         """Mark the shards as changed on every rank, so that whole parameters at rest are gathered again."""
         torch.autograd.graph.increment_version(list(self._whole))
+        if isinstance(optimizer, ShardedAdamW | ShardedAdam):
+            known = optimizer.state
+            optimizer.load({param: {**known.get(param, {}), MASTER: each} for param, each in self._masters.items()})
+            self._masters = {}
 
     def _slice(
         self,
@@ -119,11 +132,13 @@ class ShardedSource:
         group: int | None,
         state: Mapping[Any, Any],
         counters: frozenset[str],
+        masters: Mapping[Tensor, Tensor],
     ) -> ShardSlice:
         numel: int = math.prod(self._describe(param).shape)
         return ShardSlice(
             start=param.shard.elements.start if isinstance(param, ShardedParameter) else 0,
-            master=param.detach().view(-1),
+            param=param.detach().view(-1),
+            master=masters[param] if param in masters else param.detach().view(-1),
             group=group,
             updated=param if group is not None and numel else None,
             optimizer_state=state,

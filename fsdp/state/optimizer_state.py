@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...ddp.optimizer.steps import MASTER
+from ...kernels.optimizer.reference import split_master
 from ..tensors.parameter import ShardedParameter
 from .exchange import disagreement
 from .state_dict import misfit, to_dtensor, to_shard
@@ -131,10 +133,24 @@ def _to_shards(
     trouble = misfit({param: _named(param, values) for param, values in given.items()}, complaints)
     if trouble is not None:
         raise ValueError(trouble)
-    return {
+    shards: dict[Tensor, dict[str, Any]] = {
         param: {**states[param], **{key: to_shard(param, value) for key, value in values.items()}}
         for param, values in translated.items()
     }
+    if not getattr(optimizer, "keeps_masters", False):
+        for param in translated:
+            _take_master(param, shards[param].pop(MASTER, None))
+    return shards
+
+
+def _take_master(param: ShardedParameter, master: Tensor | None) -> None:
+    """Write the masters of compact state (``ShardedAdamW``) into shards that are masters themselves.
+
+    Elements stay that are not the master's rounding: the program has given the parameter other values since.
+    """
+    if master is not None:
+        rounded = split_master(master.float())[0]
+        param.copy_(torch.where(rounded.to(param.dtype) == param, master, param))
 
 
 def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedParameter, dict[str, Tensor]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..iteration.root import Root
     from ..unit.bucket import ShardedBucket
 
-__all__ = ["mark_replaced", "replaced_in", "watch_optimizers", "watch_steps"]
+__all__ = ["bucket_of", "buckets_of", "mark_replaced", "replaced_in", "watch_optimizers", "watch_steps"]
 
 _BUCKET = "_maingrad_bucket"
 _REPLACED = "_maingrad_sharded_in"
@@ -62,7 +62,14 @@ def _roots_of(buckets: Sequence["ShardedBucket"]) -> list["Root"]:
     return list({root for bucket in buckets if (root := bucket.root) is not None})
 
 
-def _buckets_of(optimizer: Optimizer) -> list["ShardedBucket"]:
+def bucket_of(param: Tensor) -> "ShardedBucket | None":
+    """The bucket of a sharded parameter; None for any other one."""
+    reference = param.__dict__.get(_BUCKET)
+    return None if reference is None else reference()
+
+
+def buckets_of(optimizer: Optimizer) -> list["ShardedBucket"]:
+    """The buckets of the optimizer's sharded parameters."""
     references = {id(found): found for p in params_of(optimizer) if (found := p.__dict__.get(_BUCKET)) is not None}
     buckets = [reference() for reference in references.values()]
     return [bucket for bucket in buckets if bucket is not None]
@@ -77,7 +84,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
                 f"before it was sharded, which no forward uses any more; build the optimizer from model.parameters() "
                 f"after the last fully_shard call"
             )
-    buckets = _buckets_of(optimizer)
+    buckets = buckets_of(optimizer)
     if buckets:
         _check_class(optimizer, buckets)
         translate_state_dicts(optimizer)
@@ -146,7 +153,7 @@ def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> No
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     step_ended(optimizer)
-    buckets = _buckets_of(optimizer)
+    buckets = buckets_of(optimizer)
     for bucket in buckets:
         bucket.record_change()
     for root in _roots_of(buckets):

@@ -2,7 +2,7 @@
 
 All four have the bucket's layout, so that no tensor is copied between layouts::
 
-    shard        [n / shards]   the module's dtype; the sharded parameters are views of it
+    shard        [n / shards]   the module's dtype; the sharded parameters are its memory, each with its own version
     gathered     [n]            the computing dtype; the whole parameters are views of it
     grads        [n]            the whole parameters' main_grad are views of it
     grad shard   [n / shards]   the sharded parameters' .grad are views of it
@@ -104,6 +104,8 @@ class ShardedBucket:
                 for slot, entry in zip(layout.slots, owned, strict=True)
             ]
         )
+        self._shards = [pair.sharded.detach() for pair in self.pairs]
+        """The sharded parameters as plain tensors, whose versions are read fast."""
         self.gathered.params = tuple(pair.whole for pair in self.pairs)
         self._part = slice(*reduction.range_inside(layout.numel))
         self._gather_input = self.gathered.data[self._part]  # what this rank brings to the gather
@@ -144,7 +146,12 @@ class ShardedBucket:
     @property
     def changed(self) -> bool:
         """The shard was changed after the last gather."""
-        return self.shard._version != self._gathered_version
+        return self._version != self._gathered_version
+
+    @property
+    def _version(self) -> int:
+        """A number that rises with each write to a sharded parameter."""
+        return sum([shard._version for shard in self._shards])
 
     @property
     def gathers_across(self) -> bool:
@@ -197,7 +204,7 @@ class ShardedBucket:
     def fill(self) -> None:
         """Take memory for the whole parameters and copy this rank's shard into its place, before the gather."""
         self.gathered.take()
-        changed, self._gathered_version = self.changed, self.shard._version
+        changed, self._gathered_version = self.changed, self._version
         if self._instance is None:
             self._gather_input.copy_(self.shard, non_blocking=True)
             return
@@ -223,6 +230,11 @@ class ShardedBucket:
     def is_pooled(self) -> bool:
         """Whole gradients have memory only while they are written or reduced: ``GradRounds`` bounds it."""
         return self.trainable and not self.whole_grads_at_rest
+
+    def show_grad_sums(self) -> None:
+        """Have ``.grad`` of the shards be the sums in ``grad_dtype``, for an optimizer that reads this dtype."""
+        if self.trainable:
+            self.grad_shard.show_sums()
 
     @property
     def has_pending(self) -> bool:

@@ -6,8 +6,9 @@ Whole gradients are reduced in one microbatch of an iteration, or in several (``
     last microbatch    whole gradients --- reduce inside the instance ---> + partial --- across instances ---> + total
 
 With one instance there is no ``partial``: results are added to ``total``. ``.grad`` of the sharded parameters are views
-of ``total``, or of a copy in the shard's dtype and on its device. A program that sets ``.grad`` to None starts a new
-sum. ``.grad`` decides what this rank adds to what. It never decides which collectives run: other ranks cannot see it.
+of ``total``, or of a copy in the shard's dtype and on its device; after ``show_sums`` there is no copy. A program that
+sets ``.grad`` to None starts a new sum. ``.grad`` decides what this rank adds to what. It never decides which
+collectives run: other ranks cannot see it.
 """
 
 import weakref
@@ -60,6 +61,7 @@ class GradShard:
         self._finish_reduction = finish_reduction
         self.has_scaler = False
         """A loss scaler has unscaled ``.grad``: an optimizer steps, unless the scaler skips its step."""
+        self._shows_sums = False
         self._total: Tensor | None = None
         self._partial: Tensor | None = None
         self._shown: Tensor | None = None  # what .grad are views of: total, or its copy
@@ -94,6 +96,23 @@ class GradShard:
         if self._expected is None and not self._has_partial and self.is_cleared:
             self._total = self._shown = self._partial = None
             self._views.clear()
+
+    def show_sums(self) -> None:
+        """Have ``.grad`` be views of the sums, in their dtype, from now on."""
+        self.wait()
+        self._shows_sums = True
+        for param in self._params:
+            param.grad_dtype = None  # torch then takes any
+        total, shown, before = self._total, self._shown, self._views
+        if total is None or shown is None or shown is total:
+            return
+        total.copy_(torch.where(total.to(shown.dtype) == shown, total, shown))  # what the program has changed
+        self._show(total)
+        for param, old, new in zip(self._params, before, self._views, strict=True):
+            if param.grad is old:
+                param.grad = new
+        if self._expected is before:
+            self._expected, self._version = self._views, self._version_shown
 
     def defer(self) -> None:
         """A microbatch's whole gradients are reduced later. Until then ``.grad`` is zeros, or the sum of before.
@@ -214,14 +233,18 @@ class GradShard:
 
     def _make_sums(self) -> None:
         # Not zeroed: the first reduction overwrites the sums of all parameters.
-        self._total = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        self._shown = self._total
+        shown = self._total = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         dtype, device = self._params[0].dtype, self._params[0].device
-        if (dtype, device) != (self._dtype, self._device):
+        if (dtype, device) != (self._dtype, self._device) and not self._shows_sums:
             pinned = device.type == "cpu" and self._device.type == "cuda"
-            self._shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
+            shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
+        self._show(shown)
+
+    def _show(self, shown: Tensor) -> None:
+        """Make ``.grad`` of all parameters as views of ``shown``."""
+        self._shown, self._views = shown, []
         for param in self._params:
-            flat = self._shown.narrow(0, param.storage_offset(), param.numel())  # as the parameter lies in its shard
+            flat = shown.narrow(0, param.storage_offset(), param.numel())  # as the parameter lies in its shard
             view = make_sharded_grad(flat, param.shard)
             view.sums = weakref.ref(self)
             self._views.append(view)

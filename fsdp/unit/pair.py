@@ -59,8 +59,8 @@ def make_pair(
         place=slot.start,
         bucket_numel=gathered.numel(),
     )
-    sharded = make_sharded(shard[offset : offset + part.numel], info, entry.param.requires_grad)
-    # ``.data``: autograd must not see a view.
+    # ``.data``: a version of its own tells which parameter a program has written. Autograd must not see a view.
+    sharded = make_sharded(shard[offset : offset + part.numel].data, info, entry.param.requires_grad)
     whole = nn.Parameter(gathered[slot.start : slot.end].view(slot.spec.shape).data, entry.param.requires_grad)
     # What torch does not set: Megatron's marks, and the user's attributes.
     marks: dict[str, Any] = dict(entry.param.__dict__)

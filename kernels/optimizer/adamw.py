@@ -43,17 +43,27 @@ class AdamUpdate:
 
     On CUDA three launches update all rows: steps, powers of beta, elements. They read addresses from device memory,
     written there once, and options, written there when they change. Rows of other dtypes, or at addresses that 16 does
-    not divide, have a launch of their own. Rows must keep their memory. Nothing waits for the device, and calls can be
-    captured in CUDA graphs: a float in ``options`` is then the graph's, and a tensor ``lr`` is read by each replay.
+    not divide, have a launch of their own. Rows must keep their memory, but for gradients under ``grads_move``. Nothing
+    waits for the device, and calls can be captured in CUDA graphs: a float in ``options`` is then the graph's, a tensor
+    ``lr`` is read by each replay, and so are gradients where the captured call has found them.
 
     AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
 
-    def __init__(self, tensors: Sequence[AdamTensors], *, decoupled: bool = True, maximize: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[AdamTensors],
+        *,
+        decoupled: bool = True,
+        maximize: bool = False,
+        grads_move: bool = False,
+    ) -> None:
         """
-        tensors    rows, on one device; see ``AdamTensors`` for shapes and dtypes
-        decoupled  AdamW's weight decay; False: Adam's, which is added to the gradient
-        maximize   ascend
+        tensors     rows, on one device; see ``AdamTensors`` for shapes and dtypes
+        decoupled   AdamW's weight decay; False: Adam's, which is added to the gradient
+        maximize    ascend
+        grads_move  each call is given the gradients, for which ``takes`` is True. None is kept, so that their memory
+                    may be freed between steps
 
         Raises ``ValueError`` for shapes, devices or layouts that do not fit, and for a ``first`` of 8-bit moments that
         256 does not divide, ``TypeError`` for dtypes.
@@ -63,17 +73,31 @@ class AdamUpdate:
         self._tensors = tuple(tensors)
         self._decoupled, self._maximize = decoupled, maximize
         self._num_groups = 1 + max((row.group for row in tensors), default=-1)
+        self._grads = [_kind_of(row.grad) for row in tensors]
+        self._device = tensors[0].grad.device if tensors else None
         self._on_triton = None
         if tensors and all(runs_on_triton("AdamUpdate", row.grad) for row in tensors):
-            self._on_triton = TritonAdamUpdate(self._tensors, decoupled, maximize)
+            self._on_triton = TritonAdamUpdate(self._tensors, decoupled, maximize, grads_move)
+        if grads_move:
+            self._tensors = tuple(row._replace(grad=row.grad.new_empty(0)) for row in tensors)
+
+    def takes(self, grads: Sequence[Tensor]) -> bool:
+        """Whether a call may be given these gradients, [n] adjacent elements for each row, as after the constructor."""
+        return [_kind_of(grad) for grad in grads] == self._grads
 
     @torch.no_grad()
     def __call__(
-        self, options: Sequence[AdamOptions], *, divisor: Tensor | None = None, found_inf: Tensor | None = None
+        self,
+        options: Sequence[AdamOptions],
+        *,
+        grads: Sequence[Tensor] | None = None,
+        divisor: Tensor | None = None,
+        found_inf: Tensor | None = None,
     ) -> None:
         """Take a step.
 
         options    by group
+        grads      under ``grads_move``: for each row
         divisor    0-dim fp32: gradients are divided by it, and not written. None: 1
         found_inf  0-dim fp32: at 1.0 nothing changes, steps neither; otherwise 0.0. None: 0.0
 
@@ -84,13 +108,18 @@ class AdamUpdate:
         if not self._tensors:
             return
         for name, number in (("divisor", divisor), ("found_inf", found_inf)):
-            if number is not None and not _is_number(number, self._tensors[0].grad.device):
+            if number is not None and not _is_number(number, self._device):
                 raise ValueError(f"AdamUpdate needs {name} as a 0-dim fp32 tensor on the rows' device")
         if self._on_triton is not None:
+            if grads is not None:
+                self._on_triton.move_grads(grads)
             self._on_triton(options, divisor, found_inf)
         else:
+            tensors = self._tensors
+            if grads is not None:
+                tensors = tuple(row._replace(grad=grad) for row, grad in zip(tensors, grads, strict=True))
             adam_update_reference(
-                self._tensors,
+                tensors,
                 options,
                 divisor=divisor,
                 found_inf=found_inf,
@@ -99,7 +128,12 @@ class AdamUpdate:
             )
 
 
-def _is_number(tensor: Tensor, device: torch.device) -> bool:
+def _kind_of(grad: Tensor) -> tuple[int, torch.dtype, int]:
+    """What decides which kernel reads a gradient, and how."""
+    return grad.numel(), grad.dtype, grad.data_ptr() % 16
+
+
+def _is_number(tensor: Tensor, device: torch.device | None) -> bool:
     return tensor.dim() == 0 and tensor.dtype is torch.float32 and tensor.device == device
 
 

@@ -330,8 +330,11 @@ _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 class TritonAdamUpdate:
     """``AdamUpdate`` of rows that it has checked, by a launch for steps, torch's for powers, and one for each form."""
 
-    def __init__(self, tensors: Sequence[AdamTensors], decoupled: bool, maximize: bool) -> None:
-        self._rows = tensors  # keeps what the table points to
+    def __init__(
+        self, tensors: Sequence[AdamTensors], decoupled: bool, maximize: bool, grads_move: bool = False
+    ) -> None:
+        # What the table points to is kept.
+        self._rows = [row._replace(grad=row.grad.new_empty(0)) for row in tensors] if grads_move else tensors
         self._device = tensors[0].grad.device
         self._decoupled, self._maximize = decoupled, maximize
         # A slot is a step with a group; those of one step lie together.
@@ -347,6 +350,10 @@ class TritonAdamUpdate:
         self._table = self._integers(
             [_fields(row, slot_of[row.step.data_ptr(), row.group]) for row in tensors], torch.int64
         )
+        self._made_with = [row.grad.data_ptr() if row.grad.numel() else None for row in tensors]
+        """Addresses of the rows' first gradients; None without elements."""
+        self._first_grads = self._table[:, 1].clone() if grads_move else None
+        """The same, on the device."""
         self._chunks = {form: self._integers(chunks, torch.int32) for form, chunks in _chunks_by_form(tensors).items()}
         self._codes = code_table(self._device)
         num_groups = 1 + max(row.group for row in tensors)
@@ -367,6 +374,24 @@ class TritonAdamUpdate:
                     (key, constants), (chunks.shape[0], 1, 1),
                     self._table, chunks, self._scalars, self._powers, self._codes, divisor, found_inf, *constants,
                 )  # fmt: skip
+
+    def move_grads(self, grads: Sequence[Tensor]) -> None:
+        """Have the table point to these gradients, by a launch for each run of rows that have moved together.
+
+        Addresses are numbers in the launch, so that replays of a captured call write those of the capture again.
+        """
+        assert self._first_grads is not None, "made with grads_move"
+        first, by = 0, 0
+        for index, (grad, address) in enumerate(zip(grads, self._made_with, strict=True)):
+            moved = by if address is None else grad.data_ptr() - address
+            if moved != by:
+                self._write_grads(first, index, by)
+                first, by = index, moved
+        self._write_grads(first, len(grads), by)
+
+    def _write_grads(self, first: int, end: int, moved: int) -> None:
+        if self._first_grads is not None and first < end:
+            torch.add(self._first_grads[first:end], moved, out=self._table[first:end, 1])
 
     def _integers(self, values: object, dtype: torch.dtype) -> Tensor:
         # From memory that is not page-locked: the copy has arrived on the device when this returns.

@@ -52,7 +52,7 @@ class OptimizerConfig(Table):
     ``torch.optim.NAdam``. ``betas`` has the parts ``beta1`` and ``beta2``."""
     state: Literal["full", "compact"] = "full"
     """``full``: fp32 masters and moments. ``compact``: masters are bf16 parameters with remainders of 16 bits, and
-    moments are bf16, under ``ddp``, ``zero1`` and ``hybrid``."""
+    moments are bf16. Shards of ``fsdp`` and ``hsdp`` are then bf16."""
     decay_vectors: bool = True
     """True: decay also parameters with fewer than two dims (norms, biases, scalars). False: matrices only."""
     max_grad_norm: Positive | None = 1.0

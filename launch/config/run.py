@@ -80,8 +80,8 @@ class Config:
         remedy = "does not go with model.num_experts: ranks have different experts; use another recipe"
         settings.require(settings.recipe != "float8_delayed" or not model.num_experts, "recipe", remedy)
         compact = self.optimizer.state == "compact"
-        remedy = f'"compact" does not go with parallel = "{self.parallel}", whose shards are fp32: set "full"'
-        self.optimizer.require(not (compact and self.fully_sharded), "state", remedy)
+        remedy = '"compact" steps on the GPU, and does not go with fsdp.offload_to_cpu: set "full", or leave that out'
+        self.optimizer.require(not (compact and self.fsdp.offload_to_cpu), "state", remedy)
         if settings.cuda_graph:
             self._check_graph()
         # Raise for values that contradict ``parallel``.

@@ -13,11 +13,12 @@ from ...ddp.optimizer.param_groups import assign_groups, check_options, is_fused
 from ...ddp.torch_grads.optimizer import after_closure
 from ...fsdp import FSDPModule, translate_state_dicts
 from ...fsdp.module import root_of
+from ...fsdp.state.sharded_adam import sharded_class
 
 __all__ = ["make_optimizer"]
 
-_OF_DISTRIBUTED = ("state", "moment_dtype", "offload_state", "skip_nonfinite")
-"""Options of ``DistributedOptimizer`` itself."""
+_FORM = {"state": "full", "moment_dtype": None, "offload_state": None}
+"""Options that say in which form state is kept, and where, with their defaults."""
 
 
 @overload
@@ -55,11 +56,13 @@ def make_optimizer(
                      sequence of them, or a function of name and parameter, which has the shape of the whole. A
                      parameter is in the first group that selects it; the others form the last group, which exists even
                      if it is empty
-    options          of the class: ``lr``, ``betas``, ``weight_decay`` ...
+    options          of the class: ``lr``, ``betas``, ``weight_decay`` ...; and for AdamW and Adam ``state``,
+                     ``moment_dtype`` and ``offload_state`` of ``DistributedOptimizer``, under any wrapper
 
     Returns a ``DistributedOptimizer`` over a ``DistributedDataParallel``, and over a sharded model an
-    ``optimizer_class`` of its shards. ``optimizer.grad_norm`` is the norm of the last step's gradients before clipping,
-    a tensor of 0 dims, or None without clipping.
+    ``optimizer_class`` of its shards: with ``state="compact"`` or ``offload_state`` a ``maingrad.fsdp.ShardedAdamW`` or
+    ``ShardedAdam``, whose shards are bf16 where ``fully_shard`` took a bf16 module. ``optimizer.grad_norm`` is the norm
+    of the last step's gradients before clipping, a tensor of 0 dims, or None without clipping.
 
     Over a sharded model clipping is a hook of the optimizer's step, and ``GraphedTrainingStep`` refuses hooks: leave
     ``max_grad_norm`` out and call ``torch.nn.utils.clip_grad_norm_`` in the function that is captured.
@@ -76,19 +79,21 @@ def make_optimizer(
             f"make_optimizer takes a model under DistributedDataParallel or fully_shard, and {type(model).__name__} is "
             f'neither: model = maingrad.parallelize(model, "zero1") first, and give what it returns'
         )
-    alien = [key for key in _OF_DISTRIBUTED if key in options]
-    if alien:
+    if "skip_nonfinite" in options:
         raise TypeError(
-            f"make_optimizer({alien[0]}=...) is for models under DistributedDataParallel, and {type(model).__name__} "
-            f"is sharded by fully_shard, which has the option offload_to_cpu: leave {alien[0]} out"
+            f"make_optimizer(skip_nonfinite=...) is for models under DistributedDataParallel, and "
+            f"{type(model).__name__} is sharded by fully_shard: leave skip_nonfinite out"
         )
     if max_grad_norm is not None and max_grad_norm <= 0:
         raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
+    form = {key: options.pop(key, default) for key, default in _FORM.items()}
     if is_fused(optimizer_class) and not options.get("foreach"):
         options.setdefault("fused", True)
     check_options(optimizer_class, options, param_groups)
+    if form != _FORM:
+        optimizer_class, options = sharded_class(optimizer_class), options | form
     optimizer: Any = optimizer_class(_groups(model, param_groups), **options)
     optimizer.grad_norm = None
     translate_state_dicts(optimizer)

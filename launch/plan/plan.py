@@ -9,7 +9,6 @@ from torch import nn
 
 from ...ddp import DistributedDataParallelConfig
 from ...ddp.collectives.reduction import Placement, Placements
-from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
 from .grad_peak import peak_of_grads, peak_of_released
@@ -95,7 +94,6 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
             parallel: rank_bytes(
                 (bucket for unit in units for bucket in unit.buckets),
                 states=states,
-                compact=config.optimizer.state == "compact" and parallel not in FULLY_SHARDED,
             )
             for parallel, units in laid_out.items()
         },
@@ -128,7 +126,6 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
     else:
         units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
-    full = dataclasses.replace(config.optimizer, state="full")
     unused = DistributedDataParallelConfig(use_distributed_optimizer=True)
     sections: dict[Parallel, tuple[DistributedDataParallelConfig, FsdpConfig]] = {
         "ddp": (whole, FsdpConfig()),
@@ -143,7 +140,6 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
             parallel=parallel,
             ddp=ddp,
             fsdp=fsdp,
-            optimizer=full if parallel in FULLY_SHARDED else config.optimizer,
         )
         for parallel, (ddp, fsdp) in sections.items()
     }

@@ -15,7 +15,11 @@ What one bucket takes on one rank:
                                                     g n/i  sums inside, with several instances
     masters       4 n/s  under half precision       4 n/s
     moments       8 n/s                             8 for each of the rank's elements, without padding
-    compact       4 n/s in place of moments, and under bf16 half of that in place of masters
+
+With compact state moments take half of that, and .grad is no copy. Under bf16 masters are
+
+    remainders    2 n/s                             2 for each of the rank's elements, without padding
+    shards                                          2 n/s
 
 Moments are AdamW's two, fp32; other optimizers have other numbers of them. s is 1 under plain data parallelism, the
 number of ranks under ZeRO-1, the ranks of an instance under hybrid; experts have their own. Under FSDP s is i, and all
@@ -43,8 +47,8 @@ class RankBytes(NamedTuple):
     parameters: int
     gradients: int
     masters: int
-    """fp32 copies of half-precision parameters, or compact remainders of bf16 ones; FSDP's shards; 0 where DDP's
-    parameters are fp32 themselves."""
+    """fp32 copies of half-precision parameters, or compact remainders of bf16 ones; FSDP's shards, with their
+    remainders; 0 where DDP's parameters are fp32 themselves."""
     moments: int
     """Elementwise state of the optimizer: of AdamW the first and second moments. Of the rank that has most."""
 
@@ -84,7 +88,9 @@ class PlacedBucket:
     releases_grads: bool = False
     """Whether gradients have memory only until they are reduced, and shards of their own, as with ``release_grads``."""
     own_shards: bool = False
-    """Whether shards are fp32 tensors of their own, as under FSDP. False: parts of whole tensors, as under DDP."""
+    """Whether shards are tensors of their own, as under FSDP. False: parts of whole tensors, as under DDP."""
+    compact: bool = False
+    """Masters of bf16 parameters are these with remainders of 16 bits, and moments are bf16."""
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -131,14 +137,21 @@ class PlacedBucket:
             kept = self.grad_nbytes // self.layout.shard_degree
         if self.own_shards and self.trainable:
             kept += self.grad_nbytes // self.layout.shard_degree
-            kept += self.shard_nbytes if self.grad_dtype is not torch.float32 else 0
+            kept += self.shard_nbytes if self.grad_dtype is not torch.float32 and not self.compact else 0
             kept += self.grad_nbytes // self.inner_size if self.outer_size > 1 else 0
         return kept
 
     @property
     def master_nbytes(self) -> int:
-        """Bytes of a rank's masters that are tensors of their own."""
+        """Bytes of a rank's masters that are tensors of their own, without remainders."""
+        if self.has_remainders:
+            return self.shard_nbytes // 2 if self.own_shards else 0
         return self.shard_nbytes if self.own_shards or self.param_dtype is not torch.float32 else 0
+
+    @property
+    def has_remainders(self) -> bool:
+        """Whether masters are parameters with remainders."""
+        return self.compact and self.param_dtype is torch.bfloat16
 
     @property
     def moment_numels(self) -> list[int]:
@@ -169,23 +182,22 @@ class PlacedBucket:
         )
 
 
-def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2, compact: bool = False) -> RankBytes:
+def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2) -> RankBytes:
     """What the fullest rank holds between steps. Ranks differ in the bytes of moments and remainders alone.
 
-    states   elements of optimizer state for each element of a parameter
-    compact  masters are remainders of 16 bits, and moments bf16
+    states  elements of optimizer state for each element of a parameter
     """
-    width = _FP32 // 2 if compact else _FP32
     parameters = gradients = masters = 0
     moments: Counter[int] = Counter()
     remainders: Counter[int] = Counter()
     for bucket in buckets:
         parameters += bucket.kept_params
         gradients += bucket.kept_grads
-        masters += 0 if compact else bucket.master_nbytes
+        masters += bucket.master_nbytes
+        width = _FP32 // 2 if bucket.compact else _FP32
         for rank, numel in enumerate(bucket.moment_numels):
             moments[rank] += width * states * numel
-            remainders[rank] += 2 * numel if compact and bucket.master_nbytes else 0
+            remainders[rank] += 2 * numel if bucket.has_remainders else 0
     fullest = max(moments, key=lambda rank: moments[rank] + remainders[rank], default=0)
     return RankBytes(parameters, gradients, masters + remainders[fullest], moments[fullest])
 

@@ -74,6 +74,7 @@ def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUn
             outer_size=outer_size,
             wire_dtype=wrapper.grad_reduce_wire_dtype,
             releases_grads=wrapper.release_grads and inner_size > 1,
+            compact=config.optimizer.state == "compact",
         )
         for layout in plan.buckets
     ]
@@ -84,7 +85,9 @@ def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUn
 
 
 def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit, ...]:
-    model.float()  # parameters are fp32 at rest
+    compact = config.optimizer.state == "compact"
+    if not compact:
+        model.float()  # parameters are fp32 at rest
     names = {id(module): name for name, module in model.named_modules()}
     fsdp, outer_size = config.fsdp, config.num_instances
     row, inner_size = fsdp.row, ranks // outer_size
@@ -103,6 +106,7 @@ def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit
                 wire_dtype=fsdp.dtype("reduce_dtype"),
                 trainable=trainable,
                 own_shards=True,
+                compact=compact,
             )
             for layout, trainable in plan_unit(owned, policy, degree, fsdp.shard_atoms, fsdp.bucket_size)
         )

@@ -4,7 +4,8 @@
 ``parallel``           model                                           optimizer
 =====================  ==============================================  ================================================
 ddp, zero1, hybrid     ``DistributedDataParallel`` around the module   ``DistributedOptimizer``
-fsdp, hsdp             the module itself, after ``fully_shard``        the optimizer of torch, over its parameters
+fsdp, hsdp             the module itself, after ``fully_shard``        the optimizer of torch, over its parameters; a
+                                                                       ``ShardedAdamW`` with compact state
 =====================  ==============================================  ================================================
 """
 
@@ -143,6 +144,8 @@ def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSD
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner"))
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
+    if config.optimizer.state == "compact":  # shards have the dtype of the module, which is that of computation
+        options["mixed_precision"] = policies[module]
     if isinstance(module, HuggingFaceModel):
         options["init_fn"] = lambda module: None  # the first rank has values, which are copied to the others
     else:

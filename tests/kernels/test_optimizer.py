@@ -1,6 +1,7 @@
 """AdamW on flat shards: the Triton kernel against the reference, and both against torch's optimizers and fp64."""
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -140,6 +141,39 @@ def test_kernel_is_the_reference_bit_for_bit(device: str, form: tuple[torch.dtyp
         adam_update_reference(expected, OPTIONS, divisor=divisor, **signs)
     assert_same(rows, expected)
     assert differ(rows, before) and [row.step.item() for row in rows[:2]] == [6.0, 3.0]
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("launcher", [TritonAdamUpdate, AdamUpdate], ids=["launches", "reference"])
+def test_gradients_may_move_and_are_not_kept(device: str, launcher: Any) -> None:
+    rows = rows_of(torch.float32, torch.bfloat16, "remainder", device)
+    expected = copies(rows)
+    update = launcher(rows, decoupled=True, maximize=False, grads_move=True)
+    seen = [weakref.ref(row.grad) for row in rows]
+    values = [row.grad.tolist() for row in rows]
+    rows = [row._replace(grad=torch.empty(0)) for row in rows]
+    flat = torch.empty(2 * sum(LENGTHS) + 512, device=device)
+    for step in range(4):
+        # Together, each by itself, together elsewhere; every other one is no multiple of 16, as before.
+        starts = [(length + 63) // 64 * 64 for length in LENGTHS]
+        places = [sum(starts[:index]) + 128 * (step // 2) + index % 2 for index in range(len(LENGTHS))]
+        grads = []
+        for place, value in zip(places, values, strict=True):
+            memory = flat if step != 1 else torch.empty_like(flat)
+            grads.append(memory[place : place + len(value)])
+            grads[-1].copy_(torch.tensor(value) * 0.5**step)
+        if launcher is AdamUpdate:
+            assert update.takes(grads) and not update.takes([grad.half() for grad in grads])
+            update(OPTIONS, grads=grads)
+        else:
+            update.move_grads(grads)
+            update(OPTIONS, None, None)
+        theirs = [row._replace(grad=grad) for row, grad in zip(expected, grads, strict=True)]
+        adam_update_reference(theirs, OPTIONS)
+        seen += [weakref.ref(grad) for grad in grads]
+        del grads, theirs
+    assert_same(rows, [row._replace(grad=torch.empty(0)) for row in expected])
+    assert not [each for each in seen if each() is not None]
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)

@@ -156,8 +156,8 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
             "optimizer.state = 'compact': \"compact\" does not go with optimizer.options amsgrad",
         ),
         (
-            {"parallel": "fsdp", "optimizer": {"state": "compact"}},
-            "optimizer.state = 'compact': \"compact\" does not go with parallel",
+            {"parallel": "fsdp", "optimizer": {"state": "compact"}, "fsdp": {"offload_to_cpu": True}},
+            "optimizer.state = 'compact': \"compact\" steps on the GPU, and does not go with fsdp.offload_to_cpu",
         ),
         ({"optimizer": {"min_lr_ratio": 2.0}}, "optimizer.min_lr_ratio = 2.0: must lie in [0, 1]"),
         ({"ddp": {"bucket_size": 0}}, "ddp.bucket_size must be at least 1 element, got 0"),

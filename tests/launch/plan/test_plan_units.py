@@ -1,5 +1,6 @@
 """``maingrad plan`` of fully sharded runs gives the units' own numbers without a process group and memory."""
 
+import dataclasses
 from collections import Counter
 from io import StringIO
 from pathlib import Path
@@ -49,13 +50,15 @@ def train_two_steps(config: Config) -> Held:
         wrapped.step()
         wrapped.optimizer.zero_grad()
     root = root_of(wrapped.model)
+    state = [(key, value) for held in wrapped.optimizer.state.values() for key, value in held.items() if key != "step"]
     instances = [bucket._instance for bucket in root.buckets if bucket._instance is not None]
     return Held(
         [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in root.units],
         root.gathers.meter.held_nbytes + sum(instance.nbytes for instance in instances),
         root.grads.meter.held_nbytes + sum(bucket.grad_shard.nbytes for bucket in root.buckets),
-        sum(bucket.shard.nbytes for bucket in root.buckets),
-        sum(v.nbytes for state in wrapped.optimizer.state.values() for key, v in state.items() if key != "step"),
+        sum(bucket.shard.nbytes for bucket in root.buckets)
+        + sum(value.nbytes for key, value in state if key == "remainder"),
+        sum(value.nbytes for key, value in state if key != "remainder"),
         root.gathers.meter.peak_nbytes,
         root.grads.meter.peak_nbytes,
         Counter(span.bucket for span in timeline.gathers),
@@ -103,6 +106,26 @@ def test_plan_is_what_training_holds_and_sends(
 
 
 @pytest.mark.parametrize(
+    "parallel, fsdp, model, ranks",
+    [
+        ("fsdp", {}, {}, 3),
+        ("fsdp", {"placements": "zero2", "grad_dtype": "bfloat16"}, {}, 2),
+        ("hsdp", {"placements": "hsdp_zero1"}, {}, 4),
+        ("fsdp", {}, {"param_dtype": "float32"}, 2),
+    ],
+)
+@pytest.mark.sampled(2)
+def test_plan_of_compact_state_is_what_training_holds(
+    tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict[str, Any], ranks: int
+):
+    model, optimizer = {"param_dtype": "bfloat16"} | model, {"state": "compact"}
+    config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp, model=model, optimizer=optimizer)
+    planned, held = plan_run(config, ranks).rank_bytes, simulate(train_two_steps, ranks, config)
+    assert {(rank.parameters, rank.gradients) for rank in held} == {planned[:2]}
+    assert planned[2:] == max(((rank.masters, rank.moments) for rank in held), key=sum)
+
+
+@pytest.mark.parametrize(
     "parallel, placements, whole, grads, shards",
     [
         ("fsdp", "zero1", 2.0, 4 + 4 / 8, 1 / 8),
@@ -127,6 +150,9 @@ def test_the_formulas_of_the_docs(
     held = plan.rank_bytes
     assert held == (whole * num_elements, grads * num_elements, 4 * shards * num_elements, 8 * shards * num_elements)
     total = {"zero1": 6 + 16 / 8, "zero2": 2 + 16 / 8, "zero3": 16 / 8, "hsdp_zero1": 6 / 4 + 16 / 8}
+    of_state = dataclasses.replace(config.optimizer, state="compact")
+    compact = plan_run(dataclasses.replace(config, optimizer=of_state), 8).rank_bytes
+    assert compact == (whole * num_elements, grads * num_elements, 4 * shards * num_elements, 4 * shards * num_elements)
     assert held.total == num_elements * (20 / 4 if (parallel, placements) == ("hsdp", "zero3") else total[placements])
 
 

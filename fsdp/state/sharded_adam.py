@@ -1,0 +1,390 @@
+"""``ShardedAdamW`` and ``ShardedAdam``: torch's classes over shards, with state in fewer bytes or on the host.
+
+What a rank keeps of each of its elements, between steps::
+
+                              shard    beside it                              in all, with the fp32 gradient
+    torch.optim.AdamW         fp32     exp_avg, exp_avg_sq fp32               16 bytes
+    state="compact"           bf16     int16 remainder, moments bf16          12
+    ... moment_dtype=fp32     bf16     int16 remainder, moments fp32          16
+    offload_state="host"      either   in page-locked memory
+
+A bf16 shard and its remainder are the 32 bits of an fp32 master (``kernels.optimizer.reference.split_master``). So
+gathers send what shards hold, without a cast, and no fp32 master exists. A step is one pass over memory
+(``kernels/optimizer``). State dicts and checkpoints have fp32 masters and moments, and either form reads them.
+"""
+
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...ddp.collectives.streams import is_capturing
+from ...ddp.optimizer.state_forms import StateForm, knows_options
+from ...ddp.optimizer.steps import MOMENTS, REMAINDER
+from ...ddp.torch_internals import DisableTorchFunctionSubclass
+from ...kernels.optimizer.adamw import AdamUpdate
+from ...kernels.optimizer.reference import AdamOptions, AdamTensors
+from ..tensors.parameter import ShardedParameter
+from .held_state import STEP, HeldState
+from .host_state import HostState
+from .optimizer_state import params_of, translate_state_dicts
+from .optimizer_watch import bucket_of, buckets_of
+
+__all__ = ["ShardedAdam", "ShardedAdamW", "sharded_class"]
+
+_MOST_UPDATES = 1024
+
+
+class _ShardedAdam(Optimizer):
+    """What the two classes share."""
+
+    optimizer_class: type[Optimizer]
+    """torch's class, which checkpoints name."""
+    elementwise = True
+    keeps_masters = True
+    """State dicts may have a ``"master"`` of each parameter, which other classes write into their shards."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor | None = None,
+        *,
+        state: Literal["full", "compact"] = "compact",
+        moment_dtype: torch.dtype | None = None,
+        offload_state: Literal["host"] | None = None,
+        **options: Any,
+    ) -> None:
+        self._form = StateForm(state, moment_dtype, offload_state)
+        self._held: dict[Tensor, HeldState] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._updates: dict[Hashable, AdamUpdate] = {}
+        self._captured: list[AdamUpdate] = []
+        """Those that graphs replay."""
+        self._host: HostState | None = None
+        self._given: Mapping[Any, Any] = {}
+        self._is_built = False
+        for key in ("foreach", "capturable"):
+            if options.get(key) or options.get("fused") is False:
+                raise ValueError(f"{type(self).__name__} is one pass on the device: leave {key} and fused out")
+        options["fused"] = True
+        if lr is not None:
+            options["lr"] = lr
+        super().__init__(params, **options)
+        self._is_built = True
+        self._adopt_params()
+        translate_state_dicts(self)
+        self.register_load_state_dict_pre_hook(_keep_given)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        super().add_param_group(param_group)
+        if self._is_built:
+            self._adopt_params()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update shards and state: step 8 of docs/by_hand.py.
+
+        closure  called once, before; computes the iteration's gradients, and returns the loss, which ``step`` returns
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        knows_options(self.param_groups, type(self).__name__)
+        self.refresh_masters()
+        groups = self.param_groups
+        options = [
+            AdamOptions(group["lr"], group["betas"][0], group["betas"][1], group["eps"], group["weight_decay"])
+            for group in groups
+        ]
+        index_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
+        with DisableTorchFunctionSubclass():
+            grads = {param: param.grad for param in index_of}
+        stepping = [param for param, grad in grads.items() if grad is not None]
+        for param in stepping:
+            if param not in self._held:
+                self._begin(param)
+        divisor, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
+        for chosen in [stepping] if self._host is None else self._host.by_bucket(stepping):
+            flat = [_flat(grads[param]) for param in chosen]
+            update = self._update_of(chosen, flat, index_of)
+            with self._on_device(chosen):
+                update(options, grads=flat, divisor=divisor, found_inf=found_inf)
+        self._note()
+        return loss
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take over state that a program has replaced, and parameters that a program has written: see the class."""
+        self._settle()
+        for param, held in self._held.items():
+            version = held.plain._version
+            if version != self._versions[param]:
+                self._versions[param] = version
+                self._wait_for_host()
+                held.forget_remainder()
+
+    # ---- State dicts and checkpoints: the full form. ----
+
+    @torch.no_grad()
+    def full_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """torch's state by parameter, with fp32 moments, and ``"master"`` of bf16 shards; copies in host memory."""
+        self.refresh_masters()
+        self._wait_for_host()
+        return {param: held.full() for param, held in self._held.items()}
+
+    @torch.no_grad()
+    def masters(self, known: Mapping[Tensor, Tensor] | None = None) -> dict[Tensor, Tensor]:
+        """The fp32 master [elements here] of each bf16 parameter, a copy in host memory.
+
+        known  masters from ``full_state``; the rest are parameters without state
+        """
+        if known is None:
+            self.refresh_masters()
+            self._wait_for_host()
+            known = {param: held.master() for param, held in self._held.items() if held.is_compact}
+        return {
+            param: known[param].view(-1) if param in known else _flat(param).to("cpu", torch.float32)
+            for param in params_of(self)
+            if param.dtype is torch.bfloat16
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: elementwise state in DTensors, as copies in host memory. Collective."""
+        own, self.state = self.state, self.full_state()  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would round the fp32 state to the shards' dtype. Collective."""
+        try:
+            super().load_state_dict(state_dict)
+            for group in self.param_groups:
+                group.update(fused=True, foreach=None, capturable=False)
+            self.load(self._given)
+        finally:
+            self._given = {}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Take over state by parameter, full or compact. Parameters follow a ``"master"``."""
+        self.state.update({param: dict(values) for param, values in state.items()})
+        self._settle()
+
+    # ---- Graphed steps. ----
+
+    @torch.no_grad()
+    def prepare_replay(self) -> None:
+        """Before a captured step is replayed: what changed parameters and state bring to the step."""
+        self.refresh_masters()
+        if self._host is not None:
+            self._host.join()
+
+    def written_since(self) -> list[Tensor]:
+        """Parameters that a program has written since the step."""
+        return [param for param, held in self._held.items() if held.plain._version != self._versions[param]]
+
+    def record_replay(self, written: Iterable[Tensor]) -> None:
+        """A step was replayed, which then wrote to these parameters (``written_since`` its capture)."""
+        self._note()
+        self._versions |= dict.fromkeys(written, -1)
+
+    # ---- What is kept. ----
+
+    def _note(self) -> None:
+        self._versions = {param: held.plain._version for param, held in self._held.items()}
+
+    def _wait_for_host(self) -> None:
+        if self._host is not None:
+            self._host.wait()
+
+    @torch.no_grad()
+    def _adopt_params(self) -> None:
+        """Check the parameters, and have their gradients shown in the dtype of the sums."""
+        params = params_of(self)
+        named = [(_name_of(param), param.dtype) for param in params]
+        self._form.check(self.optimizer_class, named, self.param_groups)
+        for name, dtype in () if self._form.is_compact else named:
+            if dtype is not torch.float32:
+                raise ValueError(
+                    f"parameter '{name}' is {dtype}, and full state is beside fp32 shards: say state=\"compact\", or "
+                    f"shard the module in fp32, with MixedPrecisionPolicy(param_dtype={dtype})"
+                )
+        buckets = buckets_of(self)
+        for bucket in buckets:
+            if bucket.shard.device != bucket.device:
+                raise ValueError(
+                    f"{type(self).__name__} steps on {bucket.device}, and shards of '{bucket.name}' are on the host: "
+                    f'leave offload_to_cpu out, and say offload_state="host"'
+                )
+        for bucket in buckets:
+            bucket.show_grad_sums()
+        if self._form.offload_state is not None and params:
+            self._wait_for_host()
+            self._host = HostState(_by_bucket(params), params[0].device)
+            self._updates.clear()
+            for param, held in self._held.items():
+                self._held[param] = held._replace(on_device=self._places(param, held.tensors))
+
+    def _begin(self, param: Tensor) -> None:
+        """State of a parameter, which begins as zeros."""
+        compact, on_host = self._form.is_compact, self._host is not None
+        moments = (self._form.moment_dtype or torch.bfloat16) if compact else torch.float32
+        dtypes = dict.fromkeys(MOMENTS, moments)
+        if compact and param.dtype is torch.bfloat16:
+            dtypes[REMAINDER] = torch.int16
+        where: dict[str, Any] = {"device": "cpu", "pin_memory": param.is_cuda} if on_host else {"device": param.device}
+        tensors = {STEP: torch.zeros((), dtype=torch.float32, device=param.device)}
+        tensors |= {key: torch.zeros(param.shape, dtype=dtype, **where) for key, dtype in dtypes.items()}
+        self._held[param] = held = HeldState(tensors, _flat(param), self._places(param, tensors))
+        self._versions[param] = held.plain._version
+        self.state[param] = dict(tensors)
+
+    def _places(self, param: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Where a step finds the state of a parameter on the device."""
+        if self._host is None:
+            return tensors
+        host = self._host
+        return {key: home if key == STEP else host.place(param, key, home) for key, home in tensors.items()}
+
+    def _settle(self) -> None:
+        """Copy state that was loaded or assigned to where it is kept. State that was removed begins anew."""
+        for param in params_of(self):
+            given, held = self.state.get(param), self._held.get(param)
+            if held is None and not given:
+                continue
+            given = given or {}
+            if held is None:
+                self._begin(param)
+            elif held.is_in(given):
+                continue
+            held = self._held[param]
+            self._wait_for_host()
+            held.take(given)
+            self._versions[param] = held.plain._version
+            self.state[param] = dict(held.tensors)
+
+    # ---- The pass. ----
+
+    def _on_device(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Around an update: the state of these parameters is on the device."""
+        if self._host is None or not params:
+            return nullcontext()
+        held = [self._held[param] for param in params]
+        pairs = [(home, each.on_device[key]) for each in held for key, home in each.tensors.items() if key != STEP]
+        return self._host.visit(params[0], pairs)
+
+    def _update_of(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], group_of: Mapping[Tensor, int]
+    ) -> AdamUpdate:
+        """The kernel's table of these parameters, made anew where gradients have another dtype."""
+        maximize = bool(self.param_groups[0]["maximize"])
+        key = (maximize, *[(id(param), group_of[param]) for param in params])
+        update = self._updates.get(key)
+        if update is None or not update.takes(grads):
+            if len(self._updates) >= _MOST_UPDATES:
+                self._updates.clear()
+            update = self._updates[key] = AdamUpdate(
+                [self._row(param, grad, group_of[param]) for param, grad in zip(params, grads, strict=True)],
+                decoupled=issubclass(self.optimizer_class, torch.optim.AdamW),
+                maximize=maximize,
+                grads_move=True,
+            )
+        if is_capturing() and update not in self._captured:
+            self._captured.append(update)
+        return update
+
+    def _row(self, param: Tensor, grad: Tensor, group: int) -> AdamTensors:
+        held = self._held[param]
+        mine = {key: tensor if key == STEP else tensor.view(-1) for key, tensor in held.on_device.items()}
+        remainder = mine.get(REMAINDER)
+        return AdamTensors(
+            grad,
+            mine["exp_avg"],
+            mine["exp_avg_sq"],
+            mine[STEP],
+            master=held.plain if remainder is None else None,
+            param=None if remainder is None else held.plain,
+            remainder=remainder,
+            first=param.shard.start if isinstance(param, ShardedParameter) else 0,
+            key=zlib.crc32(_name_of(param).encode()),
+            group=group,
+        )
+
+
+class ShardedAdamW(_ShardedAdam, torch.optim.AdamW):
+    """``torch.optim.AdamW`` over parameters of ``fully_shard``, in one pass, with compact state or state on the host.
+
+    params         as torch's classes take them: ``model.parameters()``, ``model.named_parameters()``, or groups. Plain
+                   parameters may be among them
+    lr             learning rate; None: torch's default
+    state          "compact": bf16 shards and 16 bits of remainder are fp32 masters, and moments are bf16. A shard is
+                   the master rounded half away from zero. fp32 shards are their own masters. "full": fp32 shards with
+                   fp32 moments, as torch keeps them, for ``offload_state``
+    moment_dtype   of compact moments: ``torch.bfloat16`` (None), rounded stochastically, or ``torch.float32``
+    offload_state  "host": remainders and moments lie in page-locked host memory, and pass through the device bucket by
+                   bucket in each step, which has the same bits
+    options        of torch's class: ``betas``, ``eps``, ``weight_decay``
+
+    Shards are bf16 where the module was when ``fully_shard`` took it: ``fully_shard(model.bfloat16())``. Their
+    ``.grad`` is then in ``grad_dtype`` of the mixed-precision policy (fp32), the sums themselves, without a bf16 copy.
+
+    A program's write to a parameter (``load_state_dict``, an in-place update) is its new master, without remainders.
+    ``state_dict()`` has fp32 moments and, of bf16 shards, fp32 masters (``"master"``), as copies in host memory.
+    ``load_state_dict`` takes them, and what torch's classes have saved.
+
+    Raises ``ValueError`` for parameters that are neither bf16 nor fp32, for ``amsgrad``, ``maximize`` and
+    ``differentiable``, and under ``offload_to_cpu``, whose shards no GPU updates.
+    """
+
+    optimizer_class = torch.optim.AdamW
+
+
+class ShardedAdam(_ShardedAdam, torch.optim.Adam):
+    """``torch.optim.Adam`` over parameters of ``fully_shard``: as ``ShardedAdamW``, with Adam's weight decay."""
+
+    optimizer_class = torch.optim.Adam
+
+
+def sharded_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """The class here that is torch's ``optimizer_class`` with other forms of state. ``ValueError``: there is none."""
+    for each in (ShardedAdamW, ShardedAdam):
+        if each.optimizer_class is optimizer_class:
+            return each
+    raise ValueError(
+        f'state="compact" and offload_state are for Adam and AdamW, not {optimizer_class.__name__}: leave them out'
+    )
+
+
+def _keep_given(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Pre-hook of ``load_state_dict``, after the one that makes shards: torch loads the groups alone."""
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = state_dict["state"]
+    optimizer._given = {param: state[index] for index, param in zip(saved, params, strict=False) if index in state}
+    return {**state_dict, "state": {}}
+
+
+def _by_bucket(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The parameters of each bucket; those that are not sharded are one more."""
+    found: dict[Any, list[Tensor]] = {}
+    for param in params:
+        found.setdefault(bucket_of(param), []).append(param)
+    return list(found.values())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A plain tensor of one dim, in the same memory and with the same version."""
+    with DisableTorchFunctionSubclass():
+        return tensor.detach().view(-1)
+
+
+def _name_of(param: Tensor) -> str:
+    """The sharded parameter's name in the outermost unit, once a forward has run."""
+    return param.shard.name if isinstance(param, ShardedParameter) else "not sharded"
