@@ -15,6 +15,7 @@ from maingrad.kernels.optimizer.eight_bits import dequantize_moment, quantize_mo
 from maingrad.kernels.optimizer.reference import (
     AdamOptions,
     AdamTensors,
+    Rule,
     adam_update_reference,
     fma,
     join_master,
@@ -22,7 +23,7 @@ from maingrad.kernels.optimizer.reference import (
 )
 
 pytest.importorskip("triton", reason="the launches are Triton's")
-from maingrad.kernels.optimizer.triton_kernels import TritonAdamUpdate
+from maingrad.kernels.optimizer.triton_update import TritonUpdate
 
 OPTIONS = [AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.1), AdamOptions(3e-2, 0.8, 0.95, 1e-6, 0.0)]
 LENGTHS = [700, 0, 5003, 1, 4096]
@@ -83,8 +84,8 @@ def copies(rows: Sequence[AdamTensors], device: str | None = None) -> list[AdamT
     return [AdamTensors(*map(copy, row)) for row in rows]
 
 
-def launched(rows: Sequence[AdamTensors], decoupled: bool = True, maximize: bool = False) -> Callable[..., None]:
-    update = TritonAdamUpdate(rows, decoupled, maximize)
+def launched(rows: Sequence[AdamTensors], rule: Rule = "adamw", maximize: bool = False) -> Callable[..., None]:
+    update = TritonUpdate(rows, rule, maximize)
     return lambda options, divisor=None, found_inf=None: update(options, divisor, found_inf)
 
 
@@ -113,7 +114,7 @@ def differ(rows: Sequence[AdamTensors], others: Sequence[AdamTensors]) -> bool:
 @pytest.mark.sampled(8)
 def test_kernel_is_the_reference_bit_for_bit(device: str, form: tuple[torch.dtype, torch.dtype, str]) -> None:
     index = FORMS.index(form)
-    signs = {"decoupled": index % 3 != 2, "maximize": index % 4 == 3}
+    signs: dict[str, Any] = {"rule": "adamw" if index % 3 != 2 else "adam", "maximize": index % 4 == 3}
     rows = rows_of(*form, device)
     expected, before = copies(rows), copies(rows)
     divisor = torch.tensor(3.7, device=device) if index % 2 else None
