@@ -23,6 +23,7 @@ from .around_optimizer import AroundOptimizer
 from .fit import check_fits, check_storage, layout_key, shard_of_how_many
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
+from .moment_blocks import check_blocks
 from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, counts_apart, is_fused
 from .param_sync import ParamSync
@@ -108,6 +109,8 @@ class DistributedOptimizer(AroundOptimizer):
         check_options(optimizer_class, options, param_groups)
         form = StateForm(state, moment_dtype, offload_state)
         form.check(optimizer_class, model, [options, *param_groups])
+        if moment_dtype is torch.uint8:
+            check_blocks(model.plan)
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model, form.is_compact, form.place), key=lambda flat: flat.bucket.index)

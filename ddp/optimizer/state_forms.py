@@ -23,7 +23,7 @@ from ..collectives.streams import OnStream, current_stream, is_capturing
 from ..plan.ranges import Range
 from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket, ParamSlice, Segment
-from .moment_blocks import MomentBlocks, check_blocks, scale_key
+from .moment_blocks import MomentBlocks, scale_key
 from .steps import (
     IN_ONE_PASS,
     MASTER,
@@ -363,8 +363,6 @@ class StateForm(NamedTuple):
                     f"parameter '{entry.owned.name}' is {entry.owned.param.dtype}: {what} is for bf16 and fp32 "
                     f"parameters; leave it out"
                 )
-        if self.moment_dtype is torch.uint8:
-            check_blocks(model.plan)
 
     def steps(
         self,

@@ -7,6 +7,7 @@ import torch
 
 from ...ddp import DistributedDataParallelConfig
 from ...ddp.collectives.placements import Placement, Placements
+from ...kernels.optimizer.eight_bits import BLOCK
 from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
@@ -93,7 +94,7 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
             parallel: rank_bytes(
                 (bucket for unit in units for bucket in unit.buckets),
                 states=states,
-                compact=config.optimizer.state == "compact" and parallel not in FULLY_SHARDED,
+                compact=None if parallel in FULLY_SHARDED else _compact_moments(config),
             )
             for parallel, units in laid_out.items()
         },
@@ -106,9 +107,21 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     )
 
 
+def _compact_moments(config: Config) -> torch.dtype | None:
+    """The dtype of compact moments; None: full state."""
+    settings = config.optimizer
+    return getattr(torch, settings.moment_dtype) if settings.state == "compact" else None
+
+
 def _alternatives(config: Config) -> dict[Parallel, Config]:
     """The run's configuration under each kind of parallelism, with what has no meaning there left out."""
-    sharded = dataclasses.replace(config.ddp, use_distributed_optimizer=True, num_distributed_optimizer_instances=1)
+    in_blocks = config.optimizer.moment_dtype == "uint8" and not config.ddp.keep_params_whole
+    sharded = dataclasses.replace(
+        config.ddp,
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=1,
+        shard_atom=BLOCK if in_blocks else config.ddp.shard_atom,
+    )
     whole = dataclasses.replace(
         sharded,
         use_distributed_optimizer=False,
@@ -116,13 +129,14 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         copy_engine_param_gather=False,
         grad_reduce_wire_dtype=None,
         keep_params_whole=False,
+        shard_atom=1,
     )
     if config.fully_sharded:
         inside = "zero3" if config.fsdp.placements == "hsdp_zero1" else config.fsdp.placements
         units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
     else:
         units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
-    full = dataclasses.replace(config.optimizer, state="full")
+    full = dataclasses.replace(config.optimizer, state="full", moment_dtype="bfloat16")
     unused = DistributedDataParallelConfig(use_distributed_optimizer=True)
     sections: dict[Parallel, tuple[DistributedDataParallelConfig, FsdpConfig]] = {
         "ddp": (whole, FsdpConfig()),

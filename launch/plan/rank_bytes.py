@@ -15,7 +15,8 @@ What one bucket takes on one rank:
                                                     g n/i  sums inside, with several instances
     masters       4 n/s  under half precision       4 n/s
     moments       8 n/s                             8 for each of the rank's elements, without padding
-    compact       4 n/s in place of moments, and under bf16 half of that in place of masters
+    compact       4 n/s in place of moments, or 2 n/s and 4 bytes for 256 elements of a parameter in each moment of 8
+                  bits; and under bf16 2 n/s in place of masters
 
 Moments are AdamW's two, fp32; other optimizers have other numbers of them. s is 1 under plain data parallelism, the
 number of ranks under ZeRO-1, the ranks of an instance under hybrid; experts have their own. Under FSDP s is i, and all
@@ -23,7 +24,7 @@ ranks where the optimizer is sharded across instances as well.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ import torch
 
 from ...ddp.collectives.placements import Placement, Placements
 from ...ddp.plan.layout import BucketLayout
+from ...kernels.optimizer.eight_bits import blocks_of
 
 __all__ = ["PlacedBucket", "RankBytes", "Traffic", "rank_bytes"]
 
@@ -143,11 +145,21 @@ class PlacedBucket:
         size = self.layout.numel // degree
         if not self.own_shards and not self.layout.keeps_params_whole:
             return [size] * degree
-        held = [0] * degree  # without padding
+        return self._count(lambda numel: numel)  # without padding
+
+    @property
+    def moment_blocks(self) -> list[int]:
+        """Number of blocks on each rank that have a scale in a moment of 8 bits."""
+        return self._count(blocks_of)
+
+    def _count(self, counted: Callable[[int], int]) -> list[int]:
+        """On each rank: the sum over parameters of a function of the elements that the rank holds."""
+        size = self.layout.numel // self.layout.shard_degree
+        held = [0] * self.layout.shard_degree
         for slot in self.layout.slots if self.trainable else ():
             start, end = slot.start - self.layout.start, slot.end - self.layout.start
             for rank in range(start // size, -(-end // size)):
-                held[rank] += max(0, min(end, (rank + 1) * size) - max(start, rank * size))
+                held[rank] += counted(max(0, min(end, (rank + 1) * size) - max(start, rank * size)))
         return held
 
     @property
@@ -165,23 +177,23 @@ class PlacedBucket:
         )
 
 
-def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2, compact: bool = False) -> RankBytes:
+def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2, compact: torch.dtype | None = None) -> RankBytes:
     """What the fullest rank holds between steps. Ranks differ in the bytes of moments and remainders alone.
 
     states   elements of optimizer state for each element of a parameter
-    compact  masters are remainders of 16 bits, and moments bf16
+    compact  dtype of moments, beside masters that are remainders of 16 bits; None: both are fp32
     """
-    width = _FP32 // 2 if compact else _FP32
+    width = _FP32 if compact is None else compact.itemsize
     parameters = gradients = masters = 0
     moments: Counter[int] = Counter()
     remainders: Counter[int] = Counter()
     for bucket in buckets:
         parameters += bucket.kept_params
         gradients += bucket.kept_grads
-        masters += 0 if compact else bucket.master_nbytes
-        for rank, numel in enumerate(bucket.moment_numels):
-            moments[rank] += width * states * numel
-            remainders[rank] += 2 * numel if compact and bucket.master_nbytes else 0
+        masters += bucket.master_nbytes if compact is None else 0
+        for rank, (numel, blocks) in enumerate(zip(bucket.moment_numels, bucket.moment_blocks, strict=True)):
+            moments[rank] += states * (width * numel + (_FP32 * blocks if compact is torch.uint8 else 0))
+            remainders[rank] += 2 * numel if compact is not None and bucket.master_nbytes else 0
     fullest = max(moments, key=lambda rank: moments[rank] + remainders[rank], default=0)
     return RankBytes(parameters, gradients, masters + remainders[fullest], moments[fullest])
 

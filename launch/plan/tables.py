@@ -164,7 +164,8 @@ def _bytes_table(plan: RunPlan) -> Table:
         title += "; masters, moments and a copy of gradient shards are in host memory"
     param_dtypes = _names(bucket.param_dtype for bucket in plan.buckets)
     grad_dtypes = _names(bucket.grad_dtype for bucket in plan.buckets)
-    kept = ("int16 remainders", "bfloat16") if config.optimizer.state == "compact" else ("float32", "float32")
+    settings = config.optimizer
+    kept = ("int16 remainders", settings.moment_dtype) if settings.state == "compact" else ("float32", "float32")
     columns = [
         texts("what", ["parameters", "gradients", "optimizer: masters", "optimizer: moments"], "total"),
         texts("dtype", [param_dtypes, grad_dtypes, *kept]),
