@@ -57,6 +57,8 @@ class Lion(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(param)
                 exp_avg, grad = state["exp_avg"], -param.grad if group["maximize"] else param.grad
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.sub_(torch.lerp(grad, exp_avg, beta1).sign_().mul_(group["lr"]))
+                blend = torch.lerp(grad, exp_avg, beta1)
+                sign = torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of NaN is 0, which would hide it
+                param.sub_(sign * group["lr"])
                 exp_avg.lerp_(grad, 1 - beta2)
         return loss

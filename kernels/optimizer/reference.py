@@ -174,7 +174,8 @@ def _update_row(
     elif rule == "lion":
         assert first is not None, "FlatUpdate has checked the row"
         beta1, beta2 = own
-        master = master - lr * fma(beta1, first, fma(-beta1, grad, grad)).sign()
+        blend = fma(beta1, first, fma(-beta1, grad, grad))
+        master = master - lr * torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of NaN is 0
         first = fma(beta2, first, fma(-beta2, grad, grad))
     else:
         assert first is not None and second is not None, "FlatUpdate has checked the row"

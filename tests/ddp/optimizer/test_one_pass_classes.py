@@ -142,6 +142,18 @@ def test_lion_is_its_definition(maximize: bool) -> None:
     assert optimizer.step(lambda: 3.0) == 3.0
 
 
+@pytest.mark.parametrize("form", [{}, COMPACT], ids=["full", "compact"])
+def test_a_gradient_of_nan_shows_in_the_parameter(form: dict[str, Any]) -> None:
+    model = wrapped()
+    optimizer = DistributedOptimizer(model, **CLASSES["lion"], **form)
+    weight = next(model.module.parameters())
+    grad = torch.zeros(weight.shape)
+    grad[0, 0] = float("nan")
+    add_grad(weight, grad)
+    optimizer.step()
+    assert weight[0, 0].isnan() and weight.isnan().sum() == 1
+
+
 @pytest.mark.parametrize("options", [{"lr": -1.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}])
 def test_lion_refuses_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Lion needs"):

@@ -82,8 +82,8 @@ FAULTS = [
             Change(
                 REFERENCE,
                 "_update_row",
-                "lr * fma(beta1, first, fma(-beta1, grad, grad)).sign()",
-                "lr * fma(beta2, first, fma(-beta2, grad, grad)).sign()",
+                "blend = fma(beta1, first, fma(-beta1, grad, grad))",
+                "blend = fma(beta2, first, fma(-beta2, grad, grad))",
             ),
         ],
     ),
