@@ -15,7 +15,7 @@ from torch import Tensor
 from ..collectives.failure_report import FailureReporter, Watch
 from ..collectives.in_flight import InFlight
 from ..collectives.reduction import GradReduction
-from ..collectives.streams import OnStream, current_stream
+from ..collectives.streams import OnStream, communication_stream, current_stream
 from ..collectives.timeline import UNOBSERVED, Observer
 from ..torch_internals import is_profiling
 from .bucket import Bucket, Phase
@@ -49,7 +49,8 @@ class BucketLauncher:
         # Reductions run on streams of their own, so that the compute stream never waits for a collective. Where a
         # reduction has two collectives, a bucket's second one runs beside the next bucket's first one.
         num_streams = max([1, *(reduction.num_collectives for reduction in reductions)])
-        self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)] if device.type == "cuda" else []
+        streams = [communication_stream(device) for _ in range(num_streams)]
+        self._streams = [stream for stream in streams if stream is not None]
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
         self._next = 0
         self._all_came = False  # no backward of the iteration is to come: only delayed gradients hold buckets back

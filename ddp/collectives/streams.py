@@ -16,7 +16,7 @@ import torch
 
 from ..torch_internals import current_raw_stream
 
-__all__ = ["OnStream", "capture_number", "capturing", "current_stream", "is_capturing"]
+__all__ = ["OnStream", "capture_number", "capturing", "communication_stream", "current_stream", "is_capturing"]
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 """Stream objects by device index and raw address. torch never frees its streams, so an address means one stream."""
@@ -30,6 +30,15 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     if stream is None:
         stream = _known[index, raw] = torch.cuda.current_stream(device)
     return stream
+
+
+def communication_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A new stream for collectives; None on a CPU.
+
+    Its kernels go first where a multiprocessor becomes free. Behind an optimizer's update, which has more programs than
+    fit, the last reduction of an iteration would begin when the update ends.
+    """
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
 class OnStream:

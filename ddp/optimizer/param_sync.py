@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from ..collectives.placements import placements_of
+from ..collectives.streams import communication_stream
 from ..gathers.gathered_models import GatheredModel, record_gathered_model
 from ..gathers.param_gather import ParamGather, guard_reads
 from ..wrapper.data_parallel import DistributedDataParallel
@@ -37,7 +38,7 @@ class ParamSync(GatheredModel):
             if placements_of(model.ddp_config).inner.gathers and model.grids[flat.bucket.layout.grid_name].size > 1
         ]
         """In the order in which the forward reads parameters."""
-        self.stream = torch.cuda.Stream(model.device) if self.gathers and model.device.type == "cuda" else None
+        self.stream = communication_stream(model.device) if self.gathers else None
         """Gathers run on this stream."""
         self._overlaps = model.ddp_config.overlap_param_gather
         self._started: list[ParamGather] = []  # of this step, so far

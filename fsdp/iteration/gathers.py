@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ...ddp.collectives.streams import current_stream
+from ...ddp.collectives.streams import communication_stream, current_stream
 from ...ddp.collectives.timeline import UNOBSERVED, Observer
 from ...ddp.gathers.gathered_models import record_gathered_model
 from ..unit.memory import Meter
@@ -33,7 +33,7 @@ class UnitGathers:
         """Bytes of whole parameters."""
         for bucket in self._buckets:
             bucket.gathered.meter = self.meter
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = communication_stream(device)
         self._freed: list[torch.cuda.Event] = []  # of freed units, for which the stream has not waited yet
 
     def gather(self, unit: Unit) -> None:
