@@ -63,6 +63,9 @@ class DistributedDataParallelConfig:
     """Approximate number of buckets in each buffer, instead of ``bucket_size``."""
     keep_params_whole: bool = False
     """No parameter is split between shards, for optimizers that need whole matrices. Shards are less even."""
+    shard_atom: int = 1
+    """Elements of a parameter, counted from its start, that no border between shards cuts. 256: for optimizer moments
+    in 8 bits. Shards get a little longer."""
     average_in_collective: bool | None = None
     """True: the collective scales gradients (NCCL only). False: each rank scales before it. None: True under NCCL."""
     calculate_per_token_loss: bool = False
@@ -90,6 +93,12 @@ class DistributedDataParallelConfig:
             raise ValueError(f"num_buckets must be at least 1, got {self.num_buckets}")
         if self.num_buckets is not None and self.bucket_size is not None:
             raise ValueError("bucket_size and num_buckets both say where buckets end: set one of them")
+        if self.shard_atom < 1:
+            raise ValueError(f"shard_atom must be at least 1 element, got {self.shard_atom}")
+        if self.shard_atom > 1 and self.keep_params_whole:
+            raise ValueError(
+                "shard_atom has no effect with keep_params_whole: no border cuts any parameter; drop one of the options"
+            )
         if self.num_distributed_optimizer_instances < 1:
             raise ValueError(
                 f"num_distributed_optimizer_instances must be at least 1, got "
@@ -132,6 +141,7 @@ class DistributedDataParallelConfig:
             ("num_distributed_optimizer_instances", 1),
             ("grad_reduce_wire_dtype", None),
             ("keep_params_whole", False),
+            ("shard_atom", 1),
         ):
             if getattr(self, name) != neutral:
                 raise ValueError(

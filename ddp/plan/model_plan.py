@@ -45,6 +45,7 @@ def plan_model(
             grid_name=by_name[name].grid_name,
             delayed=by_name[name].delayed,
             own_bucket=is_tied_across_stages(by_name[name].param),
+            atom=config.shard_atom,
         )
         for name in names
     ]
