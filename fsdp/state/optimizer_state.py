@@ -133,13 +133,13 @@ def _to_shards(
     trouble = misfit({param: _named(param, values) for param, values in given.items()}, complaints)
     if trouble is not None:
         raise ValueError(trouble)
-    shards = {
+    shards: dict[Tensor, dict[str, Any]] = {
         param: {**states[param], **{key: to_shard(param, value) for key, value in values.items()}}
         for param, values in translated.items()
     }
     if not getattr(optimizer, "keeps_masters", False):
-        for param, entry in shards.items():
-            _take_master(param, entry.pop(MASTER, None))
+        for param in translated:
+            _take_master(param, shards[param].pop(MASTER, None))
     return shards
 
 

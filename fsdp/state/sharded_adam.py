@@ -73,7 +73,7 @@ class _ShardedAdam(Optimizer):
         options["fused"] = True
         if lr is not None:
             options["lr"] = lr
-        super().__init__(params, **options)  # type: ignore[call-arg]
+        super().__init__(params, **options)
         self._is_built = True
         self._adopt_params()
         translate_state_dicts(self)
@@ -96,7 +96,10 @@ class _ShardedAdam(Optimizer):
         knows_options(self.param_groups, type(self).__name__)
         self.refresh_masters()
         groups = self.param_groups
-        options = [AdamOptions(each["lr"], *each["betas"], each["eps"], each["weight_decay"]) for each in groups]
+        options = [
+            AdamOptions(group["lr"], group["betas"][0], group["betas"][1], group["eps"], group["weight_decay"])
+            for group in groups
+        ]
         index_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         with DisableTorchFunctionSubclass():
             grads = {param: param.grad for param in index_of}

@@ -90,7 +90,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.state.optimizer_state",
                 "_to_shards",
-                "entry.pop(MASTER, None)",
+                "shards[param].pop(MASTER, None)",
                 "None",
             ),
         ],
