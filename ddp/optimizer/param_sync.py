@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 
 import torch
 
@@ -41,7 +42,8 @@ class ParamSync(GatheredModel):
         self.stream = communication_stream(model.device) if self.gathers else None
         """Gathers run on this stream."""
         self._overlaps = model.ddp_config.overlap_param_gather
-        self._started: list[ParamGather] = []  # of this step, so far
+        self._updated: set[ParamGather] = set()  # of this step, so far
+        self._started: list[ParamGather] = []  # the same, in the order of the forward
         self._captured: CapturedUpdates | None = None
         self.num_published = 0
         """Steps so far whose Python ran."""
@@ -58,16 +60,18 @@ class ParamSync(GatheredModel):
 
     def begin_step(self) -> None:
         """A step begins."""
-        self._started = []
+        self._updated, self._started = set(), []
         record_gathered_model(self)
 
     def record_updated(self, flats: Sequence[FlatBucket]) -> None:
-        """These buckets are up to date on this rank. If the next forward reads one first, start its gather."""
+        """These buckets are up to date on this rank. A gather starts when the gathers that forward needs before run."""
         mine = [gather for gather in self.gathers if any(gather.flat is flat.params for flat in flats)]
         if self._captured is not None:
             self._captured.note(mine)
-        elif self.gathers and mine[:1] == self.gathers[:1]:
-            self._start(mine[:1])
+            return
+        self._updated.update(mine)
+        waiting = self.gathers[len(self._started) :]
+        self._start(list(takewhile(self._updated.__contains__, waiting)))
 
     def publish(self) -> None:
         """All parameters of this rank are up to date: start the other gathers, and have readers wait for them."""
@@ -78,7 +82,7 @@ class ParamSync(GatheredModel):
             self._refuse_reads()
 
     def _publish(self, *, guarded: bool) -> None:
-        self._start([gather for gather in self.gathers if gather not in self._started])
+        self._start(self.gathers[len(self._started) :])
         self._started = []
         if not self._overlaps:
             self.finish()

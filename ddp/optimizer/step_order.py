@@ -1,10 +1,14 @@
-"""The order in which a step updates buckets, so that updates hide the last reductions and the first gather.
+"""The order in which a step updates buckets, so that updates hide the last reductions and the first gathers.
 
 Backward completes buckets in launch order, and the next forward reads them in about the reverse order::
 
-    reductions under way    | .. n-2 | n-1 |
-    update                  | 0 .. n/2     | n-1 | n/2 .. n-2 |
-    gathers                                      | n-1 | n-2 | n-3 ..        forward waits for n-1 only
+    reductions under way    | .. n-2 |   n-1   |
+    update                  | 0 .. 3n/4        | n-1 | 3n/4 .. n-2 |
+    gathers                                          |     n-1     | n-2 | n-3 ..       forward waits for n-1 and n-2
+
+    all reduced, as behind a norm over all gradients
+    update                  | n-1 | n/2 .. n-2 |   0 .. n/2    |
+    gathers                       |     n-1    | n-2 | n-3 ..         forward begins behind the updates
 """
 
 from collections.abc import Sequence
@@ -25,6 +29,11 @@ def step_order(buckets: Sequence[T], *, reduced: bool, gathers: bool, at_once: b
     if at_once or (reduced and not gathers):
         return [list(buckets)]
     *others, last = buckets
-    half = 0 if reduced else len(others) // 2
-    passes = [others[:half], [last], others[half:]] if gathers else [others[:half], [*others[half:], last]]
+    half, most = len(others) // 2, len(others) * 3 // 4
+    if not gathers:
+        passes = [others[:most], [*others[most:], last]]
+    elif reduced:
+        passes = [[last], others[half:], others[:half]]
+    else:
+        passes = [others[:most], [last], others[most:]]
     return [members for members in passes if members]

@@ -276,8 +276,14 @@ def _update_tile(
             square = grad * grad
             exp_avg = tl.fma(own1, exp_avg, new)
             exp_avg_sq = tl.fma(own2, exp_avg_sq, tl.fma(-own2, square, square))
-            denom = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction2) + own3
-            master = master - tl.div_rn(step_size * exp_avg, denom)
+            # Rows of an embedding that no token has chosen have moments of zero, for which roots and quotients take far
+            # longer. Their values are known: one is computed in their place.
+            unseen = tl.where(correction2 > 0.0, exp_avg_sq, 1.0) == 0.0
+            root = tl.div_rn(tl.sqrt_rn(tl.where(unseen, 1.0, exp_avg_sq)), correction2)
+            denom = tl.where(unseen, 0.0, root) + own3
+            change = step_size * exp_avg
+            is_zero = tl.where(denom > 0.0, change, 1.0) == 0.0
+            master = master - tl.where(is_zero, change, tl.div_rn(tl.where(is_zero, 1.0, change), denom))
 
     bits = master.to(tl.int32, bitcast=True)
     if PARAM == "remainder":

@@ -52,6 +52,10 @@ def rows_of(
     count = sum(lengths)
     drawn = [torch.randn(count, generator=generator) for _ in range(4)]
     master, grads, exp_avg, exp_avg_sq = drawn[0], 0.1 * drawn[1], 0.1 * drawn[2], 0.01 * drawn[3].square()
+    for each in (grads, exp_avg, exp_avg_sq):  # an embedding's rows that no token has chosen
+        each[::7] = 0.0
+    for each in (master, exp_avg):
+        each[::14], each[7::14] = -0.0, torch.where(each[7::14] > 0, each[7::14], 0.0)
     steps = [torch.tensor(3.0, device=device), torch.tensor(0.0, device=device)]
     rows = []
     flats = (master, grads, exp_avg, exp_avg_sq)
@@ -99,7 +103,8 @@ def assert_same(rows: Sequence[AdamTensors], expected: Sequence[AdamTensors]) ->
         for name, value in row._asdict().items():
             if isinstance(value, Tensor):
                 theirs = getattr(other, name)
-                assert torch.equal(value.cpu(), theirs.cpu()), f"{name} of row {index}"
+                mine, wanted = (each.cpu().reshape(-1).view(torch.uint8) for each in (value, theirs))
+                assert torch.equal(mine, wanted), f"{name} of row {index}"
 
 
 def differ(rows: Sequence[AdamTensors], others: Sequence[AdamTensors]) -> bool:
@@ -112,6 +117,18 @@ def differ(rows: Sequence[AdamTensors], others: Sequence[AdamTensors]) -> bool:
 
 
 # ---- The kernel has the reference's bits. ----
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_without_eps_what_has_no_gradient_becomes_nan_as_in_torch(device: str) -> None:
+    rows = rows_of(torch.float32, torch.float32, "none", device, lengths=[300])
+    expected = copies(rows)
+    launched(rows)([AdamOptions(1e-3, 0.9, 0.999, 0.0, 0.1)])
+    adam_update_reference(expected, [AdamOptions(1e-3, 0.9, 0.999, 0.0, 0.1)])
+    master, theirs = rows[0].master, expected[0].master
+    assert master is not None and theirs is not None
+    assert master[::7].isnan().all() and master.isnan().sum() == len(master[::7])
+    assert torch.equal(master.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)

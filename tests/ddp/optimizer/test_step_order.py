@@ -11,9 +11,9 @@ from maingrad.launch import simulate
 
 
 def test_the_last_bucket_is_updated_under_the_reductions_and_gathered_under_the_rest() -> None:
-    assert step_order(range(7), reduced=False, gathers=True) == [[0, 1, 2], [6], [3, 4, 5]]
-    assert step_order(range(7), reduced=True, gathers=True) == [[6], [0, 1, 2, 3, 4, 5]]
-    assert step_order(range(7), reduced=False, gathers=False) == [[0, 1, 2], [3, 4, 5, 6]]
+    assert step_order(range(9), reduced=False, gathers=True) == [[0, 1, 2, 3, 4, 5], [8], [6, 7]]
+    assert step_order(range(9), reduced=True, gathers=True) == [[8], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert step_order(range(9), reduced=False, gathers=False) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
     assert step_order(range(1), reduced=False, gathers=True) == [[0]]
     assert step_order(range(2), reduced=False, gathers=True) == [[1], [0]]
 
