@@ -254,7 +254,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
 
 def test_fsdp_has_its_blocks() -> None:
-    assert len(FSDP) == 4
+    assert len(FSDP) == 5
     assert sum("peak_nbytes" in block for block in FSDP) == 1
 
 

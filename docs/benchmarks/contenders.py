@@ -67,19 +67,21 @@ def row_of(label, build, *, refuse=lambda _: None, options="", **how):
 # ---- Ours. ----
 
 
-def wrap(case, form, *, fused=True, compiled=False, split_ends=False, num_instances=1, **options):
+def wrap(case, form, *, fused=True, compiled=False, split_ends=False, num_instances=1, compact=False, **options):
     """The case's model by ``parallelize(model, form, **options)``.
 
     fused          weight gradients by our layers; otherwise by ``nn.Linear``
     split_ends     the embedding and the head are units of their own: neither is whole while the other is used
     num_instances  of "hsdp"
+    compact        shards are bf16, for an optimizer with ``state="compact"``
     """
     sharded = form not in ("ddp", "zero1")
-    model = case.make(torch.float32 if sharded else torch.bfloat16)
+    model = case.make(torch.float32 if sharded and not compact else torch.bfloat16)
     if sharded:
         outer = {} if num_instances == 1 else {"outer": num_instances}
         options["mesh"] = make_mesh(case.device, {**outer, "inner": case.num_ranks // num_instances})
-        options |= {"param_dtype": torch.bfloat16, "bucket_size": case.ours.get("bucket_size")}
+        stored = {"mixed_precision": fsdp.MixedPrecisionPolicy()} if compact else {"param_dtype": torch.bfloat16}
+        options |= {**stored, "bucket_size": case.ours.get("bucket_size")}
     else:
         options |= case.ours
     if compiled:

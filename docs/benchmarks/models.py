@@ -184,6 +184,13 @@ ROWS: dict[str, Row] = {
     **_recipe("float8_current"),
     **_recipe("float8_block"),
     **_zero3("zero3", "maingrad ZeRO-3", options=_ZERO3),
+    **_zero3(
+        "zero3_compact",
+        "maingrad ZeRO-3, compact state",
+        options="bf16 shards with remainders, fp32 main_grad; reduce_every_microbatch=False; ShardedAdamW",
+        compact=True,
+        optimizer_options={"state": "compact"},
+    ),
     **_zero3("zero3_linear", "maingrad ZeRO-3, nn.Linear", options=f"{_ZERO3}; not converted", fused=False),
     **_fsdp2("fsdp2_zero2", "FSDP2 ZeRO-2", options=f"{_FSDP2}; reshard_after_forward=False", reshard=False),
     **_fsdp2(

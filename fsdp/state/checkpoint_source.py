@@ -81,7 +81,7 @@ class ShardedSource:
         self._whole = {pair.sharded: pair.whole for pair in pairs}
         self.ranks = _ranks_of(module, list(self._whole))
         self._masters: Mapping[Tensor, Tensor] = {}
-        """Of compact state, while a load reads into them."""
+        """Masters of compact state, while a load reads into them."""
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """See ``CheckpointSource``. Sharded parameters, and parameters in the optimizer, have a slice each."""
