@@ -46,7 +46,7 @@ class FSDPModule(nn.Module):
         Placements that shard gradients reduce them inside an instance, unless ``reduce_every_microbatch=False``.
         Otherwise whole gradients stay in memory. Nothing is reduced across instances.
         """
-        return root_of(self).syncing(False)
+        return root_of(self).parts.no_sync()
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
@@ -124,7 +124,7 @@ class FSDPModule(nn.Module):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set ``reshard_after_forward`` of this unit and, if ``recurse``, of all units inside it."""
         for module in _sharded_inside(self) if recurse else [self]:
-            unit_of(module).set_reshard(reshard_after_forward)
+            unit_of(module).reshard_after_forward = reshard_after_forward
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:

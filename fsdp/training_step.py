@@ -134,7 +134,12 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
             return any(param.grad is not None for param in (*self._shards, *self._plain_params()))
 
     def _prepare(self) -> None:
-        self._root.begin_graphed()
+        root = self._root
+        root.begin(root.units[0])
+        if root.grads.under_way:  # its .grad were set to None
+            root.grads.give_up()
+            root.grads.begin()
+        root.gathers.release_all()
         if isinstance(self._optimizer, ShardedAdamW | ShardedAdam):
             self._optimizer.prepare_replay()
 

@@ -80,7 +80,7 @@ def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | Non
             parts |= part_of_whole(name, section, by_name[name])
         return parts
 
-    opened = open_checkpoint(Path(checkpoint), choose)
+    opened = open_checkpoint(Path(checkpoint), lambda: choose)
     opened.read()
     manifest = opened.manifest
     for name, entry in manifest.tensors.items():
@@ -114,7 +114,7 @@ def save_safetensors(
     found: dict[str, Tensor] = {}
     if optimizer is not None:
         optimizer.prepare_state()
-        if dtype is not None and ranks.writes:
+        if dtype is not None and ranks.place < ranks.num_writers:
             optimizer.refresh_masters()
             found = {name: master.cpu() for name, master in _gather_masters(optimizer)}
 

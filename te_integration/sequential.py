@@ -40,10 +40,9 @@ class Sequential(nn.Sequential):
     def forward(self, input: Any, *extra_inputs: Any) -> Any:
         """Run all modules. Raises ``TypeError`` if the number of extra inputs is not what the modules take in sum."""
         if len(extra_inputs) != self.num_extra_inputs:
-            takers = [f"{name}: {_num_extra_inputs(op)}" for name, op in self.named_children() if _num_extra_inputs(op)]
             raise TypeError(
-                f"Sequential got {len(extra_inputs)} extra inputs, and its modules take {self.num_extra_inputs} "
-                f"({', '.join(takers) or 'none of them any'}): a module says how many by num_extra_inputs"
+                f"Sequential got {len(extra_inputs)} extra inputs, and its modules take {self.num_extra_inputs}: each "
+                f"module says how many by num_extra_inputs"
             )
         remaining = iter(extra_inputs)
         for op in self:

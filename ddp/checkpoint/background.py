@@ -12,12 +12,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..collectives.failure_report import CollectiveError
 from .files.boxes import Parts
@@ -26,7 +26,7 @@ from .files.manifest import Manifest, write_manifest
 from .files.rank_file import RankFile, check_size, file_name, write_rank_file
 from .ranks import CheckpointRanks
 
-__all__ = ["PendingSave", "finish_pending", "reserve_memory", "wait_for_memory"]
+__all__ = ["PendingSave", "finish_pending", "reserve_memory"]
 
 _GRACE = 30.0
 """Seconds for which the first rank waits for the others' files, after its program has ended or given the save up."""
@@ -64,8 +64,8 @@ class PendingSave:
         self._staging, self._ranks, self._id, self._parts = staging, ranks, save_id, parts
         self._manifest = manifest
         self._encoded = "" if manifest is None else manifest.encoded()
-        self._written: Future[None] = Future()
-        self._completed: Future[None] = Future()
+        self._ends: tuple[Future[None], Future[None]] = Future(), Future()
+        """Of the thread's two steps: the writing of this rank's file, and the completion."""
         self._error: Exception | None = None
         """What ``wait`` raises."""
         self.is_over = True
@@ -82,12 +82,15 @@ class PendingSave:
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
         once, after all copies have been queued."""
-        devices = {data.device for each in self._parts.values() for data in each.values() if not data.is_cpu}
-        self._parts = {
-            part: {section: _host_copy(each[section].detach(), dtype) for section, dtype in part.dtypes}
-            for part, each in self._parts.items()
-        }
-        for device in devices:
+        devices = set()
+        for part, each in self._parts.items():
+            for section, dtype in part.dtypes:
+                data = each[section]
+                # A device copies to page-locked memory by itself. Torch keeps the memory for the next save.
+                memory = torch.empty(part.box.sizes, dtype=dtype, device="cpu", pin_memory=not data.is_cpu)
+                each[section] = memory.copy_(data.to(dtype), non_blocking=True)
+                devices.add(data.device)
+        for device in devices - {torch.device("cpu")}:
             torch.accelerator.current_stream(device).synchronize()
 
     def start(self, model: nn.Module) -> None:
@@ -103,7 +106,7 @@ class PendingSave:
 
     def failed(self) -> bool:
         """Whether this rank could not write; ``wait`` raises the error. Waits for nobody."""
-        return any(step.done() and step.exception() is not None for step in (self._written, self._completed))
+        return any(end.done() and end.exception() is not None for end in self._ends)
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Collective over the model's ranks.
@@ -113,7 +116,7 @@ class PendingSave:
         """
         if not self.is_over:
             try:
-                self._finish(self._written.result, self._completed.result)
+                self._finish(*(end.result for end in self._ends))
             except Exception as error:
                 self._error = error
                 self.give_up(after=0.0)
@@ -159,8 +162,11 @@ class PendingSave:
 
     @torch.no_grad()
     def _run(self) -> None:
-        _settle(self._written, self._write)
-        _settle(self._completed, self._complete)
+        for end, step in zip(self._ends, (self._write, self._complete), strict=True):
+            try:
+                end.set_result(step())
+            except BaseException as error:
+                end.set_exception(error)
 
     def _waits(self) -> bool:
         """Whether the first rank goes on waiting for files. Raises where the save is given up."""
@@ -174,17 +180,14 @@ class PendingSave:
         return time.monotonic() < self._appears_by
 
 
-def _settle(step: "Future[None]", action: Callable[[], None]) -> None:
-    """Run the action; ``step`` has its end."""
-    try:
-        action()
-        step.set_result(None)
-    except BaseException as error:
-        step.set_exception(error)
-
-
 def finish_pending(model: nn.Module) -> None:
-    """Wait for the model's save under way, if there is one that the program has not waited for. Raises its error."""
+    """Wait for the model's save under way, if there is one that the program has not waited for. Raises its error.
+
+    Before, wait for the thread of ``reserve_memory``, if there is one.
+    """
+    reserving = _reserving.pop(model, None)
+    if reserving is not None:
+        reserving.join()
     pending = _pending.get(model)  # not removed before its end: Ctrl-C may end the waiting, but not the save
     if pending is not None and not pending.is_over:
         pending.wait()
@@ -198,31 +201,10 @@ def reserve_memory(model: nn.Module, parts: Parts) -> None:
         for section, dtype in part.dtypes
         if not each[section].is_cpu
     ]
-    if on_devices:
-        wait_for_memory(model)
 
-        def take_and_free() -> None:
-            with suppress(RuntimeError):  # no memory: the save itself says so
-                _ = [page_locked(shape, dtype) for shape, dtype in on_devices]
+    def take_and_free() -> None:
+        with suppress(RuntimeError):  # no memory: the save itself says so
+            _ = [torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True) for shape, dtype in on_devices]
 
-        _reserving[model] = thread = threading.Thread(target=take_and_free, name="memory of saves")
-        thread.start()
-
-
-def wait_for_memory(model: nn.Module) -> None:
-    """Wait for the thread of ``reserve_memory``, if there is one."""
-    thread = _reserving.pop(model, None)
-    if thread is not None:
-        thread.join()
-
-
-def page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Host memory that a device copies to by itself. Torch keeps it for the next tensor of its size."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-
-def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.is_cpu:
-        plain = tensor.resolve_conj().resolve_neg()
-        return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return page_locked(tensor.shape, dtype).copy_(tensor.to(dtype), non_blocking=True)
+    _reserving[model] = thread = threading.Thread(target=take_and_free, name="memory of saves")
+    thread.start()

@@ -11,9 +11,8 @@ ranks hold the same elements, the first rank says which rank writes them (``file
 checks all it can before it changes the model, and then each rank reads its parts (``files/opened.py``).
 """
 
-import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +22,24 @@ from torch.optim import Optimizer
 from ..collectives.agreement import with_more_text
 from ..collectives.failure_report import CollectiveError
 from ..plan.parallel_marks import refuse_slices
-from .background import PendingSave, finish_pending, reserve_memory, wait_for_memory
+from .background import PendingSave, finish_pending, reserve_memory
 from .files.boxes import Part, Parts
 from .files.folder import Staging
-from .files.manifest import Manifest, assign
-from .files.opened import MOST_TRIES, OpenedCheckpoint, open_checkpoint
-from .model import Notes, check_same_call, make_manifest, misfit_of, parts_of_model, parts_to_fill
+from .files.manifest import Manifest, SavedOptimizer, assign
+from .files.opened import open_checkpoint
+from .model import (
+    ExpertSets,
+    Notes,
+    check_same_call,
+    make_manifest,
+    make_notes,
+    misfit_of,
+    parts_of_model,
+    parts_to_fill,
+)
 from .on_demand import with_on_demand
-from .optimizer import describe_optimizer, describe_updates, plan_optimizer
-from .source import Holding
+from .optimizer import describe_optimizer, plan_optimizer
+from .source import CheckpointSource
 from .wrapper_source import source_of
 
 __all__ = ["load_checkpoint", "prepare_background_saves", "save_checkpoint"]
@@ -73,29 +81,21 @@ def save_checkpoint(
         )
     target, save_id, sets = check_same_call(path, optimizer, source, "save_checkpoint")
 
-    def prepare() -> tuple[Holding, Parts, Notes]:
-        holding = sets.stored(source.hold(optimizer, saving=True))
-        parts = parts_of_model(holding, ranks)
-        if ranks.leads:
-            staging.begin()
-        return holding, parts, Notes([*parts], describe_updates(holding), [*holding.buffers], holding.tied)
-
     with Staging(target) as staging:
-        (holding, parts, _), notes = ranks.run_and_gather(
-            prepare, lambda prepared: prepared[-1], f"the preparation of checkpoint '{target}'"
-        )
+        mine, writers, notes, saved = _list_saved(source, optimizer, sets, f"the preparation of checkpoint '{target}'")
 
         def plan() -> PendingSave:
-            writers = assign([each.parts for each in notes])
-            saved, manifest = describe_optimizer(holding.optimizer), None
+            manifest = None
             if ranks.leads:
-                manifest = make_manifest(writers, notes, sets, saved, _as_json(extra), save_id)
-            return PendingSave(staging, ranks, save_id, _chosen(parts, writers, ranks.place), manifest)
+                staging.begin()
+                manifest = make_manifest(writers, notes, sets, saved, extra, save_id)
+            pending = PendingSave(staging, ranks, save_id, mine, manifest)
+            if background:
+                pending.copy_to_host()
+            return pending
 
         pending = ranks.run_on_all_ranks(plan, f"the plan of checkpoint '{target}'")
         if background:
-            wait_for_memory(model)
-            ranks.run_on_all_ranks(pending.copy_to_host, f"the copying of checkpoint '{target}'")
             pending.start(model)
         else:
             pending.write_now()
@@ -121,16 +121,14 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     ranks = source.ranks
     target, _, sets = check_same_call(path, optimizer, source, "load_checkpoint")
 
-    def prepare() -> tuple[OpenedCheckpoint, list[Callable[[], None]]]:
+    at_the_end: list[Callable[[], None]] = []
+
+    def prepare() -> Callable[[Manifest], Parts]:
         held = source.hold(optimizer, saving=False)
-        at_the_end: list[Callable[[], None]] = []
 
         def choose(manifest: Manifest) -> Parts:
-            holding, adopt = with_on_demand(held, source.module, manifest.tensors)
-            # Earlier versions have stored buffers of experts once for all sets, unless they were marked.
-            of_all = manifest.tensors.keys() & holding.buffers.keys()
-            holding = sets.stored(holding._replace(experts={*holding.experts} - of_all))
             entries = sets.here_of(manifest.tensors)
+            holding, adopt = with_on_demand(held, source.module, entries)
             misfit = misfit_of(manifest.num_expert_sets, entries, holding, sets)
             if misfit is not None:
                 raise ValueError(
@@ -143,20 +141,12 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
                 moments, install = plan_optimizer(manifest.optimizer, entries, holding, holding.optimizer)
                 parts |= moments
                 at_the_end.append(install)
-            return parts
+            stored = sets.here_of({name: name for name in manifest.tensors})
+            return {part._replace(name=stored[part.name]): data for part, data in parts.items()}
 
-        return open_checkpoint(target, choose), at_the_end
+        return choose
 
-    for _ in range(MOST_TRIES):
-        (opened, at_the_end), ids = ranks.run_and_gather(
-            prepare, lambda load: load[0].manifest.save_id, f"the opening of checkpoint '{target}'"
-        )
-        if len(set(ids)) == 1:
-            break
-    else:
-        raise ValueError(
-            f"ranks opened different checkpoints at '{target}', {MOST_TRIES} times: load it when nothing saves there"
-        )
+    opened = open_checkpoint(target, prepare, ranks)
     try:
         ranks.run_on_all_ranks(opened.read, f"the reading of checkpoint '{target}'")
     except Exception as error:
@@ -182,26 +172,32 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     environment of the process lets kernels start, and ``pinned_num_register_threads:8`` behind it, after a comma, is
     three times as fast. No CUDA graph can be captured before the memory is there.
     """
+    finish_pending(model)
     source = source_of(model)
-    ranks = source.ranks
     anywhere = os.sep  # a path that is one on all ranks
     *_, sets = check_same_call(anywhere, optimizer, source, "prepare_background_saves")
-    parts, held = ranks.run_and_gather(
-        lambda: parts_of_model(sets.stored(source.hold(optimizer, saving=True)), ranks),
-        lambda parts: [*parts],
-        "the listing of what is saved",
-    )
-    reserve_memory(model, _chosen(parts, assign(held), ranks.place))
+    mine, *_ = _list_saved(source, optimizer, sets, "the listing of what is saved")
+    reserve_memory(model, mine)
 
 
-def _chosen(parts: Parts, writers: Mapping[Part, int], rank: int) -> Parts:
-    """Those that this rank writes."""
-    return {part: data for part, data in parts.items() if writers[part] == rank}
+def _list_saved(
+    source: CheckpointSource, optimizer: object, sets: ExpertSets, what: str
+) -> tuple[Parts, dict[Part, int], list[Notes], SavedOptimizer | None]:
+    """What this rank writes; and for the manifest the writer of each part, all ranks' notes, and the optimizer.
 
+    what  name of the step, for errors
 
-def _as_json(extra: Any) -> Any:
-    """A copy of what a load returns."""
-    try:
-        return json.loads(json.dumps(extra, indent=1))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra must be something that JSON holds ({error})") from None
+    Collective over the source's ranks.
+    """
+    ranks = source.ranks
+
+    def look() -> tuple[Parts, SavedOptimizer | None, Notes]:
+        holding = source.hold(optimizer, saving=True)
+        stored = sets.naming(holding)
+        parts = parts_of_model(holding, ranks, stored)
+        return parts, describe_optimizer(holding.optimizer), make_notes(parts, holding, stored)
+
+    (parts, saved, _), notes = ranks.run_and_gather(look, lambda seen: seen[-1], what)
+    writers = assign([each.parts for each in notes])
+    mine = {part: data for part, data in parts.items() if writers[part] == ranks.place}
+    return mine, writers, notes, saved

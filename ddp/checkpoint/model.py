@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ..collectives.agreement import gather
 from ..plan.owned_params import buffers_of_experts
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
-from .files.manifest import Manifest, SavedOptimizer, SavedTensor, new_id, stored_tensors
+from .files.manifest import Manifest, SavedOptimizer, SavedTensor, agreed, new_id, stored_tensors
 from .files.typed_json import dtype_name
+from .optimizer import scalars_of
 from .ranks import CheckpointRanks
 from .source import CheckpointSource, Holding
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_same_call",
     "experts_of",
     "make_manifest",
+    "make_notes",
     "misfit_of",
     "model_tensors",
     "parts_of_model",
@@ -39,34 +41,24 @@ T = TypeVar("T")
 class ExpertSets(NamedTuple):
     """The sets of experts that different ranks hold under the same names: each is stored under names of its own."""
 
-    here: int
-    """Which set this rank holds; -1: none."""
-    number: int
+    own: str
+    """Suffix of the stored names of this rank's experts; empty where all ranks hold the same."""
+    suffixes: Sequence[str]
+    """Those of all sets, where there are several."""
 
-    def stored(self, holding: Holding) -> Holding:
-        """``holding`` by the names in the files."""
-        if self.number == 1:
-            return holding._replace(experts=())
-        experts = {*holding.experts, *(alias for alias, first in holding.tied.items() if first in holding.experts)}
+    @property
+    def number(self) -> int:
+        """Number of different sets, 1 for a model without experts."""
+        return len(self.suffixes) or 1
 
-        def rename(name: str) -> str:
-            return name + self.suffix(self.here) if name in experts else name
-
-        renamed: dict[str, Any] = {
-            field: {rename(name): each for name, each in getattr(holding, field).items()}
-            for field in ("params", "buffers", "whole", "slices")
-        }
-        tied = {rename(alias): rename(first) for alias, first in holding.tied.items()}
-        return holding._replace(**renamed, tied=tied, experts={*map(rename, experts)})
+    def naming(self, holding: Holding) -> Callable[[str], str]:
+        """Names in the files, from names in the model."""
+        return lambda name: name + self.own if name in holding.experts else name
 
     def here_of(self, stored: Mapping[str, T]) -> dict[str, T]:
-        """Stored tensors without the experts that only other ranks hold."""
-        others = tuple(self.suffix(index) for index in range(self.number) if index != self.here)
-        return {name: each for name, each in stored.items() if not name.endswith(others)}
-
-    def suffix(self, expert_set: int) -> str:
-        """Suffix of the stored names of one set's experts."""
-        return f"@expert_set_{expert_set}_of_{self.number}"
+        """Stored tensors by their names in the model, without the experts that only other ranks hold."""
+        others = tuple(suffix for suffix in self.suffixes if suffix != self.own)
+        return {name.removesuffix(self.own): each for name, each in stored.items() if not name.endswith(others)}
 
 
 def check_same_call(
@@ -93,16 +85,13 @@ def check_same_call(
 
     _, calls = ranks.run_and_gather(call, lambda said: said, f"the beginning of {what}")
     paths, has_optimizer, ids, all_experts = zip(*calls, strict=True)
-    other = next((each for each in paths if each != paths[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"all ranks save to and load from one folder; the first one has '{paths[0]}', another '{other}'"
-        )
+    if len(set(paths)) > 1:
+        raise ValueError(f"all ranks save to and load from one folder, and were given {sorted(set(paths))[:2]}")
     if len(set(has_optimizer)) > 1:
         raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
     known = sorted({*all_experts} - {-1})
-    sets = ExpertSets(known.index(experts) if experts in known else -1, max(1, len(known)))
-    return Path(paths[0]), ids[0], sets
+    suffixes = {each: f"@expert_set_{index}_of_{len(known)}" for index, each in enumerate(known) if len(known) > 1}
+    return Path(paths[0]), ids[0], ExpertSets(suffixes.get(experts, ""), [*suffixes.values()])
 
 
 class ModelTensors(NamedTuple):
@@ -132,30 +121,31 @@ def model_tensors(module: nn.Module) -> ModelTensors:
 
 
 def experts_of(module: nn.Module, tensors: ModelTensors, is_expert: Callable[[nn.Parameter], bool]) -> set[str]:
-    """Names of the parameters for which ``is_expert`` is true, and of their modules' buffers."""
+    """All names of the parameters for which ``is_expert`` is true, and of their modules' buffers."""
     buffers = buffers_of_experts(module, is_expert)
     params = {name for name, param in tensors.parameters.items() if is_expert(param)}
+    params |= {alias for alias, first in tensors.tied.items() if first in params}
     return params | {name for name, buffer in tensors.buffers.items() if id(buffer) in buffers}
 
 
-def parts_of_model(holding: Holding, ranks: CheckpointRanks) -> Parts:
-    """This rank's parameters, masters, moments and buffers to save, by stored names: views of memory.
+def parts_of_model(holding: Holding, ranks: CheckpointRanks, stored: Callable[[str], str]) -> Parts:
+    """This rank's parameters, masters, moments and buffers to save, by their names in the files: views of memory.
 
     Whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may differ between
     ranks: the first one's are saved, as ``broadcast_params`` copies them.
     """
     parts: Parts = {}
-    if not ranks.writes:
+    if ranks.place >= ranks.num_writers:
         return parts
     for turn, (name, tensor) in [*enumerate(holding.whole.items()), *((0, each) for each in holding.buffers.items())]:
         if name in holding.experts or turn % ranks.num_writers == ranks.place:
-            parts |= _dense(name, tensor)
+            parts |= _dense(stored(name), tensor)
     for name, held in holding.slices.items():
         param = holding.params[name]
         sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state().items()}}
         if held.master.dtype is not param.dtype:
             sections["master"] = held.master
-        parts |= parts_of_range(name, param.shape, held.start, sections, model=param.dtype)
+        parts |= parts_of_range(stored(name), param.shape, held.start, sections, model=param.dtype)
     return parts
 
 
@@ -190,14 +180,28 @@ def parts_to_fill(entries: Mapping[str, SavedTensor], holding: Holding) -> Parts
 
 
 class Notes(NamedTuple):
-    """What a rank tells the first rank, which writes the manifest; by stored names."""
+    """What a rank tells the first rank, which writes the manifest; by names in the files."""
 
     parts: Sequence[Part]
     """What this rank could write."""
-    updates: Mapping[str, tuple[int | None, dict[str, Any]]]
-    """Group, and state that is not elementwise, of each parameter with a slice here."""
-    buffers: Sequence[str]
+    groups: Mapping[str, int | None]
+    """Parameter group of each parameter with a slice here."""
+    scalars: Mapping[str, dict[str, Any]]
+    """State that is not elementwise. A rank that holds no element of a parameter has none."""
+    is_buffer: Mapping[str, bool]
     tied: Mapping[str, str]
+
+
+def make_notes(parts: Parts, holding: Holding, stored: Callable[[str], str]) -> Notes:
+    """The notes of this rank."""
+    slices = holding.slices.items()
+    return Notes(
+        [*parts],
+        {stored(name): held.group for name, held in slices},
+        {stored(name): scalars for name, held in slices if (scalars := scalars_of(name, held))},
+        {stored(name): True for name in holding.buffers},
+        {stored(alias): stored(first) for alias, first in holding.tied.items()},
+    )
 
 
 def make_manifest(
@@ -212,30 +216,19 @@ def make_manifest(
 
     Raises ``ValueError`` where notes contradict, and for elements that no rank holds.
     """
-    tied: dict[str, str] = {}
-    updates: dict[str, tuple[int | None, dict[str, Any]]] = {}
-    for notes in all_notes:
-        tied |= notes.tied
-        for name, (group, scalars) in notes.updates.items():
-            known_group, known = updates.setdefault(name, (group, scalars))
-            # A rank that holds no element of a parameter has no state of it.
-            if group != known_group or (known and scalars and known != scalars):
-                raise ValueError(
-                    f"ranks disagree on parameter '{name}': one has group {known_group} and {known}, another group "
-                    f"{group} and {scalars}"
-                )
-            updates[name] = group, known or scalars
-    buffers = {name for notes in all_notes for name in notes.buffers}
+    groups, scalars, is_buffer, tied = (
+        agreed(field, [getattr(notes, field) for notes in all_notes]) for field in Notes._fields[1:]
+    )
     tensors: dict[str, SavedTensor] = {}
     for name, stored in stored_tensors(writers).items():
         try:
-            tensors[name] = SavedTensor(*stored, name in buffers, *updates.get(name, (None, dict[str, Any]())))
+            tensors[name] = SavedTensor(*stored, name in is_buffer, groups.get(name), scalars.get(name, {}))
         except ValueError as error:
             raise ValueError(
                 f"'{name}' of shape {list(stored[0])} is not held by all ranks together: {error}"
             ) from None
-    for expert_set in range(sets.number):
-        if sets.number > 1 and not any(name.endswith(sets.suffix(expert_set)) for name in tensors):
+    for expert_set, suffix in enumerate(sets.suffixes):
+        if not any(name.endswith(suffix) for name in tensors):
             raise ValueError(
                 f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
                 f"all"
@@ -246,7 +239,7 @@ def make_manifest(
 def misfit_of(
     num_expert_sets: int, entries: Mapping[str, SavedTensor], holding: Holding, sets: ExpertSets
 ) -> str | None:
-    """The first parameter or buffer in which model and checkpoint differ, for an error."""
+    """The first parameters or buffers in which model and checkpoint differ, for an error."""
     if num_expert_sets != sets.number:
         return (
             f"the checkpoint was saved by ranks with {num_expert_sets} different set(s) of experts, and these "
@@ -254,27 +247,19 @@ def misfit_of(
         )
     # By name, what the saved tensor may be.
     present = {
-        name: [_described(False, param.shape, dtype) for dtype in (param.dtype, param.kept)]
+        name: [_described(False, param.shape, dtype) for dtype in dict.fromkeys((param.dtype, param.kept))]
         for name, param in holding.params.items()
     } | {name: [_described(True, buffer.shape, buffer.dtype)] for name, buffer in holding.buffers.items()}
     saved = {name: _described(entry.is_buffer, entry.shape, entry.dtype) for name, entry in entries.items()}
-    missing = [name for name in present if name not in saved]
-    unknown = [name for name in saved if name not in present]
-    if missing or unknown:
-        sides = [f"the model's {_in_words(missing)} is not in the checkpoint"] if missing else []
-        sides += [f"the checkpoint's {_in_words(unknown)} is not in the model"] if unknown else []
-        return "; ".join(sides)
-    for name, there in saved.items():
-        if there not in present[name]:
-            here = " or ".join(dict.fromkeys(present[name]))
-            return f"'{name}' is {here} in the model and {there} in the checkpoint"
-    return None
+    misfits = [
+        f"'{name}' is {' or '.join(present.get(name, ['missing']))} in the model and {saved.get(name, 'missing')} in "
+        f"the checkpoint"
+        for name in {**present, **saved}
+        if saved.get(name) not in present.get(name, [])
+    ]
+    more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
+    return "; ".join(misfits[:3]) + more or None
 
 
 def _described(is_buffer: bool, shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"a {'buffer' if is_buffer else 'parameter'} of {dtype_name(dtype)} {list(shape)}"
-
-
-def _in_words(names: list[str]) -> str:
-    few = ", ".join(f"'{name}'" for name in names[:3])
-    return few if len(names) <= 3 else f"{few} (and {len(names) - 3} more)"

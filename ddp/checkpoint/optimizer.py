@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from .files.boxes import Parts, parts_of_range
 from .files.manifest import SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, from_json, to_json
-from .source import Holding
+from .source import HeldSlice, Holding
 
-__all__ = ["describe_optimizer", "describe_updates", "plan_optimizer"]
+__all__ = ["describe_optimizer", "plan_optimizer", "scalars_of"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
@@ -41,18 +41,12 @@ def _class_name(optimizer: Optimizer) -> str:
     return kind.__name__
 
 
-def describe_updates(holding: Holding) -> dict[str, tuple[int | None, dict[str, Any]]]:
-    """Group, and state that is not elementwise, of each parameter with a slice here."""
+def scalars_of(name: str, held: HeldSlice) -> dict[str, Any]:
+    """The state of a parameter that is not elementwise."""
     return {
-        name: (
-            held.group,
-            {
-                key: to_json(value, f"state '{key}' of parameter '{name}'")
-                for key, value in held.scalars().items()
-                if value is not None
-            },
-        )
-        for name, held in holding.slices.items()
+        key: to_json(value, f"state '{key}' of parameter '{name}'")
+        for key, value in held.scalars().items()
+        if value is not None
     }
 
 
@@ -93,9 +87,7 @@ def plan_optimizer(
         other = entries[first.setdefault(updated, name)]
         if updated not in state:
             group = optimizer.param_groups[held.group]
-            state[updated] = _make_state(
-                optimizer.state.get(updated, {}), updated, group, entry, device=held.master.device
-            )
+            state[updated] = _make_state(optimizer, updated, group, entry, device=held.master.device)
         if (entry.state, entry.scalars) != (other.state, other.scalars):
             one, another = (f"{sorted(each.state)} {each.scalars}" for each in (other, entry))
             raise ValueError(
@@ -108,12 +100,10 @@ def plan_optimizer(
             flat = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
             parts |= parts_of_range(name, entry.shape, held.start, flat)
     for group in optimizer.param_groups:  # tensors without elements are not saved, but step with the others
-        likes = {updated.dtype: updated for updated in group["params"] if updated in first}
+        likes = {updated.dtype: entries[first[updated]] for updated in group["params"] if updated in first}
         for updated in group["params"]:
-            if updated.numel() == 0 and updated.requires_grad and updated not in state:
-                like = likes.get(updated.dtype)
-                known = None if like is None else entries[first[like]]
-                state[updated] = {} if known is None else _make_state({}, updated, group, known, device=updated.device)
+            if updated.numel() == 0 and updated.requires_grad and updated not in state and updated.dtype in likes:
+                state[updated] = _make_state(optimizer, updated, group, likes[updated.dtype], device=updated.device)
 
     def install() -> None:
         optimizer.state.update(state)
@@ -134,14 +124,11 @@ def plan_optimizer(
 def _check_options(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for a saved option that the optimizer could not step with, or that no save writes."""
     for key, value in saved.items():
-        if key in _HOW_NOT_WHAT:
-            raise ValueError(
-                f"option '{key}' of parameter group {index} is in the checkpoint's manifest, and no save writes it"
-            )
-        if key in group and _kind_of(from_json(value)) != _kind_of(group[key]) and group[key] is not None:
+        differs = group.get(key) is not None and _kind_of(from_json(value)) != _kind_of(group[key])
+        if key in _HOW_NOT_WHAT or differs:
             raise ValueError(
                 f"option '{key}' of parameter group {index} is {reprlib.repr(value)} in the checkpoint's manifest, "
-                f"and {reprlib.repr(group[key])} here: another kind of value, or no finite number"
+                f"and {reprlib.repr(group.get(key))} here: another kind of value, or no finite number, or none to load"
             )
 
 
@@ -149,11 +136,9 @@ def _kind_of(value: Any) -> Any:
     """Equal for two values of which an optimizer takes the one where it takes the other."""
     if isinstance(value, list | tuple):
         return [_kind_of(each) for each in value]
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return type(value)
-    return "a number" if math.isfinite(value) else "no finite number"
+    return math.isfinite(value) if type(value) in (int, float) else type(value)
 
 
 def _match_groups(
@@ -163,41 +148,37 @@ def _match_groups(
 
     Raises ``ValueError`` where the saved groups hold other parameters.
     """
-    placed = {name: (held.group if (held := holding.slices.get(name)) else None) for name in entries}
-    pairs = {(None, None), *((placed[name], entry.group) for name, entry in entries.items())}
-    matched = dict(pairs)
-    if not len(pairs) == len(matched) == len({*matched.values()}):  # not one to one
-        if len(saved.groups) != len(optimizer.param_groups):
+    there_of: dict[Any, Any] = {None: None}
+    here_of: dict[Any, Any] = {None: None}
+    for name, entry in entries.items():
+        held, there = holding.slices.get(name), entry.group
+        here = held.group if held else None
+        if there_of.setdefault(here, there) != there or here_of.setdefault(there, here) != here:
             raise ValueError(
-                f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer "
-                f"{len(optimizer.param_groups)}"
+                f"parameter '{name}' is {_place(here, optimizer.param_groups)} and was {_place(there, saved.groups)} "
+                f"when the checkpoint was saved: {_ALONE}"
             )
-        name = next(name for name, entry in entries.items() if placed[name] != entry.group)
-        raise ValueError(
-            f"parameter '{name}' is {_place(placed[name])} and was {_place(entries[name].group)} when the checkpoint "
-            f"was saved: {_ALONE}"
-        )
-    groups = {one: other for one, other in matched.items() if one is not None and other is not None}
     for index in range(min(len(saved.groups), len(optimizer.param_groups))):
-        if index not in groups and index not in groups.values():
-            groups[index] = index
-    return groups
+        if index not in there_of and index not in here_of:
+            there_of[index] = index
+    del there_of[None]
+    return there_of
 
 
-def _place(group: int | None) -> str:
-    return "frozen, or without an optimizer," if group is None else f"in parameter group {group}"
+def _place(group: int | None, groups: Sequence[object]) -> str:
+    return "frozen, or without an optimizer," if group is None else f"in parameter group {group} of {len(groups)}"
 
 
 def _make_state(
-    present: Mapping[str, Any], updated: Tensor, group: Mapping[str, Any], entry: SavedTensor, *, device: torch.device
+    optimizer: Optimizer, updated: Tensor, group: Mapping[str, Any], entry: SavedTensor, *, device: torch.device
 ) -> dict[str, Any]:
-    """Memory for the state of one of the optimizer's tensors; fitting tensors in ``present`` are reused.
+    """Memory for the state of one of the optimizer's tensors; fitting tensors that are there are reused.
 
     device  of new elementwise state: the master's, which lies on the host where the device keeps fewer bytes
     """
     made: dict[str, Any] = {}
     for key, dtype in entry.state.items():
-        old = present.get(key)
+        old = optimizer.state.get(updated, {}).get(key)
         fits = isinstance(old, Tensor) and old.shape == updated.shape and old.dtype is dtype
         made[key] = old if fits else torch.zeros(updated.shape, dtype=dtype, device=device)
     for key, value in entry.scalars.items():

@@ -35,11 +35,6 @@ class CheckpointRanks(NamedTuple):
         return self.grid.inner_size if self.instances_alike else self.grid.size
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank writes."""
-        return self.place < self.num_writers
-
-    @property
     def leads(self) -> bool:
         """Whether this rank is the first of all."""
         return self.place == 0

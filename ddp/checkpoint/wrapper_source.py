@@ -12,7 +12,7 @@ from ..plan.parallel_marks import is_marked_expert
 from ..wrapper.data_parallel import DistributedDataParallel
 from .model import experts_of, model_tensors
 from .ranks import CheckpointRanks
-from .source import CheckpointSource, HeldParam, Holding
+from .source import CheckpointSource, HeldParam, HeldSlice, Holding
 
 __all__ = ["WrapperSource", "source_of"]
 
@@ -67,13 +67,13 @@ class WrapperSource:
         held = self._checked(optimizer)
         if saving and isinstance(self._model, DistributedDataParallel):
             self._model.steps.read()  # weights of ranks that have taken different steps are not saved
+        tensors, slices, read_whole = model_tensors(self.module), dict[str, HeldSlice](), False
         if held is not None:
             held.prepare_state()
             if saving:
                 held.refresh_masters()
-        tensors = model_tensors(self.module)
-        slices = {} if held is None else {part.name: part for part in held.full_slices(to_load=not saving)}
-        read_whole = not saving and held is not None and _are_on_cpu_without_masters(held)
+            slices |= {part.name: part for part in held.full_slices(to_load=not saving)}
+            read_whole = not saving and _are_on_cpu_without_masters(held)
         return Holding(
             params={
                 name: HeldParam(tuple(param.shape), param.dtype, param.dtype)

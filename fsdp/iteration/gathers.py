@@ -115,19 +115,16 @@ class UnitGathers:
     def begin_capture(self) -> None:
         """Free all whole parameters; the captured forwards gather each anew."""
         self.release_all()
-        for bucket in self._buckets:
-            bucket.record_change()
+        self.record_replay()
         self._freed.clear()  # the capture begins when all work is done
 
     def end_capture(self) -> None:
         """Forget the events of the capture: it has not run."""
         for bucket in self._buckets:
             bucket.gather.forget_capture()
-            bucket.record_change()
-        self.release_all()
-        self._freed.clear()
+        self.begin_capture()
 
     def record_replay(self) -> None:
-        """A captured iteration was replayed: the shards may have new values, on all ranks alike."""
+        """The shards may have new values, on all ranks alike, as after a captured iteration that was replayed."""
         for bucket in self._buckets:
             bucket.record_change()

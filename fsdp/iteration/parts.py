@@ -1,7 +1,8 @@
 """Sharded models whose parts run by turns: stages or chunks of a pipeline schedule, each with units of its own."""
 
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -37,7 +38,7 @@ class RootParts(Parts):
 
     def backward(self, part: object, *, final: bool) -> AbstractContextManager[None]:
         """See ``Parts``. Units are sent when a backward passes them. So only the last open part's backward is final."""
-        return self.root.syncing(self.root.sync and final and list(self._open) == [part])
+        return self._syncing(self.root.sync and final and list(self._open) == [part])
 
     def end(self, part: object) -> None:
         """See ``Parts``. The end of the last open part sends all remaining gradients."""
@@ -57,7 +58,17 @@ class RootParts(Parts):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See ``Parts``."""
-        return self.root.syncing(False)
+        return self._syncing(False)
+
+    @contextmanager
+    def _syncing(self, sync: bool) -> Iterator[None]:
+        """Say whether backwards in this block are an iteration's last, and reduce over all ranks."""
+        root = self.root
+        before, root.sync = root.sync, sync
+        try:
+            yield
+        finally:
+            root.sync = before
 
     def _abandon(self) -> None:
         root = self.root

@@ -12,8 +12,6 @@ streams (gloo).
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,10 +21,11 @@ from ...ddp.buckets.iteration_ends import is_watched, record_forward
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.timeline import Observer
 from ...ddp.contract.delayed import delay_blocks
-from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
+from ...ddp.torch_internals import call_when_backward_ends, current_backward
 from ..unit.bucket import ShardedBucket
 from ..unit.mixed_precision import cast_floating, cast_inputs
 from ..unit.unit import Unit
+from .checks import UnitChecks, past_the_outputs
 from .connect import connect_units, map_memory
 from .gathers import UnitGathers
 from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardOrder, ForwardTrace, UnitForward, delivers_to_any
@@ -61,13 +60,12 @@ class Root:
             unit.join_logs(self.grads.steps)
 
         self.sync = True
-        """False within ``no_sync``: in every microbatch but the iteration's last."""
+        """False within ``no_sync``, which ``parts`` has: in every microbatch but the iteration's last."""
         self.parts = RootParts(self)
         """The interface of a pipeline schedule that runs the model, or parts of the model, by turns."""
         self.forward_order = ForwardOrder()
+        self._checks = UnitChecks(units)
         self._running: list[BackwardHooks] = []  # of forwards under way, each inside the one before
-        self._checked = False  # _check_units has run since the last backward
-        self._frozen = False  # the whole model was frozen in the last outermost forward
         self._backward: Backward | None = None
 
     # ---- Forward. ----
@@ -84,7 +82,7 @@ class Root:
         following: list[Unit] = []
         if task == -1:  # not a recompute
             if not self._running:
-                self._begin(unit)
+                self.begin(unit)
             following = self.forward_order.enter(unit)
         self.gathers.gather(unit)
         for other in following if unit.forward_prefetch is None else unit.forward_prefetch:
@@ -93,7 +91,7 @@ class Root:
 
         forward = UnitForward(unit, tuple(running.forward.unit for running in self._running))
         # A recompute sees what is frozen now, as it does without units.
-        forward.trains = not (self._frozen if task == -1 else self._is_frozen())
+        forward.trains = not (self._checks.frozen if task == -1 else self._checks.is_frozen())
         hooks = BackwardHooks(forward, self._trace_of(task))
         self._running.append(hooks)
         unit.registered.show_whole(frozen=not forward.trains)
@@ -158,7 +156,7 @@ class Root:
     def _note_forward(self, trace: ForwardTrace) -> None:
         """An outermost forward is over. Ranks compare how many of those that train no backward has used."""
         module = self.module()
-        if trace.has_graph and not self._frozen and module is not None and module.training:
+        if trace.has_graph and not self._checks.frozen and module is not None and module.training:
             trace.awaits_backward = True
             self.grads.steps.record_forward()
 
@@ -170,16 +168,18 @@ class Root:
             return ForwardTrace(task)
         return self._backward.recomputed.setdefault(task, ForwardTrace(task))
 
-    def _begin(self, unit: Unit) -> None:
+    def begin(self, unit: Unit) -> None:
         """An outermost forward starts, of this unit."""
         self.observer.forward_started()
         if self._backward is not None:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # a forward gathers
-        self._check_units(unit)
+        self._checks.before_forward(unit)
         record_forward()
-        if self.grads.were_mixed:
-            self._forget_mixed()
+        if self.grads.were_mixed:  # gather all units anew, and predict nothing from the order of before
+            self.grads.were_mixed = False
+            self.forward_order = ForwardOrder()
+            self.gathers.record_replay()
         self.forward_order.begin()
         self.grads.begin()
         self.gathers.notice_changes()
@@ -226,12 +226,7 @@ class Root:
             return
         # Backward has reached the parameter without entering the unit, or after it has passed the unit.
         if not unit.arrived:
-            raise RuntimeError(
-                f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole "
-                f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
-                f"pass reshard_after_forward=False. An earlier backward frees them too: run all forwards before "
-                f"the autograd.grad of a gradient penalty, or use placements='zero2', which keeps them to the step"
-            )
+            raise past_the_outputs(bucket, unit)
         self._enter(unit, current_backward(), trains=True, delays=False)
 
     def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
@@ -242,7 +237,7 @@ class Root:
             backward = self._backward = Backward(task, final=self.sync)
             self.observer.backward_started()
         if trains and not backward.trains:
-            self._check_registered()
+            self._checks.before_backward()
             backward.trains = True
             self.grads.backward_began()
         if trains and is_watched():
@@ -306,7 +301,7 @@ class Root:
         for unit in self.forward_order.first(KEPT_UNITS + 1):
             self.gathers.gather(unit)
 
-    # ---- Iterations that end early, and those that are captured. ----
+    # ---- Iterations that end early. ----
 
     def backward_failed(self, task: int) -> None:
         """A graph task has failed: register the shards. The next forward calls ``abandon`` for the rest."""
@@ -317,35 +312,11 @@ class Root:
     def abandon(self) -> None:
         """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
         backward, self._backward = self._backward, None
-        self._checked = False
+        self._checks.begin_anew()
         for unit in () if backward is None else backward.entered:
             unit.registered.hide_after_backward()
         self.grads.give_up()
         self.gathers.release_all()
-
-    def begin_graphed(self) -> None:
-        """Before an iteration that runs, is captured or is replayed as a whole; no ``.grad`` is set."""
-        self._begin(self.units[0])
-        if self.grads.under_way:  # its .grad were set to None
-            self.grads.give_up()
-            self.grads.begin()
-        self.gathers.release_all()
-
-    def _forget_mixed(self) -> None:
-        """Ranks have run different units: gather all units anew, and predict nothing from the order of before."""
-        self.grads.were_mixed = False
-        self.forward_order = ForwardOrder()
-        for bucket in self.buckets:
-            bucket.record_change()
-
-    @contextmanager
-    def syncing(self, sync: bool) -> Iterator[None]:
-        """Say whether backwards in this block are an iteration's last, and reduce over all ranks."""
-        before, self.sync = self.sync, sync
-        try:
-            yield
-        finally:
-            self.sync = before
 
     @property
     def observer(self) -> Observer:
@@ -355,33 +326,3 @@ class Root:
     @observer.setter
     def observer(self, observer: Observer) -> None:
         self.grads.launcher.observer = self.gathers.observer = observer
-
-    # ---- Checks. ----
-
-    def _check_units(self, unit: Unit) -> None:
-        """In an outermost forward: raise for what the program has changed in the model since it was sharded.
-
-        Where the program calls the units one by one, the first call after a backward checks all of them, and each later
-        call its own unit.
-        """
-        trains = torch.is_grad_enabled()
-        self._frozen = self._is_frozen()
-        if self._frozen:
-            return
-        one_by_one = trains and self._checked and unit is not self.units[0]
-        with DisableTorchFunctionSubclass():  # for speed: the checks read no values of shards
-            for each in [unit] if one_by_one else self.units:
-                each.check()
-        self._checked = trains
-
-    def _check_registered(self) -> None:
-        """In a backward that trains: raise for what the program has changed since the forward."""
-        self._checked = False
-        with DisableTorchFunctionSubclass():
-            for unit in self.units:
-                unit.registered.check(unit.label)
-
-    def _is_frozen(self) -> bool:
-        """The program has frozen all trained parameters for now. A backward then only goes through."""
-        with DisableTorchFunctionSubclass():
-            return any(unit.trains for unit in self.units) and all(unit.registered.is_frozen for unit in self.units)

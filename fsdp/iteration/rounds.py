@@ -14,7 +14,7 @@ import torch
 
 from ...ddp.buckets import iteration_ends
 from ...ddp.buckets.bucket import Phase
-from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
+from ...ddp.buckets.checks import check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
 from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
@@ -23,8 +23,9 @@ from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_grads.sharded_grad import step_ended
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
-from ..unit.memory import Meter, num_to_end, pool_limit
+from ..unit.memory import GradPool, Meter
 from ..unit.unit import Unit
+from .checks import backward_raised, check_nothing_beside, delays_left
 
 __all__ = ["GradRound", "GradRounds", "State"]
 
@@ -163,12 +164,10 @@ class GradRounds:
         """The iteration was refused because ranks had run different units. The next forward makes all ranks alike."""
         self._due: list[GradRound] | None = None  # to be sent, after the iteration's last backward
         self._delayed_in: str | None = None  # a unit with delays in the iteration that has ended, until a step
-        self._sending = False  # stays True if a launch raises: the next forward gives the iteration up
-        self._in_backward = False  # stays True if a backward raises
+        self._is_busy = False  # in a backward or a launch; stays True if that raises, until the iteration is given up
         self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
-        self._launched: list[ShardedBucket] = []  # whose memory a reduction uses, in the order of launches
-        pooled = [[bucket.grads.nbytes for bucket in unit.buckets if bucket.is_pooled] for unit in units[1:]]
-        self._pool_limit = max(map(pool_limit, pooled), default=0)
+        # The outermost unit is not in it: its gradients come first, or after most activations are freed.
+        self._pool = GradPool([[bucket for bucket in unit.buckets if bucket.is_pooled] for unit in units[1:]])
         self.trained = TrainedBackwards()
 
     @property
@@ -191,8 +190,7 @@ class GradRounds:
             if self._home is not None and self._home != home:
                 self._home.wait_stream(home)  # before it uses memory again that is freed below
             self._home = home
-        if self._sending:
-            self._sending = False
+        if self._is_busy:
             self.give_up()
         if not self.under_way:
             for bucket in self._buckets:
@@ -203,7 +201,7 @@ class GradRounds:
     def backward_began(self) -> None:
         """A backward of the iteration begins. Discard earlier gradients whose ``.grad`` was set to None meanwhile."""
         self._due = None
-        self._in_backward = True
+        self._is_busy = True
         self._notice_all_cleared()
 
     def enter(self, unit: Unit, *, delays: bool) -> None:
@@ -246,9 +244,9 @@ class GradRounds:
 
     def backward_ended(self, *, final: bool) -> None:
         """After the iteration's last backward, send all rounds that are left; delayed ones when they are computed."""
-        self._in_backward = False
+        self._is_busy = False
         if final:
-            self._check_nothing_bypassed()
+            check_nothing_beside(self._buckets)
             self._end_iteration()
 
     # ---- The end of an iteration. ----
@@ -323,7 +321,7 @@ class GradRounds:
     def give_up(self) -> None:
         """Give the iteration up: wait for reductions under way, and discard the other gradients."""
         self._due = self._delayed_in = None
-        self._in_backward = False
+        self._is_busy = False
         self.trained.clear()
         self._finish_reductions()
         for grads in self._all:
@@ -373,17 +371,15 @@ class GradRounds:
             self.make_room(bucket)  # this rank has written no gradient, and sends zeros
         if bounds_pool:
             self._bound_pool(bucket)
-        self._sending = True
+        was_busy, self._is_busy = self._is_busy, True
         unit.record_reduction(inside=inside, across=across)
         adds_to_total = self._claim(bucket)
         self.launcher.launch(
             bucket.grad_bucket,
             partial(bucket.grad_shard.reduce, adds_to_total=adds_to_total, inside=inside, across=across),
         )
-        self._sending = False
-        bucket.grad_shard.launched()
-        if not bucket.whole_grads_at_rest:
-            self._launched.append(bucket)
+        self._is_busy = was_busy
+        self._pool.launched(bucket)
 
     def _claim(self, bucket: ShardedBucket) -> bool:
         """``GradShard.claim`` on the stream of forwards, whose activations use the memory of the sums next."""
@@ -395,19 +391,8 @@ class GradRounds:
             return bucket.grad_shard.claim()
 
     def _bound_pool(self, bucket: ShardedBucket) -> None:
-        """Wait for the oldest reductions, until the bucket's memory fits into the pool.
-
-        The outermost unit does not wait: its gradients come first, or after most activations are freed.
-        """
-        unit = bucket.unit()
-        if unit is None or unit is self._outermost or not bucket.is_pooled:
-            return
-        written = bucket.grads.nbytes
-        for other in unit.buckets:
-            if other is not bucket and other.is_pooled and other.grads.resident and other not in self._launched:
-                written += other.grads.nbytes
-        count = num_to_end(written, [other.grads.nbytes for other in self._launched], self._pool_limit)
-        for other in self._launched[:count]:
+        """Wait for the oldest reductions, until the bucket's memory fits into the pool."""
+        for other in self._pool.to_end_before(bucket):
             self.finish_reduction(other)
 
     def _finish_reductions(self) -> None:
@@ -425,8 +410,7 @@ class GradRounds:
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
         bucket.grad_bucket.reset()
-        if bucket in self._launched:
-            self._launched.remove(bucket)
+        self._pool.ended(bucket)
         if not bucket.whole_grads_at_rest:
             bucket.grads.release()
 
@@ -442,37 +426,19 @@ class GradRounds:
         A round with delays is sent when its gradients are computed: before the gather on one rank, after it on another.
         So all ranks raise, also those without pending gradients.
         """
-        if self._sending or (self._due is None and self._delayed_in is None):
-            return  # sending has raised: ``begin`` gives the iteration up
+        if self._is_busy or (self._due is None and self._delayed_in is None):
+            return  # a launch has raised: ``begin`` gives the iteration up
         if not all(bucket.grad_shard.is_cleared for bucket in self._buckets):
             unit = self._delayed_in or next(grads.unit.label for grads in self._all if grads.delays)
             if self._due is not None:
                 self._send_due(complete=False)  # other ranks wait for these, and then raise as well
-            raise RuntimeError(
-                f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: "
-                f"compute these and call model.finish_grad_sync() first; or run all backwards but the last within "
-                f"model.no_sync(), and call torch.autograd.grad before the last"
-            )
+            raise delays_left(what, unit)
         if self._due is None:  # all .grad were set to None
             self._delayed_in = None
 
     def _check_complete(self, caller: str) -> None:
         """Raise ``RuntimeError`` if a backward has failed, or a delayed weight gradient is not computed."""
-        if self._in_backward:  # perhaps between two units
-            inside = next((f" in {grads.unit.label}" for grads in self._all if grads.state is State.WRITING), "")
-            raise RuntimeError(
-                f"{caller} after a backward that raised an exception{inside}: "
-                f"gradients are not complete; call zero_grad(), and the next forward begins a new iteration"
-            )
+        if self._is_busy:  # perhaps between two units
+            raise backward_raised(caller, (grads.unit for grads in self._all if grads.state is State.WRITING))
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
-        self._check_nothing_bypassed()
-
-    def _check_nothing_bypassed(self) -> None:
-        """Raise ``RuntimeError`` for a gradient that has come to ``.grad`` of a whole parameter, and discard it."""
-        pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]
-        try:
-            check_nothing_bypassed(((pair.whole, record) for pair, record in pairs), "the end of the iteration")
-        except RuntimeError:
-            for pair, _ in pairs:
-                pair.whole.grad = None
-            raise
+        check_nothing_beside(self._buckets)

@@ -34,10 +34,10 @@ from ...ddp.plan.owned_params import OwnedParam
 from ...ddp.plan.ranges import Range
 from ...ddp.torch_internals import current_raw_stream
 from ...ddp.torch_internals.weak_method import weak_method
-from ..tensors.freed import allow_reads, refusal_of_grads, refusal_of_params, refuse_reads
+from ..tensors.freed import refusal_of_grads, refusal_of_params
 from .grad_shard import GradShard
 from .materialize import flat_shard
-from .memory import ReleasableBuffer
+from .memory import ReleasableBuffer, WholeParams
 from .pair import ShardedPair, make_pair
 from .plan import UnitOptions
 
@@ -98,7 +98,7 @@ class ShardedBucket:
         """[n / shards], the module's dtype."""
         if options.offload_to_cpu:  # pinned host memory
             self.shard = self.shard.cpu().pin_memory()
-        self.gathered = ReleasableBuffer(layout.numel, layout.slots[0].spec.param_dtype, device)
+        self.gathered = WholeParams(layout.numel, layout.slots[0].spec.param_dtype, device)
         self.pairs: tuple[ShardedPair, ...] = tuple(
             [
                 make_pair(entry, slot, self.shard, mine, self.gathered.data, reduction, unit)
@@ -107,13 +107,14 @@ class ShardedBucket:
         )
         self._shards = [pair.sharded.detach() for pair in self.pairs]
         """The sharded parameters as plain tensors, whose versions are read fast."""
-        self._gather_input = self._part_of_gather()
+        self.gathered.params = tuple(pair.whole for pair in self.pairs)
+        self._part = slice(*reduction.range_inside(layout.numel))
+        self._gather_input = self.gathered.data[self._part]  # what this rank brings to the gather
         self._instance: Tensor | None = None
         if reduction.scatters_across and reduction.grid.outer_size > 1:
             # That part has shards of several instances. It is gathered across instances only after a change.
             self._instance = torch.empty_like(self._gather_input)
         self.gathered.release()
-        self._refuses_reads = False
         self._gathered_version = -1
         self.gather: ParamGather
         """Made by ``connect``."""
@@ -193,40 +194,17 @@ class ShardedBucket:
     def release_params(self, *, was_read: bool) -> None:
         """Free the memory of the whole parameters, which are gathered. The caller orders streams.
 
-        was_read  the program was given them to read: its views of them keep their memory, and the parameters themselves
-                  refuse to be read until they are gathered again
+        was_read  the program was given them to read: see ``WholeParams.leave``
         """
         if was_read:
-            if self.gathered.pool is None:  # ranks take and free memory of a pool in one order
-                self._move_params()
-            self._refuses_reads = True
-            for pair in self.pairs:
-                refuse_reads(pair.whole, pair.sharded.shard.name)
+            self.gather.flat = self._gather_input = self.gather.flat.new_empty(0)  # lets go of the memory
+            self.gathered.leave([pair.sharded.shard.name for pair in self.pairs])
+            self.gather.flat, self._gather_input = self.gathered.data, self.gathered.data[self._part]
         self.gathered.release()
-
-    def _move_params(self) -> None:
-        """Leave the memory of the whole parameters to the program's views."""
-        nothing = self.gathered.data.new_empty(0)
-        self.gather.flat = self._gather_input = nothing
-        for pair in self.pairs:
-            pair.whole.data = nothing
-        self.gathered.begin_anew()
-        self.gather.flat, self._gather_input = self.gathered.data, self._part_of_gather()
-        for slot, pair in zip(self.layout.slots, self.pairs, strict=True):
-            pair.whole.data = self.gathered.data[slot.start : slot.end].view(slot.spec.shape)
-
-    def _part_of_gather(self) -> Tensor:
-        """This rank's part of the gather: a view of ``gathered``."""
-        first, last = self.reduction.range_inside(self.layout.numel)
-        return self.gathered.data[first:last]
 
     def fill(self) -> None:
         """Take memory for the whole parameters and copy this rank's shard into its place, before the gather."""
         self.gathered.take()
-        if self._refuses_reads:
-            self._refuses_reads = False
-            for pair in self.pairs:
-                allow_reads(pair.whole)
         changed, self._gathered_version = self.changed, self._version
         if self._instance is None:
             self._gather_input.copy_(self.shard, non_blocking=True)

@@ -175,11 +175,9 @@ class GradShard:
             adds_to_partial, self._has_partial = self._has_partial, not across
             self._expected = None if across else self._views
             stages = self._over_instances(grads, self._total, adds_to_total, adds_to_partial, inside, across)
-        return in_stages(stages, (grads,))
-
-    def launched(self) -> None:
-        """A reduction into the sums was launched."""
-        being_reduced.add(self)
+        flight = in_stages(stages, (grads,))
+        being_reduced.add(self)  # until ``landed``
+        return flight
 
     def landed(self) -> None:
         """The reduction into the sums has ended."""

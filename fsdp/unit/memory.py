@@ -5,21 +5,26 @@ freed and gathered again. So the views are made once, and the one storage below 
 
 A program may keep a view too. Without memory its pointer is null, and most of torch's functions do not check that: the
 process ends. So a storage without memory refuses reads by itself where torch can (``refuse_storage_reads``). And memory
-that a program was given to read (``unsharded()``) is not freed but left to the program's views (``begin_anew``).
+that a program was given to read (``unsharded()``) is not freed but left to the program's views (``WholeParams``).
 """
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ddp.collectives.mapped_memory import MappedPool
 from ...ddp.collectives.streams import current_stream
 from ...ddp.graphs.recorded import record_call
 from ...ddp.torch_internals import allow_storage_reads, refuse_storage_reads
+from ..tensors.freed import allow_reads, refuse_reads
 
-__all__ = ["Meter", "ReleasableBuffer", "num_to_end", "pool_limit"]
+if TYPE_CHECKING:
+    from .bucket import ShardedBucket
+
+__all__ = ["GradPool", "Meter", "ReleasableBuffer", "num_to_end", "pool_limit"]
 
 
 class Meter:
@@ -91,21 +96,6 @@ class ReleasableBuffer:
         if self.meter is not None:
             self.meter.add(-self._nbytes)
 
-    def begin_anew(self) -> None:
-        """Leave the memory to views that the program has kept, which go on reading it, and be without memory.
-
-        The caller has taken its own views off this memory. It makes new ones, then calls ``release``.
-        """
-        if self.data.is_cuda:
-            # The last view may be dropped at any time. The memory then returns to its stream, which has not waited for
-            # the program's reads.
-            self.data.record_stream(current_stream(self.data.device))
-        numel = self.data.numel()
-        self.data = self.data.new_empty(0)
-        self._storage = self.data.untyped_storage()  # the old memory is free now, unless the program has kept a view
-        self.data = self.data.new_empty(numel)
-        self._storage = self.data.untyped_storage()
-
     def _resize(self, nbytes: int) -> None:
         resize = partial(_resize, self._storage, nbytes, self.refusal)
         resize()
@@ -121,6 +111,49 @@ def _resize(storage: torch.UntypedStorage, nbytes: int, refusal: str) -> None:
         refuse_storage_reads(storage._cdata, refusal)
 
 
+class WholeParams(ReleasableBuffer):
+    """The memory of a bucket's whole parameters, which a program may have been given to read (``unsharded()``)."""
+
+    params: tuple[nn.Parameter, ...] = ()
+    """The whole parameters, views of the memory."""
+    _refuse_reads = False
+
+    def take(self) -> None:
+        """Give the parameters memory: they may be read."""
+        super().take()
+        if self._refuse_reads:
+            self._refuse_reads = False
+            for param in self.params:
+                allow_reads(param)
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Leave the memory to views that the program has kept, which go on reading it.
+
+        The parameters themselves refuse to be read until ``take``. The caller then calls ``release``.
+        """
+        self._refuse_reads = True
+        if self.pool is None:  # ranks take and free memory of a pool in one order
+            self._begin_anew()
+        for param, name in zip(self.params, names, strict=True):
+            refuse_reads(param, name)
+
+    def _begin_anew(self) -> None:
+        if self.data.is_cuda:
+            # The last view may be dropped at any time. The memory then returns to its stream, which has not waited for
+            # the program's reads.
+            self.data.record_stream(current_stream(self.data.device))
+        numel, nothing = self.data.numel(), self.data.new_empty(0)
+        places = [(param.storage_offset(), param.shape) for param in self.params]
+        for param in self.params:
+            param.data = nothing
+        self.data = nothing
+        self._storage = self.data.untyped_storage()  # the old memory is free now, unless the program has kept a view
+        self.data = nothing.new_empty(numel)
+        self._storage = self.data.untyped_storage()
+        for param, (place, shape) in zip(self.params, places, strict=True):
+            param.data = self.data[place : place + shape.numel()].view(shape)
+
+
 # ---- The bound on the bytes of whole gradients. ----
 
 
@@ -133,6 +166,38 @@ def pool_limit(sizes: Sequence[int]) -> int:
     buckets of at most half the unit. The first of several buckets are reduced before the last are written.
     """
     return sum(sizes) + max(max(sizes, default=0), sum(sizes) // 2)
+
+
+class GradPool:
+    """Bounds the memory of whole gradients that are written or reduced, in the units that it was made for.
+
+    units  of each unit the buckets, perhaps none
+    """
+
+    def __init__(self, units: "Sequence[Sequence[ShardedBucket]]") -> None:
+        self._beside = {bucket: buckets for buckets in units for bucket in buckets}
+        self._limit = max((pool_limit([bucket.grads.nbytes for bucket in buckets]) for buckets in units), default=0)
+        self._launched: list[ShardedBucket] = []  # whose memory a reduction uses, in the order of launches
+
+    def to_end_before(self, bucket: "ShardedBucket") -> "Sequence[ShardedBucket]":
+        """Return the buckets whose reductions must end before this one takes memory, the oldest first."""
+        if bucket not in self._beside:
+            return ()
+        written = bucket.grads.nbytes
+        for other in self._beside[bucket]:
+            if other is not bucket and other.grads.resident and other not in self._launched:
+                written += other.grads.nbytes
+        return self._launched[: num_to_end(written, [each.grads.nbytes for each in self._launched], self._limit)]
+
+    def launched(self, bucket: "ShardedBucket") -> None:
+        """A reduction uses the bucket's memory."""
+        if bucket.is_pooled:
+            self._launched.append(bucket)
+
+    def ended(self, bucket: "ShardedBucket") -> None:
+        """The reduction has ended, if one was launched."""
+        if bucket in self._launched:
+            self._launched.remove(bucket)
 
 
 def num_to_end(written: int, launched: Sequence[int], limit: int) -> int:

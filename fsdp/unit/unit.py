@@ -61,9 +61,8 @@ class Unit:
         self.device = device
         self.copy_engines = options.copy_engine_gather
         """Gathers of the whole model run on copy engines."""
-        self._reshard_after_forward = options.reshard_after_forward
-        self.reshards = options.reshard_after_forward is not False
-        """Whole parameters are freed between forward and backward. By None, not those of the outermost unit."""
+        self.reshard_after_forward = options.reshard_after_forward
+        """See ``fully_shard``; methods of ``FSDPModule`` may set it."""
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         """Units to gather while this unit computes; None: the unit that came next the last time."""
@@ -106,6 +105,11 @@ class Unit:
         return self.gathered and not any(bucket.gather.under_way for bucket in self.buckets)
 
     @property
+    def reshards(self) -> bool:
+        """Whole parameters are freed between forward and backward. By None, not those of the outermost unit."""
+        return self.name != "" if self.reshard_after_forward is None else self.reshard_after_forward
+
+    @property
     def releasable(self) -> bool:
         """The whole parameters can be freed: placements shard parameters at rest."""
         return bool(self.buckets) and not self.buckets[0].whole_params_at_rest
@@ -122,12 +126,6 @@ class Unit:
             full_name = f"{name}.{pair.name}" if name else pair.name
             pair.sharded.shard = pair.sharded.shard._replace(name=full_name, unit=name, everyone=everyone)
         self.name, self.root_reference = name, root
-        if self._reshard_after_forward is None:
-            self.reshards = name != ""
-
-    def set_reshard(self, reshard_after_forward: bool) -> None:
-        """Change ``reshard_after_forward``."""
-        self._reshard_after_forward = self.reshards = reshard_after_forward
 
     # ---- The order of collectives. ----
 

@@ -225,7 +225,7 @@ def _check_no_link(config: Config, step: int) -> None:
 
 def check_resume(path: Path, config: Config, data: Mapping[str, Digest]) -> None:
     """Raise ``ConfigError`` where ``resume_run`` would refuse the settings or the data. Reads the manifest alone."""
-    _checked(path, config, data, lambda: open_checkpoint(path, lambda manifest: {}).manifest.extra)
+    _checked(path, config, data, lambda: open_checkpoint(path, lambda: lambda manifest: {}).manifest.extra)
 
 
 def _checked(path: Path, config: Config, data: Mapping[str, Digest], read: Callable[[], Any]) -> Any:

@@ -3,7 +3,6 @@
 A gated activation halves its input's last dim: ``[..., 2F] -> [..., F]``, ``act(first half) * second half``.
 """
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -73,12 +72,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
 def activation_named(name: str, params: Mapping[str, float] | None = None) -> Activation:
     """Look up an activation. Only ``clamped_swiglu`` takes ``params``: ``limit`` (7.0) and ``alpha`` (1.702).
 
-    Raises ``ValueError`` for an unknown name, with the most similar known name, and for unknown parameters.
+    Raises ``ValueError`` for an unknown name and for unknown parameters.
     """
     found = ACTIVATIONS.get(name)
     if found is None:
-        near = difflib.get_close_matches(str(name), ACTIVATIONS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown activation '{name}', did you mean '{near}'? Known are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"unknown activation '{name}': it is one of {', '.join(ACTIVATIONS)}")
     if not params:
         return found
     unknown = sorted(set(params) - {"limit", "alpha"})

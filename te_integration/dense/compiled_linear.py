@@ -66,13 +66,9 @@ def compiled_linear(
     recipe   by its ``number_of``; -1: none
     """
     input = cast(input, dtype_of_products(input))
-    if recipe < 0:
-        output: Tensor = _CompiledLinear.apply(input, key, product, transposed, bias, *weights)
-        return output
-    quantised: Tensor = _CompiledQuantizedLinear.apply(
-        input, key, product, transposed, recipe, torch.is_grad_enabled(), bias, *weights
-    )
-    return quantised
+    arguments = input, key, product, transposed, recipe, torch.is_grad_enabled(), bias, *weights
+    output: Tensor = _CompiledLinear.apply(*arguments)
+    return output
 
 
 # A compiler calls the function once instead of tracing its Python, and traces the operations of both passes as it does
@@ -81,38 +77,10 @@ torch.compiler.allow_in_graph(compiled_linear)
 
 
 class _CompiledLinear(torch.autograd.Function):
-    """See ``compiled_linear``. A compiler decides what to save: input and weights are named all the same."""
+    """See ``compiled_linear``. A compiler decides what to save: input and weights are named all the same.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        key: Tensor,
-        product: int,
-        transposed: bool,
-        bias: Tensor | None,
-        *weights: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(key, x, *weights)
-        ctx.product, ctx.transposed = product, transposed
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return linear_product(x, weights, bias, transposed=transposed)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy = grads[0]
-        key, x, *weights = ctx.saved_tensors
-        needs_dx, _, _, _, needs_db, *needs_dw = ctx.needs_input_grad
-        dx = cast(input_grad(dy, weights, transposed=ctx.transposed), x.dtype) if needs_dx else None
-        db = rows_of(dy).sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        if True in needs_dw:
-            assert wgrad is not None, "can_compile was asked"
-            wgrad([rows_of(dy), cast(rows_of(x), dy.dtype)], key, ctx.product)
-        return (dx, None, None, None, db, *[None] * len(weights))
-
-
-class _CompiledQuantizedLinear(torch.autograd.Function):
-    """See ``compiled_linear``. What waits for backward is the input's transposed quantised copy."""
+    Under a recipe what waits for backward is the input's transposed quantised copy.
+    """
 
     @staticmethod
     def forward(
@@ -126,37 +94,39 @@ class _CompiledQuantizedLinear(torch.autograd.Function):
         bias: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[7:]
-        y, *columns = _forward_op(rows_of(x), weights, bias, recipe, transposed, needs_dx, needs_dw)
-        ctx.save_for_backward(key, *weights, *columns)
+        if recipe < 0:
+            y, of_input = linear_product(x, weights, bias, transposed=transposed), [x]
+        else:
+            needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[7:]
+            rows, *of_input = _forward_op(rows_of(x), weights, bias, recipe, transposed, needs_dx, needs_dw)
+            y = rows.view(*x.shape[:-1], rows.shape[1])
+        ctx.save_for_backward(key, *weights, *of_input)
         ctx.num_weights, ctx.product, ctx.transposed, ctx.recipe = len(weights), product, transposed, recipe
-        ctx.input_shape = x.shape
+        ctx.input_shape, ctx.input_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        output: Tensor = y.view(*x.shape[:-1], y.shape[1])
-        return output
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy = rows_of(grads[0])
+        dy = grads[0]
+        dy_rows = rows_of(dy)
         key, *saved = ctx.saved_tensors
-        weights, of_input = saved[: ctx.num_weights], saved[ctx.num_weights :]
+        weights, operands = saved[: ctx.num_weights], saved[ctx.num_weights :]
         needs_dx, _, _, _, _, _, needs_db, *needs_dw = ctx.needs_input_grad
-        db = dy.sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        dx, *of_grad = _backward_op(dy, weights, ctx.recipe, ctx.transposed, needs_dx, True in needs_dw)
+        dx, columns = None, 0
+        if ctx.recipe < 0:
+            if needs_dx:
+                dx = cast(input_grad(dy, weights, transposed=ctx.transposed), ctx.input_dtype)
+            operands = [dy_rows, cast(rows_of(operands[0]), dy.dtype)]
+        else:
+            of_rows, *of_grad = _backward_op(dy_rows, weights, ctx.recipe, ctx.transposed, needs_dx, True in needs_dw)
+            dx = of_rows.view(ctx.input_shape) if needs_dx else None
+            operands, columns = [*of_grad, *operands], _columns(ctx.recipe, dy_rows.shape[0])
+        db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         if True in needs_dw:
             assert wgrad is not None, "can_compile was asked"
-            columns = _columns(ctx.recipe, dy.shape[0])
-            wgrad([*of_grad, *of_input], key, ctx.product, ctx.recipe, columns)
-        return (
-            dx.view(ctx.input_shape) if needs_dx else None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            db,
-            *[None] * len(weights),
-        )
+            wgrad(operands, key, ctx.product, ctx.recipe, columns)
+        return (dx, None, None, None, None, None, db, *[None] * len(weights))
 
 
 def _columns(recipe: int, tokens: int) -> int:

@@ -6,7 +6,7 @@ own, and ``te_integration/__init__.py`` imports them.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,32 +22,18 @@ from ..te_arguments import drop_extra_state
 from ..wgrad_queue import WgradQueue
 from .fused_linear import ProductUse, fused_linear, in_transform
 
-__all__ = ["Execution", "InitMethod", "LinearModule", "brought", "one_dtype", "reset_linear"]
+__all__ = ["InitMethod", "LinearModule", "brought", "one_dtype", "reset_linear"]
 
 InitMethod = Callable[[Tensor], Any]
-
-
-class Execution(Protocol):
-    """How a product of a forward runs, in place of ``fused_linear``."""
-
-    def product(
-        self,
-        module: "LinearModule",
-        input: Tensor,
-        weights: Sequence[Tensor],
-        bias: Tensor | None,
-        queue: WgradQueue | None,
-        product: int,
-        only_save: bool,
-    ) -> Tensor | None:
-        """``LinearModule.fused_product`` of ``module``."""
 
 
 class _Brought:
     """What other files bring for all modules: they set each attribute when they are imported."""
 
-    execution_under_recipe: Callable[["LinearModule", Tensor], Execution | None]
-    """Chooses the execution of a forward by its recipe; None: there is no recipe. Of ``quantized_linear.py``."""
+    recipe_of_forward: Callable[["LinearModule", Tensor], Any]
+    """The recipe of a forward of this input; None: there is none. Of ``quantized_linear.py``."""
+    quantized_product: Callable[..., Tensor | None]
+    """``LinearModule.fused_product`` under a recipe, which comes first. Of ``quantized_linear.py``."""
     product_in_trace: Callable[..., Tensor | None]
     """``LinearModule.fused_product`` in code that a compiler traces. Of ``compiled_linear.py``."""
     name_for_graphs: Callable[["LinearModule"], None]
@@ -146,9 +132,9 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         """
         if torch.compiler.is_compiling():
             return brought.product_in_trace(self, input, weights, bias, queue, product, only_save)
-        execution = brought.execution_under_recipe(self, input)
-        if execution is not None:
-            return execution.product(self, input, weights, bias, queue, product, only_save)
+        recipe = brought.recipe_of_forward(self, input)
+        if recipe is not None:
+            return brought.quantized_product(recipe, self, input, weights, bias, queue, product, only_save)
         fused, queue = self.delivery(weights, queue)
         if not fused and queue is None:
             return None

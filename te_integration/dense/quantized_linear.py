@@ -28,7 +28,16 @@ from ..scaling.delayed_scaling import scaling_of
 from ..scaling.product_scaling import ProductScaling
 from ..torch_internals import watch_prehooks
 from ..wgrad_queue import WgradQueue
-from .fused_linear import ProductUse, cast, dtype_of_products, in_transform, rows_of, wanted_and_places, weight_grads
+from .fused_linear import (
+    ProductUse,
+    cast,
+    dtype_of_products,
+    fused_linear,
+    in_transform,
+    rows_of,
+    wanted_and_places,
+    weight_grads,
+)
 from .linear_module import LinearModule, brought
 
 __all__ = [
@@ -36,10 +45,11 @@ __all__ = [
     "Moment",
     "QuantizedWgrad",
     "backward_products",
-    "execution_under_recipe",
     "forward_product",
     "kept_copies",
     "overflow_as_nan",
+    "recipe_of_forward",
+    "second_derivatives",
     "takes_recipe",
     "warn_of_dtype",
 ]
@@ -52,59 +62,23 @@ _Copy = TypeVar("_Copy")
 
 
 class QuantizedWgrad(DenseWgrad):
-    """``dW = dy^T x`` of operands that are quantised along the tokens, and so transposed: dy [N, T], x [K, T].
+    """``dW = dy^T x`` of operands that are quantised along the tokens, and so transposed: dy [N, T], x [K, T]."""
 
-    Operands without elements are plain tensors.
-    """
-
-    def parts(self, dy: Tensor | Quantized) -> Sequence[Any]:
+    def parts(self, dy: Quantized) -> Sequence[Any]:
         """The rows of ``dy`` for each weight."""
-        if isinstance(dy, Tensor):
-            return super().parts(dy)
         return [dy.rows(*ends) for ends in itertools.pairwise(itertools.accumulate(self.features, initial=0))]
 
-    def add(self, dy: Tensor | Quantized, x: Any, main_grad: Tensor, *, overwrite: bool) -> None:
+    def add(self, dy: Quantized, x: Quantized, main_grad: Tensor, *, overwrite: bool) -> None:
         """``main_grad (+)= dy^T x`` for the rows of one weight."""
-        if isinstance(dy, Tensor):
-            super().add(dy, x, main_grad, overwrite=overwrite)
-        else:
-            scaled_wgrad_accumulate(dy, x, main_grad, overwrite=overwrite)
+        scaled_wgrad_accumulate(dy, x, main_grad, overwrite=overwrite)
 
-    def multiply(self, dy: Tensor | Quantized, x: Any, dtype: torch.dtype) -> Tensor:
+    def multiply(self, dy: Quantized, x: Quantized, dtype: torch.dtype) -> Tensor:
         """``dy^T x`` in ``dtype`` for the rows of one weight."""
-        return super().multiply(dy, x, dtype) if isinstance(dy, Tensor) else scaled_product(dy, x, dtype)
+        return scaled_product(dy, x, dtype)
 
 
-class QuantizedExecution(NamedTuple):
-    """Runs the products of a forward by ``quantized_linear``."""
-
-    recipe: Recipe
-
-    def product(
-        self,
-        module: LinearModule,
-        input: Tensor,
-        weights: Sequence[Tensor],
-        bias: Tensor | None,
-        queue: WgradQueue | None,
-        product: int,
-        only_save: bool,
-    ) -> Tensor | None:
-        """See ``Execution``."""
-        module.check_input(input, weights[0])
-        if in_transform():
-            raise RuntimeError(f"{module.describe()}: a recipe does not go with transforms of torch.func")
-        use = module.use(product, weights, *module.delivery(weights, queue), only_save, QuantizedWgrad)
-        if not isinstance(self.recipe, DelayedScaling):
-            return quantized_linear(input, weights, bias, use, self.recipe)
-        scaling = scaling_of(module, self.recipe, product, input.device)
-        output = quantized_linear(input, weights, bias, use, scaling)
-        scaling.forward_done(has_graph=output.requires_grad)
-        return output
-
-
-def execution_under_recipe(module: LinearModule, input: Tensor) -> QuantizedExecution | None:
-    """Choose the execution of this forward by its recipe, if there is one."""
+def recipe_of_forward(module: LinearModule, input: Tensor) -> Recipe | None:
+    """The recipe by which the products of this forward are quantised; None: there is none."""
     recipe = None if module.ignores_recipes else recipe_now()
     if recipe is None:
         if module._has_been_quantized and is_recomputed_without_region():
@@ -117,10 +91,39 @@ def execution_under_recipe(module: LinearModule, input: Tensor) -> QuantizedExec
         return None
     if not module._has_been_quantized:
         module._has_been_quantized = True
-    return QuantizedExecution(recipe)
+    return recipe
 
 
-brought.execution_under_recipe = execution_under_recipe
+def _product(
+    recipe: Recipe,
+    module: LinearModule,
+    input: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    queue: WgradQueue | None,
+    product: int,
+    only_save: bool,
+) -> Tensor | None:
+    module.check_input(input, weights[0])
+    if in_transform():
+        raise RuntimeError(f"{module.describe()}: a recipe does not go with transforms of torch.func")
+    fused, queue = module.delivery(weights, queue)
+    scaling = scaling_of(module, recipe, product, input.device) if isinstance(recipe, DelayedScaling) else None
+    if input.numel() and any(weight.numel() for weight in weights):
+        use = module.use(product, weights, fused, queue, only_save, QuantizedWgrad)
+        output = quantized_linear(input, weights, bias, use, scaling or recipe)
+        if scaling is not None:
+            scaling.forward_done(has_graph=output.requires_grad)
+        return output
+    if scaling is not None:  # there is nothing to quantise, and no amax
+        scaling.forward_done(has_graph=False)
+    if not fused and queue is None:
+        return None
+    return fused_linear(input, weights, bias, module.use(product, weights, fused, queue, only_save))
+
+
+brought.recipe_of_forward = recipe_of_forward
+brought.quantized_product = _product
 
 
 def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
@@ -177,11 +180,7 @@ class _QuantizedLinear(torch.autograd.Function):
         dtype = dtype_of_products(input)
         x = cast(rows_of(input), dtype)
         needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[4:-1]
-        columns = None
-        if x.numel() == 0 or not any(weight.numel() for weight in weights):
-            shape = x.shape[0], sum(weight.shape[1 if use.transposed else 0] for weight in weights)
-            y = x.new_zeros(shape) if bias is None else cast(bias, dtype).expand(shape).clone()
-        elif use.only_save:
+        if use.only_save:
             _, columns = copies(recipe, "input", x, columns=needs_dw)
             y = x.new_empty(0)
         else:
@@ -203,10 +202,7 @@ class _QuantizedLinear(torch.autograd.Function):
         use: ProductUse = ctx.use
         recipe: Quantizing = ctx.recipe
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{use.owner}: second derivatives (create_graph=True) of quantised products are not defined; run this "
-                f"forward under autocast(enabled=False)"
-            )
+            raise second_derivatives(use.owner)
         needs_dx, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         saved = ctx.saved_tensors
         weights = saved[: len(needs_dw)]
@@ -216,24 +212,23 @@ class _QuantizedLinear(torch.autograd.Function):
         if isinstance(recipe, ProductScaling):
             trains = Demand.ACCUMULATE in wanted if True in needs_dw else delivers_to_all()
             recipe.enter_backward(trains=trains, frozen=True not in needs_dw)
-        dx = of_grad = None
-        if dy.numel():
-            to_input = needs_dx and 0 not in ctx.input_shape
-            needs_copy = ctx.x_kind is not None
-            dx, of_grad = backward_products(recipe, dy, weights, to_input, needs_copy, transposed=use.transposed)
-        if needs_dx:
-            dx = dy.new_zeros(ctx.input_shape) if dx is None else dx.view(ctx.input_shape)
-            dx = cast(dx, ctx.input_dtype)
+        needs_copy = ctx.x_kind is not None
+        dx, of_grad = backward_products(recipe, dy, weights, needs_dx, needs_copy, transposed=use.transposed)
+        if dx is not None:
+            dx = cast(dx.view(ctx.input_shape), ctx.input_dtype)
         dws: list[Tensor | None] = [None] * len(weights)
-        if True in needs_dw:
-            left: Tensor | Quantized
-            right: Tensor | Quantized
-            if of_grad is None:  # no tokens, or no features
-                left, right = dy, dy.new_zeros(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
-            else:
-                left, right = of_grad, restored(saved[len(weights) :], *ctx.x_kind)
-            dws = weight_grads(ctx, wanted, places, (right, left) if use.transposed else (left, right))
+        if of_grad is not None:
+            x = restored(saved[len(weights) :], *ctx.x_kind)
+            dws = weight_grads(ctx, wanted, places, (x, of_grad) if use.transposed else (of_grad, x))
         return (dx, None, None, None, *dws, db)
+
+
+def second_derivatives(owner: str) -> RuntimeError:
+    """The error of ``create_graph=True``."""
+    return RuntimeError(
+        f"{owner}: second derivatives (create_graph=True) of quantised products are not defined; run this forward "
+        f"under autocast(enabled=False)"
+    )
 
 
 def forward_product(

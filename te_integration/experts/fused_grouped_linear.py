@@ -6,14 +6,14 @@ including, offsets[e + 1]. Rows from offsets[E] on are padding.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ...ddp.contract.target import Demand, Place
+from ...ddp.contract.target import Demand
 from ...ddp.torch_internals import current_backward
-from ...kernels import PerExpert, grouped_bias_grad, grouped_dgrad, grouped_linear, grouped_scale_grad
+from ...kernels import PerExpert, grouped_bias_grad, grouped_linear, grouped_scale_grad
 from ..dense.fused_linear import (
     ProductUse,
     cast,
@@ -22,28 +22,32 @@ from ..dense.fused_linear import (
     wanted_and_places,
     weight_grads,
 )
-from ..recipes import Recipe
 from ..torch_internals import watch_prehooks
 from .grouped_products import (
     differentiable_bias_grad,
-    differentiable_dgrad,
     differentiable_linear,
     differentiable_scale_grad,
     differentiable_wgrad,
 )
 
-__all__ = [
-    "GroupedCall",
-    "arguments_of",
-    "bias_grads",
-    "fused_grouped_linear",
-    "needs_dw_of",
-    "parts_of",
-    "per_expert",
-    "record_product",
-    "without_autocast",
-    "written",
-]
+__all__ = ["GroupedCall", "GroupedProducts", "fused_grouped_linear", "parts_of", "per_expert"]
+
+
+class GroupedProducts(Protocol):
+    """How the products with a layer's experts are computed: ``PlainProducts``, or of quantised operands."""
+
+    def output(
+        self, ctx: Any, input: Tensor, weights: Sequence[Tensor], bias: PerExpert | None, scale: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """y [T, N], and what waits for the weight gradients, if any will come: of the input [T, K]."""
+
+    def gradients(
+        self, ctx: Any, dy: Tensor, weights: Sequence[Tensor], of_input: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Any, Any]:
+        """dx [T, K], where it is needed, and dy and x as the weight gradients take them.
+
+        With grad mode on (``create_graph=True``) dx is differentiable, or this raises ``RuntimeError``.
+        """
 
 
 class GroupedCall(NamedTuple):
@@ -56,10 +60,7 @@ class GroupedCall(NamedTuple):
     packed_bias: bool
     out: Tensor | None
     grad_input: Tensor | None
-    recipe: Recipe | None = None
-    """The recipe of quantised products: see ``quantized_grouped_linear``."""
-    trains: bool = True
-    """Grad mode is on; quantised products save nothing otherwise."""
+    products: GroupedProducts
 
 
 def fused_grouped_linear(
@@ -72,6 +73,7 @@ def fused_grouped_linear(
     bias_scale: Tensor | None = None,
     out: Tensor | None = None,
     grad_input: Tensor | None = None,
+    products: GroupedProducts | None = None,
 ) -> Tensor:
     """``y[t] = x[t] W_e^T + s[t] b_e`` for row t of expert e, and its gradients; pad rows are zeros.
 
@@ -94,24 +96,9 @@ def fused_grouped_linear(
     are views of this memory. Do not overwrite ``out`` before every reader of y has finished, including its backward,
     and ``grad_input`` before every reader of dx has finished (the ``.grad`` of a leaf reads it).
 
-    ``autograd.grad`` and ``create_graph=True`` get ordinary gradients and write nothing.
+    ``autograd.grad`` and ``create_graph=True`` get ordinary gradients and write nothing. ``products`` None: of the
+    tensors as they are.
     """
-    input, call, tensors = arguments_of(input, weights, bias, offsets, use, bias_scale, out, grad_input)
-    output: Tensor = _apply_directly(input, use, call, *tensors)
-    return output
-
-
-def arguments_of(
-    input: Tensor,
-    weights: PerExpert,
-    bias: PerExpert | None,
-    offsets: Tensor,
-    use: ProductUse,
-    bias_scale: Tensor | None,
-    out: Tensor | None,
-    grad_input: Tensor | None,
-) -> tuple[Tensor, GroupedCall, tuple[Tensor | None, ...]]:
-    """What ``apply`` takes, for the arguments of ``fused_grouped_linear``: checked, and cast to the products' dtype."""
     dtype = dtype_of_products(input)
     _check_buffer(use.owner, "out", out, (input.shape[0], _features(weights, use)), dtype, input.device)
     _check_buffer(use.owner, "grad_input", grad_input, tuple(input.shape), dtype, input.device)
@@ -121,9 +108,12 @@ def arguments_of(
         raise ValueError(f"{use.owner}: grad_input with save_original_input needs an input of {dtype}")
     experts = (weights,) if isinstance(weights, Tensor) else tuple(weights)
     biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
-    call = GroupedCall(offsets, dtype, len(experts), isinstance(bias, Tensor), out, grad_input)
+    call = GroupedCall(
+        offsets, dtype, len(experts), isinstance(bias, Tensor), out, grad_input, products or _PLAIN_PRODUCTS
+    )
     refuse_in_transform(use.owner)
-    return input, call, (*experts, *biases, bias_scale)
+    output: Tensor = _apply_directly(input, use, call, *experts, *biases, bias_scale)
+    return output
 
 
 def _features(weights: PerExpert, use: ProductUse) -> int:
@@ -166,12 +156,17 @@ def per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> P
     return together
 
 
-def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+def _packed(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> Tensor:
+    """``per_expert`` as one tensor [E, ...], in the graph."""
+    return (tensors[0] if packed else torch.stack(tuple(tensors))).to(dtype)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off: operands are cast already, and fp32 sums must stay fp32."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def written(buffer: Tensor) -> Tensor:
+def _written(buffer: Tensor) -> Tensor:
     """A view, for autograd, of memory that a kernel wrote: the caller's tensor itself gets no history."""
     if not buffer.is_inference():  # an inference tensor has no version
         torch.autograd.graph.increment_version(buffer)  # a graph that saved the old content must fail
@@ -186,35 +181,54 @@ class _FusedGroupedLinear(torch.autograd.Function):
         count = call.num_weights
         weights, biases, scale = tensors[:count], tensors[count:-1], tensors[-1]
         needs_dx, _, _, *needs = ctx.needs_input_grad
-        needs_dw, needs_db, needs_ds = True in needs[:count], True in needs[count:-1], needs[-1]
+        needs_db, needs_ds = True in needs[count:-1], needs[-1]
+        ctx.use, ctx.call = use, call
+        # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
+        ctx.outer_backward = current_backward()
+        ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
+        ctx.bias_dtype = biases[0].dtype if biases else None
+        ctx.scale_dtype = None if scale is None else scale.dtype
+        with _without_autocast(input.device.type):
+            bias = per_expert(biases, call.packed_bias, call.dtype) if biases else None
+            y, of_input = call.products.output(ctx, input, weights, bias, scale)
         ctx.save_for_backward(
-            input if needs_dw else None,
-            call.offsets,
             scale if needs_db else None,
             *(weights if needs_dx else ()),
             *(biases if needs_ds else ()),
+            *of_input,
         )
-        record_product(ctx, input, use, call, tensors)
-        x = cast(input, call.dtype)
-        with without_autocast(x.device.type):
-            y = grouped_linear(
-                x,
-                per_expert(weights, use.packed, call.dtype),
-                call.offsets,
-                bias=per_expert(biases, call.packed_bias, call.dtype) if biases else None,
-                bias_scale=scale,
-                out=call.out,
-                transposed=use.transposed,
-            )
-        return y if call.out is None else written(y)
+        if call.out is None:
+            return y
+        ctx.call = call._replace(out=None)
+        return _written(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted, places = wanted_and_places(ctx, needs_dw_of(ctx))
-        with without_autocast(grads[0].device.type):
-            if torch.is_grad_enabled():
-                return _gradients_with_graph(ctx, grads[0], wanted)
-            return _gradients(ctx, grads[0], wanted, places)
+        dy = grads[0]
+        call: GroupedCall = ctx.call
+        use: ProductUse = ctx.use
+        count = call.num_weights
+        needs_dx, _, _, *needs = ctx.needs_input_grad
+        wanted, places = wanted_and_places(ctx, needs[:count])
+        scale, *others = ctx.saved_tensors
+        weights, others = (others[:count], others[count:]) if needs_dx else ((), others)
+        num_biases = len(needs) - count - 1 if needs[-1] else 0
+        biases, of_input = others[:num_biases], others[num_biases:]
+        with _without_autocast(dy.device.type):
+            dx, left, right = call.products.gradients(ctx, dy, weights, of_input)
+            with_graph = torch.is_grad_enabled()
+            if dx is not None:
+                dx = cast(dx, ctx.input_dtype) if call.grad_input is None or with_graph else _written(dx)
+            dws: list[Tensor | None] = [None] * count
+            if of_input:
+                if use.transposed:
+                    left, right = right, left
+                if with_graph:
+                    dw = differentiable_wgrad(left, right, call.offsets).to(ctx.weight_dtype)
+                    dws = parts_of(dw, use.packed, [want is not Demand.NOTHING for want in wanted])
+                else:
+                    dws = weight_grads(ctx, wanted, places, (left, right, call.offsets))
+            return (dx, None, None, *dws, *_bias_grads(ctx, dy, scale, biases))
 
 
 # Its C++ base is faster: see ``dense/fused_linear.py``. torch.func's transforms are refused.
@@ -222,87 +236,60 @@ _apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
 watch_prehooks(_FusedGroupedLinear)
 
 
-def record_product(ctx: Any, input: Tensor, use: ProductUse, call: GroupedCall, tensors: Sequence[Any]) -> None:
-    """In forward: what backward needs beside tensors."""
-    biases, scale = tensors[call.num_weights : -1], tensors[-1]
-    ctx.use, ctx.call = use, call._replace(out=None)
-    # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
-    ctx.outer_backward = current_backward()
-    ctx.input_dtype, ctx.weight_dtype = input.dtype, tensors[0].dtype
-    ctx.bias_dtype = biases[0].dtype if biases else None
-    ctx.scale_dtype = None if scale is None else scale.dtype
+class PlainProducts:
+    """``GroupedProducts`` of the tensors as they are."""
+
+    def output(
+        self, ctx: Any, input: Tensor, weights: Sequence[Tensor], bias: PerExpert | None, scale: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """See ``GroupedProducts``."""
+        call: GroupedCall = ctx.call
+        y = grouped_linear(
+            cast(input, call.dtype),
+            per_expert(weights, ctx.use.packed, call.dtype),
+            call.offsets,
+            bias=bias,
+            bias_scale=scale,
+            out=call.out,
+            transposed=ctx.use.transposed,
+        )
+        return y, (input,) if True in ctx.needs_input_grad[3 : 3 + call.num_weights] else ()
+
+    def gradients(
+        self, ctx: Any, dy: Tensor, weights: Sequence[Tensor], of_input: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See ``GroupedProducts``."""
+        call: GroupedCall = ctx.call
+        use: ProductUse = ctx.use
+        dx = None
+        if weights and torch.is_grad_enabled():
+            dx = differentiable_linear(dy, _packed(weights, use.packed, dy.dtype), call.offsets, not use.transposed)
+        elif weights:
+            matrices = per_expert(weights, use.packed, dy.dtype)
+            dx = grouped_linear(dy, matrices, call.offsets, out=call.grad_input, transposed=not use.transposed)
+        return dx, dy, cast(of_input[0], dy.dtype) if of_input else None
 
 
-def needs_dw_of(ctx: Any) -> Sequence[bool]:
-    """Whether autograd needs each weight's gradient, in the order of ``apply``'s arguments."""
-    needs: Sequence[bool] = ctx.needs_input_grad[3 : 3 + ctx.call.num_weights]
-    return needs
+_PLAIN_PRODUCTS = PlainProducts()
 
 
-def _gradients(
-    ctx: Any, dy: Tensor, wanted: Sequence[Demand], places: Sequence[Place | None]
-) -> tuple[Tensor | None, ...]:
-    """What backward returns for each argument of ``apply``: dy [T, N]."""
-    call: GroupedCall = ctx.call
-    use: ProductUse = ctx.use
-    x, offsets, scale, *others = ctx.saved_tensors
-    needs_dx = ctx.needs_input_grad[0]
-    weights = others[: call.num_weights] if needs_dx else ()
-
-    dx = None
-    if needs_dx:
-        product = grouped_linear if use.transposed else grouped_dgrad
-        dx = product(dy, per_expert(weights, use.packed, dy.dtype), offsets, out=call.grad_input)
-        dx = cast(dx, ctx.input_dtype) if call.grad_input is None else written(dx)
-    dbs_and_ds = bias_grads(ctx, dy, offsets, scale, others[len(weights) :])
-    dws: list[Tensor | None] = [None] * len(wanted)
-    if x is not None:
-        x = cast(x, dy.dtype)
-        dws = weight_grads(ctx, wanted, places, (x, dy, offsets) if use.transposed else (dy, x, offsets))
-    return (dx, None, None, *dws, *dbs_and_ds)
-
-
-def bias_grads(
-    ctx: Any, dy: Tensor, offsets: Tensor, scale: Tensor | None, biases: Sequence[Tensor]
-) -> list[Tensor | None]:
+def _bias_grads(ctx: Any, dy: Tensor, scale: Tensor | None, biases: Sequence[Tensor]) -> list[Tensor | None]:
     """What backward returns for each bias, and for the scale of the bias: dy [T, N]."""
     call: GroupedCall = ctx.call
     *needs_db, needs_ds = ctx.needs_input_grad[3 + call.num_weights :]
     dbs: list[Tensor | None] = [None] * len(needs_db)
+    with_graph = torch.is_grad_enabled()
     if True in needs_db:
-        db = grouped_bias_grad(dy, offsets, scale=scale, dtype=ctx.bias_dtype)
+        if with_graph:
+            db = differentiable_bias_grad(dy, scale, call.offsets).to(ctx.bias_dtype)
+        else:
+            db = grouped_bias_grad(dy, call.offsets, scale=scale, dtype=ctx.bias_dtype)
         dbs = parts_of(db, call.packed_bias, needs_db)
     ds = None
     if needs_ds:
-        ds = cast(grouped_scale_grad(dy, per_expert(biases, call.packed_bias, dy.dtype), offsets), ctx.scale_dtype)
+        if with_graph:
+            ds = differentiable_scale_grad(dy, _packed(biases, call.packed_bias, dy.dtype), call.offsets)
+        else:
+            ds = grouped_scale_grad(dy, per_expert(biases, call.packed_bias, dy.dtype), call.offsets)
+        ds = cast(ds, ctx.scale_dtype)
     return [*dbs, ds]
-
-
-def _gradients_with_graph(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
-    """``_gradients`` under ``create_graph=True``: differentiable, and without a write to ``main_grad``."""
-    call: GroupedCall = ctx.call
-    x, offsets, scale, *others = ctx.saved_tensors
-    needs_dx, _, _, *needs = ctx.needs_input_grad
-    needs_db, needs_ds = needs[call.num_weights : -1], needs[-1]
-    weights = others[: call.num_weights] if needs_dx else ()
-    biases = others[len(weights) :]
-
-    def packed(tensors: Sequence[Tensor], are_packed: bool) -> Tensor:
-        return (tensors[0] if are_packed else torch.stack(tuple(tensors))).to(dy.dtype)
-
-    dx = ds = None
-    if needs_dx:
-        product = differentiable_linear if ctx.use.transposed else differentiable_dgrad
-        dx = product(dy, packed(weights, ctx.use.packed), offsets).to(ctx.input_dtype)
-    dws: list[Tensor | None] = [None] * len(wanted)
-    if x is not None:
-        left, right = (x.to(dy.dtype), dy) if ctx.use.transposed else (dy, x.to(dy.dtype))
-        dw = differentiable_wgrad(left, right, offsets).to(ctx.weight_dtype)
-        dws = parts_of(dw, ctx.use.packed, [want is not Demand.NOTHING for want in wanted])
-    dbs: list[Tensor | None] = [None] * len(needs_db)
-    if True in needs_db:
-        db = differentiable_bias_grad(dy, scale, offsets).to(ctx.bias_dtype)
-        dbs = parts_of(db, call.packed_bias, needs_db)
-    if needs_ds:
-        ds = differentiable_scale_grad(dy, packed(biases, call.packed_bias), offsets).to(ctx.scale_dtype)
-    return (dx, None, None, *dws, *dbs, ds)

@@ -15,7 +15,7 @@ from .. import recipes
 from ..dense.compiled_wgrad import mode_of
 from ..dense.fused_linear import refuse_in_transform
 from ..dense.linear_module import InitMethod, LinearModule, reset_linear
-from ..dense.quantized_linear import execution_under_recipe
+from ..dense.quantized_linear import recipe_of_forward
 from ..wgrad_queue import WgradQueue
 from .compiled_grouped_linear import compiled_grouped_linear
 from .fused_grouped_linear import fused_grouped_linear
@@ -115,10 +115,10 @@ class GroupedModule(LinearModule, nn.Module):
             return compiled_grouped_linear(
                 rows, weights, biases, offsets, key, product, bias_scale=bias_scales, transposed=self.transposed
             )
-        execution = execution_under_recipe(self, rows)
+        recipe = recipe_of_forward(self, rows)
         run: Callable[..., Tensor] = fused_grouped_linear
-        if execution is not None and rows.shape[0]:  # without rows there is nothing to quantise
-            run = partial(quantized_grouped_linear, recipe=execution.recipe)
+        if recipe is not None and rows.shape[0]:  # without rows there is nothing to quantise
+            run = partial(quantized_grouped_linear, recipe=recipe)
         return run(
             rows,
             weights[0] if layer.packed_weight else weights,

@@ -1,10 +1,10 @@
-"""The three products of a grouped linear layer; the derivatives of each are the other two.
+"""The products of a grouped linear layer; the derivatives of each are the others.
 
 Legend: E experts, T rows, N output features, K input features; W and H [E, N, K], x and g [T, K], y and dy [T, N].
 
-    linear  y[t] = x[t] W_e^T    dx = dgrad(dy, W)     dW = wgrad(dy, x)
-    dgrad   x[t] = y[t] W_e      dy = linear(g, W)     dW = wgrad(y, g)
-    wgrad   W_e = y_e^T x_e      dy = linear(x, H)     dx = dgrad(y, H)
+    linear               y[t] = x[t] W_e^T    dx = dy W_e       dW = wgrad(dy, x)
+    linear, transposed   x[t] = y[t] W_e      dy = g W_e^T      dW = wgrad(y, g)
+    wgrad                W_e = y_e^T x_e      dy = x H_e^T      dx = y H_e
 
 Only second derivatives need these autograd functions: a first backward calls the kernels directly.
 """
@@ -15,26 +15,19 @@ import torch
 from torch import Tensor
 
 from ...ddp.contract.grouped_wgrad import grouped_gradients
-from ...kernels import grouped_dgrad, grouped_linear
+from ...kernels import grouped_linear
 
 __all__ = [
     "differentiable_bias_grad",
-    "differentiable_dgrad",
     "differentiable_linear",
     "differentiable_scale_grad",
     "differentiable_wgrad",
 ]
 
 
-def differentiable_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """``y[t] = x[t] W_e^T``, with derivatives of any order."""
-    result: Tensor = _Linear.apply(x, weight, offsets)
-    return result
-
-
-def differentiable_dgrad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """``dx[t] = dy[t] W_e``, with derivatives of any order."""
-    result: Tensor = _Dgrad.apply(dy, weight, offsets)
+def differentiable_linear(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+    """``y[t] = x[t] W_e^T``, or ``x[t] W_e`` if ``transposed``, with derivatives of any order."""
+    result: Tensor = _Linear.apply(x, weight, offsets, transposed)
     return result
 
 
@@ -72,27 +65,18 @@ def _without_padding(rows: Tensor, offsets: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
-        return grouped_linear(x, weight, offsets)
+        ctx.transposed = transposed
+        return grouped_linear(x, weight, offsets, transposed=transposed)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, offsets = ctx.saved_tensors
-        return differentiable_dgrad(grads[0], weight, offsets), differentiable_wgrad(grads[0], x, offsets), None
-
-
-class _Dgrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(y, weight, offsets)
-        return grouped_dgrad(y, weight, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        y, weight, offsets = ctx.saved_tensors
-        dy = _Linear.apply(grads[0], weight, offsets)
-        return dy, differentiable_wgrad(y, grads[0], offsets), None
+        dy = grads[0]
+        dx = differentiable_linear(dy, weight, offsets, not ctx.transposed)
+        left, right = (x, dy) if ctx.transposed else (dy, x)
+        return dx, differentiable_wgrad(left, right, offsets), None, None
 
 
 class _Wgrad(torch.autograd.Function):
@@ -106,5 +90,5 @@ class _Wgrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         y, x, offsets = ctx.saved_tensors
-        dy = _Linear.apply(x, grads[0], offsets)
-        return dy, differentiable_dgrad(y, grads[0], offsets), None
+        dy = differentiable_linear(x, grads[0], offsets)
+        return dy, differentiable_linear(y, grads[0], offsets, True), None

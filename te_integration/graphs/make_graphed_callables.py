@@ -73,7 +73,7 @@ def make_graphed_callables(
         raise RuntimeError("make_graphed_callables while gradients are disabled: there is no backward to capture")
     device = device_of(modules, tensors_in(samples))
     for index, module in enumerate(modules):
-        check_capturable(module, f"module {index} ({type(module).__name__})", device)
+        check_capturable(module, f"module {index} ({type(module).__name__})")
 
     made: list[LayerGraphs] = []
     stream = None if pool is None else pool.stream

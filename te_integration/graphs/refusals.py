@@ -9,10 +9,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.main_grad import is_lazy, record_of
 from ...ddp.contract.module import DelayedWgradModule, is_sharded
-from ...ddp.gathers.waiting_modules import is_waiting_hook
 from ...ddp.torch_internals import has_tensor_hooks
 from ...ddp.wrapper.around_module import AroundModule
-from ..experts.grouped_module import GroupedModule
 from ..pipeline.executor import has_backward_dw
 from ..sequential import Sequential as Ours
 from .weights import hooks_of
@@ -33,7 +31,7 @@ def device_of(modules: Sequence[nn.Module], samples: Sequence[Tensor]) -> torch.
     return devices.pop()
 
 
-def check_capturable(module: nn.Module, where: str, device: torch.device) -> None:
+def check_capturable(module: nn.Module, where: str) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a module whose replay would differ from its eager run.
 
     where  the module's place, for errors
@@ -48,10 +46,10 @@ def check_capturable(module: nn.Module, where: str, device: torch.device) -> Non
     for name, param in module.named_parameters():
         _check_param(param, f"{where}: parameter '{name}'")
     for name, inner in module.named_modules():
-        _check_module(inner, f"{where}: '{name}' ({type(inner).__name__})" if name else where, device)
+        _check_module(inner, f"{where}: '{name}' ({type(inner).__name__})" if name else where)
 
 
-def _check_module(module: nn.Module, where: str, device: torch.device) -> None:
+def _check_module(module: nn.Module, where: str) -> None:
     if isinstance(module, TorchDDP) or getattr(module, "grad_parts", None) is not None:
         raise ValueError(
             f"{where} reduces gradients of its parameters, which is no part of a layer's graphs: give the layers "
@@ -60,7 +58,7 @@ def _check_module(module: nn.Module, where: str, device: torch.device) -> None:
     wraps_compiled = type(module).__module__.startswith("torch._dynamo")
     if wraps_compiled or isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
         raise ValueError(f"{where} is compiled: capture the layer as it was before, or the ._orig_mod inside")
-    if not all(is_waiting_hook(key) for hooks in hooks_of(module) for key in hooks):
+    if hooks_of(module):
         raise ValueError(
             f"{where} has hooks on its forward or backward, which a replay would not call: remove them, or hook the "
             f"callable that make_graphed_callables returns"
@@ -71,8 +69,6 @@ def _check_module(module: nn.Module, where: str, device: torch.device) -> None:
             f"{where} delays weight gradients by itself (backward_dw), and no replay would fill what it keeps: leave "
             f"it out of the graphs, or convert it to a module of maingrad.te_integration"
         )
-    if isinstance(module, GroupedModule) and device.type == "cpu":
-        raise ValueError(f"{where}: on a CPU the host reads the rows of each expert, and replays would keep the first")
 
 
 def _check_param(param: nn.Parameter, where: str) -> None:

@@ -11,9 +11,10 @@ from .captured_order import ReplayError
 __all__ = ["CapturedWeights", "hooks_of"]
 
 
-def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the tables of hooks on the module's forward and backward, which no replay calls."""
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+def hooks_of(module: nn.Module) -> list[int]:
+    """Return the keys of hooks on the module's forward and backward, which no replay calls."""
+    tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return [key for table in tables if table for key in table if not is_waiting_hook(key)]
 
 
 class CapturedWeights:
@@ -24,43 +25,52 @@ class CapturedWeights:
 
     def __init__(self, module: nn.Module, place: str) -> None:
         self._place = place
-        modules = list(module.modules())
-        self._modes = [(each, each.training) for each in modules]
-        self._exempt = [(each, each.ignores_recipes) for each in modules if isinstance(each, LinearModule)]
-        self._children = [(each, [*each._modules.values()]) for each in modules]
-        self._hooks = [(each, hooks) for each in modules for hooks in hooks_of(each)]
-        self._params = [
-            (f"{prefix}.{local}".removeprefix("."), owner, local, param, param.data_ptr(), param.requires_grad)
-            for prefix, owner in module.named_modules()
-            for local, param in registered_params(owner).items()
-            if param is not None
-        ]
-        self._buffers = [(name, buffer, buffer.data_ptr()) for name, buffer in module.named_buffers()]
+        self._named = list(module.named_modules())
+        self._modes = [(each, each.training) for _, each in self._named]
+        self._params = list(module.parameters())  # kept: another object must not get the id of one of them
+        self._captured = self._state()
 
     def check(self) -> None:
         """Before a forward: wait for all gathers under way, which no replay asks for. Raise where a place has changed.
 
         A waiting parameter waits in ``data_ptr()``, by its class: see ``ddp/gathers/waiting_params.py``.
         """
-        for name, owner, local, param, address, trained in self._params:
-            if registered_params(owner).get(local) is not param:
-                raise self._error(f"'{name}' was replaced (load_state_dict(assign=True), a new nn.Parameter)")
-            if param.data_ptr() != address:
-                raise self._error(f"'{name}' lies elsewhere (an optimizer was built, .to(), .data was assigned)")
-            if param.requires_grad is not trained:
-                raise self._error(f"'{name}' was {'frozen' if trained else 'unfrozen'}")
-        for name, buffer, address in self._buffers:
-            if buffer.data_ptr() != address:
-                raise self._error(f"'{name}' lies elsewhere")
-        for module, hooks in self._hooks:
-            if hooks and not all(map(is_waiting_hook, hooks)):
-                raise self._error(f"{type(module).__name__} got a hook on its forward or backward")
-        for layer, exempt in self._exempt:
-            if layer.ignores_recipes is not exempt:
-                raise self._error(f"ignores_recipes of {layer.describe()} was changed")
-        for module, children in self._children:
-            if [*module._modules.values()] != children:
-                raise self._error(f"{type(module).__name__} got another child")
+        state = self._state()
+        if state != self._captured:
+            pairs = enumerate(zip(state, self._captured, strict=False))
+            index = next((index for index, (now, before) in pairs if now != before), -1)
+            raise ReplayError(
+                f"{self._place}: {self._changes()[index]} since the capture, which no replay would see: undo that, or "
+                f"call make_graphed_callables after everything that does so"
+            )
+
+    def _state(self) -> list[Any]:
+        """What a replay depends on, in the order of ``_changes``."""
+        state: list[Any] = []
+        for _, module in self._named:
+            exempt = getattr(module, "ignores_recipes", False)
+            state += ([*module._modules.values()], hooks_of(module), exempt)
+            for param in registered_params(module).values():
+                state += (None,) * 3 if param is None else (id(param), param.data_ptr(), param.requires_grad)
+            state += [None if buffer is None else buffer.data_ptr() for buffer in module._buffers.values()]
+        return state
+
+    def _changes(self) -> list[str]:
+        """The change in words where an entry of ``_state`` is another one."""
+        changes: list[str] = []
+        for prefix, module in self._named:
+            kind = module.describe() if isinstance(module, LinearModule) else type(module).__name__
+            start = f"{prefix}." if prefix else ""
+            changes += (f"{kind} got another child", f"{kind} got a hook on its forward or backward")
+            changes.append(f"ignores_recipes of {kind} was changed")
+            for local in registered_params(module):
+                changes += (
+                    f"'{start}{local}' was replaced (load_state_dict(assign=True), a new nn.Parameter)",
+                    f"'{start}{local}' lies elsewhere (an optimizer was built, .to(), .data was assigned)",
+                    f"'{start}{local}' was frozen or unfrozen",
+                )
+            changes += [f"'{start}{local}' lies elsewhere" for local in module._buffers]
+        return changes
 
     def in_modes_of_capture(self) -> bool:
         """Return True if all modules inside are in ``train()`` or ``eval()`` as they were captured."""
@@ -68,10 +78,4 @@ class CapturedWeights:
 
     def version(self) -> int:
         """Rises with each change in place of a parameter that torch sees."""
-        return sum(entry[3]._version for entry in self._params)
-
-    def _error(self, change: str) -> ReplayError:
-        return ReplayError(
-            f"{self._place}: {change} since the capture, which no replay would see: undo that, or call "
-            f"make_graphed_callables after everything that does so"
-        )
+        return sum(param._version for param in self._params)

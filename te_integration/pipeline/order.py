@@ -97,8 +97,6 @@ class Schedule:
     """Chunks are 1 to ``num_chunks``; each runs every microbatch."""
     num_layers_per_chunk: tuple[int, ...] | None = None
     """Number of layers of each chunk; None: unknown."""
-    strict: bool = False
-    """After a dgrad of a chunk with wgrad entries, the next backward entry is its wgrad. Forwards may lie between."""
 
     def __post_init__(self) -> None:
         if not self.entries:
@@ -161,9 +159,8 @@ class Schedule:
         return self._draw(self.entries)
 
     def _check_sequence(self) -> None:
-        """From left to right: chunks exist, causes come before effects, and the strict rule holds."""
+        """From left to right: chunks exist, and causes come before effects."""
         done: Counter[tuple[Kind, int]] = Counter()
-        open_dgrad: Entry | None = None  # strict: its wgrad must be the next backward entry
         for entry in self.entries:
             if entry.chunk > self.num_chunks:
                 raise self._error(entry, f"is about chunk {entry.chunk} of {self.num_chunks}")
@@ -171,10 +168,6 @@ class Schedule:
             if cause is not None and done[cause, entry.chunk] <= entry.microbatch:
                 so_far = _counts(done, entry.chunk)
                 raise self._error(entry, f"comes before its {cause.value}: before this entry {so_far}")
-            if self.strict and entry.kind is not Kind.FORWARD:
-                if open_dgrad is not None and (entry.kind, entry.chunk) != (Kind.WGRAD, open_dgrad.chunk):
-                    raise self._error(entry, f"comes between {open_dgrad} and its wgrad, which strict does not allow")
-                open_dgrad = entry if entry.kind is Kind.DGRAD and entry.chunk in self.delayed_chunks else None
             done[entry.kind, entry.chunk] += 1
 
     def _check_balance(self) -> None:
@@ -236,7 +229,6 @@ def parse_order(
     num_chunks: int | None = None,
     num_layers_per_chunk: Sequence[int] | None = None,
     num_layers: int | None = None,
-    strict: bool = False,
 ) -> Schedule:
     """Make a schedule from a list of numbers. Raises ``ScheduleError``, with the index of the entry at fault.
 
@@ -245,13 +237,11 @@ def parse_order(
     num_chunks            number of chunks; default: the number of layer counts, else the highest chunk in the order
     num_layers_per_chunk  number of layers of each chunk
     num_layers            instead: the number of layers of all chunks together, split evenly
-    strict                require that after a dgrad the next backward entry is its wgrad, in chunks that have wgrad
-                          entries (forwards may lie between)
 
     Three checks run in this order. First, each entry by itself. Second, from left to right: the chunk exists, the
-    forward of a microbatch comes before its dgrad, the dgrad before its wgrad, and ``strict`` holds. Third: every chunk
-    runs the forward, the dgrad and (if it has wgrads) the wgrad of every microbatch; the entry at fault is the first
-    whose microbatch is not finished or not run by every chunk. Dependencies between chunks are not checked: see
+    forward of a microbatch comes before its dgrad, and the dgrad before its wgrad. Third: every chunk runs the forward,
+    the dgrad and (if it has wgrads) the wgrad of every microbatch; the entry at fault is the first whose microbatch is
+    not finished or not run by every chunk. Dependencies between chunks are not checked: see
     ``Schedule.check_connected``.
     """
     if isinstance(order, str | bytes):
@@ -274,7 +264,7 @@ def parse_order(
     for index, (kind, chunk) in enumerate(decoded):
         entries.append(Entry(kind=kind, chunk=chunk, microbatch=seen[kind, chunk], index=index))
         seen[kind, chunk] += 1
-    schedule = Schedule(entries=tuple(entries), num_chunks=num_chunks, num_layers_per_chunk=counts, strict=strict)
+    schedule = Schedule(entries=tuple(entries), num_chunks=num_chunks, num_layers_per_chunk=counts)
     if num_layers is None:
         return schedule
     each, rest = divmod(_positive(num_layers, "num_layers"), num_chunks)

@@ -130,7 +130,7 @@ def test_every_border_between_codes(signed: bool) -> None:
         allowed = values if sign == 1 else values[:-1]
         borders = ((allowed[1:] + allowed[:-1]) / 2).float()
         for index, border in enumerate(borders):
-            near = (border.view(torch.int32) + torch.arange(-100, 101)).view(torch.float32)
+            near = (border.view(torch.int32) + torch.arange(-100, 101, dtype=torch.int32)).view(torch.float32)
             codes, scales = quantize_moment(torch.cat((sign * near, ones)), signed=signed)
             lower, upper = (code + 128 if sign == -1 and code else code for code in (index, index + 1))
             if not signed and index == 0:  # a second moment above 0 stays above 0

@@ -23,7 +23,6 @@ class Rules:
     num_chunks: int
     num_microbatches: int
     delayed: frozenset[int]  # chunks whose wgrads are written down
-    strict: bool = False
     connected: bool = False  # forwards and dgrads also wait for the neighbouring chunk
 
 
@@ -31,15 +30,12 @@ def draw_order(rules: Rules, rng: random.Random) -> list[float]:
     """A random topological order: repeatedly one of the entries whose causes are all there."""
     done = {(kind, chunk): 0 for kind in "FDW" for chunk in range(rules.num_chunks + 2)}
     order: list[float] = []
-    open_dgrad = 0  # chunk whose wgrad must be the next backward entry
 
     def ready(kind: str, chunk: int) -> bool:
         microbatch = done[kind, chunk]
         if kind == "W" and chunk not in rules.delayed:
             return False
         if microbatch == rules.num_microbatches:
-            return False
-        if kind != "F" and open_dgrad and (kind, chunk) != ("W", open_dgrad):
             return False
         if kind == "F":
             return not rules.connected or chunk == 1 or done["F", chunk - 1] > microbatch
@@ -55,20 +51,16 @@ def draw_order(rules: Rules, rng: random.Random) -> list[float]:
         kind, chunk = rng.choice(choices)
         done[kind, chunk] += 1
         order.append({"F": chunk, "D": -chunk, "W": -chunk - 0.5}[kind])
-        if kind != "F":
-            open_dgrad = chunk if rules.strict and kind == "D" and chunk in rules.delayed else 0
 
 
 @st.composite
-def rules(
-    draw: st.DrawFn, *, max_chunks: int = 4, max_microbatches: int = 6, strict: bool = False, connected: bool = False
-) -> Rules:
+def rules(draw: st.DrawFn, *, max_chunks: int = 4, max_microbatches: int = 6, connected: bool = False) -> Rules:
     num_chunks = draw(st.integers(1, max_chunks))
     delayed = draw(st.frozensets(st.integers(1, num_chunks)))
-    return Rules(num_chunks, draw(st.integers(1, max_microbatches)), delayed, strict, connected)
+    return Rules(num_chunks, draw(st.integers(1, max_microbatches)), delayed, connected)
 
 
-def fault(order: Sequence[object], num_chunks: int, *, strict: bool = False) -> int | None:
+def fault(order: Sequence[object], num_chunks: int) -> int | None:
     """Index of the entry at fault, None for a valid order: the rules by slicing and counting, without state."""
     meaningful = {number for chunk in range(1, 100) for number in (chunk, -chunk, -chunk - 0.5)}
     for index, number in enumerate(order):
@@ -83,9 +75,6 @@ def fault(order: Sequence[object], num_chunks: int, *, strict: bool = False) -> 
         if number < 0:
             cause = -number if number == int(number) else number + 0.5
             if before.count(cause) <= before.count(number):
-                return index
-            backwards = [entry for entry in before if entry < 0]
-            if strict and backwards and -backwards[-1] in delayed and number != backwards[-1] - 0.5:
                 return index
     for index, number in enumerate(order):
         microbatch = order[:index].count(number)

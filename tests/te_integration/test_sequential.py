@@ -69,9 +69,9 @@ def test_extra_inputs_go_to_those_that_take_them_in_order() -> None:
 @pytest.mark.parametrize(
     ("model", "given", "message"),
     [
-        (Sequential(nn.Tanh(), AddTo(), Scale(2)), 1, r"got 1 extra inputs, and its modules take 3 \(1: 1, 2: 2\)"),
-        (Sequential(nn.Tanh()), 1, r"got 1 extra inputs, and its modules take 0 \(none of them any\)"),
-        (Sequential(Sequential(AddTo())), 0, r"got 0 extra inputs, and its modules take 1 \(0: 1\)"),
+        (Sequential(nn.Tanh(), AddTo(), Scale(2)), 1, "got 1 extra inputs, and its modules take 3"),
+        (Sequential(nn.Tanh()), 1, "got 1 extra inputs, and its modules take 0"),
+        (Sequential(Sequential(AddTo())), 0, "got 0 extra inputs, and its modules take 1"),
     ],
 )
 def test_another_number_of_extra_inputs_is_refused(model: Sequential, given: int, message: str) -> None:

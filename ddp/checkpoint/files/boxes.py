@@ -13,6 +13,7 @@ matrix is one box too, and no range.
 """
 
 import math
+import operator
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -35,11 +36,15 @@ class Box(NamedTuple):
         """Number of elements."""
         return math.prod(self.sizes)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Place behind the last element along each dim."""
+        return tuple(map(operator.add, self.offsets, self.sizes))
+
     def intersect(self, other: "Box") -> "Box | None":
         """The elements that are in both boxes of one tensor; None: no element is."""
         offsets = tuple(map(max, self.offsets, other.offsets))
-        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        sizes = tuple(min(at + size, place + length) - max(at, place) for at, size, place, length in sides)
+        sizes = tuple(map(operator.sub, map(min, self.ends, other.ends), offsets))
         return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
     def view_of(self, inner: "Box", data: Tensor) -> Tensor:
@@ -62,11 +67,6 @@ class Part(NamedTuple):
     box: Box
     dtypes: tuple[tuple[str, torch.dtype], ...]
     """What is there, "model", "master" or "state.KEY" of the optimizer, and the dtype that a save rounds it to."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it in a file."""
-        return self.box.numel * sum(dtype.itemsize for _, dtype in self.dtypes)
 
 
 Parts = dict[Part, dict[str, Tensor]]
@@ -134,8 +134,8 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     before: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbits(61))  # weights along a dim up to a place
 
     def weight(box: Box) -> int:
-        sides = enumerate(zip(box.offsets, box.sizes, strict=True))
-        return math.prod(before[dim, at + size] - before[dim, at] for dim, (at, size) in sides)
+        sides = enumerate(zip(box.offsets, box.ends, strict=True))
+        return math.prod(before[dim, end] - before[dim, at] for dim, (at, end) in sides)
 
     if sum(map(weight, boxes)) != weight(Box((0,) * len(shape), tuple(shape))):
         raise ValueError("elements are there twice, and as many are missing")

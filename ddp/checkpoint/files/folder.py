@@ -32,26 +32,19 @@ __all__ = [
     "belongs_to_checkpoint",
     "describe_missing",
     "find",
-    "incomplete",
     "is_being_deleted",
     "is_complete",
     "is_left_to_delete",
     "remove",
-    "replaced",
 ]
 
 MARK_FILE = "maingrad.saving"
 """Marks a folder that a save has made beside the checkpoint's path, and one that is being deleted."""
 
 
-def incomplete(path: Path) -> Path:
-    """The folder into which a save writes."""
-    return path.with_name(f"{path.name}.incomplete")
-
-
-def replaced(path: Path) -> Path:
-    """The folder of the previous checkpoint until the new checkpoint has its place."""
-    return path.with_name(f"{path.name}.replaced")
+def _beside(path: Path) -> tuple[Path, Path]:
+    """The folder into which a save writes, and that of the previous checkpoint until the new one has its place."""
+    return path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
 
 
 def find(path: Path) -> Path:
@@ -62,8 +55,7 @@ def find(path: Path) -> Path:
     """
     if not _is_free(path):
         return path
-    beside = (incomplete(path), replaced(path))
-    found = next((folder for folder in beside if is_complete(folder) and _is_marked(folder)), path)
+    found = next((folder for folder in _beside(path) if is_complete(folder) and _is_marked(folder)), path)
     return found if _is_free(path) else path  # a save may have taken its second step meanwhile: that one is newer
 
 
@@ -75,12 +67,9 @@ class Staging:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.folder, self._replaced = _beside(path)
+        """The folder to write into; and that of the previous checkpoint, between two renames."""
         self._mark: TextIO | None = None
-
-    @property
-    def folder(self) -> Path:
-        """The folder to write into."""
-        return incomplete(self.path)
 
     def begin(self) -> None:
         """Make the empty folder. A complete checkpoint of a save that died is moved to ``path`` first; its other files
@@ -94,21 +83,19 @@ class Staging:
             raise FileExistsError(
                 f"'{path}' is the working directory, and a save replaces its folder: save to a folder in it"
             )
-        if not _is_just_a_checkpoint(path):
+        if not _is_only(path, MARK_FILE, MANIFEST_FILE):
             raise FileExistsError(
                 f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
             )
-        for folder in (incomplete(path), replaced(path)):
-            if not _is_leftover(folder):
+        for folder in (self.folder, self._replaced):
+            if not _is_only(folder, MARK_FILE):
                 raise FileExistsError(
                     f"'{folder}' is in the way and is not what a save has left there: move it, or save elsewhere"
                 )
         self._hold()
         found = find(path)
         if found != path:  # the only complete checkpoint until this save completes
-            if path.exists():
-                path.rmdir()
-            found.rename(path)
+            found.rename(path)  # also where an empty folder is
             (path / MARK_FILE).unlink()
             if found == self.folder:
                 self._release()
@@ -119,19 +106,16 @@ class Staging:
         """Rename the finished folder to ``path``; then delete the previous checkpoint."""
         path = self.path
         _sync_folder(self.folder)
-        if _is_free(path):
-            if path.exists():
-                path.rmdir()
-        else:
-            _remove(replaced(path))
+        if not _is_free(path):
+            _remove(self._replaced)
             (path / MARK_FILE).touch()
             _sync_folder(path)
-            path.rename(replaced(path))
+            path.rename(self._replaced)
         self.folder.rename(path)
         (path / MARK_FILE).unlink()
         _sync_folder(path.parent)
         self._release()
-        _remove(replaced(path))
+        _remove(self._replaced)
 
     def __enter__(self) -> "Staging":
         return self
@@ -150,16 +134,24 @@ class Staging:
     def _hold(self) -> None:
         """Make the folder with its mark, or take over the existing one, and lock the mark."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        where = self.folder / MARK_FILE
+        path = self.folder / MARK_FILE
         try:
-            mark = where.open("a")
-        except FileNotFoundError:  # another save has just renamed the folder
-            raise _in_use(self.folder) from None
-        # The save that held the lock before may have renamed the folder since the mark was opened.
-        if not (_lock(mark) and where.exists() and os.path.samestat(os.fstat(mark.fileno()), where.stat())):
-            mark.close()
-            raise _in_use(self.folder)
-        self._mark = mark
+            self._mark = path.open("a")
+            try:
+                fcntl.flock(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if isinstance(error, BlockingIOError):
+                    raise  # else the file system has no locks; ids must do there
+            # The save that held the lock before may have renamed the folder since the mark was opened.
+            if not os.path.samestat(os.fstat(self._mark.fileno()), path.stat()):
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
+            self._release()
+            raise FileExistsError(
+                f"another save is writing into '{self.folder}': two jobs do not save to one path; wait for it to end, "
+                f"or save elsewhere; a model that is in no wrapper of maingrad's, each rank saves by itself: save it "
+                f"on one (if torch.distributed.get_rank() == 0)"
+            ) from None
 
     def _release(self) -> None:
         if self._mark is not None:
@@ -169,33 +161,15 @@ class Staging:
             self._mark = None
 
 
-def _in_use(folder: Path) -> FileExistsError:
-    return FileExistsError(
-        f"another save is writing into '{folder}': two jobs do not save to one path; "
-        f"wait for it to end, or save elsewhere; a model that is in no wrapper of maingrad's, each rank saves by "
-        f"itself: save it on one (if torch.distributed.get_rank() == 0)"
-    )
-
-
-def _lock(mark: TextIO) -> bool:
-    """Lock the mark. False: another save holds the lock. True also on file systems without locks; ids must do there."""
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
 def describe_missing(path: Path) -> str:
     """Why there is no checkpoint at ``path``, for an error."""
     missing = f"there is no checkpoint at '{path}'"
-    for folder in (incomplete(path), replaced(path)):
+    for folder in _beside(path):
         if is_complete(folder):
             return f"{missing}; '{folder}' is a checkpoint of its own, and no save to '{path}' has left it: name it"
-    if incomplete(path).exists():
-        return f"{missing}: a save was interrupted, and '{incomplete(path)}' is not complete"
+    incomplete, _ = _beside(path)
+    if incomplete.exists():
+        return f"{missing}: a save was interrupted, and '{incomplete}' is not complete"
     return missing
 
 
@@ -218,9 +192,17 @@ def _is_free(path: Path) -> bool:
         return False
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether this is a folder, and no link to one, that holds nothing but files of a save."""
-    return folder.is_dir() and not folder.is_symlink() and all(map(_is_written_by_a_save, folder.iterdir()))
+def _is_only(folder: Path, *names: str) -> bool:
+    """Whether there is nothing, or a folder, and no link to one, with a file of these names, and with nothing but files
+    of a save.
+
+    The mark shows that a save has made the folder, or that ``remove`` has begun to delete it; the manifest shows a
+    checkpoint.
+    """
+    if _is_free(folder):
+        return True
+    ours = folder.is_dir() and not folder.is_symlink() and all(map(_is_written_by_a_save, folder.iterdir()))
+    return ours and any((folder / name).is_file() for name in names)
 
 
 def _is_written_by_a_save(entry: Path) -> bool:
@@ -234,17 +216,6 @@ def belongs_to_checkpoint(name: str) -> bool:
     return own in (MANIFEST_FILE, MARK_FILE) or FILE_NAME.fullmatch(own) is not None
 
 
-def _is_leftover(folder: Path) -> bool:
-    """Whether there is nothing, or a folder that a save has made beside a checkpoint's path, or that ``remove`` has
-    begun to delete."""
-    return _is_free(folder) or (_is_marked(folder) and _is_ours(folder))
-
-
-def _is_just_a_checkpoint(path: Path) -> bool:
-    """Whether this is a checkpoint, or less, and nothing else would be lost with it."""
-    return _is_leftover(path) or (is_complete(path) and _is_ours(path))
-
-
 def remove(path: Path) -> None:
     """Delete a complete checkpoint, or what an earlier call has left. Whenever the process dies, ``path`` is a complete
     checkpoint, or marked and without a manifest, or empty.
@@ -253,7 +224,7 @@ def remove(path: Path) -> None:
     """
     if not os.path.lexists(path):
         return
-    if not _is_just_a_checkpoint(path):
+    if not _is_only(path, MARK_FILE, MANIFEST_FILE):
         raise FileExistsError(f"'{path}' is not just a checkpoint: delete it by hand")
     (path / MARK_FILE).touch()
     _sync_folder(path)
@@ -267,7 +238,7 @@ def is_left_to_delete(path: Path) -> bool:
 
 def is_being_deleted(path: Path) -> bool:
     """Whether this is no checkpoint any more: what a ``remove`` that did not end has left, or an empty folder."""
-    return is_left_to_delete(path) or (path.is_dir() and not any(path.iterdir()))
+    return is_left_to_delete(path) or _is_free(path)
 
 
 def _empty(folder: Path) -> None:

@@ -19,10 +19,10 @@ import sys
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -37,11 +37,14 @@ __all__ = [
     "SavedOptimizer",
     "SavedTensor",
     "StoredBox",
+    "agreed",
     "assign",
     "new_id",
     "stored_tensors",
     "write_manifest",
 ]
+
+T = TypeVar("T")
 
 MANIFEST_FILE = "maingrad.json"
 FORMAT = "maingrad.checkpoint"
@@ -121,9 +124,6 @@ class SavedOptimizer:
     groups: tuple[dict[str, Any], ...]
     """Hyperparameters of each group, as ``to_json`` makes them."""
 
-    def __post_init__(self) -> None:
-        from_json([[*group.values()] for group in self.groups])
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -160,10 +160,21 @@ class Manifest:
         return nbytes
 
     def encoded(self) -> str:
-        """The file's content. Raises ``ValueError`` where it would be too long to be read again."""
+        """The file's content, a line for each tensor.
+
+        Raises ``ValueError`` where it would be too long to be read again, and ``TypeError`` for ``extra`` that JSON
+        does not hold.
+        """
         about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
-        content = json.loads(json.dumps({**about, **vars(self)}, default=_as_json))  # as a load will read it
-        written = _laid_out({"checksum": _checksum(content), **content})
+        try:
+            content = json.loads(json.dumps({**about, **vars(self)}, default=_as_json))  # as a load will read it
+            content["checksum"] = _checksum(content)
+            tensors = content.pop("tensors").items()
+            lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in tensors)
+            rest = json.dumps(content, indent=1).removesuffix("\n}")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"extra must be something that JSON holds ({error})") from None
+        written = f'{rest},\n "tensors": {{\n{lines}\n }}\n}}\n'
         if len(written) > MOST_BYTES:
             raise ValueError(
                 f"the manifest has {len(written)} bytes, and {MOST_BYTES} at most are read again: keep less in extra, "
@@ -188,7 +199,12 @@ class Manifest:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
         _check_version(path, content.get("version"))
         try:
-            _check_sum(content)
+            written, found = content.pop("checksum"), _checksum(content)
+            if written is not None and found != written:
+                raise ValueError(
+                    f"its content has checksum {found}, and had {reprlib.repr(written)} when it was written; where you "
+                    f"have changed it yourself, set its checksum to null"
+                )
             if content["byteorder"] != sys.byteorder:
                 raise ValueError(f"its tensors are {content['byteorder']!r}-endian, which this machine is not")
             return _manifest_of(content)
@@ -207,6 +223,7 @@ def _manifest_of(content: Mapping[str, Any]) -> Manifest:
     optimizer = content["optimizer"]
     if optimizer is not None:
         groups = tuple(typed(dict, group) for group in optimizer["groups"])
+        from_json([[*group.values()] for group in groups])  # raises for a value that a load could not read
         optimizer = SavedOptimizer(typed(str, optimizer["optimizer_class"]), groups)
     tied = {alias: typed(str, first) for alias, first in content["tied"].items()}
     num_sets = typed(int, content["num_expert_sets"])
@@ -239,8 +256,20 @@ def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
     nbytes = [0] * len(held)
     for part, ranks in holders.items():
         writers[part] = rank = min(ranks, key=nbytes.__getitem__)
-        nbytes[rank] += part.nbytes
+        nbytes[rank] += part.box.numel * sum(dtype.itemsize for _, dtype in part.dtypes)
     return writers
+
+
+def agreed(what: str, told: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    """All that ranks tell, by name. Raises ``ValueError`` where two tell different things of one name."""
+    found: dict[str, T] = {}
+    for each in told:
+        for name, value in each.items():
+            if found.setdefault(name, value) != value:
+                raise ValueError(
+                    f"ranks disagree on '{name}': its {what} are {found[name]} on one, and {value} on another"
+                )
+    return found
 
 
 def stored_tensors(writers: Mapping[Part, int]) -> dict[str, tuple[Any, Any, tuple[StoredBox, ...]]]:
@@ -248,12 +277,9 @@ def stored_tensors(writers: Mapping[Part, int]) -> dict[str, tuple[Any, Any, tup
 
     Raises ``ValueError`` where ranks hold different tensors under one name.
     """
-    kinds: dict[str, tuple[Any, Any]] = {}
+    kinds = agreed("shape and dtypes", ({part.name: (part.shape, part.dtypes)} for part in writers))
     boxes: dict[str, list[StoredBox]] = {}
     for part, rank in writers.items():
-        here = part.shape, part.dtypes
-        if kinds.setdefault(part.name, here) != here:
-            raise ValueError(f"ranks disagree on '{part.name}': one has {kinds[part.name]}, another {here}")
         boxes.setdefault(part.name, []).append(StoredBox(rank, *part.box))
     return {name: (shape, dict(dtypes), tuple(boxes[name])) for name, (shape, dtypes) in kinds.items()}
 
@@ -278,26 +304,13 @@ def _check_version(path: Path, version: Any) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    return dtype_name(value) if isinstance(value, torch.dtype) else vars(value)
-
-
-def _laid_out(content: Mapping[str, Any]) -> str:
-    """JSON that people can read: a line for each value, and a line for each tensor."""
-    rest = json.dumps({key: value for key, value in content.items() if key != "tensors"}, indent=1)
-    lines = (f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in content["tensors"].items())
-    return rest.removesuffix("\n}") + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n"
+    if isinstance(value, SavedTensor | SavedOptimizer):
+        return vars(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    raise TypeError(f"it has a value of the class {type(value).__name__}")
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
     """CRC-32 of everything but the checksum itself; does not depend on the layout of the file."""
-    told = {key: value for key, value in content.items() if key != "checksum"}
-    return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _check_sum(content: Mapping[str, Any]) -> None:
-    written, found = content["checksum"], _checksum(content)
-    if written is not None and found != written:
-        raise ValueError(
-            f"its content has checksum {found}, and had {reprlib.repr(written)} when it was written; where you have "
-            f"changed it yourself, set its checksum to null"
-        )
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

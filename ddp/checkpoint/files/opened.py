@@ -11,14 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ..ranks import CheckpointRanks
 from .boxes import Box, Parts
 from .folder import describe_missing, find
 from .manifest import MANIFEST_FILE, Manifest
 from .rank_file import Entry, RankFile, check_size, file_name
 
-__all__ = ["MOST_TRIES", "OpenedCheckpoint", "open_checkpoint"]
+__all__ = ["OpenedCheckpoint", "open_checkpoint"]
 
-MOST_TRIES = 20
+_MOST_TRIES = 20
 """How often a checkpoint is opened that saves replace meanwhile."""
 
 
@@ -37,36 +38,45 @@ class OpenedCheckpoint(NamedTuple):
             entry.read()
 
 
-def open_checkpoint(path: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint:
-    """Open the checkpoint at ``path`` to read what ``choose`` makes of its manifest. Needs no process group.
+def open_checkpoint(
+    path: Path, prepare: Callable[[], Callable[[Manifest], Parts]], ranks: CheckpointRanks | None = None
+) -> OpenedCheckpoint:
+    """Open the checkpoint at ``path`` to read what ``prepare()`` makes of its manifest.
+
+    ranks  all of them open the same checkpoint, or raise alike: collective. None: this process alone
 
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint. Where a save replaces
     the checkpoint meanwhile, the new one is opened.
     """
-    found = None
-    caught: Exception = ValueError(f"'{path}' was replaced {MOST_TRIES} times while it was opened")
-    for _ in range(MOST_TRIES):
+
+    def attempt() -> OpenedCheckpoint | None:
+        choose, seen = prepare(), _look(path)
         try:
-            folder = find(path)
-            found = _identity(folder)
-            opened = _open(folder, choose)
-            if find(path) == folder:
-                return opened
-            # Saves have replaced the checkpoint twice, and the folder beside ``path`` is ahead of what is there.
-        except (ValueError, OSError) as error:
-            caught = error
-            if found is not None and _identity(folder) == found:
-                break
-    raise caught
+            opened = _open(seen[0], choose)
+        except (ValueError, OSError):
+            if _look(path) == seen:
+                raise
+            return None
+        # Where saves have replaced the checkpoint twice, the folder beside ``path`` is ahead of what is there.
+        return opened if find(path) == seen[0] else None
+
+    for _ in range(_MOST_TRIES):
+        opened, ids = (ranks or CheckpointRanks()).run_and_gather(
+            attempt, lambda opened: opened and opened.manifest.save_id, f"the opening of checkpoint '{path}'"
+        )
+        if opened is not None and len(set(ids)) == 1:
+            return opened
+    raise ValueError(f"'{path}' was replaced {_MOST_TRIES} times while it was opened: load it when nothing saves there")
 
 
-def _identity(folder: Path) -> tuple[int, ...] | None:
-    """Differs between the manifests of two saves."""
+def _look(path: Path) -> tuple[Path, object]:
+    """The folder to read for ``path``, and what differs between the manifests of two saves; None: no manifest."""
+    folder = find(path)
     try:
         found = os.stat(folder / MANIFEST_FILE)
     except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+        return folder, None
+    return folder, (found.st_dev, found.st_ino, found.st_mtime_ns)
 
 
 def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint:
@@ -85,11 +95,13 @@ def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint
     for part, wanted in choose(manifest).items():
         saved = manifest.tensors[part.name]
         for rank, box in ((each.rank, each.box) for each in saved.boxes):
-            if box.intersect(part.box) is None:
+            both = box.intersect(part.box)
+            if both is None:
                 continue
             for section, data in wanted.items():
                 found = file_of(rank).find(part, section, box, saved.dtypes[section])
-                entries.setdefault((part.name, section, box), found).wanted.append((part.box, data))
+                entry = entries.setdefault((part.name, section, box), found)
+                entry.wanted.append((both, part.box.view_of(both, data)))
     return OpenedCheckpoint(manifest, sorted(entries.values(), key=lambda entry: (entry.file.path, entry.position)))
 
 

@@ -120,13 +120,13 @@ class RankFile:
 
     def __init__(self, path: Path, save_id: str) -> None:
         self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor)
-        size = os.fstat(self.descriptor).st_size
+        self.content = path.open("rb")
+        weakref.finalize(self, self.content.close)
+        size = os.stat(self.content.fileno()).st_size
         try:
-            length = int.from_bytes(os.pread(self.descriptor, 8, 0), "little")
+            length = int.from_bytes(self.content.read(8), "little")
             self._begin = 8 + length
-            entries = json.loads(os.pread(self.descriptor, min(length, size, _LONGEST_HEADER), 8))
+            entries = json.loads(self.content.read(min(length, size, _LONGEST_HEADER)))
             metadata = entries.pop("__metadata__")
             found = metadata[_OF]
             self._checksums = dict(zip(sorted(entries), metadata[_CHECKSUMS].split(), strict=True))
@@ -169,7 +169,7 @@ class Entry(NamedTuple):
     checksum: str
     """CRC-32 of its bytes when they were written."""
     wanted: list[tuple[Box, Tensor]]
-    """A part's box, and where its elements go."""
+    """What a part wants of the box, and where these elements go."""
 
     def read(self) -> None:
         """Copy the elements to where they are wanted; values are rounded to the dtypes there.
@@ -178,33 +178,26 @@ class Entry(NamedTuple):
 
         Raises ``ValueError`` unless the bytes are those that were written.
         """
-        box, data = self.wanted[0]
-        if len(self.wanted) == 1 and data.dtype is self.dtype and self.box.intersect(box) == self.box:
-            view = box.view_of(self.box, data)
-            is_odd = view.is_inference() or view.is_conj() or view.is_neg()
-            if view.is_cpu and view.is_contiguous() and not is_odd:
-                torch.autograd.graph.increment_version(view)  # optimizers compare versions
-                self._fill(view)
-                return
+        both, view = self.wanted[0]
+        is_odd = view.is_inference() or view.is_conj() or view.is_neg()
+        as_stored = both == self.box and view.dtype is self.dtype and view.is_cpu and view.is_contiguous()
+        if len(self.wanted) == 1 and as_stored and not is_odd:
+            torch.autograd.graph.increment_version(view)  # optimizers compare versions
+            self._fill(view)
+            return
         elements = torch.empty(self.box.sizes, dtype=self.dtype, device="cpu")
         self._fill(elements)
-        for box, data in self.wanted:
-            both = self.box.intersect(box)
-            if both is not None:
-                box.view_of(both, data).copy_(self.box.view_of(both, elements))
+        for both, view in self.wanted:
+            view.copy_(self.box.view_of(both, elements))
 
     def _fill(self, memory: Tensor) -> None:
         """Read all bytes into ``memory``. Raises ``ValueError`` unless they are those that were written."""
-        checksum, position = 0, self.position
+        checksum = 0
+        self.file.content.seek(self.position)
         for block in _blocks(memory):
-            filled = 0
-            while filled < len(block):  # a network's file system may give fewer bytes than it has
-                count = os.preadv(self.file.descriptor, [block[filled:]], position + filled)
-                if count == 0:
-                    raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
-                filled += count
+            if self.file.content.readinto(block) < len(block):
+                raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
             checksum = zlib.crc32(block, checksum)
-            position += filled
         if f"{checksum:08x}" != self.checksum:
             raise ValueError(
                 f"'{self.file.path}' is damaged where '{self.name}' lies: its bytes have checksum {checksum:08x}, and "

@@ -21,7 +21,7 @@ from maingrad.ddp import (
     prepare_background_saves,
     save_checkpoint,
 )
-from maingrad.ddp.checkpoint.background import wait_for_memory
+from maingrad.ddp.checkpoint.background import finish_pending
 from maingrad.launch.safetensors_io import export_safetensors, save_safetensors
 
 CONFIG = DistributedDataParallelConfig(
@@ -74,7 +74,7 @@ def test_prepared_saves_take_no_more_memory_of_the_host(tmp_path: Path) -> None:
     for prepare in (True, False):
         if prepare:
             prepare_background_saves(ddp, optimizer)
-            wait_for_memory(ddp)
+            finish_pending(ddp)
         taken.append(torch.cuda.host_memory_stats()["num_host_alloc"])
         save_checkpoint(tmp_path / "c", ddp, optimizer, background=True).wait()
         taken.append(torch.cuda.host_memory_stats()["num_host_alloc"])

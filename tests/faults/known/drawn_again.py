@@ -64,10 +64,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.model",
-                "make_manifest",
-                "if group != known_group or",
-                "if",
+                "maingrad.ddp.checkpoint.files.manifest",
+                "agreed",
+                "if found.setdefault(name, value) != value:",
+                'if found.setdefault(name, value) != value and what != "groups":',
             ),
         ],
     ),
@@ -94,8 +94,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.folder",
                 "find",
-                "(incomplete(path), replaced(path))",
-                "(replaced(path), incomplete(path))",
+                "for folder in _beside(path) if",
+                "for folder in reversed(_beside(path)) if",
             ),
         ],
     ),

@@ -13,7 +13,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._check_complete",
-                "if self._in_backward:",
+                "if self._is_busy:",
                 "if any(grads.state is State.WRITING for grads in self._all):",
             ),
         ],
@@ -91,17 +91,17 @@ FAULTS = [
         tests=["tests/fsdp/iteration/test_unusual_iterations.py::test_no_sync_inside_no_sync"],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.root",
-                "Root.syncing",
+                "maingrad.fsdp.iteration.parts",
+                "RootParts._syncing",
                 """
                 try:
                     yield
                 finally:
-                    self.sync = before
+                    root.sync = before
                 """,
                 """
                 yield
-                self.sync = before
+                root.sync = before
                 """,
             ),
         ],

@@ -82,7 +82,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.root", "Root._check_units", "self._checked = trains", "self._checked = True"
+                "maingrad.fsdp.iteration.checks",
+                "UnitChecks.before_forward",
+                "self._all_checked = trains",
+                "self._all_checked = True",
             ),
         ],
     ),

@@ -124,7 +124,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.optimizer",
                 "_match_groups",
-                "groups[index] = index",
+                "there_of[index] = index",
                 "pass",
             ),
         ],

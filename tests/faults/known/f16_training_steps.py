@@ -28,8 +28,7 @@ FAULTS = [
                 "UnitGathers.begin_capture",
                 """
                 self.release_all()
-                for bucket in self._buckets:
-                    bucket.record_change()
+                self.record_replay()
                 """,
                 "",
             ),

@@ -47,7 +47,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._check_complete",
-                "self._check_nothing_bypassed()",
+                "check_nothing_beside(self._buckets)",
                 "",
             ),
         ],

@@ -66,7 +66,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.optimizer",
                 "plan_optimizer",
-                "if updated.numel() == 0 and updated.requires_grad and updated not in state:",
+                "if updated.numel() == 0 and updated.requires_grad and updated not in state and updated.dtype in likes:",
                 "if False:",
             ),
         ],

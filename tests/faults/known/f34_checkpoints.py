@@ -25,9 +25,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.folder",
-                "_is_leftover",
-                "return _is_free(folder) or (_is_marked(folder) and _is_ours(folder))",
-                "return _is_free(folder) or _is_ours(folder)",
+                "_is_only",
+                "return ours and any((folder / name).is_file() for name in names)",
+                "return ours",
             ),
         ],
     ),
@@ -40,9 +40,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.folder",
-                "_lock",
-                "return False",
-                "return True",
+                "Staging._hold",
+                "if isinstance(error, BlockingIOError):",
+                "if False:",
             ),
         ],
     ),
@@ -131,7 +131,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.manifest",
-                "_check_sum",
+                "Manifest.read",
                 "if written is not None and found != written:",
                 "if written is not None and found < 0:",
             ),
@@ -296,9 +296,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.background",
-                "_host_copy",
-                "return plain.to(dtype, copy=True, memory_format=torch.contiguous_format)",
-                "return tensor",
+                "PendingSave.copy_to_host",
+                "memory.copy_(data.to(dtype), non_blocking=True)",
+                "data",
             ),
         ],
     ),
@@ -348,7 +348,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.opened",
                 "open_checkpoint",
-                "if found is not None and _identity(folder) == found:",
+                "if _look(path) == seen:",
                 "if True:",
             ),
         ],
@@ -361,10 +361,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.checkpoint",
-                "load_checkpoint",
-                "if len(set(ids)) == 1:",
-                "if ids:",
+                "maingrad.ddp.checkpoint.files.opened",
+                "open_checkpoint",
+                "if opened is not None and len(set(ids)) == 1:",
+                "if opened is not None:",
             ),
         ],
     ),

@@ -42,8 +42,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
                 "Entry._fill",
-                "os.preadv(self.file.descriptor, [block[filled:]], position + filled)",
-                "os.preadv(os.open(self.file.path, os.O_RDONLY), [block[filled:]], position + filled)",
+                "self.file.content.seek(self.position)",
+                "(vars(self.file).update(content=self.file.path.open('rb')), self.file.content.seek(self.position))",
             ),
         ],
     ),
@@ -58,8 +58,14 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.optimizer",
                 "plan_optimizer",
-                "likes.get(updated.dtype)",
-                "next(iter(likes.values()), None)",
+                "and updated.dtype in likes:",
+                "and likes:",
+            ),
+            Change(
+                "maingrad.ddp.checkpoint.optimizer",
+                "plan_optimizer",
+                "likes[updated.dtype]",
+                "next(iter(likes.values()))",
             ),
         ],
     ),

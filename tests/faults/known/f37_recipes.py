@@ -211,7 +211,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.experts.quantized_grouped_linear",
-                "_gradients",
+                "QuantizedProducts.gradients",
                 "dy = overflow_as_nan(dy)",
                 "",
             ),

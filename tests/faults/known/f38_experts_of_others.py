@@ -25,7 +25,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.experts.fused_grouped_linear",
-                "bias_grads",
+                "_bias_grads",
                 "if True in needs_db:",
                 "if True in needs_db and not ctx.use.transposed:",
             ),

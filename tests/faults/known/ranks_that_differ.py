@@ -94,8 +94,8 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root._forget_mixed",
-                "bucket.record_change()",
+                "Root.begin",
+                "self.gathers.record_replay()",
                 "pass",
             ),
         ],

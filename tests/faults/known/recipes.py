@@ -155,9 +155,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.graphs.weights",
-                "CapturedWeights.check",
-                "if layer.ignores_recipes is not exempt:",
-                "if False:",
+                "CapturedWeights._state",
+                'getattr(module, "ignores_recipes", False)',
+                "False",
             )
         ],
     ),

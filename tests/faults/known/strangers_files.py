@@ -13,7 +13,7 @@ FAULTS = [
         sentence="A checkpoint's link is taken for the checkpoint: the files of an archived one are deleted.",
         tests=[f"{_KEPT}::test_links_and_empty_folders_stay"],
         changes=[
-            Change(_FOLDER, "_is_ours", "folder.is_dir() and not folder.is_symlink()", "folder.is_dir()"),
+            Change(_FOLDER, "_is_only", "folder.is_dir() and not folder.is_symlink()", "folder.is_dir()"),
             Change(_FOLDER, "_remove", "if folder.exists() and not folder.is_symlink():", "if folder.exists():"),
             Change(
                 "maingrad.launch.training.run_state",

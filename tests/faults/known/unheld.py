@@ -85,7 +85,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.check_delays_are_over",
-                "self._sending or (self._due is None and self._delayed_in is None)",
+                "self._is_busy or (self._due is None and self._delayed_in is None)",
                 "self._due is None and self._delayed_in is None",
             ),
         ],
@@ -154,7 +154,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.te_integration.experts.fused_grouped_linear",
-                "written",
+                "_written",
                 "torch.autograd.graph.increment_version(buffer)",
                 "pass",
             ),

@@ -288,6 +288,8 @@ def after_a_refused_end(cleared: bool) -> list[Tensor]:
         param.grad = param.grad * 2
     with pytest.raises(RuntimeError, match="was changed in the middle of an iteration"):
         model.finish_grad_sync()
+    with pytest.raises(RuntimeError, match="gradients are not complete"):
+        model.finish_grad_sync()
     if cleared:
         model.zero_grad()
     model(batch(3)).backward()

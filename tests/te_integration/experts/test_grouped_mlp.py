@@ -401,7 +401,7 @@ def test_a_compiled_module_computes_the_same(fuse: bool) -> None:
     ("arguments", "error_type", "message"),
     [
         ({"activation": "gelu"}, ValueError, "GroupedMLP needs a gated activation.*got 'gelu'"),
-        ({"activation": "swigelu"}, ValueError, "did you mean 'swiglu'"),
+        ({"activation": "swigelu"}, ValueError, "unknown activation 'swigelu': it is one of .*, swiglu"),
         ({"activation_params": {"limit": 1.0}}, ValueError, "only clamped_swiglu takes any"),
         ({"tp_size": 2}, ValueError, "GroupedMLP does not support tp_size=2"),
         ({"experts": 2}, TypeError, "GroupedMLP has no argument 'experts'"),

@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_named() -> None:
         ScaledSwiGLU(32)
     with pytest.raises(ValueError, match="test needs a gated activation"):
         glu_options("test", "gelu")
-    with pytest.raises(ValueError, match="did you mean 'swiglu'"):
+    with pytest.raises(ValueError, match="unknown activation 'swigl'"):
         glu_options("test", "swigl")
     with pytest.raises(ValueError, match="glu_linear_offset is of clamped_swiglu alone"):
         glu_options("test", "swiglu", {"glu_linear_offset": 1.0})

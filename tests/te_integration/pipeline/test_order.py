@@ -30,9 +30,9 @@ def refusal(check):
     return None
 
 
-def fault_of(order, num_chunks, strict=False):
+def fault_of(order, num_chunks):
     """The index in the library's refusal; None where the library accepts the order."""
-    error = refusal(lambda: parse_order(order, num_chunks=num_chunks, strict=strict))
+    error = refusal(lambda: parse_order(order, num_chunks=num_chunks))
     if error is None:
         return None
     assert f"entry {error.index} " in str(error).splitlines()[0]
@@ -56,7 +56,7 @@ def test_each_kind_of_each_chunk_counts_its_own_microbatches():
 
 def test_a_real_interleaved_order():
     order = orders.INTERLEAVED_3_CHUNKS_8_MICROBATCHES
-    schedule = parse_order(order, strict=True)
+    schedule = parse_order(order)
     assert (schedule.num_chunks, schedule.num_microbatches, len(order)) == (3, 8, 72)
     assert schedule.delayed_chunks == {1, 2, 3}
     assert len(set(triples(schedule))) == 72
@@ -234,18 +234,6 @@ def test_a_refusal_names_the_entry_the_chunk_and_the_counts(order, num_chunks, i
     assert picture[0].startswith("entry") and picture[-1].strip() == "^"
 
 
-def test_strict_wants_the_wgrad_next_among_backward_entries():
-    order = [1, 2, -2, 1, -2.5, 2, -2, -1, -2.5, -1, -1.5, -1.5]
-    parse_order(order)
-    with pytest.raises(ScheduleError) as caught:
-        parse_order(order, strict=True)
-    assert str(caught.value).splitlines()[0] == (
-        "entry 7 (-1: dgrad of chunk 1, microbatch 0) comes between "
-        "entry 6 (-2: dgrad of chunk 2, microbatch 1) and its wgrad, which strict does not allow"
-    )
-    parse_order([1, 2, -2, -1, -1.5], strict=True)  # chunk 2 has no wgrad entries: computed at once
-
-
 # ---- The picture. ----
 
 
@@ -305,13 +293,13 @@ def test_connected_chunks_wait_for_each_other():
 ALPHABET = [sign for chunk in (1, 2, 3, 4, 5) for sign in (chunk, -chunk, -chunk - 0.5)]
 
 
-@given(st.booleans().flatmap(lambda strict: orders.rules(strict=strict)), st.integers(0, 2**32))
+@given(orders.rules(), st.integers(0, 2**32))
 def test_valid_orders_are_accepted_with_the_counters_meaning(rules, seed):
     rng = random.Random(seed)
     for _ in range(5):
         order = orders.draw_order(rules, rng)
-        schedule = parse_order(order, num_chunks=rules.num_chunks, strict=rules.strict)
-        assert orders.fault(order, rules.num_chunks, strict=rules.strict) is None
+        schedule = parse_order(order, num_chunks=rules.num_chunks)
+        assert orders.fault(order, rules.num_chunks) is None
         assert schedule.order == order
         assert schedule.num_microbatches == rules.num_microbatches
         for index, entry in enumerate(schedule.entries):
@@ -323,36 +311,34 @@ def test_valid_orders_are_accepted_with_the_counters_meaning(rules, seed):
         assert [kind for _, _, kind in by_microbatch] == list(Kind) * (rules.num_chunks * rules.num_microbatches)
 
 
-@given(st.booleans().flatmap(lambda strict: orders.rules(strict=strict)), st.integers(0, 2**32))
+@given(orders.rules(), st.integers(0, 2**32))
 def test_every_single_entry_change_is_valid_or_refused_where_it_is_wrong(rules, seed):
     rng = random.Random(seed)
     order = orders.draw_order(rules, rng)
     for changed in orders.single_entry_changes(order, [*ALPHABET, *MEANINGLESS], rng, each=40):
-        expected = orders.fault(changed, rules.num_chunks, strict=rules.strict)
-        assert fault_of(changed, rules.num_chunks, rules.strict) == expected, changed
+        expected = orders.fault(changed, rules.num_chunks)
+        assert fault_of(changed, rules.num_chunks) == expected, changed
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.sampled(1)
-def test_single_entry_changes_of_the_real_order(strict):
+def test_single_entry_changes_of_the_real_order():
     order = orders.INTERLEAVED_3_CHUNKS_8_MICROBATCHES
     changes = orders.single_entry_changes(order, [*ALPHABET, *MEANINGLESS], random.Random(0), each=400)
-    faults = [orders.fault(changed, 3, strict=strict) for changed in changes]
-    assert [fault_of(changed, 3, strict) for changed in changes] == faults
+    faults = [orders.fault(changed, 3) for changed in changes]
+    assert [fault_of(changed, 3) for changed in changes] == faults
     assert None in faults
     assert len({*faults}) >= 72  # nearly every place is at fault once
 
 
-@given(orders.rules(), st.integers(0, 2**32), st.booleans())
-def test_the_entry_at_fault_ends_the_first_prefix_that_nothing_can_finish(rules, seed, strict):
+@given(orders.rules(), st.integers(0, 2**32))
+def test_the_entry_at_fault_ends_the_first_prefix_that_nothing_can_finish(rules, seed):
     """What the index means, said without the rules: it is as far as one can read and still hope."""
     rng = random.Random(seed)
     order = [rng.choice(ALPHABET[: 3 * rules.num_chunks]) for _ in range(rng.randrange(1, 12))]
     delayed = frozenset(chunk for chunk in range(1, rules.num_chunks + 1) if -chunk - 0.5 in order)
-    index = fault_of(order, rules.num_chunks, strict)
+    index = fault_of(order, rules.num_chunks)
 
     def can_be_finished(prefix):
-        return fault_of(orders.finished(prefix, rules.num_chunks, delayed), rules.num_chunks, strict) is None
+        return fault_of(orders.finished(prefix, rules.num_chunks, delayed), rules.num_chunks) is None
 
     lengths = [length for length in range(len(order) + 1) if can_be_finished(order[:length])]
     assert lengths == list(range(len(lengths)))  # once hopeless, hopeless for good
@@ -360,16 +346,15 @@ def test_the_entry_at_fault_ends_the_first_prefix_that_nothing_can_finish(rules,
         assert index == lengths[-1]
 
 
-@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("num_chunks, longest", [(1, 7), (2, 5)])
 @pytest.mark.sampled(1)
-def test_all_short_orders_against_the_rules_by_brute_force(num_chunks, longest, strict):
+def test_all_short_orders_against_the_rules_by_brute_force(num_chunks, longest):
     alphabet = ALPHABET[: 3 * num_chunks]
     accepted = 0
     for length in range(1, longest + 1):
         for order in itertools.product(alphabet, repeat=length):
-            expected = orders.fault(order, num_chunks, strict=strict)
-            assert fault_of(order, num_chunks, strict) == expected, order
+            expected = orders.fault(order, num_chunks)
+            assert fault_of(order, num_chunks) == expected, order
             accepted += expected is None
     assert accepted > 0
 
