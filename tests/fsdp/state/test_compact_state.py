@@ -147,8 +147,9 @@ def test_state_on_the_host_has_the_same_bits(placements: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_thousand_steps() -> None:
-    assert all(below > 10_000 for below in simulate(trains_as_masters, 3, "zero3", 0.05, EXACT, 1000))
+    assert all(below > 10_000 for below in simulate(trains_as_masters, 2, "zero3", 0.05, EXACT, 1000))
 
 
 def test_ranks_and_placements_change_no_bit_of_bf16_moments() -> None:
