@@ -19,7 +19,7 @@ from ...kernels.optimizer.lion import LionUpdate
 from ...kernels.optimizer.reference import AdamOptions, AdamTensors, LionOptions, Options, SGDOptions
 from ...kernels.optimizer.sgd import SGDUpdate
 from ..collectives.streams import is_capturing
-from ..torch_grads.skipped_steps import prepare_skippable_step
+from ..torch_grads.optimizer import prepare_skippable_step
 from .flat_params import FlatBucket, ParamSlice, Segment
 from .lion import Lion
 from .moment_blocks import MomentBlocks, scale_key
