@@ -20,7 +20,7 @@ from torch import Tensor
 from ...kernels.compat import runs_on_triton
 from ...kernels.optimizer.reference import join_master, split_master
 from ..collectives.streams import OnStream, current_stream, is_capturing
-from ..plan.ranges import Range
+from ..plan.cut import Range
 from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket, ParamSlice, Segment
 from .moment_blocks import MomentBlocks, scale_key
