@@ -92,9 +92,10 @@ class CompactSteps(OnePassSteps):
             if remainder is not None:
                 joined = join_master(segment.master.detach().view(-1).cpu(), remainder.view(-1).cpu())
                 masters[segment.flat.bucket.index][segment.start : segment.end] = joined
-            for key in state.keys() & set(MOMENTS) if self.blocks is not None else ():
-                scales, signed = state.pop(scale_key(key)), key != SECOND_MOMENT
-                state[key] = self.blocks.decode(segment, state[key], scales, signed=signed)
+            if self.blocks is not None:
+                for key in state.keys() & set(MOMENTS):
+                    scales, signed = state.pop(scale_key(key)), key != SECOND_MOMENT
+                    state[key] = self.blocks.decode(segment, state[key], scales, signed=signed)
             states[segment.master] = {key: _full_copy(value) for key, value in state.items()}
         slices = []
         for held in self.slices:
