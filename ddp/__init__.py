@@ -5,8 +5,8 @@ from .checkpoint.checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint.checkpoint import prepare_background_saves as prepare_background_saves
 from .checkpoint.checkpoint import save_checkpoint as save_checkpoint
 from .collectives.failure_report import CollectiveError as CollectiveError
-from .collectives.world import WORLD_OF_ONE as WORLD_OF_ONE
-from .collectives.world import init_process_group as init_process_group
+from .collectives.rank_grid import WORLD_OF_ONE as WORLD_OF_ONE
+from .collectives.rank_grid import init_process_group as init_process_group
 from .config import DistributedDataParallelConfig as DistributedDataParallelConfig
 from .contract.main_grad import add_grad as add_grad
 from .graphs.training_step import GraphedTrainingStep as GraphedTrainingStep

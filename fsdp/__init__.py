@@ -4,7 +4,7 @@
 gradients), ``unit`` (one unit), ``iteration`` (all units of a model) and ``state`` (optimizers, state dicts).
 """
 
-from ..ddp.collectives.placements import PLACEMENTS, AxisPlacement, Placement, Placements
+from ..ddp.collectives.reduction import PLACEMENTS, AxisPlacement, Placement, Placements
 from .fully_shard import fully_shard
 from .module import FSDPModule
 from .state.optimizer_state import translate_state_dicts

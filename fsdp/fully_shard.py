@@ -7,19 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ddp.collectives.agreement import run_on_all_ranks
-from ..ddp.collectives.failure_report import FailureReporter
-from ..ddp.collectives.placements import Placements
-from ..ddp.collectives.rank_grid import RankGrid, make_grid
-from ..ddp.collectives.world import Ranks
+from ..ddp.collectives.failure_report import FailureReporter, run_on_all_ranks
+from ..ddp.collectives.rank_grid import RankGrid, Ranks, make_grid
+from ..ddp.collectives.reduction import Placements
 from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts
-from ..ddp.plan.parallel_marks import check_marks, is_marked_expert
+from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts, check_marks, is_marked_expert
 from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all
-from ..ddp.wrapper.dropped import forget_dropped
-from ..ddp.wrapper.whose_experts import check_same_experts, check_same_slices
+from ..ddp.wrapper.attachment import allow_training
+from ..ddp.wrapper.setup_checks import check_undeclared_parts
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
 from .state.state_dict import install_state_dict_hooks
@@ -175,7 +172,7 @@ def _prepare(
     materialize(inside, on, init_fn, ignored, overwritten=options.init_sync and not grid.is_first)
     owned = [entry.read_again() for entry in owned]  # a parameter on the meta device is another one now
     for entry in owned:
-        forget_dropped(entry.param, [owner for owner, _ in entry.owners])
+        allow_training(owner for owner, _ in entry.owners)
     degree = shard_degree(options.placements, grid.inner_size, grid.outer_size)
     plans = list(plan_unit(owned, options.policy, degree, options.shard_atoms, options.bucket_size))
     return _Prepared(options, on, inside, owned, plans)
@@ -195,18 +192,16 @@ def _make_alike(
     named  the user has given a mesh
     """
     options, _, inside, owned, plans = prepared
-    with failures.watch("the comparison of models between ranks"):
-        compare_units(plans, {entry.name: entry.param.dtype for entry in owned}, inside, options, grid, name)
-        if not named:
-            check_same_slices([(each.name, each.param) for each in owned], grid, "mesh")
-            experts: list[tuple[str, Tensor]] = [
-                (each.name, each.param) for each in owned if each.grid_name == "expert"
-            ]
-            if options.init_sync:
-                own = buffers_of_experts(inside[0], is_marked_expert)
-                buffers = [entry for found in inside for entry in found.named_buffers(recurse=False)]
-                experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
-            check_same_experts(experts, grid, _WHOSE_EXPERTS)
+    dtypes = {entry.name: entry.param.dtype for entry in owned}
+    compare_units(plans, dtypes, inside, options, grid, name, failures)
+    if not named:
+        slices = [(each.name, each.param) for each in owned]
+        experts: list[tuple[str, Tensor]] = [(each.name, each.param) for each in owned if each.grid_name == "expert"]
+        if options.init_sync:
+            own = buffers_of_experts(inside[0], is_marked_expert)
+            buffers = [entry for found in inside for entry in found.named_buffers(recurse=False)]
+            experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
+        check_undeclared_parts(slices, experts, grid, failures, option="mesh", remedy=_WHOSE_EXPERTS)
     if options.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
             synchronize(inside, grid, ignored)

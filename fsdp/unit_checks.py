@@ -9,15 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ddp.collectives.in_flight import backends_of, device_types_of
-from ..ddp.collectives.mapped_memory import check_copy_engines
-from ..ddp.collectives.placements import PLACEMENTS, Placement, Placements
-from ..ddp.collectives.rank_grid import RankGrid
-from ..ddp.collectives.world import Ranks
+from ..ddp.buckets.buffer import check_copy_engines
+from ..ddp.collectives.failure_report import FailureReporter
+from ..ddp.collectives.rank_grid import RankGrid, Ranks, backends_of, device_types_of
+from ..ddp.collectives.reduction import PLACEMENTS, Placement, Placements
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, check_plain, check_shapes, find_owned_params
 from ..ddp.torch_internals import is_hooked
-from ..ddp.wrapper.comparison import compare_between_ranks
+from ..ddp.wrapper.setup_checks import compare_between_ranks
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
@@ -237,6 +236,7 @@ def compare_units(
     options: UnitOptions,
     grid: RankGrid,
     unit: str,
+    failures: FailureReporter,
 ) -> None:
     """Compare the unit between ranks, before a collective depends on it.
 
@@ -258,5 +258,4 @@ def compare_units(
         if buffer is not None
     ]
     said = [f"{option}={value}" for option, value in options._asdict().items()]
-    for group in grid.axes:
-        compare_between_ranks(group, {"model": model, "call of fully_shard": said})
+    compare_between_ranks({"model": model, "call of fully_shard": said}, grid.axes, failures)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..ddp.wrapper.around_module import AroundModule
+from ..ddp.wrapper.attachment import AroundModule
 
 __all__ = ["Sequential"]
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..ddp.contract.delayed import DelayedWgrad, delaying_into
 from ..ddp.contract.module import forms_of
-from ..ddp.torch_internals.weak_method import weak_method
+from ..ddp.torch_internals import weak_method
 
 __all__ = ["RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules"]
 
@@ -112,11 +112,11 @@ class WgradQueue:
 
     def drain(self) -> None:
         """Compute everything in bucket order, so that each bucket is complete, and reduced, as early as possible."""
-        self._run(lambda entry: True, key=lambda entry: entry.bucket_index)
+        self._run(lambda entry: True, key=_bucket_of)
 
     def drain_microbatch(self, index: int) -> None:
         """Compute the entries of microbatch ``index``, if any, in bucket order."""
-        self._run(lambda entry: entry.pending.microbatch == index, key=lambda entry: entry.bucket_index)
+        self._run(lambda entry: entry.pending.microbatch == index, key=_bucket_of)
 
     def drain_oldest_microbatch(self) -> None:
         """Compute the entries of the oldest pending microbatch, if any, in queue order."""
@@ -167,7 +167,7 @@ class WgradQueue:
         entry.run()
         self._entries.remove(entry)
         if self.log is not None:
-            self.log.append(RunRecord(entry.pending.owner, entry.pending.microbatch, entry.bucket_index))
+            self.log.append(RunRecord(entry.pending.owner, entry.pending.microbatch, _bucket_of(entry)))
         if entry.in_use:
             self._retired.append(entry)
 
@@ -176,9 +176,14 @@ def drain_modules(model: nn.Module) -> None:
     """Compute, in bucket order, what the modules of ``model`` have delayed into their own queues."""
     found = (getattr(module, "wgrad_queue", None) for module in model.modules())
     queues = dict.fromkeys(queue for queue in found if isinstance(queue, WgradQueue))
-    waiting = [(entry.bucket_index, entry.sequence, entry, queue) for queue in queues for entry in queue]
-    for _, _, entry, queue in sorted(waiting, key=lambda item: item[:2]):
+    waiting = [(entry.pending.order, entry, queue) for queue in queues for entry in queue]
+    for _, entry, queue in sorted(waiting, key=lambda item: item[0]):
         queue.run(entry)  # unless another thread has drained it
+
+
+def _bucket_of(entry: DelayedWgrad) -> int:
+    """Index of the first bucket, in launch order, that waits for the gradient."""
+    return entry.pending.order[0]
 
 
 @contextmanager

@@ -16,7 +16,12 @@ import pytest
 import torch
 from fault import load_faults
 from gloo import fork_server_here
-from interpreted import patch_fma_rounds_once, patch_language_once_a_launch
+from interpreted import (
+    patch_fma_rounds_once,
+    patch_language_once,
+    patch_overflow_is_not_sought_in_vain,
+    patch_types_are_remembered,
+)
 from sampling import sample
 from seeding import seed_without_stacks
 from torch.overrides import TorchFunctionMode
@@ -29,7 +34,9 @@ gc.disable()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton"):
-        patch_language_once_a_launch()
+        patch_language_once()
+        patch_types_are_remembered()
+        patch_overflow_is_not_sought_in_vain()
         patch_fma_rounds_once()
     seed_without_stacks()
 
@@ -118,6 +125,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 def _longest_axis(places: Sequence[Mapping[str, int]]) -> int:
     """Number of values of a matrix's longest axis; ``places`` have the number of each axis's value."""
     return max((len({place[axis] for place in places}) for axis in (places[0] if places else ())), default=1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    parallel = session.config.getoption("dist", "no") != "no"
+    if parallel and os.path.exists("/proc/self/fd") and not torch.cuda.is_available():
+        from forked_workers import fork_workers
+
+        fork_workers(session.config)
 
 
 @pytest.hookimpl(trylast=True)

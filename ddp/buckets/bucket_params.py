@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 
 from ..contract.record import GradRecord
-from ..contract.torch_fsdp import is_sharded_by_torch
-from ..gathers.waiting_modules import registered_params
+from ..contract.torch_wrappers import is_sharded_by_torch
+from ..gathers.waiting_params import registered_params
 from ..plan.layout import GradPlan
 from ..plan.owned_params import OwnedParam
 from .bucket import Bucket

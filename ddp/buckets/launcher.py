@@ -184,7 +184,7 @@ class BucketLauncher:
 
     def _watch(self, bucket: Bucket) -> Watch:
         reduction = self._reductions[bucket.index]
-        return self._failures.watch(reduction.name, bucket.name, len(bucket.records))
+        return self._failures.watch(reduction.name, bucket.name)
 
     def _reduce(self, bucket: Bucket, start: Callable[[Tensor], InFlight]) -> InFlight:
         for record in bucket.records:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives.rank_grid import RankGrid
+from ..collectives.failure_report import FailureReporter, gather
 from ..collectives.reduction import GradReduction
 from .bucket import Bucket
 
@@ -22,7 +22,7 @@ class NanCheck:
 
     reduction  its wire dtype and factor say which finite gradients would overflow on the wire: these count as bad too
 
-    Costs one pass over the gradients, an all-gather of three integers, and one wait of the host in each iteration.
+    Costs one pass over the gradients, an all-gather of two integers, and a wait of the host in each iteration.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, reduction: GradReduction) -> None:
@@ -30,8 +30,6 @@ class NanCheck:
         largest_sent = torch.finfo(reduction.wire_dtype or torch.float64).max
         self._bound = min(largest_sent / reduction.factor, torch.finfo(torch.float64).max)
         self._or_more = f", or more than {reduction.wire_dtype} can hold," if reduction.wire_dtype else ""
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._rank = torch.tensor(rank, device=device)
         # fp64 holds the values of every dtype. Parameters without elements stay 0.
         self._largest = torch.zeros(len(self._names), dtype=torch.float64, device=device)
         parts = self._largest.split([len(bucket.records) for bucket in buckets])
@@ -46,22 +44,19 @@ class NanCheck:
         part, largest = self._parts[bucket.index], torch.stack(torch._foreach_norm(grads, torch.inf)).double()
         part.copy_(torch.maximum(part, largest) if again else largest)
 
-    def raise_where_found(self, ranks: RankGrid) -> None:
+    def raise_where_found(self, axes: Iterable[dist.ProcessGroup], failures: FailureReporter) -> None:
         """After all buckets: raise ``FloatingPointError`` on every rank if one has a bad gradient; names the first."""
         bad = self._largest.le(self._bound).logical_not_()  # NaN compares as False
-        # [1, 3]: this rank, how many gradients are bad, the first of them in launch order.
-        rows = torch.stack([self._rank, bad.sum(), bad.byte().argmax()]).unsqueeze(0)
-        for group in ranks.axes:
-            gathered = [torch.empty_like(rows) for _ in range(group.size())]
-            dist.all_gather(gathered, rows, group=group)
-            rows = torch.cat(gathered)
-        found: list[list[int]] = [row for row in _read(rows) if row[1]]
+        # How many gradients are bad on this rank, and the first of them in launch order.
+        mine = _read(torch.stack([bad.sum(), bad.byte().argmax()]))
+        everyone = gather(mine, axes, failures, "the search for NaN and Inf")
+        found = {rank: theirs for rank, theirs in everyone.items() if theirs[0]}
         if not found:
             return
-        rank, _, first = found[0]
+        rank, (_, first) = next(iter(found.items()))
         parameter, bucket = self._names[first]
         elsewhere = f"; {len(found)} ranks have such gradients" if len(found) > 1 else ""
-        total = sum(count for _, count, _ in found)
+        total = sum(count for count, _ in found.values())
         raise FloatingPointError(
             f"the gradient of parameter '{parameter}' holds NaN or Inf{self._or_more} on rank {rank}, before it was "
             f"reduced in {bucket}: the first of {total} such gradients over all ranks{elsewhere}. "
@@ -76,9 +71,9 @@ def _reals(view: Tensor) -> Tensor:
     return torch.view_as_real(view) if view.is_complex() else view
 
 
-def _read(rows: Tensor) -> list[list[int]]:
+def _read(numbers: Tensor) -> list[int]:
     """Copy to the host: the only place where the host waits for the device."""
-    values: list[list[int]] = rows.tolist()
+    values: list[int] = numbers.tolist()
     return values
 
 

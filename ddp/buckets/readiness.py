@@ -6,10 +6,11 @@ several times in a backward. In this case, and for a parameter that several modu
 outermost backward has ended.
 """
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,16 +27,16 @@ from ..torch_internals import (
     current_backward,
     current_raw_stream,
     is_profiling,
+    tree_leaves,
+    weak_method,
 )
-from ..torch_internals.weak_method import weak_method
 from .bucket import Bucket, Phase
 from .bucket_params import BucketParam
-from .graph_walk import differentiable_tensors, walk_graph
+from .checks import ModelWatch
 from .iteration_ends import TrainedBackwards, is_watched, record_forward
 from .launcher import BucketLauncher
-from .model_watch import ModelWatch
 
-__all__ = ["Readiness"]
+__all__ = ["GraphWalk", "Readiness", "differentiable_tensors", "walk_graph"]
 
 
 class Readiness:
@@ -287,3 +288,57 @@ class Readiness:
         if not self._checked:
             self._watch.check_launch()
             self._checked = True
+
+
+# ---- The autograd graph behind a forward: which parameters backward reaches, and whether it recomputes.
+
+
+_REENTRANT = "CheckpointFunctionBackward"
+"""Backward node of reentrant recompute, torch's and Megatron's. A nested backward runs inside this node, over a graph
+that does not exist before."""
+
+
+class GraphWalk(NamedTuple):
+    """The result of ``walk_graph``."""
+
+    leaves: set[int]
+    """``id`` of every leaf tensor that backward reaches."""
+    recomputes: bool
+    """Whether a reentrant recompute is in the graph. Leaves inside the recompute are not in ``leaves``."""
+
+
+def differentiable_tensors(outputs: Any) -> list[Tensor]:
+    """Tensors that require a gradient in a forward's return value: in nested tuples, lists, dicts and dataclasses."""
+    tensors = []
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                tensors.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            tensors += differentiable_tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return tensors
+
+
+def walk_graph(outputs: Iterable[Tensor]) -> GraphWalk:
+    """Walk the graph from ``outputs`` to its leaves (about 0.15 ms for 700 nodes)."""
+    leaves: set[int] = set()
+    recomputes = False
+    stack: list[Any] = []
+    for output in outputs:
+        if output.grad_fn is None:
+            leaves.add(id(output))
+        else:
+            stack.append(output.grad_fn)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            leaves.add(id(variable))
+        elif type(node).__name__ == _REENTRANT:
+            recomputes = True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return GraphWalk(leaves, recomputes)

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives.agreement import gather
-from ..collectives.failure_report import FailureReporter
+from ..collectives.failure_report import FailureReporter, gather
 from ..collectives.rank_grid import RankGrid
-from ..collectives.world import own_rank
 from ..config import DistributedDataParallelConfig
 from ..plan.owned_params import find_owned_params, grid_name_of
 from ..torch_internals import DisableTorchFunctionSubclass
@@ -133,21 +131,21 @@ def check_equal(
 
 
 def find_parted(
-    tensors: Iterable[tuple[str, Tensor]], axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None = None
+    tensors: Iterable[tuple[str, Tensor]], axes: Iterable[dist.ProcessGroup], failures: FailureReporter
 ) -> dict[str, dict[int, int]]:
     """The tensors whose bits differ between ranks, by name: each rank's checksum. All ranks get the same. Collective.
 
     tensors  by name, in the same order on all ranks
     """
     held, axes = list(tensors), list(axes)
-    if not axes:
+    if not (axes and held):
         return {}
     mine = bits_of([tensor for _, tensor in held])
     what = "the comparison of values between ranks"
-    if len(set(gather(hash(tuple(mine)), axes, failures, what))) == 1:
+    if len(set(gather(hash(tuple(mine)), axes, failures, what).values())) == 1:
         return {}
-    everyone = gather((own_rank(), mine), axes, failures, what)
-    found = {name: {rank: bits[index] for rank, bits in everyone} for index, (name, _) in enumerate(held)}
+    everyone = gather(mine, axes, failures, what)
+    found = {name: {rank: bits[index] for rank, bits in everyone.items()} for index, (name, _) in enumerate(held)}
     return {name: bits for name, bits in found.items() if len(set(bits.values())) > 1}
 
 

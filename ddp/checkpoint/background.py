@@ -65,7 +65,7 @@ class PendingSave:
         self._manifest = manifest
         self._encoded = "" if manifest is None else manifest.encoded()
         self._ends: tuple[Future[None], Future[None]] = Future(), Future()
-        """Of the thread's two steps: the writing of this rank's file, and the completion."""
+        """The ends of the thread's two steps: the writing of this rank's file, and the completion."""
         self._error: Exception | None = None
         """What ``wait`` raises."""
         self.is_over = True

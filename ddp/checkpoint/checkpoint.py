@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..collectives.agreement import with_more_text
-from ..collectives.failure_report import CollectiveError
-from ..plan.parallel_marks import refuse_slices
+from ..collectives.failure_report import CollectiveError, with_more_text
+from ..plan.owned_params import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory
 from .files.boxes import Part, Parts
 from .files.folder import Staging

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives.agreement import gather
+from ..collectives.failure_report import gather
 from ..plan.owned_params import buffers_of_experts
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor, agreed, new_id, stored_tensors

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from ..collectives.agreement import run_and_gather
-from ..collectives.failure_report import FailureReporter
+from ..collectives.failure_report import FailureReporter, run_and_gather
 from ..collectives.rank_grid import RankGrid
 
 __all__ = ["CheckpointRanks"]

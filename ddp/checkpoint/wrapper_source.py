@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
-from ..plan.parallel_marks import is_marked_expert
+from ..plan.owned_params import is_marked_expert
 from ..wrapper.data_parallel import DistributedDataParallel
 from .model import experts_of, model_tensors
 from .ranks import CheckpointRanks

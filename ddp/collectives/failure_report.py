@@ -12,22 +12,41 @@ NCCL    A wait orders streams and raises nothing. torch's watchdog thread sees a
         ProcessGroupNCCL environment variables; Flight Recorder for debugging stuck jobs.)
 """
 
+import os
 import re
+import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
+from threading import Thread
 from types import TracebackType
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, and missing in its __all__
 
 from ..torch_internals.distributed import default_store
-from .rank_fates import announce, ask_others
-from .rank_grid import RankGrid, all_groups
+from .rank_grid import RankGrid, all_groups, own_rank
 
-__all__ = ["CollectiveError", "FailureReporter", "Watch"]
+__all__ = [
+    "CollectiveError",
+    "FailureReporter",
+    "Watch",
+    "announce",
+    "ask_others",
+    "gather",
+    "run_and_gather",
+    "run_on_all_ranks",
+    "with_more_text",
+]
 
+PATIENCE = 3.0
+"""Seconds that a failed rank waits for the reports of the other ranks."""
+_POLL = 0.02
+_KEYS = "maingrad/failures"
+_SHOWN = 8  # most ranks in one line of a report
 _CLOSING_TAG = 0x6D617467  # tag of a message that nobody sends
 
 
@@ -51,22 +70,21 @@ class FailureReporter:
         self.grids: Iterable[RankGrid] = ()
         """The wrapper's ranks, whose groups are closed after a failure."""
         self._first: CollectiveError | None = None
-        self.active = dist.is_available() and dist.is_initialized() and _on_processes() and default_store is not None
+        self.active = False
         """False without ``torch.distributed``, and on simulated ranks, whose own errors say everything."""
-        if self.active:
-            assert default_store is not None
+        if default_store is not None and dist.is_initialized() and re.search("gloo|nccl", _backends(None)):
+            self.active = True
             self._store = default_store()
             with suppress(RuntimeError):  # an unreachable store is reported when it is needed
                 announce(self._store, dist.get_rank())
 
-    def watch(self, what: str, bucket: str | None = None, num_params: int = 0) -> "Watch":
+    def watch(self, what: str, bucket: str | None = None) -> "Watch":
         """A ``with`` block around a collective or a wait: its failure is raised as a ``CollectiveError``.
 
-        what        name of the collective, or its purpose
-        bucket      name of the bucket that is reduced or gathered
-        num_params  number of the bucket's parameters
+        what    name of the collective, or its purpose
+        bucket  name of the bucket that is reduced or gathered
         """
-        return Watch(self, what, bucket, num_params)
+        return Watch(self, what, bucket)
 
     def report(self, error: RuntimeError, waited_for: str, seconds: float) -> CollectiveError:
         """The error to raise from ``error``. Asking the other ranks takes up to ``2 * PATIENCE`` seconds.
@@ -87,13 +105,10 @@ class FailureReporter:
 class Watch:
     """See ``FailureReporter.watch``."""
 
-    __slots__ = ("_bucket", "_num_params", "_reporter", "_since", "_what")
+    __slots__ = ("_bucket", "_reporter", "_since", "_what")
 
-    def __init__(self, reporter: FailureReporter, what: str, bucket: str | None, num_params: int) -> None:
-        self._reporter = reporter
-        self._what = what
-        self._bucket = bucket
-        self._num_params = num_params
+    def __init__(self, reporter: FailureReporter, what: str, bucket: str | None) -> None:
+        self._reporter, self._what, self._bucket = reporter, what, bucket
 
     def __enter__(self) -> None:
         self._since = time.monotonic()
@@ -101,15 +116,8 @@ class Watch:
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         # torch raises RuntimeError itself for gloo, and DistError, a subclass, for NCCL and stores.
         if self._reporter.active and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
-            waited_for = self._what
-            if self._bucket is not None:
-                noun = "parameter" if self._num_params == 1 else "parameters"
-                waited_for += f" of {self._bucket}, {self._num_params} {noun}"
+            waited_for = self._what if self._bucket is None else f"{self._what} of {self._bucket}"
             raise self._reporter.report(error, waited_for, time.monotonic() - self._since) from error
-
-
-def _on_processes() -> bool:
-    return any(name in _backends(None) for name in ("gloo", "nccl"))
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
@@ -137,3 +145,164 @@ def _in_short(error: BaseException) -> str:
     """The first sentence of an error, without torch's file and line."""
     text = re.sub(r"^\[[^]]*\] ?", "", str(error).partition("\n")[0])
     return text.partition(". ")[0] or type(error).__name__
+
+
+# ---- The other ranks' fates. Every rank writes its host and process id to the store when it wraps its model. A rank
+# ---- that fails adds what it waited for, and then waits ``PATIENCE`` seconds for the others to do the same.
+
+
+def announce(store: Store, rank: int) -> None:
+    """Write this rank's process to the store."""
+    store.set(f"{_KEYS}/process/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
+
+
+def ask_others(store: Store, rank: int, world_size: int, waited_for: str) -> tuple[list[int], list[str]]:
+    """The other ranks without a report, and lines for an error: which ranks are silent, and what others waited for.
+
+    Reports this rank's own failure. Takes up to ``2 * PATIENCE`` seconds.
+    """
+    others = [other for other in range(world_size) if other != rank]
+    reported: dict[int, str] = {}
+    processes: dict[int, str] = {}
+    trouble: str | None = "it does not answer"
+
+    def silent() -> list[int]:
+        return [other for other in others if other not in reported]
+
+    def read(what: str, ranks: Sequence[int]) -> dict[int, str]:
+        keys = {other: f"{_KEYS}/{what}/{other}" for other in ranks}
+        return {other: bytes(store.get(key)).decode() for other, key in keys.items() if store.check([key])}
+
+    def ask() -> None:
+        nonlocal trouble
+        try:
+            store.set(f"{_KEYS}/waited_for/{rank}", waited_for)
+            deadline = time.monotonic() + PATIENCE
+            while silent() and time.monotonic() < deadline:
+                reported.update(read("waited_for", silent()))
+                time.sleep(_POLL)
+            processes.update(read("process", silent()[:_SHOWN]))
+            # Rank 0 may serve the store, so it stays until the other ranks have read the reports.
+            num_done = store.add(f"{_KEYS}/done", 1)
+            while rank == 0 and num_done <= len(reported) and time.monotonic() < deadline + 0.5:
+                time.sleep(_POLL)
+                num_done = store.add(f"{_KEYS}/done", 0)
+            trouble = None
+        except RuntimeError as error:
+            trouble = str(error).partition("\n")[0]
+
+    # A thread, because a call to the store may hang.
+    thread = Thread(target=ask, name="maingrad-failure-report", daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE)
+    lines = []
+    if trouble is not None:
+        lines.append(
+            f"the store, through which ranks tell each other, is out of reach ({trouble}): look whether the process "
+            f"that serves it has ended (rank 0, where no launcher does)"
+        )
+    elif silent():
+        named = _listed({other: f"({processes.get(other, 'has wrapped no model')})" for other in silent()})
+        lines.append(
+            f"silent for {PATIENCE:g} s: {named}: look whether it has ended, waits elsewhere, or takes another number "
+            f"of steps"
+        )
+    same = {other: "" for other, what in reported.items() if what == waited_for}
+    elsewhere = {other: f"in {what}" for other, what in reported.items() if other not in same}
+    lines += [f"failed in the same: {_listed(same)}"] if same else []
+    lines += [f"failed elsewhere: {_listed(elsewhere)}"] if elsewhere else []
+    return silent(), lines
+
+
+def _listed(ranks: Mapping[int, str]) -> str:
+    shown = [f"rank {rank} {ranks[rank]}".rstrip() for rank in sorted(ranks)[:_SHOWN]]
+    more = len(ranks) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+# ---- Agreement. A check may fail on some ranks only: a damaged file, a parameter that differs. Without agreement the
+# ---- other ranks would enter the next collective and wait there for the ranks that raised.
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_KINDS: tuple[type[Exception], ...] = (
+    FileNotFoundError,
+    FileExistsError,
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+)
+"""Classes of errors that other ranks raise too. An error of any other class becomes a ``RuntimeError`` there."""
+
+
+def gather(value: T, axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str) -> dict[int, T]:
+    """All-gather of Python objects over a grid: every rank's value, by rank, in the same order on all ranks.
+
+    axes      the grid's groups: inside an instance, then across instances
+    failures  names the rank in the ``CollectiveError`` that is raised where a rank is gone
+    what      the value, for that error
+    """
+    values = {own_rank(): value}
+    with failures.watch(what) if failures is not None else nullcontext():
+        for group in axes:
+            parts: list[dict[int, T]] = [{}] * group.size()
+            dist.all_gather_object(parts, values, group=group)
+            values = {rank: each for part in parts for rank, each in part.items()}
+    return values
+
+
+def run_on_all_ranks(
+    action: Callable[[], T], axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str
+) -> T:
+    """Run ``action`` on every rank. If it raises on some ranks, all ranks raise the first such rank's error.
+
+    what  the action, for the ``CollectiveError`` of ranks that get no answer; ``axes``, ``failures`` as in ``gather``
+    """
+    return run_and_gather(action, lambda _: None, axes, failures, what)[0]
+
+
+def run_and_gather(
+    action: Callable[[], T],
+    telling: Callable[[T], U],
+    axes: Iterable[dist.ProcessGroup],
+    failures: FailureReporter | None,
+    what: str,
+) -> tuple[T, list[U]]:
+    """``run_on_all_ranks``, and an all-gather of what each rank tells about its result, in the same order on all ranks.
+
+    telling  called with ``action``'s result; returns the object that the other ranks get
+    """
+    axes = list(axes)
+    if not axes:
+        result = action()
+        return result, [telling(result)]
+    result, told = cast(T, None), cast(U, None)
+    cause: Exception | None = None
+    mine: tuple[int, str] | None = None
+    try:
+        result = action()
+        told = telling(result)
+    except Exception as error:
+        mine, cause = (_kind_of(error), str(error) or type(error).__name__), error
+    answers = gather((mine, told), axes, failures, f"word from all ranks after {what}")
+    raised = {rank: failure for rank, (failure, _) in answers.items() if failure is not None}
+    if raised:
+        rank, (kind, text) = next(iter(raised.items()))
+        if len(raised) < len(answers) or len(set(raised.values())) > 1:
+            text += f" (on rank {rank})"
+        raise _KINDS[kind](text) from cause
+    return result, [each for _, each in answers.values()]
+
+
+def _kind_of(error: BaseException) -> int:
+    return next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
+
+
+def with_more_text(error: BaseException, more: str) -> BaseException:
+    """``error`` with the text ``more`` added, as an error of the same class. ``KeyboardInterrupt`` stays as it is."""
+    if isinstance(error, CollectiveError):
+        report = f"{error}\n  {more.lstrip('; ')}"
+        return CollectiveError(report, rank=error.rank, silent=error.silent)
+    return _KINDS[_kind_of(error)](f"{error}{more}") if isinstance(error, Exception) else error

@@ -1,29 +1,20 @@
-"""``InFlight``: a collective as a handle that holds its tensors; and process groups that may be None.
-
-A process group of None means a world of one: every collective is the identity.
-"""
+"""``InFlight``: a collective as a handle that holds its tensors."""
 
 import atexit
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals.distributed import start_all_gather
-from .world import WorldOfOne, check_not_launched
+from .rank_grid import group_rank, group_size
 
 __all__ = [
     "InFlight",
     "all_gather_shards",
-    "backends_of",
-    "device_types_of",
-    "group_or_default",
-    "group_rank",
-    "group_size",
     "in_stages",
 ]
 
@@ -65,50 +56,6 @@ class _Stages:
             if self._work is not None:
                 self._work.wait()
             self._work = next(self._rest, _OVER)
-
-
-def group_or_default(
-    group: dist.ProcessGroup | WorldOfOne | None, option: str = "process_group"
-) -> dist.ProcessGroup | None:
-    """``group``, or the default group for None. Returns None for ``WORLD_OF_ONE``, and where no group was initialised.
-
-    Raises ``ValueError`` for None where there is no default group and a launcher has started several ranks.
-
-    option  name of the argument by which the user gave ``group``, for the error
-    """
-    if isinstance(group, WorldOfOne):
-        return None
-    if group is not None:
-        return group
-    if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    check_not_launched(option)
-    return None
-
-
-def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks; 1 without a group."""
-    return 1 if group is None else group.size()
-
-
-def device_types_of(group: dist.ProcessGroup) -> list[str]:
-    """Device types that the group has a backend for; an empty list where one backend serves all."""
-    return [*_backend_by_device(group)]
-
-
-def backends_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> set[str]:
-    """Names of the groups' backends for this type of device."""
-    return {_backend_by_device(group).get(device.type, str(dist.get_backend_config(group))) for group in groups}
-
-
-def _backend_by_device(group: dist.ProcessGroup) -> dict[str, str]:
-    config = str(dist.get_backend_config(group))
-    return dict(entry.split(":") for entry in config.split(",") if ":" in entry)
-
-
-def group_rank(group: dist.ProcessGroup | None) -> int:
-    """This process's rank in the group; 0 without a group."""
-    return 0 if group is None else group.rank()
 
 
 def all_gather_shards(flat: Tensor, group: dist.ProcessGroup | None, *, on_stream: bool = False) -> InFlight:

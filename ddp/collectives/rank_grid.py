@@ -1,11 +1,14 @@
-"""The ranks of one wrapper as a grid: inner groups that share shards, outer groups that join their replicas.
+"""Ranks: as a launcher started them, as a user names them, and as the grid of one wrapper.
 
-process group of 8 ranks, 2 instances      inner (0 1 2 3) (4 5 6 7)      outer (0 4) (1 5) (2 6) (3 7)
+A grid has inner groups that share shards, and outer groups that join their replicas::
+
+    process group of 8 ranks, 2 instances      inner (0 1 2 3) (4 5 6 7)      outer (0 4) (1 5) (2 6) (3 7)
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -13,10 +16,161 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals.distributed import timeout_on, zero_cta_options
-from .in_flight import device_types_of, group_or_default, group_rank, group_size
-from .world import WORLD_OF_ONE, Ranks, WorldOfOne, own_rank
 
-__all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids", "with_separate_gather"]
+__all__ = [
+    "WORLD_OF_ONE",
+    "Process",
+    "RankGrid",
+    "Ranks",
+    "WorldOfOne",
+    "all_groups",
+    "backends_of",
+    "check_member",
+    "device_types_of",
+    "group_or_default",
+    "group_rank",
+    "group_size",
+    "init_process_group",
+    "make_grid",
+    "make_grids",
+    "own_rank",
+    "with_separate_gather",
+    "world_size",
+]
+
+
+@final
+class WorldOfOne:
+    """The class of ``WORLD_OF_ONE``."""
+
+    def __new__(cls) -> "WorldOfOne":
+        return WORLD_OF_ONE
+
+    def __reduce__(self) -> str:
+        return "WORLD_OF_ONE"
+
+    def __repr__(self) -> str:
+        return "maingrad.ddp.WORLD_OF_ONE"
+
+
+WORLD_OF_ONE: WorldOfOne = object.__new__(WorldOfOne)
+"""This process alone, whatever other ranks there are. Accepted wherever a process group or a mesh is."""
+
+Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh | WorldOfOne | None
+"""Ranks as a user names them. None: the default group; without one, and without a launcher, a world of one."""
+
+
+class Process(NamedTuple):
+    """This process among those of a job: its device, its rank and the number of ranks in the default group."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+
+
+def init_process_group() -> Process:
+    """Make the default process group of a program that torchrun started, and choose this process's device.
+
+    With CUDA: NCCL, and the GPU with the number ``LOCAL_RANK``, which becomes the current device. Else gloo, and the
+    CPU. A default group that exists already stays, and its backend decides on the device. Without a launcher (neither
+    ``RANK`` nor ``WORLD_SIZE`` in the environment) the group has this process alone.
+    ``torch.distributed.destroy_process_group`` ends the group.
+
+    Raises ``RuntimeError`` where this machine has fewer GPUs than ``LOCAL_RANK`` asks for.
+    """
+    made = dist.is_initialized()
+    if "nccl" in str(dist.get_backend()) if made else torch.cuda.is_available():
+        index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if index >= found:
+            raise RuntimeError(f"LOCAL_RANK={index}, and this process sees {found} GPU(s): start one process for each")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if not made:
+        alone: dict[str, Any] = {}
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device, **alone)
+        else:
+            dist.init_process_group("gloo", **alone)
+    return Process(device, dist.get_rank(), dist.get_world_size())
+
+
+def own_rank() -> int:
+    """This process's rank in the default group; 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks in the default group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _launched() -> int:
+    """Number of ranks that torchrun or another launcher has started, by ``WORLD_SIZE``; 1 where it is not set."""
+    said: Any = os.environ.get("WORLD_SIZE", "1")
+    try:
+        return int(said)
+    except ValueError:
+        return 1
+
+
+# ---- Process groups that may be None, which means a world of one: every collective is the identity.
+
+
+def group_or_default(
+    group: dist.ProcessGroup | WorldOfOne | None, option: str = "process_group"
+) -> dist.ProcessGroup | None:
+    """``group``, or the default group for None. Returns None for ``WORLD_OF_ONE``, and where no group was initialised.
+
+    Raises ``ValueError`` for None where there is no default group and a launcher has started several ranks.
+
+    option  name of the argument by which the user gave ``group``, for the error
+    """
+    if isinstance(group, WorldOfOne):
+        return None
+    if group is not None:
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    num_ranks = _launched()
+    if num_ranks > 1:
+        raise ValueError(
+            f"there is no process group, and the environment says WORLD_SIZE={num_ranks}: each of these ranks would "
+            f"train by itself; call torch.distributed.init_process_group() before wrapping. Where this process is to "
+            f"train alone, say {option}={WORLD_OF_ONE!r}, or unset WORLD_SIZE"
+        )
+    return None
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks; 1 without a group."""
+    return 1 if group is None else group.size()
+
+
+def device_types_of(group: dist.ProcessGroup) -> list[str]:
+    """Device types that the group has a backend for; an empty list where one backend serves all."""
+    return [*_backend_by_device(group)]
+
+
+def backends_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> set[str]:
+    """Names of the groups' backends for this type of device."""
+    return {_backend_by_device(group).get(device.type, str(dist.get_backend_config(group))) for group in groups}
+
+
+def _backend_by_device(group: dist.ProcessGroup) -> dict[str, str]:
+    config = str(dist.get_backend_config(group))
+    return dict(entry.split(":") for entry in config.split(",") if ":" in entry)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in the group; 0 without a group."""
+    return 0 if group is None else group.rank()
+
+
+# ---- The grid.
 
 
 class RankGrid(NamedTuple):
@@ -70,12 +224,12 @@ class RankGrid(NamedTuple):
     @property
     def in_larger_world(self) -> bool:
         """Whether the program has several ranks, in this grid or not."""
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return world_size() > 1
 
     @property
     def leaves_ranks_out(self) -> bool:
         """Whether the program has ranks that are not in this grid."""
-        return self.in_larger_world and dist.get_world_size() > self.size
+        return world_size() > self.size
 
     def check_still_alone(self, what: str, option: str = "process_group") -> None:
         """Raise ``RuntimeError`` where a world of one was assumed, and a process group was initialised since.
@@ -86,7 +240,7 @@ class RankGrid(NamedTuple):
         if self.assumed and self.in_larger_world:
             raise RuntimeError(
                 f"{what} was made before torch.distributed.init_process_group(), as a world of one, and there are "
-                f"{dist.get_world_size()} ranks now, over which nothing would be reduced; make it after "
+                f"{world_size()} ranks now, over which nothing would be reduced; make it after "
                 f"init_process_group(). Where this process is to train alone, say {option}={WORLD_OF_ONE!r}"
             )
 
@@ -225,7 +379,8 @@ def _groups_of_mesh(
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"{option}: a data-parallel mesh is (inner) or (outer, inner); this one has {mesh.ndim} dims "
-            f"{mesh.mesh_dim_names}: flatten two of them that share shards, {_flattened(mesh)}"
+            f"{mesh.mesh_dim_names}: flatten those that share shards, as in mesh['shard', 'cp']._flatten('inner'), and "
+            f"give the outer one beside it, mesh['replicate', 'inner']"
         )
     outer = mesh.get_group(0) if mesh.ndim == 2 else None
     if num_instances not in (1, group_size(outer)):
@@ -234,14 +389,6 @@ def _groups_of_mesh(
             f"{group_size(outer)} instances: leave the option out, a mesh of two dims (outer, inner) says it"
         )
     return mesh.get_group(mesh.ndim - 1), outer
-
-
-def _flattened(mesh: DeviceMesh) -> str:
-    """How a mesh of three dims becomes one of two: the last dims as one, where context-parallel ranks share shards."""
-    if mesh.mesh_dim_names is None or mesh.ndim < 3:
-        return "mesh[...]._flatten(), after naming the dims"
-    outer, *inner = mesh.mesh_dim_names
-    return f"mesh[{', '.join(map(repr, inner))}]._flatten('inner'), and give mesh['{outer}', 'inner']"
 
 
 def _cut(

@@ -6,10 +6,10 @@ skips a batch, the gradients of different steps are averaged. No collective fail
 behind each reduction of all gradients, once an iteration as a rule, the ranks reduce one row of integers for each
 group, with MAX::
 
-    hash of gathers, hash of reductions | the same, negative | groups so far differ | counts | counts, negative
+    hash of gathers and reductions | whether groups so far differ | counts | the same three, negative
 
 The maxima of ``x`` and ``-x`` tell whether ``x`` is equal on all ranks. Groups come one after the other, those of
-experts first. The second half of a row is carried from one group to the next, so that all ranks raise.
+experts first. All but the hash is carried from one group to the next, so that all ranks raise.
 
 CPU   the host waits in the same call, before gradients are used
 CUDA  the row travels behind the iteration's reductions, and the host reads it at the same place of the next iteration.
@@ -26,23 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import gather
-from .failure_report import FailureReporter
+from .failure_report import FailureReporter, gather
 from .in_flight import in_stages
 from .rank_grid import RankGrid
 from .streams import OnStream, is_capturing
-from .world import own_rank
 
 __all__ = ["NUM_COLUMNS", "GroupLog", "StepCheck"]
 
 T = TypeVar("T")
 
 _KINDS = ("gathered", "reduced")
-_NUM_HASHES = len(_KINDS)
-_APART = 2 * _NUM_HASHES  # column of a row: not 0 if the hashes of a group differ
-_COUNTS = _APART + 1  # first column of the counts
-_NUM_COUNTS = 4
-NUM_COLUMNS = _COUNTS + 2 * _NUM_COUNTS
+NUM_COLUMNS = 2 * (1 + 1 + 4)
 """Integers, of 8 bytes, of the row that a group keeps on its device."""
 _LIMIT = 4096  # entries that a log keeps: an evaluation may have any number
 _OTHER_STEPS = {
@@ -67,12 +61,12 @@ class _Entries:
 
     def __init__(self) -> None:
         self.digest = 0
-        """Hash of all entries, not negative, below 2^62. Python hashes integers alike in all processes."""
+        """Hash of all entries."""
         self.first: list[int] = []
         """The first entries, by which a difference is named."""
 
     def add(self, index: int) -> None:
-        self.digest = hash((self.digest, index)) & (2**62 - 1)
+        self.digest = _hashed(self.digest, index)
         if len(self.first) < _LIMIT:
             self.first.append(index)
 
@@ -223,7 +217,7 @@ class StepCheck:
             return
         counts = [self._used, self._forwards - self._used, self._updates, self._reductions + again]
         if not self._number:  # what a rank did before, a look at shapes or a warm-up, is its own affair
-            counts[:-1] = [0] * (_NUM_COUNTS - 1)
+            counts = [0, 0, 0, counts[-1]]
             self._leave_out_single_names()
         self._number += 1
         entries = self._take()
@@ -246,12 +240,12 @@ class StepCheck:
         sent, self._sent = self._sent, None
         with self._failures.watch("the comparison of steps between ranks"):
             row = sent.answer()
-        used, left, updates, reductions = _spreads(row[_COUNTS:])
-        if row[_APART] or any(_spreads(row[:_APART])):
+        digest, apart, used, left, updates, reductions = _spreads(row)
+        if digest or apart:
             self._raise_other_units(sent)
         # Ranks may have different numbers of microbatches, also where a microbatch has no loss and thus no backward.
-        for column, apart in ((3, reductions), (2, updates), (1, left and not used)):
-            if apart:
+        for column, spread in ((3, reductions), (2, updates), (1, left and not used)):
+            if spread:
                 self._raise_other_steps(sent, column)
 
     def _new_log(self, group: dist.ProcessGroup) -> GroupLog:
@@ -300,10 +294,9 @@ class StepCheck:
             row = rows[index]
             yield dist.all_reduce(row, dist.ReduceOp.MAX, group=log.over, async_op=True)
             if index + 1 < len(self._logs):
-                following = rows[index + 1]
-                torch.maximum(following[_COUNTS:], row[_COUNTS:], out=following[_COUNTS:])
-                apart = (row[:_NUM_HASHES] + row[_NUM_HASHES:_APART]).amax()
-                following[_APART] = torch.maximum(row[_APART], apart)
+                found, following = row.view(2, -1), rows[index + 1].view(2, -1)
+                torch.maximum(following[:, 1:], found[:, 1:], out=following[:, 1:])
+                following[0, 1] = torch.maximum(found[0, 1], found[:, 0].sum())
 
     # ---- Errors, on all ranks. ----
 
@@ -311,7 +304,7 @@ class StepCheck:
         found = [self._difference(log, entries) for log, entries in zip(self._logs, sent.entries, strict=True)]
         texts = self._everyones(next(filter(None, found), None))
         self.forget()
-        text = next(filter(None, texts), "the order of their collectives differs")
+        text = next(filter(None, texts.values()), "the order of their collectives differs")
         raise RuntimeError(
             f"ranks have run different units, or units in another order, so that weights or gradients of different "
             f"units were mixed: {text}, before the end of iteration {sent.number}. Run the same units in the same "
@@ -321,26 +314,31 @@ class StepCheck:
 
     def _difference(self, log: GroupLog, mine: list[_Entries]) -> str | None:
         """The first collective in which the ranks of a group differ, in words. Collective over the group."""
-        everyone = gather((own_rank(), mine), [log.group], self._failures, "the ranks' orders of units")
+        everyone = gather(mine, [log.group], self._failures, "the ranks' orders of units")
         texts = (
-            _first_difference(verb, {rank: theirs[kind] for rank, theirs in everyone}, log.names)
+            _first_difference(verb, {rank: theirs[kind] for rank, theirs in everyone.items()}, log.names)
             for kind, verb in enumerate(_KINDS)
         )
         return next(filter(None, texts), None)
 
     def _raise_other_steps(self, sent: _Sent, column: int) -> None:
-        everyone = self._everyones((own_rank(), sent.counts))
+        everyone = self._everyones(str(sent.counts[column]))
         self.forget()
-        found = _by_value({rank: str(counts[column]) for rank, counts in everyone})
+        found = _by_value(everyone)
         raise RuntimeError(_OTHER_STEPS[column].format(number=sent.number, found=found))
 
-    def _everyones(self, mine: T) -> list[T]:
+    def _everyones(self, mine: T) -> dict[int, T]:
         return gather(mine, self._grid.axes, self._failures, "the ranks' steps")
 
 
 def _row(found: list[_Entries], counts: list[int]) -> list[int]:
-    hashes = [entries.digest for entries in found]
-    return [*hashes, *(-each for each in hashes), 0, *counts, *(-each for each in counts)]
+    values = [_hashed(*(entries.digest for entries in found)), 0, *counts]
+    return [*values, *(-each for each in values)]
+
+
+def _hashed(*numbers: int) -> int:
+    """A hash that is not negative, and below 2^62. Python hashes integers alike in all processes."""
+    return hash(numbers) & (2**62 - 1)
 
 
 def _spreads(maxima: list[int]) -> list[int]:

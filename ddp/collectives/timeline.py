@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from .in_flight import InFlight, backends_of
-from .rank_grid import RankGrid
+from .in_flight import InFlight
+from .rank_grid import RankGrid, backends_of
 
 __all__ = [
     "UNOBSERVED",
@@ -166,8 +166,8 @@ class Timeline(Observer):
         self.phases: list[PhaseSpan] = []
         self._device = device
         self._origin = Mark(device)
-        self._recorded: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """For each span: what adds it to a list, and its fields, with marks in place of seconds."""
+        self._recorded: list[tuple[list[Any], Callable[..., Any], tuple[Any, ...]]] = []
+        """Each span's list, its class, and its fields, with marks in place of seconds."""
         self._forward_starts: list[Mark] = []  # of the running forwards, outermost first
         self._backward_start: Mark | None = None
         self._ready: dict[str, Mark] = {}  # by name of a bucket that is ready and not launched
@@ -243,14 +243,14 @@ class Timeline(Observer):
             torch.cuda.synchronize(self._device)
         if self._watcher is not None:
             self._watcher.shutdown(wait=True)
-        for add, fields in self._recorded:
+        for spans, kind, fields in self._recorded:
             # The caller that needs the result of a failed collective gets its error; here it would hide that one.
             with suppress(RuntimeError):
-                add(*map(self._in_seconds, fields))
+                spans.append(kind(*map(self._in_seconds, fields)))
         self._recorded.clear()
 
     def _record(self, spans: list[Span], kind: Callable[..., Span], *fields: Any) -> None:
-        self._recorded.append((lambda *values: spans.append(kind(*values)), fields))
+        self._recorded.append((spans, kind, fields))
 
     def _in_seconds(self, field: Any) -> Any:
         mark = field() if callable(field) else field

@@ -80,12 +80,9 @@ class DelayedWgrad:
         self.backward = backward
         self.pending = PendingWgrad(owner)
         """The module and the microbatch of this gradient; every record in ``records`` lists it too."""
-        self.bucket_index = min([record.bucket_index for record in records], default=0)
-        """Index of the first bucket, in launch order, that waits for this gradient."""
+        # The gradients of one weight are added in the order of creation.
+        self.pending.order = min([record.bucket_index for record in records], default=0), next(_sequence)
         self.weights = weights
-        self.sequence = next(_sequence)
-        """Order of creation over all queues. The gradients of one weight are added in this order."""
-        self.pending.order = self.bucket_index, self.sequence
         for record in records:
             record.pending.append(self.pending)
         if not records:  # under a wrapper of ours, its records count what is pending

@@ -37,6 +37,7 @@ __all__ = [
     "check_unattached",
     "detach",
     "forget_failed_backward",
+    "former_name",
     "hand_over",
     "hand_over_sum",
     "has_main_grad",
@@ -112,6 +113,12 @@ def detach(param: Tensor, gone: str | None = None) -> None:
         _former[param] = gone
     for name in ("main_grad", "__fsdp_param__", "get_main_grad", "grad_added_to_main_grad", "zero_out_wgrad", _RECORD):
         param.__dict__.pop(name, None)
+
+
+def former_name(param: Tensor) -> str | None:
+    """The parameter's name in a wrapper of ours that is gone; None where there was none, or is another one now."""
+    name: str | None = _former.get(param)
+    return name
 
 
 def record_of(param: Tensor) -> GradRecord | None:
@@ -414,7 +421,7 @@ def hand_over_sum(record: GradRecord) -> None:
 
 
 def _no_provider(weight: Tensor, owner: str) -> RuntimeError:
-    former: str | None = _former.get(weight)
+    former = former_name(weight)
     missing = f"{owner}: fuse_wgrad_accumulation=True needs weight.main_grad"
     if former is not None:
         return RuntimeError(

@@ -1,15 +1,16 @@
 """Mixins by which modules name their fused and delayed weights, and how providers hear of foreign ``backward_dw``."""
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from ..torch_internals import weak_method
 from .main_grad import is_delayed, mark_delayed, take_grad_of_backward_dw
 from .record import GradRecord
-from .torch_fsdp import is_sharded_by_torch
+from .torch_wrappers import is_sharded_by_torch
 
 __all__ = [
     "DelayedWgradModule",
@@ -109,17 +110,10 @@ def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable
     """
     if not is_delayed(param):
         return
-    # A foreign module keeps the function and may outlive the wrapper: the function must not keep the buckets alive.
-    weak_param, weak_record = TensorWeakRef(param), weakref.ref(record)
     for module in owners:
         register = getattr(module, "register_wgrad_accumulation_and_reduce_hooks", None)
         if register is None or isinstance(module, FusedWgradModule):
             continue
-        record.foreign_delayer = owner = type(module).__name__
-
-        def computed(owner: str = owner) -> None:
-            live, live_record = weak_param(), weak_record()
-            if live is not None and live_record is not None:
-                take_grad_of_backward_dw(live, live_record, owner)
-
-        register(computed)
+        record.foreign_delayer = type(module).__name__
+        # A foreign module keeps the function and may outlive the wrapper: the function must not keep the buckets alive.
+        register(partial(weak_method(take_grad_of_backward_dw, param, record), record.foreign_delayer))

@@ -33,8 +33,7 @@ from .main_grad import (
     open_for_write,
     record_of,
 )
-from .torch_ddp import refuse_delay
-from .torch_fsdp import TorchShards
+from .torch_wrappers import TorchShards, refuse_delay
 
 __all__ = ["Demand", "DenseWgrad", "Place", "WgradProduct", "WgradQueueLike", "WgradTarget", "demand"]
 

@@ -2,7 +2,7 @@
 
 Gathers are issued in the order in which the next forward is expected to use the buckets: the reverse of the order in
 which backward fills them. A forward in another order is right too: while a gather is in flight, its parameters
-(``waiting_params.py``) and the modules that register them (``waiting_modules.py``) wait for it. The first wait of a
+and the modules that register them (``waiting_params.py``) wait for it. The first wait of a
 step makes all parameters and modules of the bucket plain again. Several threads may wait at once.
 """
 
@@ -20,10 +20,15 @@ from ..collectives.in_flight import InFlight, all_gather_shards
 from ..collectives.rank_grid import RankGrid
 from ..collectives.streams import OnStream, current_stream
 from ..collectives.timeline import UNOBSERVED, Observer
-from ..torch_internals import current_raw_stream, is_tracing
-from ..torch_internals.weak_method import weak_method
-from .waiting_modules import call_before_compiled_code, call_before_forward, params_in_forward
-from .waiting_params import have_wait, let_go, waiting_class
+from ..torch_internals import current_raw_stream, is_tracing, weak_method
+from .waiting_params import (
+    call_before_compiled_code,
+    call_before_forward,
+    have_wait,
+    let_go,
+    params_in_forward,
+    waiting_class,
+)
 
 __all__ = ["ParamGather", "guard_reads"]
 
@@ -221,7 +226,7 @@ class ParamGather:
                 yield param
 
     def _watch(self) -> Watch:
-        return self._failures.watch("all_gather", self.name, len(self._params))
+        return self._failures.watch("all_gather", self.name)
 
     def _launch(self, observer: Observer) -> InFlight:
         start = partial(all_gather_shards, self.flat, self._grid.gather, on_stream=self.flat.is_cuda)

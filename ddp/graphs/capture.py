@@ -88,7 +88,6 @@ class CapturedGraph:
         torch.cuda.synchronize(self._pool.device)
         gc.collect()  # what is garbage may hold memory of the pool; and freeing it in the capture would break that
         torch.cuda.empty_cache()
-        reserved = torch.cuda.memory_reserved(self._pool.device)
         with torch.cuda.stream(stream):
             # Other threads go on (NCCL's watchdog asks events), so their calls are no errors.
             graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
@@ -98,8 +97,6 @@ class CapturedGraph:
                 _end_broken(graph, self._pool)
                 if isinstance(error, RuntimeError) and "captur" in str(error):
                     error.add_note(_explain(error))
-                kept = (torch.cuda.memory_reserved(self._pool.device) - reserved) >> 20
-                error.add_note(f"The failed capture keeps {kept} MiB of the device's memory.")
                 raise
             graph.capture_end()
         self._graph = graph

@@ -15,21 +15,6 @@ _STATE = "_compared"
 _CACHES = frozenset((_STATE, "_specs"))
 
 
-class _ById:
-    """A tensor, equal to itself alone."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.tensor is other.tensor
-
-    def __hash__(self) -> int:
-        return id(self.tensor)
-
-
 class ComparedByState:
     """Base class. The first comparison or ``seal`` takes the attributes, and none can be set after it.
 
@@ -101,6 +86,6 @@ def _state_of(recipe: object) -> tuple[tuple[str, Any], ...]:
 
 
 def _comparable(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _ById(value)
+    if isinstance(value, Tensor):  # equal to itself alone: tuples compare the numbers first, and then the same object
+        return id(value), value
     return tuple(map(_comparable, value)) if type(value) is tuple else value

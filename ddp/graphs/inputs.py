@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..torch_internals import tree_flatten, tree_unflatten
+from ..torch_internals import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
 
 __all__ = ["StaticInputs", "detached_copies", "signature"]
 
@@ -119,11 +119,7 @@ def detached_copies(outputs: Any, function: str) -> Any:
 
 
 def _static(tensor: Tensor, device: torch.device) -> Tensor:
-    memory = torch.empty_strided(*_layout(tensor), dtype=tensor.dtype, device=device)
+    """Memory for a copy, in the memory format of ``tensor``. No two elements share memory."""
+    with DisableTorchFunctionSubclass():
+        memory = torch.empty_like(tensor, device=device)
     return memory.requires_grad_(tensor.requires_grad)
-
-
-def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and strides of a copy that shares no elements, in the memory format of ``tensor``."""
-    dense = torch.empty_like(tensor, device="meta")
-    return dense.shape, dense.stride()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..gathers.waiting_modules import is_waiting_hook, registered_params
+from ..gathers.waiting_params import is_waiting_hook, registered_params
 from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
 
 __all__ = ["modes", "surroundings"]

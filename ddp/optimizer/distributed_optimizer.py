@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..buckets.iteration_ends import record_step
 from ..buckets.nan_check import unscale
-from ..collectives.agreement import run_on_all_ranks
+from ..collectives.failure_report import run_on_all_ranks
 from ..collectives.streams import is_capturing
 from ..torch_grads.master_param import StateByMaster, WatchedMasters, late_grad
 from ..torch_internals import DisableTorchFunctionSubclass

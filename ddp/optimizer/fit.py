@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..collectives.placements import placements_of
+from ..collectives.reduction import placements_of
 from ..plan.layout import GradPlan
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel

@@ -20,13 +20,13 @@ from torch import Tensor
 from ..buckets.bucket import Bucket
 from ..buckets.bucket_params import BucketParam
 from ..buckets.buffer import FlatBuffer
-from ..collectives.in_flight import group_size
+from ..collectives.rank_grid import group_size
+from ..plan.cut import Range
 from ..plan.layout import ParamSlot
-from ..plan.ranges import Range
 from ..torch_grads.master_param import MasterParameter, make_master
-from ..torch_grads.shard_info import ShardInfo
+from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.sharded_grad import make_sharded_grad
-from ..torch_internals.weak_method import weak_method
+from ..torch_internals import weak_method
 from ..wrapper.data_parallel import DistributedDataParallel
 
 __all__ = [

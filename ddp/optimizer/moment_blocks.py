@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...kernels.optimizer.eight_bits import BLOCK, blocks_of, dequantize_moment, quantize_moment
 from ..plan.atoms import cuts_an_atom
+from ..plan.cut import Range
 from ..plan.layout import GradPlan
-from ..plan.ranges import Range
 from .flat_params import ParamSlice, Segment
 
 __all__ = ["MomentBlocks", "check_blocks", "scale_key"]

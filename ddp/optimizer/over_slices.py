@@ -1,6 +1,6 @@
 """Refusals over models that tensor parallelism has cut: what needs a whole model, and would get this rank's slices."""
 
-from ..plan.parallel_marks import refuse_slices
+from ..plan.owned_params import refuse_slices
 from ..wrapper.data_parallel import DistributedDataParallel
 from .param_groups import is_elementwise
 

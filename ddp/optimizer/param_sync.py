@@ -6,7 +6,7 @@ from itertools import takewhile
 
 import torch
 
-from ..collectives.placements import placements_of
+from ..collectives.reduction import placements_of
 from ..collectives.streams import communication_stream
 from ..gathers.gathered_models import GatheredModel, record_gathered_model
 from ..gathers.param_gather import ParamGather, guard_reads

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...kernels.compat import runs_on_triton
 from ...kernels.optimizer.reference import join_master, split_master
 from ..collectives.streams import OnStream, current_stream, is_capturing
-from ..plan.ranges import Range
+from ..plan.cut import Range
 from .flat_params import FlatBucket, ParamSlice, Segment
 from .moment_blocks import MomentBlocks, scale_key
 from .steps import (
@@ -91,9 +91,10 @@ class CompactSteps(OnePassSteps):
             if remainder is not None:
                 joined = join_master(segment.master.detach().view(-1).cpu(), remainder.view(-1).cpu())
                 masters[segment.flat.bucket.index][segment.start : segment.end] = joined
-            for key in state.keys() & set(MOMENTS) if self.blocks is not None else ():
-                scales, signed = state.pop(scale_key(key)), key != SECOND_MOMENT
-                state[key] = self.blocks.decode(segment, state[key], scales, signed=signed)
+            if self.blocks is not None:
+                for key in state.keys() & set(MOMENTS):
+                    scales, signed = state.pop(scale_key(key)), key != SECOND_MOMENT
+                    state[key] = self.blocks.decode(segment, state[key], scales, signed=signed)
             states[segment.master] = {key: _full_copy(value) for key, value in state.items()}
         slices = []
         for held in self.slices:

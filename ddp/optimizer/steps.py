@@ -19,7 +19,7 @@ from ...kernels.optimizer.lion import LionUpdate
 from ...kernels.optimizer.reference import AdamOptions, AdamTensors, LionOptions, Options, SGDOptions
 from ...kernels.optimizer.sgd import SGDUpdate
 from ..collectives.streams import is_capturing
-from ..torch_grads.skipped_steps import prepare_skippable_step
+from ..torch_grads.optimizer import prepare_skippable_step
 from .flat_params import FlatBucket, ParamSlice, Segment
 from .lion import Lion
 from .moment_blocks import MomentBlocks, scale_key
@@ -55,7 +55,8 @@ class _Rule(NamedTuple):
 
 
 def _adam_options(group: Mapping[str, Any]) -> Options:
-    return AdamOptions(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    beta1, beta2 = group["betas"]
+    return AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
 
 
 def _sgd_options(group: Mapping[str, Any]) -> Options:
@@ -63,7 +64,8 @@ def _sgd_options(group: Mapping[str, Any]) -> Options:
 
 
 def _lion_options(group: Mapping[str, Any]) -> Options:
-    return LionOptions(group["lr"], *group["betas"], group["weight_decay"])
+    beta1, beta2 = group["betas"]
+    return LionOptions(group["lr"], beta1, beta2, group["weight_decay"])
 
 
 _RULES: dict[type, _Rule] = {
@@ -252,15 +254,16 @@ class OnePassSteps(TorchSteps):
         assert held.segment is not None
         part = slice(held.offset, held.offset + held.end - held.start)
         mine = {key: tensor.detach().view(-1)[part] for key, tensor in tensors.items() if key not in ("step", *SCALES)}
-        moments = [*(key for key in self._rule.moments if key in tensors), None, None][:2]
-        scales = [None, None]
+        keys = [key for key in self._rule.moments if key in tensors]
+        moments = [*(mine[key] for key in keys), None, None]
+        scales: list[Tensor | None] = [None, None]
         if self.blocks is not None:
             place = self.blocks.scales_in_segment(held)
-            scales = [None if key is None else tensors[scale_key(key)][place] for key in moments]
+            scales = [*(tensors[scale_key(key)][place] for key in keys), None, None]
         return AdamTensors(
             grad=held.segment.grads.view(-1)[part],
-            exp_avg=mine.get(moments[0]),
-            exp_avg_sq=mine.get(moments[1]),
+            exp_avg=moments[0],
+            exp_avg_sq=moments[1],
             step=tensors["step"],
             master=mine.get(MASTER),
             param=None if held.param.dtype is torch.float32 else held.param,

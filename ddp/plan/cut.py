@@ -1,4 +1,4 @@
-"""Cuts a buffer into buckets, and deals whole parameters to the shards of a bucket: arithmetic on sizes.
+"""Cuts a buffer into buckets, and deals whole parameters to the shards of a bucket: arithmetic on sizes and ranges.
 
 ``numels`` are parameters' element counts, in the order in which backward reaches the parameters. ``degree`` is the
 number of shards where each parameter lies whole in one shard, and 1 where shard borders may cut parameters.
@@ -7,8 +7,9 @@ number of shards where each parameter lies whole in one shard, and 1 where shard
 import bisect
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
-__all__ = ["PARAM_ALIGNMENT", "bucket_numel_for", "cut", "deal", "round_up", "stack_whole"]
+__all__ = ["PARAM_ALIGNMENT", "Range", "bucket_numel_for", "cut", "deal", "round_up", "stack_whole"]
 
 PARAM_ALIGNMENT = 64  # elements: 128 bytes of bf16, one cache line of parameters
 
@@ -98,3 +99,24 @@ def stack_whole(numels: Sequence[int], loads: list[int], multiple: int) -> tuple
         loads[shard] += size
     shard_numel = max(round_up(max(fill), multiple), multiple)
     return [shard * shard_numel + offset for shard, offset in zip(shards, offsets, strict=True)], shard_numel
+
+
+class Range(NamedTuple):
+    """[start, end) of a flattened tensor's elements, or of its rows."""
+
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.start
+
+    def intersect(self, other: "Range") -> "Range":
+        """The elements in both ranges; an empty range inside this one where there are none."""
+        start = min(max(self.start, other.start), self.end)
+        return Range(start, max(start, min(self.end, other.end)))
+
+    def counted_from(self, origin: int) -> "Range":
+        """The same elements, where element ``origin`` counts as 0."""
+        return Range(self.start - origin, self.end - origin)

@@ -1,7 +1,7 @@
 """The plan of gradient memory: where each parameter's gradient lies, where buckets end, in which order they launch.
 
 The plan holds integers only: no storage, no collectives, nothing that depends on the rank. The same inputs give the
-same plan on every rank, and ranks compare ``GradPlan.fingerprint``.
+same plan on every rank. ``wrapper/setup_checks.py`` compares plans between ranks.
 
 A buffer holds parameters of one dtype, with gradients of one dtype, either dense or expert. With 2 shards::
 
@@ -34,10 +34,8 @@ from functools import cached_property
 
 import torch
 
-from .atoms import arrange
-from .cut import PARAM_ALIGNMENT, bucket_numel_for, cut, stack_whole
-from .ranges import Range
-from .split import split
+from .atoms import arrange, split
+from .cut import PARAM_ALIGNMENT, Range, bucket_numel_for, cut, stack_whole
 
 __all__ = ["BucketLayout", "BufferLayout", "GradPlan", "ParamSlot", "ParamSpec", "plan_gradients"]
 

@@ -1,27 +1,127 @@
-"""A model's parameters and buffers, each once, with the ranks that hold the same values."""
+"""A model's parameters and buffers, each once, with the ranks that hold the same values; and the plan of gradients."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..collectives.rank_grid import RankGrid
+from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import check_unattached, is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
-from .parallel_marks import grid_name_of, is_marked_expert
+from .layout import GradPlan, ParamSpec, plan_gradients
 
 __all__ = [
     "ModelTensor",
     "OwnedParam",
     "buffers_of_experts",
+    "check_marks",
     "check_plain",
     "check_shapes",
     "find_owned_params",
     "find_tensors",
+    "grad_dtype_of",
     "grid_name_of",
     "is_marked_expert",
+    "is_slice",
+    "mark_of_partial_grad",
+    "plan_model",
+    "refuse_slices",
 ]
+
+# ---- Megatron-core's marks of model parallelism on parameters. No other file reads them.
+#
+# allreduce = False                   an expert, which only some ranks hold
+# tensor_model_parallel = True        a slice: tensor-parallel ranks hold the whole parameter together
+# sequence_parallel = True            copies on tensor-parallel ranks, each of which has a part of the gradient
+# average_gradients_across_tp_domain  copies likewise; each rank has another gradient, and the mean counts
+# shared_embedding = True             copies on two pipeline stages, each of which has a part of the gradient
+
+_PARTIAL = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
+
+
+def grid_name_of(param: Tensor) -> str:
+    """Which ranks a parameter's gradient is reduced over: "dense" or "expert".
+
+    "expert" is what Megatron-core marks ``allreduce = False``: only some ranks hold the same values.
+    """
+    return "dense" if getattr(param, "allreduce", True) else "expert"
+
+
+def is_marked_expert(param: Tensor) -> bool:
+    """Whether ``grid_name_of`` says "expert"."""
+    return grid_name_of(param) == "expert"
+
+
+def is_slice(param: Tensor) -> bool:
+    """Whether tensor-parallel ranks hold the whole parameter together. Megatron-core marks experts alike, whole or cut:
+    those have ranks of their own, and are none here."""
+    return bool(getattr(param, "tensor_model_parallel", False)) and not is_marked_expert(param)
+
+
+def mark_of_partial_grad(param: Tensor) -> str | None:
+    """The mark of a parameter of which other ranks hold copies, with parts of its gradient; None: no such mark."""
+    return next((name for name in _PARTIAL if getattr(param, name, False)), None)
+
+
+# ---- A wrapper knows the data-parallel ranks alone. What covers all elements of a model, or needs a whole matrix,
+# ---- would be computed from one rank's slices, and differ between the ranks that hold one model together.
+
+_REMEDY_FOR_SUMS = {
+    "sequence_parallel": "all-reduce its reduced gradient over the tensor-parallel ranks",
+    "average_gradients_across_tp_domain": "average its reduced gradient over the tensor-parallel ranks",
+    "shared_embedding": "all-reduce its gradient over the stages that hold the copies",
+}
+
+
+def check_marks(
+    trainable: Iterable[tuple[str, nn.Parameter]], grid: RankGrid, config: DistributedDataParallelConfig | None = None
+) -> None:
+    """Raise ``ValueError`` for marked parameters whose gradients nobody would complete, and for options that would
+    look at this rank's slices alone.
+
+    grid    all data-parallel ranks
+    config  of the wrapper; None: a wrapper without such options
+    """
+    trainable = list(trainable)
+    for name, param in trainable:
+        mark = mark_of_partial_grad(param)
+        # Megatron-core sets the first mark only where there are other tensor-parallel ranks.
+        if mark is not None and (grid.leaves_ranks_out or (mark == "sequence_parallel" and grid.in_larger_world)):
+            raise ValueError(
+                f"parameter '{name}' has {mark} = True: other ranks hold copies of it, and parts of its gradient, "
+                f"which this wrapper does not sum; {_REMEDY_FOR_SUMS[mark]} yourself, and set the mark to False before "
+                f"wrapping"
+            )
+    if config is not None and config.check_for_nan_in_grad and grid.leaves_ranks_out:
+        refuse_slices(
+            trainable,
+            "check_for_nan_in_grad",
+            "would raise on some of the ranks that hold one model together, while the others wait for them",
+            "leave it False, and look at the loss on all ranks",
+        )
+
+
+def refuse_slices(params: Iterable[tuple[str, Tensor]], what: str, consequence: str, remedy: str) -> None:
+    """Raise ``ValueError`` if a parameter is a slice. The caller knows that other ranks may hold the rest.
+
+    what         the option or function, for the error
+    consequence  what it would do, after ``what``
+    remedy       what the user can do instead
+    """
+    name = next((name for name, param in params if is_slice(param)), None)
+    if name is not None:
+        raise ValueError(
+            f"{what} {consequence}: parameter '{name}' is a slice of tensor parallelism (tensor_model_parallel = "
+            f"True), whose other slices are on ranks outside the data-parallel group; {remedy}. If every rank holds "
+            f"the whole parameter, set the mark to False"
+        )
+
+
+# ---- Parameters and buffers, each once.
 
 
 class OwnedParam(NamedTuple):
@@ -140,3 +240,58 @@ def find_tensors(module: nn.Module) -> list[ModelTensor]:
         for name, each in module.named_buffers()
     ]
     return params + buffers
+
+
+# ---- The plan of their gradients.
+
+
+def plan_model(
+    trainable: Sequence[OwnedParam],
+    config: DistributedDataParallelConfig,
+    *,
+    shard_degree: int | Mapping[str, int],
+    backward_order: Sequence[str] | None = None,
+) -> GradPlan:
+    """The plan for these parameters. A pure function: works on the meta device too, and for any number of ranks.
+
+    backward_order  parameters' names in the order in which backward reaches them; None: reverse registration order
+    """
+    by_name = {owned.name: owned for owned in trainable}
+    if backward_order is None:
+        names = list(reversed(by_name))
+    else:
+        names = list(backward_order)
+        if set(names) != set(by_name) or len(names) != len(by_name):
+            missing, unknown = sorted(set(by_name) - set(names)), sorted(set(names) - set(by_name))
+            raise ValueError(
+                f"backward_order must name each trainable parameter once; missing {missing}, unknown {unknown}, "
+                f"{len(names)} names for {len(by_name)} parameters"
+            )
+    specs = [
+        ParamSpec(
+            name=name,
+            shape=tuple(by_name[name].param.shape),
+            param_dtype=by_name[name].param.dtype,
+            grad_dtype=grad_dtype_of(
+                by_name[name].param.dtype, torch.float32 if config.grad_reduce_in_fp32 else by_name[name].param.dtype
+            ),
+            grid_name=by_name[name].grid_name,
+            delayed=by_name[name].delayed,
+            own_bucket=getattr(by_name[name].param, "shared_embedding", False),
+            atom=config.shard_atom,
+        )
+        for name in names
+    ]
+    return plan_gradients(
+        specs,
+        shard_degree=shard_degree,
+        bucket_numel=config.bucket_size,
+        num_buckets=config.num_buckets,
+        keep_params_whole=config.keep_params_whole,
+        pad_for_bus_bandwidth=config.pad_buckets_for_high_nccl_busbw,
+    )
+
+
+def grad_dtype_of(param_dtype: torch.dtype, of_half: torch.dtype) -> torch.dtype:
+    """Dtype of ``main_grad``: ``of_half`` for parameters in half precision, the parameter's own dtype for others."""
+    return of_half if param_dtype in (torch.bfloat16, torch.float16) else param_dtype

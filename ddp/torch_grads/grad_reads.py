@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from ..torch_internals import (
     DisableTorchFunctionSubclass,
     disabled_torch_function,
-    foreach_norms,
     tree_leaves,
     tree_map,
 )
-from .over_ranks import everyone_of, max_over, norms, reduced
-from .shard_info import ShardInfo
+from .over_ranks import ShardInfo, everyone_of, max_over, norms, reduced
 
 __all__ = ["NORMS", "name_of", "on_elements", "reads_nothing", "shard_of", "writes"]
 
@@ -85,8 +83,8 @@ def _check_and_unscale(func: Any, self: Sequence[Tensor], found_inf: Tensor, inv
 
 NORMS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm], _norm),
-    foreach_norms: _foreach_norm,
-    getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None): _check_and_unscale,
+    torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _check_and_unscale,
 }
 """By torch's function: what runs in its place. It is given torch's function first."""
 

@@ -22,8 +22,7 @@ from ..torch_internals import (
 )
 from .grad_reads import NORMS, on_elements, reads_nothing, writes
 from .master_param import MasterParameter
-from .over_ranks import whole
-from .shard_info import ShardInfo, local_shape
+from .over_ranks import ShardInfo, local_shape, whole
 
 __all__ = [
     "PlaceholderGrad",
@@ -47,7 +46,7 @@ being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Each ``GradShard`` whose sums a reduction under way is about to change. Only between microbatches of an iteration."""
 
 
-_UNSCALE: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+_UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class _Step(threading.local):
@@ -186,8 +185,6 @@ def _as_shard(local: Tensor, info: ShardInfo, kind: type[ShardedGrad] = ShardedG
 
 def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
     """A sharded gradient in the memory of ``flat_view`` [end - start], with the same version counter."""
-    if flat_view.shape != (info.numel,):
-        raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
     return _as_shard(flat_view.view(local_shape(info)), info)
 
 

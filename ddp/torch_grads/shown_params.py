@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..contract.record import GradRecord
-from ..torch_internals import DisableTorchFunctionSubclass
-from ..torch_internals.weak_method import weak_method
+from ..torch_internals import DisableTorchFunctionSubclass, weak_method
 from .optimizer import clear_exposed_grad, expose_grad
-from .shard_info import ShardInfo
+from .over_ranks import ShardInfo
 from .sharded_grad import make_sharded_grad
 from .shown_grad import ShownGrad, without_memory
 

@@ -1,7 +1,7 @@
 """torch's private names that ``ddp`` and ``fsdp`` use. Each has a comment that names the public function torch lacks.
 
 ``distributed.py`` holds those of torch.distributed; ``kernels/compat.py`` and
-``te_integration/torch_internals.py`` those of their folders. ``weak_method.py`` makes callbacks that keep nothing
+``te_integration/torch_internals.py`` those of their folders. ``weak_method`` makes callbacks that keep nothing
 alive. If a torch version renames one, the import warns of what
 is lost (``kernels/compat.py``), and the name's test in ``tests/ddp/test_torch_internals.py`` fails.
 
@@ -14,12 +14,15 @@ Some names with an underscore are used in other files all the same:
   overrides.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
+from torch.utils.weak import TensorWeakRef
 
 from ...kernels.compat import private_name, raise_where_absent
 
@@ -38,7 +41,6 @@ __all__ = [
     "delivers_to_all",
     "disabled_torch_function",
     "end_allocations",
-    "foreach_norms",
     "grad_of_tensor",
     "has_one_hook",
     "has_tensor_hooks",
@@ -57,6 +59,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "weak_method",
     "will_execute",
 ]
 
@@ -294,15 +297,6 @@ def let_optimizers_take(cls: type[Tensor]) -> None:
         _optimized_types.append(cls)
 
 
-def _norms_one_by_one(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
-
-
-foreach_norms: Any = private_name(
-    "torch._foreach_norm", loss="norms of gradients take one kernel each, slowly", fallback=_norms_one_by_one
-)
-"""``foreach_norms(tensors, ord, dtype)``: the norm of each tensor."""
-
 # ---- Containers: what a module takes and returns. ``torch.utils.pytree`` is not public in every version. ----
 
 _NO_TREES = "tensors in a module's inputs and outputs cannot be found"
@@ -386,3 +380,32 @@ def allow_storage_reads(address: int) -> None:
     """Undo ``refuse_storage_reads``."""
     if refuses_storage_reads:
         _allow_storage(address)
+
+
+# ---- A callback that keeps no object alive.
+
+
+def weak_method(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
+    """A function that calls ``method(*objects, ...)`` and refers weakly to the method's object and to ``objects``.
+
+    The function does nothing, and returns None, once one of them is gone. Hooks, records and buckets keep such
+    functions: a strong reference would keep the wrapper alive.
+
+    method   a bound method, or a function of ``objects``
+    objects  its first arguments
+    """
+    if isinstance(method, MethodType):
+        objects = (method.__self__, *objects)
+        method = method.__func__
+    references = tuple(TensorWeakRef(each) if isinstance(each, Tensor) else weakref.ref(each) for each in objects)
+
+    def call(*args: object, **kwargs: object) -> Any:
+        alive = []
+        for reference in references:
+            each = reference()
+            if each is None:
+                return None
+            alive.append(each)
+        return method(*alive, *args, **kwargs)
+
+    return call

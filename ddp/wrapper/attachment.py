@@ -1,26 +1,34 @@
-"""Gives parameters their accumulators and hooks, clears iteration state on them, and removes all of it at the end."""
+"""What a wrapper attaches to a model, and takes back; and ``AroundModule``, through which a model is read.
 
+``attach_params`` gives parameters their accumulators and hooks. ``discard_grads`` clears iteration state on them.
+
+When a wrapper is freed its parameters become plain. Among several ranks, the modules that register them then refuse to
+train until the model is wrapped again, since no gradient would be reduced, and each rank would train alone. After
+``unwrap`` they train.
+"""
+
+import copy
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ..buckets.bucket_params import BucketParam
 from ..buckets.iteration_ends import discard_iteration, forget_model, record_model
-from ..collectives.rank_grid import RankGrid
-from ..contract.main_grad import attach, detach, forget_failed_backward
+from ..collectives.rank_grid import RankGrid, world_size
+from ..contract.main_grad import attach, detach, forget_failed_backward, former_name
 from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
+from ..contract.torch_wrappers import check_not_collected, check_not_inside, in_torch_ddp
 from ..torch_grads.optimizer import clear_exposed_grad, guard_stock_optimizers
 from ..torch_grads.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass
-from .around_module import AroundModule
-from .dropped import forget_dropped, mark_dropped
 
-__all__ = ["attach_params", "detach_params", "discard_grads"]
+__all__ = ["AroundModule", "allow_training", "attach_params", "detach_params", "discard_grads"]
 
 
 class _Attached(NamedTuple):
@@ -32,7 +40,7 @@ class _Attached(NamedTuple):
 
 
 def attach_params(
-    wrapper: AroundModule,
+    wrapper: "AroundModule",
     bucket_params: Sequence[BucketParam],
     hooks: Sequence[RemovableHandle],
     grids: Mapping[str, RankGrid],
@@ -49,7 +57,7 @@ def attach_params(
         owners = [module for module, _ in entry.owned.owners]
         listen_to_foreign_delays(entry.owned.param, entry.record, owners)
         attach(entry.owned.param, entry.record)
-        forget_dropped(entry.owned.param, owners)
+        allow_training(owners)
         references = tuple(weakref.ref(module) for module in owners)
         attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))
     guard_stock_optimizers(wrapper)
@@ -101,6 +109,94 @@ def _take_back(
             if isinstance(param.grad, ShownGrad):
                 param.grad = None
         detach(param, gone=entry.record.name)
-        if dropped:
-            owners = [module for owner in entry.owners if (module := owner()) is not None]
-            mark_dropped(param, entry.record.name, owners)
+        for owner in entry.owners if dropped else ():
+            module = owner()
+            if module is not None and _refuse_to_train not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_refuse_to_train)
+
+
+def _refuse_to_train(module: nn.Module, args: Any) -> None:
+    """The forward pre-hook. A module-level function, so that modules with it can be copied and pickled."""
+    if not torch.is_grad_enabled():
+        return
+    mine = [param for param in module._parameters.values() if param is not None and former_name(param) is not None]
+    if not mine:  # wrapped again since, or a copy
+        allow_training([module])
+        return
+    if in_torch_ddp() or world_size() == 1:
+        return
+    for param in mine:
+        if param.requires_grad:
+            raise RuntimeError(
+                f"parameter '{former_name(param)}' was wrapped in maingrad.ddp.DistributedDataParallel, and the "
+                f"wrapper was let go: each rank would train this {type(module).__name__} by itself; keep the wrapper "
+                f"and call it, or wrap again. Where ranks are to part, call the wrapper's unwrap() before letting it go"
+            )
+
+
+def allow_training(modules: Iterable[nn.Module]) -> None:
+    """A wrapper reduces the gradients of these modules' parameters again."""
+    for module in modules:
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _refuse_to_train]:
+            del hooks[key]
+
+
+# ---- Attributes of the model, read and written through the wrapper.
+
+
+_OURS = "a model in maingrad.ddp.DistributedDataParallel"
+
+
+class AroundModule(nn.Module):
+    """Reads and writes attributes of ``self.module`` that the wrapper lacks: ``model.config``, ``model.generate()``.
+
+    The wrapper's own names come first; then ``model.module.name`` reads the module's. Python's own names (``__len__``,
+    ``__array__``) are not passed through, so the wrapper is no container where its module is one.
+    """
+
+    module: nn.Module
+    bucket_params: Sequence[BucketParam]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """``nn.Module.named_parameters``. Raises where torch's wrapper calls."""
+        check_not_collected((entry.owned.param for entry in self.bucket_params), _OURS)
+        return super().named_parameters(*args, **kwargs)
+
+    def check_not_in_torch_ddp(self) -> None:
+        """Raise ``RuntimeError`` inside torch's ``DistributedDataParallel``, which would reduce the same gradients."""
+        check_not_inside((entry.owned.param for entry in self.bucket_params), _OURS)
+
+    def __getattr__(self, name: str) -> Any:
+        """Python calls this for missing attributes, and after a property raised ``AttributeError``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")  # None inside __init__ and while unpickling
+            if module is None or (name.startswith("__") and name.endswith("__")):
+                raise
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # a property of the wrapper: raise its error again
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute in the module if only the module has it, else here."""
+        if self.__dict__.get("_made") and not self._has(name) and hasattr(self.module, name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain, unwrapped copy of the model: what the wrapper adds stays with the original."""
+        return copy.deepcopy(self.module, memo)
+
+    def _has(self, name: str) -> bool:
+        own = self.__dict__
+        return name in own or hasattr(type(self), name) or any(name in own[f"_{each}"] for each in _REGISTERED)
+
+    def _end_making(self) -> None:
+        """From here on attributes may be set in the module; before, all are set here."""
+        self.__dict__["_made"] = True
+
+
+_REGISTERED = ("parameters", "buffers", "modules")

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..collectives.in_flight import group_or_default, group_size
-from ..collectives.world import WorldOfOne
+from ..collectives.rank_grid import WorldOfOne, group_or_default, group_size
 from ..contract.main_grad import attach, check_unattached, detach
 from ..contract.record import GradRecord
 from ..plan.owned_params import OwnedParam, find_owned_params

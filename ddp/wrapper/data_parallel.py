@@ -16,35 +16,37 @@ import torch
 from torch import Tensor, nn
 
 from ..buckets.bucket_params import BucketParam, allocate_buckets
-from ..buckets.checks import is_frozen
+from ..buckets.checks import ModelWatch, is_frozen
 from ..buckets.launcher import BucketLauncher
-from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas
 from ..collectives.failure_report import FailureReporter
-from ..collectives.rank_grid import RankGrid, make_grids
+from ..collectives.rank_grid import RankGrid, Ranks, make_grids
 from ..collectives.reduction import GradReduction, make_reductions
 from ..collectives.step_check import StepCheck
-from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..gathers.param_gather import ParamGather
+from ..plan.cut import Range
 from ..plan.layout import ParamSlot
-from ..plan.owned_params import find_owned_params, find_tensors
-from ..plan.parallel_marks import is_slice
-from ..plan.ranges import Range
+from ..plan.owned_params import find_owned_params, find_tensors, is_slice
 from ..torch_grads.master_param import WatchedMasters
-from ..torch_grads.shard_info import ShardInfo
+from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
-from ..torch_internals import check_wrappers_can_run
-from ..torch_internals.weak_method import weak_method
+from ..torch_internals import check_wrappers_can_run, weak_method
 from .attachment import attach_params, detach_params
-from .comparison import broadcast_tensors, check_same_config, check_same_model
 from .iteration import BucketIteration
 from .parts import BucketParts
-from .setup_checks import check_arguments, plan_on_each_rank
-from .whose_experts import check_whose_experts
+from .setup_checks import (
+    broadcast_tensors,
+    check_arguments,
+    check_same_config,
+    check_same_model,
+    check_undeclared_parts,
+    named,
+    plan_on_each_rank,
+)
 
 __all__ = ["DistributedDataParallel"]
 
@@ -64,7 +66,7 @@ class DistributedDataParallel(BucketIteration):
         optimizer.zero_grad()
 
     From the last backward on, ``.grad`` is the average over ranks, in the parameter's shape. Its first read in an
-    iteration is collective (``torch_grads/shown_grad.py``). Programs that are written for Megatron-core call
+    iteration is collective (``torch_grads/shown_params.py``). Programs that are written for Megatron-core call
     ``start_grad_sync``, ``finish_grad_sync``, ``zero_grad_buffer`` and ``expose_grads``; no other program needs them.
 
     module                the model, on its final device and in its final dtype; frozen parameters get no accumulator
@@ -119,8 +121,7 @@ class DistributedDataParallel(BucketIteration):
         tensors = find_tensors(module)
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
         self.failures = failures = FailureReporter()
-        with failures.watch("the comparison of configs between ranks"):
-            check_same_config(config, process_group)
+        check_same_config(config, process_group, failures)
         with failures.watch("the making of process groups"):
             self.grids: dict[str, RankGrid] = make_grids(
                 process_group,
@@ -138,9 +139,10 @@ class DistributedDataParallel(BucketIteration):
         self.device, self.plan = plan_on_each_rank(
             module, trainable, overwritten, config, self.grids, backward_order, failures
         )
-        with failures.watch("the comparison of models between ranks"):
-            check_same_model(self.plan, overwritten, self.grids)
-            check_whose_experts(overwritten, self.grids["dense"], process_group, expert_process_group)
+        check_same_model(self.plan, overwritten, self.grids, failures)
+        unsaid = [each for each in overwritten if process_group is None]
+        experts = [each for each in overwritten if expert_process_group is None and each.grid_name == "expert"]
+        check_undeclared_parts(named(unsaid), named(experts), self.grids["dense"], failures)
 
         # Storage, and the collectives over it.
         self.buckets, self.bucket_params = allocate_buckets(self.plan, trainable, self.device)

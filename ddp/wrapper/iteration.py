@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..buckets.bucket import Bucket, Phase, check_nothing_under_way
 from ..buckets.checks import (
+    ModelWatch,
     check_nothing_bypassed,
     check_nothing_pending,
     check_scalable,
@@ -25,7 +26,6 @@ from ..buckets.checks import (
 )
 from ..buckets.iteration_ends import end_iteration, record_optimizer
 from ..buckets.launcher import BucketLauncher
-from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas
@@ -33,18 +33,17 @@ from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
 from ..collectives.reduction import GradReduction
 from ..collectives.step_check import StepCheck
+from ..collectives.streams import is_capturing
 from ..collectives.timeline import Observer, Timeline, recorded_on
 from ..config import DistributedDataParallelConfig
 from ..contract.delayed import compute_pending
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
 from ..torch_grads.shown_params import ShownGrads
-from .around_module import AroundModule
-from .attachment import discard_grads
+from .attachment import AroundModule, discard_grads
 from .parts import BucketParts
-from .per_token import check_num_tokens, divide_by_tokens
 
-__all__ = ["BucketIteration"]
+__all__ = ["BucketIteration", "check_num_tokens", "divide_by_tokens"]
 
 
 class BucketIteration(AroundModule):
@@ -175,8 +174,7 @@ class BucketIteration(AroundModule):
         self._launcher.wait()  # step 7 of docs/by_hand.py
         self.steps.finish()
         if self._nan_check is not None:
-            with self.failures.watch("the search for NaN and Inf"):
-                self._nan_check.raise_where_found(self.grids["dense"])
+            self._nan_check.raise_where_found(self.grids["dense"].axes, self.failures)
         if self._num_tokens is not None:
             with self.failures.watch("the sum of tokens"):
                 divide_by_tokens(self.reduced_grads(), self._num_tokens, self.grids["dense"], self.device)
@@ -387,3 +385,33 @@ class BucketIteration(AroundModule):
     def observer(self) -> Observer:
         """The observer that forwards, backwards, reductions and gathers report to."""
         return self._launcher.observer
+
+
+# ---- ``calculate_per_token_loss``: gradients are divided by the number of tokens of all ranks, on the device.
+
+
+def check_num_tokens(num_tokens: Tensor | int | None, *, wanted: bool) -> None:
+    """Raise ``TypeError`` where ``num_tokens`` is missing or not ``wanted``, ``ValueError`` for several elements, and
+    ``RuntimeError`` for a number in a capture."""
+    if (num_tokens is not None) != wanted:
+        raise TypeError(
+            "model.set_num_tokens(num_tokens), before .grad is read or stepped on, goes with "
+            "DistributedDataParallelConfig(calculate_per_token_loss=True), and only with it"
+        )
+    if isinstance(num_tokens, int) and is_capturing():
+        raise RuntimeError(
+            "set_num_tokens(num_tokens) got a number in a function that is captured, and every replay would divide "
+            "by this number: give it a tensor on the device, computed from the microbatches"
+        )
+    if isinstance(num_tokens, Tensor) and num_tokens.numel() != 1:
+        raise ValueError(
+            f"set_num_tokens(num_tokens) takes one number for this rank, not a tensor of {list(num_tokens.shape)}"
+        )
+
+
+def divide_by_tokens(grads: list[Tensor], num_tokens: Tensor | int, grid: RankGrid, device: torch.device) -> None:
+    """Divide ``grads`` in place by the sum of ``num_tokens`` over all ranks. Collective over the grid."""
+    total = torch.as_tensor(num_tokens, dtype=torch.float32, device=device).reshape(()).clone()
+    grid.sum(total)
+    total.masked_fill_(total == 0, 1.0)  # without tokens all gradients are zeros
+    torch._foreach_div_(grads, total)

@@ -85,7 +85,7 @@ class Parts(ABC):
 
     @property
     @abstractmethod
-    def host(self) -> nn.Module:
+    def host(self) -> Any:
         """The wrapper or model that has the parts. The caller keeps it alive while parts run."""
 
     @property
@@ -97,10 +97,6 @@ class Parts(ABC):
     @abstractmethod
     def is_clear(self) -> bool:
         """Whether no gradient of this iteration is in memory that the next backward would add to."""
-
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
-        """A block in which no gradient is reduced."""
 
     @abstractmethod
     def _abandon(self) -> None:
@@ -202,10 +198,6 @@ class BucketParts(Parts):
     def is_clear(self) -> bool:
         """See ``Parts``."""
         return self.host.is_clear
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See ``Parts``."""
-        return self.host.no_sync()
 
     def _abandon(self) -> None:
         self.host.abandon_iteration()

@@ -1,27 +1,44 @@
-"""Checks of a rank's model, configuration and groups, and the plan, before memory is allocated.
+"""All checks when a model is wrapped, in the order in which they run, before gradient memory is allocated.
 
-``plan_on_each_rank`` runs them so that an error of one rank is raised on all ranks: a new refusal goes there.
+1. ``check_arguments``         the types of arguments
+2. ``check_same_config``       ranks have one configuration, which says how process groups are made
+3. ``plan_on_each_rank``       this rank's model, configuration and groups: a new refusal goes there
+4. ``check_same_model``        ranks have one model and one plan
+5. ``check_undeclared_parts``  ranks hold the same experts and slices, where nobody said who does
+
+The second and later ones raise on all ranks. ``broadcast_tensors`` then gives all ranks the values to begin with.
 """
 
+import dataclasses
+import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..collectives.agreement import run_on_all_ranks
-from ..collectives.failure_report import FailureReporter
-from ..collectives.in_flight import backends_of
-from ..collectives.mapped_memory import check_copy_engines
-from ..collectives.rank_grid import RankGrid
+from ..buckets.buffer import check_copy_engines
+from ..buckets.replicas import find_parted
+from ..collectives.failure_report import FailureReporter, gather, run_on_all_ranks
+from ..collectives.rank_grid import RankGrid, Ranks, backends_of, check_member, group_or_default, own_rank
 from ..config import DistributedDataParallelConfig
-from ..contract.torch_ddp import check_none_inside
+from ..contract.torch_wrappers import check_none_inside
 from ..plan.layout import GradPlan
-from ..plan.model_plan import plan_model
-from ..plan.owned_params import ModelTensor, OwnedParam, check_plain, check_shapes
-from ..plan.parallel_marks import check_marks
+from ..plan.owned_params import ModelTensor, OwnedParam, check_marks, check_plain, check_shapes, is_slice, plan_model
 
-__all__ = ["check_arguments", "plan_on_each_rank"]
+__all__ = [
+    "broadcast_tensors",
+    "check_arguments",
+    "check_same_config",
+    "check_same_model",
+    "check_undeclared_parts",
+    "compare_between_ranks",
+    "named",
+    "plan_on_each_rank",
+]
 
 
 def check_arguments(module: object, config: object) -> None:
@@ -30,6 +47,43 @@ def check_arguments(module: object, config: object) -> None:
         raise TypeError(f"DistributedDataParallel takes one nn.Module first, got {type(module).__name__}")
     if not isinstance(config, DistributedDataParallelConfig | None):
         raise TypeError(f"config is a maingrad.ddp.DistributedDataParallelConfig, got {type(config).__name__}")
+
+
+def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks, failures: FailureReporter) -> None:
+    """Compare configs between ranks. The error shows the first field that differs."""
+    check_member(ranks, "process_group")
+    if isinstance(ranks, DeviceMesh):
+        groups = [ranks.get_group(axis) for axis in range(ranks.ndim)]
+    else:
+        default = group_or_default(ranks)
+        groups = [] if default is None else [default]
+    lines = [f"{field.name} = {getattr(config, field.name)}" for field in dataclasses.fields(config)]
+    compare_between_ranks({"config": lines}, groups, failures)
+
+
+def plan_on_each_rank(
+    module: nn.Module,
+    trainable: Sequence[OwnedParam],
+    overwritten: Iterable[ModelTensor],
+    config: DistributedDataParallelConfig,
+    grids: Mapping[str, RankGrid],
+    backward_order: Sequence[str] | None,
+    failures: FailureReporter,
+) -> tuple[torch.device, GradPlan]:
+    """The model's device, and the plan of its gradients. An error on one rank is raised on all ranks.
+
+    overwritten  tensors that training or ``init_sync`` will overwrite
+    """
+
+    def plan() -> tuple[torch.device, GradPlan]:
+        sharded = config.use_distributed_optimizer
+        degrees = {grid_name: grid.inner_size if sharded else 1 for grid_name, grid in grids.items()}
+        device = _check_setup(module, trainable, config, grids.values())
+        _check_overwritten(overwritten)
+        check_marks([(each.name, each.param) for each in trainable], grids["dense"], config)
+        return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
+
+    return run_on_all_ranks(plan, grids["dense"].axes, failures, "the planning of gradients")
 
 
 def _check_setup(
@@ -86,26 +140,106 @@ def _check_overwritten(tensors: Iterable[ModelTensor]) -> None:
             )
 
 
-def plan_on_each_rank(
-    module: nn.Module,
-    trainable: Sequence[OwnedParam],
-    overwritten: Iterable[ModelTensor],
-    config: DistributedDataParallelConfig,
-    grids: Mapping[str, RankGrid],
-    backward_order: Sequence[str] | None,
-    failures: FailureReporter,
-) -> tuple[torch.device, GradPlan]:
-    """The model's device, and the plan of its gradients. An error on one rank is raised on all ranks.
+def check_same_model(
+    plan: GradPlan, overwritten: Collection[ModelTensor], grids: Mapping[str, RankGrid], failures: FailureReporter
+) -> None:
+    """Compare models and plans between ranks. The error shows the first parameter, buffer or bucket that differs.
 
     overwritten  tensors that training or ``init_sync`` will overwrite
+
+    Dense parameters and experts are compared over their own ranks each.
     """
+    for own in [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]:
+        model, buckets = [], []
+        for bucket in plan.buckets:
+            if bucket.grid_name in own:
+                specs = [slot.spec for slot in bucket.slots]
+                model += [f"'{s.name}' {s.param_dtype} {list(s.shape)} in bucket {bucket.index}" for s in specs]
+                buckets.append(
+                    f"bucket {bucket.index} of {bucket.numel} elements {specs[0].grad_dtype} in "
+                    f"{bucket.shard_degree} shards"
+                )
+        model += [
+            f"{'buffer' if each.is_buffer else 'frozen'} '{each.name}' {each.tensor.dtype} {list(each.tensor.shape)}"
+            for each in overwritten
+            if each.grid_name in own and not each.trained
+        ]
+        compare_between_ranks({"model": model, "gradient plan": buckets}, grids[own[0]].axes, failures)
 
-    def plan() -> tuple[torch.device, GradPlan]:
-        sharded = config.use_distributed_optimizer
-        degrees = {grid_name: grid.inner_size if sharded else 1 for grid_name, grid in grids.items()}
-        device = _check_setup(module, trainable, config, grids.values())
-        _check_overwritten(overwritten)
-        check_marks([(each.name, each.param) for each in trainable], grids["dense"], config)
-        return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
 
-    return run_on_all_ranks(plan, grids["dense"].axes, failures, "the planning of gradients")
+def compare_between_ranks(
+    mine: Mapping[str, list[str]], axes: Iterable[dist.ProcessGroup], failures: FailureReporter
+) -> None:
+    """Raise ``ValueError`` on all ranks unless all have the same lines; the error shows the first line that differs.
+
+    mine  title -> lines of this rank
+    axes  as in ``gather``
+    """
+    axes, what = [group for group in axes if group.size() > 1], f"the comparison of {next(iter(mine))}s between ranks"
+    fingerprint = hashlib.sha256(repr(mine).encode()).hexdigest()
+    if len(set(gather(fingerprint, axes, failures, what).values())) == 1:
+        return
+    (first, ours), *others = gather(mine, axes, failures, what).items()
+    for other, theirs in others:
+        for title, lines in ours.items():
+            for here, there in zip_longest(lines, theirs[title], fillvalue="nothing"):
+                if here != there:
+                    raise ValueError(
+                        f"the {title} differs between ranks (this is rank {own_rank()}): rank {first} has {here} "
+                        f"where rank {other} has {there}"
+                    )
+
+
+def named(tensors: Iterable[ModelTensor]) -> list[tuple[str, Tensor]]:
+    """The tensors, each with its name."""
+    return [(each.name, each.tensor) for each in tensors]
+
+
+_WHOSE_EXPERTS = (
+    "say it by expert_process_group, maingrad.ddp.WORLD_OF_ONE where each has its own, or the ranks of process_group, "
+    "torch.distributed.group.WORLD as a rule, where all are to have the same"
+)
+
+
+def check_undeclared_parts(
+    slices: Iterable[tuple[str, Tensor]],
+    experts: Iterable[tuple[str, Tensor]],
+    grid: RankGrid,
+    failures: FailureReporter,
+    *,
+    option: str = "process_group",
+    remedy: str = _WHOSE_EXPERTS,
+) -> None:
+    """Raise ``ValueError`` on all ranks for slices or experts that differ, where nobody said which ranks hold the same.
+
+    slices   tensors, with names, of which those that are slices of tensor parallelism are compared
+    experts  tensors of experts, with names
+    option   by which the user says which ranks hold the same slices
+    remedy   for the error: how the user says which ranks hold the same experts
+
+    Without the check, ``init_sync`` would give all ranks the first one's values, and gradients would be averaged.
+    Collective over the grid.
+    """
+    parts = [(name, tensor) for name, tensor in slices if is_slice(tensor)]
+    cut = {name for name, _ in parts}
+    name = next(iter(find_parted([*parts, *experts], grid.axes, failures)), None)
+    if name in cut:
+        raise ValueError(
+            f"parameter '{name}' is a slice of tensor parallelism (tensor_model_parallel = True) and "
+            f"differs between ranks, and nobody said which ranks hold the same slices: pass the data-parallel group as "
+            f"{option}, or torch.distributed.group.WORLD where all are to have the first rank's"
+        )
+    if name is not None:
+        raise ValueError(
+            f"'{name}' is an expert's (allreduce = False) and differs between ranks, and nobody said "
+            f"which ranks hold the same experts: {remedy}"
+        )
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[ModelTensor], grids: Mapping[str, RankGrid], failures: FailureReporter) -> None:
+    """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
+    with failures.watch("the broadcast of parameters and buffers"):
+        for each in tensors:
+            grids[each.grid_name].broadcast(each.tensor.detach())
+            torch.autograd.graph.increment_version(each.tensor)  # collectives do not raise it, and masters follow it

@@ -8,12 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...ddp.collectives.agreement import gather
-from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.mapped_memory import MappedPool
+from ...ddp.buckets.buffer import MappedPool
+from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
 from ...ddp.collectives.streams import OnStream
-from ...ddp.collectives.world import own_rank
 from ..unit.bucket import ShardedBucket
 from ..unit.unit import Unit
 
@@ -76,14 +74,14 @@ def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
     apart = [unit for unit in units if unit.grid[:2] != everyone[:2]]
     here = {rank for unit in apart for group in unit.grid.axes for rank in dist.get_process_group_ranks(group)}
     count = sum(len(bucket.pairs) for unit in apart for bucket in unit.buckets if bucket.trainable)
-    found = gather((own_rank(), here, count), everyone.axes, None, "the ranks of units")
-    outside = set().union(*[ranks for _, ranks, _ in found]) - {rank for rank, _, _ in found}
+    found = gather((here, count), everyone.axes, None, "the ranks of units")
+    outside = set().union(*[ranks for ranks, _ in found.values()]) - found.keys()
     if outside:
         raise ValueError(
             f"a unit's mesh has ranks {sorted(outside)}, which are not among the outermost unit's: gradients are "
             f"averaged over the outermost unit's ranks, which must be all that have seen tokens"
         )
-    return everyone if len({count for _, _, count in found}) == 1 else None
+    return everyone if len({count for _, count in found.values()}) == 1 else None
 
 
 def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream, num_units: int) -> None:

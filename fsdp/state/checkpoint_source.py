@@ -20,9 +20,7 @@ from torch.optim import Optimizer
 from ...ddp.checkpoint.model import experts_of, model_tensors
 from ...ddp.checkpoint.ranks import CheckpointRanks
 from ...ddp.checkpoint.source import HeldParam, Holding
-from ...ddp.collectives.agreement import gather
-from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.world import own_rank
+from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.optimizer.steps import MASTER
 from ..tensors.parameter import ShardedParameter
 from ..unit.pair import ShardedPair
@@ -206,7 +204,7 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> CheckpointRanks:
     failures = FailureReporter()
     failures.grids = grids
     dense = max(grids, key=lambda grid: grid.size)
-    members = [sorted(gather(own_rank(), grid.axes, failures, "the ranks of a mesh for checkpoints")) for grid in grids]
+    members = [sorted(gather(None, grid.axes, failures, "the ranks of a mesh for checkpoints")) for grid in grids]
     of_dense = max(members, key=len)
     fewer = [(ranks, grid) for ranks, grid in zip(members, grids, strict=True) if ranks != of_dense]
     if len(fewer) > 1:

@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ddp.collectives.agreement import gather
-from ...ddp.collectives.in_flight import device_types_of
-from ...ddp.collectives.rank_grid import RankGrid
-from ...ddp.collectives.world import own_rank
-from ...ddp.plan.ranges import Range
+from ...ddp.collectives.failure_report import gather
+from ...ddp.collectives.rank_grid import RankGrid, device_types_of
+from ...ddp.plan.cut import Range
 from ..tensors.parameter import ShardedParameter
 
 __all__ = ["device_of", "disagreement", "exchange", "rows_of_rank"]
@@ -86,16 +84,17 @@ def disagreement(said: Mapping[ShardedParameter, Sequence[str]], complaints: Seq
         grid = param.shard.grid
         by_grid.setdefault((grid.inner, grid.outer), (grid, []))[1].extend(texts)
     answers = [
-        gather((own_rank(), "\n\t".join(complaints), texts), grid.axes, None, "the comparison of state dicts")
+        gather(("\n\t".join(complaints), texts), grid.axes, None, "the comparison of state dicts")
         for grid, texts in by_grid.values()
     ]
     for everyone in answers:
-        complaining = [(rank, complaint) for rank, complaint, _ in everyone if complaint]
+        complaining = [(rank, complaint) for rank, (complaint, _) in everyone.items() if complaint]
         if complaining:
             rank, complaint = complaining[0]
             return complaint if len(complaining) == len(everyone) else f"{complaint} (on rank {rank})"
-    for (first, _, ours), *others in answers:
-        for other, _, theirs in others:
+    for everyone in answers:
+        (first, (_, ours)), *others = everyone.items()
+        for other, (_, theirs) in others:
             for here, there in zip_longest(ours, theirs, fillvalue="nothing"):
                 if here != there:
                     return f"state dicts differ between ranks: rank {first} has {here}, where rank {other} has {there}"

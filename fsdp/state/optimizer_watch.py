@@ -17,9 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...ddp.buckets.iteration_ends import is_watched, record_step
 from ...ddp.optimizer.param_groups import is_elementwise, why_not_over
-from ...ddp.torch_grads.optimizer import after_closure
+from ...ddp.torch_grads.optimizer import after_closure, prepare_skippable_step
 from ...ddp.torch_grads.sharded_grad import step_began, step_ended
-from ...ddp.torch_grads.skipped_steps import prepare_skippable_step
 from ..tensors.parameter import ShardedParameter
 from .optimizer_state import params_of, translate_state_dicts
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ddp.contract.module import has_shard
-from ...ddp.plan.ranges import Range
+from ...ddp.plan.cut import Range
 from ..tensors.parameter import ShardedParameter, ShardInfo, local_shape
 from .exchange import device_of, disagreement, exchange, rows_of_rank
 

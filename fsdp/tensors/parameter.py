@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...ddp.torch_grads.grad_reads import name_of
-from ...ddp.torch_grads.shard_info import ShardInfo, local_shape
+from ...ddp.torch_grads.over_ranks import ShardInfo, local_shape
 from ...ddp.torch_grads.sharded_grad import adopt_grad
 from ...ddp.torch_internals import (
     disabled_torch_function,

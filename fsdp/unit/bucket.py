@@ -22,18 +22,16 @@ from torch import Tensor
 from ...ddp.buckets.bucket import Bucket, Phase
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import all_gather_shards
-from ...ddp.collectives.placements import Placement
 from ...ddp.collectives.rank_grid import RankGrid
-from ...ddp.collectives.reduction import GradReduction
+from ...ddp.collectives.reduction import GradReduction, Placement
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
 from ...ddp.contract.record import GradRecord
 from ...ddp.gathers.param_gather import ParamGather
+from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import OwnedParam
-from ...ddp.plan.ranges import Range
-from ...ddp.torch_internals import current_raw_stream
-from ...ddp.torch_internals.weak_method import weak_method
+from ...ddp.torch_internals import current_raw_stream, weak_method
 from ..tensors.freed import refusal_of_grads, refusal_of_params
 from .grad_shard import GradShard
 from .materialize import flat_shard

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp.collectives.rank_grid import RankGrid
+from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import OwnedParam, buffers_of_experts
-from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter
 
 __all__ = ["flat_shard", "materialize", "synchronize"]

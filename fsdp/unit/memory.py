@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ...ddp.collectives.mapped_memory import MappedPool
+from ...ddp.buckets.buffer import MappedPool
 from ...ddp.collectives.streams import current_stream
 from ...ddp.graphs.recorded import record_call
 from ...ddp.torch_internals import allow_storage_reads, refuse_storage_reads

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...ddp.collectives.reduction import GradReduction
+from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import ParamSlot
-from ...ddp.plan.owned_params import OwnedParam
-from ...ddp.plan.parallel_marks import is_slice
-from ...ddp.plan.ranges import Range
+from ...ddp.plan.owned_params import OwnedParam, is_slice
 from ..tensors.parameter import ShardedParameter, ShardInfo, make_sharded
 
 __all__ = ["ShardedPair", "make_pair"]

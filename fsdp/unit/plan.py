@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ...ddp.collectives.placements import Placements
+from ...ddp.collectives.reduction import Placements
 from ...ddp.plan.atoms import atom_of
 from ...ddp.plan.layout import BucketLayout, ParamSpec, default_bucket_numel, plan_gradients
-from ...ddp.plan.model_plan import grad_dtype_of
-from ...ddp.plan.owned_params import OwnedParam
+from ...ddp.plan.owned_params import OwnedParam, grad_dtype_of
 from .mixed_precision import MixedPrecisionPolicy
 
 __all__ = ["Atom", "ShardAtoms", "UnitOptions", "plan_unit", "shard_degree"]

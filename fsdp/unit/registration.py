@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ...ddp.buckets.model_watch import ModuleTables
+from ...ddp.buckets.checks import ModuleTables
 from ...ddp.contract.main_grad import record_of
-from ...ddp.torch_internals.weak_method import weak_method
+from ...ddp.torch_internals import weak_method
 from ..tensors.parameter import ShardedParameter
 from .pair import ShardedPair
 

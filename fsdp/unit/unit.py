@@ -12,7 +12,7 @@ from torch import nn
 
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.step_check import GroupLog, StepCheck
-from ...ddp.contract.torch_ddp import check_not_collected, check_not_inside, in_torch_ddp
+from ...ddp.contract.torch_wrappers import check_not_collected, check_not_inside, in_torch_ddp
 from ...ddp.torch_internals import are_transforms_active
 from .bucket import ShardedBucket
 from .pair import ShardedPair

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ddp import DistributedDataParallel, DistributedDataParallelConfig
-from ...ddp.collectives.world import Ranks
+from ...ddp.collectives.rank_grid import Ranks
 from ...fsdp import FSDPModule, MixedPrecisionPolicy, Placements, fully_shard
 from ...te_integration import convert_linears
 from .blocks import Units, add_recompute, find_units

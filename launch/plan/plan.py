@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ...ddp import DistributedDataParallelConfig
-from ...ddp.collectives.placements import Placement, Placements
+from ...ddp.collectives.reduction import Placement, Placements
 from ...kernels.optimizer.eight_bits import BLOCK
 from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel

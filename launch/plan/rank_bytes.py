@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...ddp.collectives.placements import Placement, Placements
+from ...ddp.collectives.reduction import Placement, Placements
 from ...ddp.plan.layout import BucketLayout
 from ...kernels.optimizer.eight_bits import blocks_of
 

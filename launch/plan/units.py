@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...ddp.collectives.placements import Placement, placements_of
-from ...ddp.plan.model_plan import plan_model
-from ...ddp.plan.owned_params import find_owned_params
+from ...ddp.collectives.reduction import Placement, placements_of
+from ...ddp.plan.owned_params import find_owned_params, plan_model
 from ...fsdp.unit.plan import plan_unit, shard_degree
 from ..config.run import Config
 from ..model.hugging_face import LanguageModel, build_language_model

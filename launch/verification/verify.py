@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ddp.collectives.world import Ranks, WorldOfOne
+from ...ddp.collectives.rank_grid import Ranks, WorldOfOne
 from ..parallelizing.blocks import default_units
 from ..simulation.simulate import frames_outside
 from ..simulation.state import ProcessState

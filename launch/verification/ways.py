@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...ddp import DistributedDataParallel, clip_grad_norm
-from ...ddp.collectives.world import Ranks
+from ...ddp.collectives.rank_grid import Ranks
 from ...fsdp import MixedPrecisionPolicy
 from ...te_integration import WgradQueue, delayed_wgrad
 from ..parallelizing.make_optimizer import make_optimizer

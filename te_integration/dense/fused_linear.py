@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from ...ddp.contract.delayed import Operands
 from ...ddp.contract.target import Demand, Place, WgradProduct, WgradTarget, demand
-from ...ddp.contract.torch_ddp import in_torch_ddp
+from ...ddp.contract.torch_wrappers import in_torch_ddp
 from ...ddp.torch_internals import are_transforms_active, current_backward
 from ..torch_internals import watch_prehooks
 from ..wgrad_queue import WgradQueue

@@ -16,7 +16,7 @@ from ...ddp.contract.delayed import queue_of_block
 from ...ddp.contract.main_grad import check_delayable, is_fusable
 from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.contract.target import DenseWgrad, WgradProduct
-from ...ddp.contract.torch_ddp import record_without_grad, refuse_delay_in_recompute
+from ...ddp.contract.torch_wrappers import record_without_grad, refuse_delay_in_recompute
 from ..scaling.scaled_module import ScaledModule
 from ..te_arguments import drop_extra_state
 from ..wgrad_queue import WgradQueue

@@ -14,7 +14,7 @@ from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.contract.target import Demand, demand
 from ...ddp.torch_internals import NO_BACKWARD, current_backward
-from ...ddp.wrapper.around_module import AroundModule
+from ...ddp.wrapper.attachment import AroundModule
 from ..recipes import Recipe, recipe_now
 from .captured_order import ReplayError
 from .layer_graphs import LayerGraphs

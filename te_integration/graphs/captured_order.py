@@ -121,8 +121,7 @@ class StaticBuffers:
         free = self._free.get(_kind(like))
         if free:
             return free.pop()
-        with torch.no_grad():
-            buffer = torch.empty_like(like, requires_grad=False)
+        buffer = torch.empty_like(like, requires_grad=False)
         self.nbytes += buffer.nbytes
         return buffer
 

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ...ddp.contract.delayed import delay_blocks
-from ...ddp.contract.main_grad import is_lazy, record_of
+from ...ddp.contract.main_grad import is_lazy
 from ...ddp.contract.module import DelayedWgradModule, is_sharded
 from ...ddp.torch_internals import has_tensor_hooks
-from ...ddp.wrapper.around_module import AroundModule
+from ...ddp.wrapper.attachment import AroundModule
 from ..pipeline.executor import has_backward_dw
 from ..sequential import Sequential as Ours
 from .weights import hooks_of
@@ -72,8 +72,7 @@ def _check_module(module: nn.Module, where: str) -> None:
 
 
 def _check_param(param: nn.Parameter, where: str) -> None:
-    record = record_of(param)
-    if is_sharded(param) or is_lazy(param) or (record is not None and record.make_room is not None):
+    if is_sharded(param) or is_lazy(param):
         raise ValueError(
             f"{where} is sharded (fully_shard, tensor parallelism) or has its main_grad for some time only, and graphs "
             f"need memory that stays: use maingrad.ddp.DistributedDataParallel, or leave the layer out of the graphs"

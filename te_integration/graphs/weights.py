@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from ...ddp.gathers.waiting_modules import is_waiting_hook, registered_params
+from ...ddp.gathers.waiting_params import is_waiting_hook, registered_params
 from ..dense.linear_module import LinearModule
 from .captured_order import ReplayError
 

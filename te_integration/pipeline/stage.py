@@ -241,5 +241,5 @@ class PipelineStage(pipelining.PipelineStage):
     def _no_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
             for parts in self._parts:
-                stack.enter_context(parts.no_sync())
+                stack.enter_context(parts.host.no_sync())
             yield

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ddp.buckets.iteration_ends import IterationWatcher, watch_iterations
 from ...ddp.collectives.streams import is_capturing
-from ...ddp.plan.parallel_marks import is_marked_expert
+from ...ddp.plan.owned_params import is_marked_expert
 from ...ddp.torch_internals import checkpointed_regions, current_backward
 from ..recipes import DelayedScaling, amax_group_now
 from .amax_history import Roll, ScalingUse, commit, select

@@ -1,5 +1,6 @@
 """``maingrad.fsdp.GraphedTrainingStep``: what it refuses, and what is right after an error."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,41 @@ def test_a_capture_that_fails(extra: Callable[[Job], Any], error: type[Exception
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] < losses[0]
         assert job.graphed.num_graphs == 1
+
+    simulate(program, 2)
+
+
+@pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
+def test_after_a_capture_that_fails_a_forward_has_the_weights_of_the_last_step(placements: str) -> None:
+    """The gathers of the capture were recorded and never ran, also where whole parameters stay in memory."""
+
+    def program() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        plain = copy.deepcopy(model)
+        for module in (*model, model):
+            fully_shard(module, placements=placements)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2**-4, fused=True)
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            if capturing():
+                raise ArithmeticError("before the step")
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        graphed = GraphedTrainingStep(train_step, model, optimizer)
+        x = torch.ones(2, 4)
+        for _ in range(2):
+            graphed(x)
+        with pytest.raises(ArithmeticError, match="before the step"):
+            graphed(x)
+        with torch.no_grad():
+            found = model(x)
+        plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+        assert torch.equal(found, plain(x))
 
     simulate(program, 2)
 

@@ -273,7 +273,7 @@ def test_a_wrong_number_is_a_finding() -> None:
 
 
 def test_a_program_that_hangs_is_ended() -> None:
-    found = run_apart(lambda: time.sleep(60), limit=5.0)
+    found = run_apart(lambda: time.sleep(60), limit=2.0)
     assert found.kind == "hang" and "time.sleep" not in found.message and "test_tester" in found.details
 
 

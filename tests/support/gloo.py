@@ -20,10 +20,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = ["fork_server_here", "forkserver", "load_module", "run_ranks"]
+__all__ = ["fork_server_here", "forkserver", "leave_files", "load_module", "run_ranks"]
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 START_TIMEOUT = 60.0
@@ -62,12 +63,9 @@ def fork_server_here() -> None:
             return pid
         # What ``exec`` would have done: pytest's captured streams and an open end of a pipe go.
         sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
-        # Loggers may still write to such a stream, so its number is not free for a pipe.
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for number in map(int, os.listdir("/proc/self/fd")):
-            if number > 2 and number not in inherited and number != nowhere:
-                with contextlib.suppress(OSError):
-                    os.dup2(nowhere, number)
+        leave_files(inherited)
+        # ``ensure_running`` holds it; a process of this server may fork a server of its own.
+        multiprocessing.forkserver._forkserver._lock = threading.Lock()
         gc.freeze()
         gc.enable()
         try:
@@ -85,6 +83,16 @@ def fork_server_here() -> None:
         multiprocessing.forkserver.ensure_running()
     finally:
         multiprocessing.util.spawnv_passfds = executed
+
+
+def leave_files(kept: Collection[int] = ()) -> None:
+    """Lead what this process has open to nowhere, but the streams and ``kept``, as ``exec`` would close it."""
+    # Loggers may still write to such a stream, so its number is not free for a pipe.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in kept and number != nowhere:
+            with contextlib.suppress(OSError):
+                os.dup2(nowhere, number)
 
 
 def forkserver() -> ForkServerContext:
@@ -107,6 +115,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     if "." in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not at the top level of its module: other processes cannot find it")
     pool = _pools.get(world_size)
+    if not _pools:
+        atexit.register(_end_all)  # a fork has none of this process's pools
     if pool is None:
         pool = _pools[world_size] = _Pool(world_size)
     try:
@@ -254,7 +264,6 @@ def load_module(name: str, file: str) -> Any:
 _pools: dict[int, _Pool] = {}
 
 
-@atexit.register
 def _end_all() -> None:
     while _pools:
         _pools.popitem()[1].end()

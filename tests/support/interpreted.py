@@ -1,48 +1,95 @@
-"""Triton's interpreter without work that it repeats, half of the time of the tests of kernels, and with a true fma."""
+"""Triton's interpreter without work that it repeats, most of the time of the tests of kernels, and with a true fma."""
 
 import functools
 from typing import Any
 
 import numpy as np
 
-__all__ = ["patch_fma_rounds_once", "patch_language_once_a_launch"]
+__all__ = [
+    "patch_fma_rounds_once",
+    "patch_language_once",
+    "patch_overflow_is_not_sought_in_vain",
+    "patch_types_are_remembered",
+]
 
 
 class _Nothing:
-    """In place of a scope with patches: none were made."""
+    """In place of a scope with patches: none are taken back."""
 
     def restore(self) -> None: ...
 
 
-def patch_language_once_a_launch() -> None:
-    """Let each launch replace ``triton.language``'s functions by interpreted ones once for each module of kernels.
+def patch_language_once() -> None:
+    """Let ``triton.language``'s functions be replaced by interpreted ones once for each module of kernels.
 
-    Triton does so for every call of a device function in every program of the grid, and finds all replaced already.
+    Triton does so for each launch and for every call of a device function in every program of the grid, and finds all
+    replaced already. Nothing is compiled in a process whose kernels are interpreted, so they stay replaced.
     """
     from triton.runtime import interpreter
 
-    patched: set[int] | None = None  # by the launch that is under way; None: there is none
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patch = interpreter._patch_lang
+    patched: dict[int, Any] = {}  # names of modules by id, which stays theirs while they are here
 
     @functools.wraps(patch)
     def patch_once(fn: Any) -> Any:
-        if patched is None:
-            return patch(fn)
-        if id(fn.__globals__) in patched:
-            return _Nothing()
-        patched.add(id(fn.__globals__))
-        return patch(fn)
+        if id(fn.__globals__) not in patched:
+            patched[id(fn.__globals__)] = fn.__globals__
+            patch(fn)
+        return _Nothing()
 
-    @functools.wraps(launch)
-    def launch_anew(*args: Any, **kwargs: Any) -> Any:
-        nonlocal patched
-        patched = set()
-        try:
-            return launch(*args, **kwargs)
-        finally:
-            patched = None
+    interpreter._patch_lang = patch_once
 
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+def patch_overflow_is_not_sought_in_vain() -> None:
+    """Leave out what each sum, difference and product of integers computes for an assertion of debug builds alone."""
+    from triton.language.semantic import TritonSemantic
+
+    sanitize = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    @functools.wraps(sanitize)
+    def impl(self: Any, *args: Any) -> None:
+        if self.builder.options.debug:
+            sanitize(self, *args)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = impl
+
+
+def patch_types_are_remembered() -> None:
+    """Let blocks of one shape share what follows from it: each operation makes some, and looks through it again."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    arrays: dict[str, Any] = {}
+    init_block, init_tensor, get_np_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        values = shape.values if isinstance(shape, core.tuple) else shape
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            return init_block(self, element_ty, shape)
+        key = (element_ty.name, getattr(element_ty, "address_space", None), *values)
+        if key not in blocks:
+            init_block(self, element_ty, shape)
+            blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        self.element_ty = element_ty
+        vars(self).update(blocks[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in shapes:
+            init_tensor(self, handle, type)
+            shapes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[key]
+
+    def np_dtype(tt_dtype: Any) -> Any:
+        scalar = tt_dtype.scalar
+        if scalar.name not in arrays:
+            arrays[scalar.name] = get_np_dtype(scalar)
+        return arrays[scalar.name]
+
+    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, np_dtype
 
 
 def patch_fma_rounds_once() -> None:

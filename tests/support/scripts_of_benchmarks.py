@@ -2,8 +2,9 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from python_processes import run_python
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/benchmarks"
 
@@ -13,9 +14,7 @@ def under_torchrun(script: str, *arguments: str, timeout: float) -> subprocess.C
 
     As for a user: the script's folder is on its path.
     """
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONSAFEPATH", None)
-    return subprocess.run(
-        [*command, str(FOLDER / script), *arguments], capture_output=True, text=True, timeout=timeout, env=environment
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run_python(*launcher, FOLDER / script, *arguments, timeout=timeout, environment=environment)

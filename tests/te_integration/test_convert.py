@@ -422,6 +422,22 @@ def test_a_weight_read_as_a_matrix_gets_both_gradients() -> None:
     assert_close_to_exact(done.grads, plain, plain_iteration(model, square, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(("frozen", "share"), [((), 2 / 3), (("0.weight",), 1 / 2), (("2.weight",), 1.0)], ids=str)
+def test_the_fused_share_is_of_the_weights_that_train(frozen: tuple[str, ...], share: float) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), Own())
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    assert convert_linears(model).fused_share == pytest.approx(share)
+
+
 def test_converting_twice_says_so() -> None:
     model = mlp()
     assert convert_linears(model).converted == ("0", "3")

@@ -108,16 +108,16 @@ def one_ends(config: dict[str, Any], victim: int, when: str, how: str) -> None:
 
 
 @cache
-def known_buckets() -> dict[str, int]:
-    """Bucket names and their numbers of parameters."""
-    return {bucket.name: len(bucket.records) for bucket in wrap(make_trapped(), bucket_size=BUCKET_SIZE).buckets}
+def known_buckets() -> set[str]:
+    """The names of all buckets, which have the names of their first and last parameters."""
+    return {bucket.name for bucket in wrap(make_trapped(), bucket_size=BUCKET_SIZE).buckets}
 
 
 def assert_names_a_bucket(what: str) -> None:
-    found = re.fullmatch(r"(\w+) of (bucket \d+ \(.*\)), (\d+) parameters?", what)
+    found = re.fullmatch(r"(\w+) of (bucket \d+ \(.*\))", what)
     assert found, what
     assert found[1] in ("all_reduce", "reduce_scatter", "all_gather")
-    assert known_buckets()[found[2]] == int(found[3])
+    assert found[2] in known_buckets()
 
 
 # ---- A rank that dies. ----
@@ -487,6 +487,6 @@ def test_torchrun_ends_with_the_survivors_reports(tmp_path: Path) -> None:
     for rank in (0, 2):
         found = re.findall(rf"CollectiveError: rank {rank} waited .* for (.*), which failed: .*", ran.stderr)
         assert len(found) == 1, ran.stderr
-        assert re.fullmatch(r"(all_gather|reduce_scatter) of bucket \d \(.*\), \d parameters?", found[0])
+        assert re.fullmatch(r"(all_gather|reduce_scatter) of bucket \d \(.*\)", found[0])
     assert len(re.findall(r"silent for 3 s: rank 1 \(process \d+ on \S+\)", ran.stderr)) == 2
     assert re.search(r"exitcode +: 7 ", ran.stderr), "torchrun's summary names the first to fail"

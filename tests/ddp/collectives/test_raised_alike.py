@@ -178,6 +178,21 @@ VERBS: dict[str, Callable[[Any, DistributedDataParallel, DistributedOptimizer], 
 }
 
 
+class Unreadable:
+    """A path whose user raises an error of a class that other ranks do not know."""
+
+    def __fspath__(self) -> str:
+        raise ArithmeticError("no path today")
+
+
+def test_an_error_of_any_class_is_a_runtime_error_on_all_ranks(tmp_path: Path) -> None:
+    def call() -> str:
+        ddp, optimizer = build(use_distributed_optimizer=True)
+        return outcome(save_checkpoint, Unreadable() if offends() else tmp_path / "c", ddp, optimizer)
+
+    check(simulate(call, 3), "RuntimeError: no path today")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.sampled(1)
 def test_a_path_that_only_the_other_ranks_have(verb: str, tmp_path: Path) -> None:

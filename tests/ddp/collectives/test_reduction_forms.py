@@ -13,9 +13,8 @@ from summed_by_hand import alone, everyones_grads, tree_sum
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.ddp.collectives.placements import PLACEMENTS
 from maingrad.ddp.collectives.rank_grid import make_grid
-from maingrad.ddp.collectives.reduction import GradReduction
+from maingrad.ddp.collectives.reduction import PLACEMENTS, GradReduction
 from maingrad.ddp.torch_internals.distributed import premultiplied_sum
 from maingrad.launch import simulate
 

@@ -342,7 +342,7 @@ def trains(kind: str, program: Callable[[Job], Iterator[None]]) -> list[Tensor]:
 
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(len(RIGHT))
 def test_what_ranks_may_do_differently(kind: str, program: Callable[[Job], Iterator[None]]) -> None:
     first, *others = simulate(trains, 3, kind, program)
     assert all(all(map(torch.equal, first, other)) for other in others)

@@ -281,6 +281,21 @@ def test_the_norm_is_as_wide_as_the_widest_gradient(ranks: int, config: dict[str
             torch.testing.assert_close(norm, torch.tensor(5.0, dtype=dtype), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
+def test_the_norm_of_several_models_is_as_wide_as_the_widest(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    def on_each_rank() -> Tensor:
+        models = [
+            wrap(Constant([torch.tensor([value], dtype=dtype)]))
+            for value, dtype in zip((3.0, 4.0), dtypes, strict=True)
+        ]
+        for model in models:
+            model().backward()
+        return clip_grad_norm(models, 1.0)
+
+    for norm in simulate(on_each_rank, 2):
+        torch.testing.assert_close(norm, torch.tensor(5.0, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
 def test_large_and_small_gradients_neither_overflow_nor_vanish() -> None:
     """Their squares would overflow and vanish in fp32."""
     for scale in (1e30, 1e-30):

@@ -246,6 +246,14 @@ def test_all_ranks_skip_alike_under_every_placement(config: dict[str, Any], plac
 # ---- A scale leaves no trace. ----
 
 
+@pytest.mark.parametrize("place", ["3.bias", "0.weight"])
+def test_bf16_gradients_of_every_bucket_are_searched(place: str) -> None:
+    """The first parameter that backward reaches, and the last: they are in different buckets."""
+    way = WAYS["bf16 gradients, unscaled first, clipping inside"]
+    for _, steps in simulate(inf_in_one_shard, 2, way, {"bucket_size": 300}, place, 1):
+        assert steps == 3
+
+
 def with_and_without(way: Way) -> None:
     """Scales are powers of two, which are exact: the weights are bitwise those of training without a scaler."""
     runs = []

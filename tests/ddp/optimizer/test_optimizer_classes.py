@@ -189,6 +189,22 @@ def train_whole(
     return weights(ddp), [held.end - held.start for held in optimizer.slices]
 
 
+def test_whole_parameters_step_by_the_options_of_their_group() -> None:
+    """The first group stands still."""
+
+    def on_each_rank() -> None:
+        ddp = wrap(make_mixed(torch.float32), use_distributed_optimizer=True, keep_params_whole=True)
+        groups: Any = [{"params": ["*.bias", "2.weight"], "lr": 0.0}]
+        optimizer = DistributedOptimizer(ddp, optimizer_class=RowWise, lr=0.1, param_groups=groups)
+        before = {name: value.clone() for name, value in weights(ddp).items()}
+        backward(ddp, 0, torch.float32)
+        optimizer.step()
+        moved = {name for name, value in weights(ddp).items() if not torch.equal(value, before[name])}
+        assert moved == {"0.weight", "3.weight"}
+
+    simulate(on_each_rank, 2)
+
+
 def stock_whole(
     make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, ranks: int, cls: Any, options: dict[str, Any]
 ) -> dict[str, Tensor]:

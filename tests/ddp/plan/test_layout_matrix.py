@@ -29,8 +29,7 @@ from torch import nn
 
 from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.ddp.plan.layout import GradPlan
-from maingrad.ddp.plan.model_plan import plan_model
-from maingrad.ddp.plan.owned_params import find_owned_params
+from maingrad.ddp.plan.owned_params import find_owned_params, plan_model
 
 WEIGHT, LAYER = 95 * 95, 95 * 95 + 95
 SIZES = (None, 9000, 9025, 9050, 18000, 18050, 20000)

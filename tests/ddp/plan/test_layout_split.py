@@ -8,9 +8,8 @@ from atoms import ONE_BUCKET, models, spec, starts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maingrad.ddp.plan.atoms import least_shard_numel
+from maingrad.ddp.plan.atoms import least_shard_numel, split
 from maingrad.ddp.plan.layout import ParamSpec, plan_gradients
-from maingrad.ddp.plan.split import split
 
 
 @given(models(), st.integers(1, 40), st.sampled_from((0.0, 0.05, 0.5, 1e9)), st.sampled_from((1500, ONE_BUCKET)))

@@ -414,7 +414,10 @@ def three_dims() -> str:
 def test_a_mesh_of_three_dims_says_how_to_flatten_it() -> None:
     for text in all_texts(three_dims, ranks=8):
         assert "this one has 3 dims" in text
-        assert "mesh['shard', 'cp']._flatten('inner'), and give mesh['replicate', 'inner']" in text
+        assert (
+            "mesh['shard', 'cp']._flatten('inner'), and give the outer one beside it, mesh['replicate', 'inner']"
+            in text
+        )
 
 
 def scales_in_a_pipeline(together: bool) -> tuple[float, bool]:

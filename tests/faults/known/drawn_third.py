@@ -74,7 +74,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.comparison",
+                "maingrad.ddp.wrapper.setup_checks",
                 "check_same_config",
                 "[ranks.get_group(axis) for axis in range(ranks.ndim)]",
                 "[ranks.get_group(ranks.ndim - 1)]",
@@ -89,10 +89,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.whose_experts",
-                "check_same_experts",
-                "grid.size == 1",
-                "grid.inner_size == 1",
+                "maingrad.ddp.wrapper.setup_checks",
+                "check_undeclared_parts",
+                "grid.axes, failures",
+                "[grid.inner] if grid.inner_size > 1 else [], failures",
             ),
         ],
     ),

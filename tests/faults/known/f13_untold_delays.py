@@ -138,7 +138,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.torch_ddp",
+                "maingrad.ddp.contract.torch_wrappers",
                 "refuse_delay_in_recompute",
                 "if _without_grad and current_backward() != NO_BACKWARD:",
                 "if False:",

@@ -13,7 +13,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.plan.model_plan",
+                "maingrad.ddp.plan.owned_params",
                 "grad_dtype_of",
                 "return of_half if param_dtype in (torch.bfloat16, torch.float16) else param_dtype",
                 "return param_dtype",

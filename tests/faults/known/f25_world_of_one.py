@@ -9,10 +9,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.collectives.in_flight",
+                "maingrad.ddp.collectives.rank_grid",
                 "group_or_default",
-                "check_not_launched(option)",
-                "",
+                "if num_ranks > 1:",
+                "if False:",
             ),
         ],
     ),
@@ -42,8 +42,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.wrapper.attachment",
                 "_take_back",
-                "if dropped:",
-                "if False:",
+                "entry.owners if dropped else ()",
+                "()",
             ),
         ],
     ),

@@ -11,7 +11,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.torch_grads.skipped_steps",
+                "maingrad.ddp.torch_grads.optimizer",
                 "prepare_skippable_step",
                 "optimizer.state[param][_MOMENTUM] = torch.zeros_like(param, requires_grad=False)",
                 "optimizer.state[param][_MOMENTUM] = torch.empty_like(param, requires_grad=False)",
@@ -30,7 +30,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.torch_grads.skipped_steps",
+                "maingrad.ddp.torch_grads.optimizer",
                 "prepare_skippable_step",
                 "if found_inf.item():",
                 "if False:",

@@ -9,7 +9,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.comparison",
+                "maingrad.ddp.wrapper.setup_checks",
                 "broadcast_tensors",
                 "grids[each.grid_name].broadcast",
                 'grids[each.grid_name if each.tensor.requires_grad else "dense"].broadcast',
@@ -40,10 +40,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.whose_experts",
-                "check_same_experts",
-                "if grid.size == 1 or not experts:",
-                "if True:",
+                "maingrad.ddp.wrapper.setup_checks",
+                "check_undeclared_parts",
+                "[*parts, *experts]",
+                "parts",
             ),
         ],
     ),

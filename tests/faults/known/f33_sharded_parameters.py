@@ -168,7 +168,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.torch_grads.shard_info",
+                "maingrad.ddp.torch_grads.over_ranks",
                 "ShardInfo.cut",
                 "return values.reshape(-1)[self.start : self.end]",
                 "return values.reshape(-1)[: self.numel]",

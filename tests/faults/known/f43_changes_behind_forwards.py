@@ -13,7 +13,7 @@ FAULTS = [
         tests=[f"{DDP}test_unfreezing_behind_a_look_at_shapes_is_refused_before_the_ranks_part"],
         changes=[
             Change(
-                "maingrad.ddp.buckets.model_watch",
+                "maingrad.ddp.buckets.checks",
                 "ModelWatch._find_frozen",
                 "if self._seen is not None and self._seen.holds():",
                 "if self._seen is not None:",
@@ -40,7 +40,7 @@ FAULTS = [
         tests=[f"{DDP}test_a_layer_that_is_frozen_for_one_microbatch_keeps_the_gradient_of_the_others"],
         changes=[
             Change(
-                "maingrad.ddp.buckets.model_watch",
+                "maingrad.ddp.buckets.checks",
                 "ModelWatch.check_forward",
                 "if frozen and not any(entry.record.written for entry in self._bucket_params):",
                 "if frozen:",

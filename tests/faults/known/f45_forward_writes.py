@@ -69,7 +69,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.buckets.replicas",
                 "find_parted",
-                "if len(set(gather(hash(tuple(mine)), axes, failures, what))) == 1:",
+                "if len(set(gather(hash(tuple(mine)), axes, failures, what).values())) == 1:",
                 "if gather(hash(tuple(mine)), axes, failures, what):",
             )
         ],

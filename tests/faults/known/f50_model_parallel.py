@@ -11,10 +11,10 @@ FAULTS = [
         tests=[TESTS + "test_a_forgotten_group_is_refused"],
         changes=[
             Change(
-                "maingrad.ddp.wrapper.whose_experts",
-                "check_same_slices",
-                "if slices and grid.size > 1",
-                "if False",
+                "maingrad.ddp.wrapper.setup_checks",
+                "check_undeclared_parts",
+                "[*parts, *experts]",
+                "experts",
             )
         ],
     ),
@@ -22,7 +22,7 @@ FAULTS = [
         "50b-nobody-sums-the-parts-of-a-gradient",
         sentence="Copies of a parameter on tensor-parallel ranks train on parts of its gradient, and drift apart.",
         tests=[TESTS + "test_a_gradient_that_nobody_sums_is_refused"],
-        changes=[Change("maingrad.ddp.plan.parallel_marks", "mark_of_partial_grad", "in _PARTIAL", "in ()")],
+        changes=[Change("maingrad.ddp.plan.owned_params", "mark_of_partial_grad", "in _PARTIAL", "in ()")],
     ),
     Fault(
         "50c-a-norm-is-of-one-ranks-slices",
@@ -87,7 +87,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.rank_grid",
                 "RankGrid.leaves_ranks_out",
-                "return self.in_larger_world and dist.get_world_size() > self.size",
+                "return world_size() > self.size",
                 "return self.in_larger_world",
             )
         ],

@@ -11,7 +11,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.step_check",
                 "StepCheck.read",
-                "if row[_APART] or any(_spreads(row[:_APART])):",
+                "if digest or apart:",
                 "if False:",
             ),
         ],
@@ -40,8 +40,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.step_check",
                 "StepCheck._stages",
-                "following[_APART] = torch.maximum(row[_APART], apart)",
-                "following[_APART] = row[_APART]",
+                "following[0, 1] = torch.maximum(found[0, 1], found[:, 0].sum())",
+                "following[0, 1] = found[0, 1]",
             ),
         ],
     ),

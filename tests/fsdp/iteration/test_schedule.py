@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from sharded_training import mesh_of, shard
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from maingrad.fsdp import fully_shard
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -231,3 +233,35 @@ def test_no_gather_comes_twice() -> None:
         # Forward and backward of every unit, but the outermost's, which stays; the last block's, which backward begins
         # with; and of later microbatches the first block's, which stays as well.
         assert len(gathers) == 6 + (microbatches - 1) * 4, gathers
+
+
+class Added(nn.Module):
+    """Adds rows of a table, in a reentrant checkpoint: the table's unit has no input that requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: x + self.table(torch.arange(2)), x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def test_a_unit_inside_a_reentrant_recompute_is_sent_when_the_recompute_is_passed() -> None:
+    schedule: list[tuple[int, str]] = []
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(16, 16), Added(), nn.Identity(), Added())
+        for index in (1, 3):
+            fully_shard(model[index].table)
+        fully_shard(model)
+        rank = dist.get_rank()
+        model[2].register_full_backward_hook(lambda *_: schedule.append((rank, "between")))
+        model(torch.ones(2, 16)).square().mean().backward()
+
+    simulate(on_each_rank, 2, schedule=schedule)
+    words = [word for rank, word in schedule if rank == 0]
+    middle = words.index("between")
+    sent = [index for index, word in enumerate(words) if word.startswith("launch reduce_scatter")]
+    assert len(sent) == 3
+    assert sent[0] < middle < sent[1], words

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.iteration.hooks import BackwardEnd
 from maingrad.launch import simulate
 
 
@@ -302,6 +303,37 @@ def test_after_a_backward_that_failed_inside_a_unit_the_model_has_its_shards() -
         before = dict(model.named_parameters())
         with pytest.raises(RuntimeError, match="in the middle"):
             model(batch(0), fails=True).backward()
+        for name, param in model.named_parameters():
+            assert param is before[name]
+        assert all(value.full_tensor().isfinite().all() for value in model.state_dict().values())
+
+    simulate(fail, 2)
+
+
+class Branches(nn.Module):
+    """Two units, of which a forward runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList([Net(), Net()])
+
+    def forward(self, x: Tensor, which: int, fails: bool = False) -> Tensor:
+        return self.nets[which](x, fails)  # type: ignore[no-any-return]
+
+
+def test_a_failed_backward_whose_end_is_told_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs an engine's thread may delete the callback behind the error: the next forward may run other units."""
+    monkeypatch.delattr(BackwardEnd, "__del__")
+
+    def fail() -> None:
+        model: Any = Branches()
+        for net in model.nets:
+            fully_shard(net)
+        fully_shard(model)
+        before = dict(model.named_parameters())
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(batch(0), 0, fails=True).backward()
+        model(batch(1), 1).backward()
         for name, param in model.named_parameters():
             assert param is before[name]
         assert all(value.full_tensor().isfinite().all() for value in model.state_dict().values())

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import WORLD_OF_ONE, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.files.manifest import Manifest
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.launch import simulate
@@ -442,6 +442,28 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
     assert not torch.equal(trained[0]["expert.weight"], trained[1]["expert.weight"])
     for rank, loaded in enumerate(simulate(with_experts, 6, tmp_path / "c", True)):
         assert_same(loaded, trained[rank % 2])
+
+
+def with_experts_on_some_ranks(folder: Path, load: bool) -> dict[str, Tensor]:
+    """The last rank has no expert; each other has one of its own."""
+    rank = dist.get_rank()
+    torch.manual_seed(100 * load + rank)
+    own = [nn.Linear(5, 5)] if rank < 2 else []
+    torch.manual_seed(100 * load + 9)
+    model = nn.Sequential(nn.Linear(5, 5), *own)
+    for expert in own:
+        fully_shard(expert, mesh=WORLD_OF_ONE)
+    fully_shard(model)
+    (load_checkpoint if load else save_checkpoint)(folder, model)
+    with model.unsharded():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_ranks_without_experts_save_and_load_beside_those_that_have_some(tmp_path: Path) -> None:
+    saved = simulate(with_experts_on_some_ranks, 3, tmp_path / "c", False)
+    assert not torch.equal(saved[0]["1.weight"], saved[1]["1.weight"])
+    for loaded, expected in zip(simulate(with_experts_on_some_ranks, 3, tmp_path / "c", True), saved, strict=True):
+        assert_same(loaded, expected)
 
 
 def with_stages(folder: Path, seed: int) -> dict[str, Tensor]:

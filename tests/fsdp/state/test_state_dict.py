@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from maingrad.ddp.plan.ranges import Range
+from maingrad.ddp.plan.cut import Range
 from maingrad.fsdp import FSDPModule, fully_shard
 from maingrad.fsdp.state.exchange import exchange, rows_of_rank
 from maingrad.launch import simulate

@@ -29,7 +29,7 @@ from sharded_training import (
 from torch import Tensor, nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.collectives.placements import PLACEMENTS
+from maingrad.ddp.collectives.reduction import PLACEMENTS
 from maingrad.ddp.plan.layout import default_bucket_numel
 from maingrad.ddp.plan.owned_params import OwnedParam, find_owned_params
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard

@@ -261,7 +261,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("inside", [(), ("first", "second")])
 @pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(6)
 def test_units_that_run_twice_and_recomputes_write_each_time(reentrant: bool | None, inside: tuple[str, ...]) -> None:
     """In plain PyTorch a recompute writes as well."""
 

@@ -274,6 +274,17 @@ def test_every_gradient_goes_through_main_grad_fused_and_delayed():
             assert torch.equal(other[name], gradient), name
 
 
+def test_all_weight_gradients_of_a_delayed_layer_wait():
+    """Those of the router, of the experts and of the shared feed-forward too."""
+    model = build_model(config(shared_expert_ffn_dim=16, delay_wgrad_layers=1, fuse_wgrad_accumulation=False), seed=0)
+    model(tokens(2, 8), tokens(2, 8, seed=1)).backward()
+    for block, waits in zip(model.blocks, (False, True), strict=True):
+        matrices = [parameter for parameter in block.parameters() if parameter.dim() >= 2]
+        assert [parameter.grad is None for parameter in matrices] == [waits] * len(matrices)
+    drain_modules(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_the_router_learns_from_the_experts_and_from_its_own_losses():
     def router_grad(**changes: Any) -> Tensor:
         model = build_model(config(num_layers=1, **changes), seed=0)

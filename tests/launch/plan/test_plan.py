@@ -11,7 +11,7 @@ from rich.console import Console
 from tiny_run import tiny_config
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp.collectives.placements import PLACEMENTS, Placements, placements_of
+from maingrad.ddp.collectives.reduction import PLACEMENTS, Placements, placements_of
 from maingrad.ddp.plan.layout import BucketLayout, ParamSpec, plan_gradients
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError

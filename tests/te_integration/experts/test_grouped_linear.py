@@ -514,3 +514,18 @@ def test_a_copy_computes_the_same() -> None:
     for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.main_grad, theirs.grad) and has_no_own_grad(mine) and not hasattr(theirs, "main_grad")
     assert kept is not None
+
+
+@pytest.mark.parametrize("form", ["scaled", "packed, scaled"])
+def test_scales_of_the_bias_have_gradients_where_the_input_has_none(form: str) -> None:
+    """The first layer of a model: backward saves no weights, and still reads the biases."""
+    splits, padding = SPLITS["uneven"]
+    grads = []
+    for needs_dx in (True, False):
+        case = case_of(splits, padding)
+        module = make(len(splits), **FORMS[form])
+        module(case.x.detach().requires_grad_(needs_dx), case.splits, case.scales).backward(case.dy)
+        grads.append([case.scales.grad, *(param.grad for param in module.parameters())])
+    for with_dx, without in zip(*grads, strict=True):
+        assert with_dx is not None and torch.equal(with_dx, without)
+    assert grads[0][0].abs().min() > 0, "of the scales"

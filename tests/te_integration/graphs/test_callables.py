@@ -137,6 +137,20 @@ def test_modules_that_share_a_pool_are_called_in_the_order_of_their_capture():
     assert all(map(torch.equal, *outcomes))
 
 
+def test_captures_run_in_the_pool_that_was_given():
+    class Counted(GraphPool):
+        uses = 0
+
+        def on_stream(self):
+            self.uses += 1
+            return super().on_stream()
+
+    pool, layers = Counted(torch.device("cpu")), linears(2)
+    DistributedDataParallel(layers)
+    make_graphed_callables(list(layers), samples(2), pool=pool)
+    assert pool.uses >= 4, "a forward and a backward of each"
+
+
 def test_in_a_compiled_model_a_callable_is_a_graph_break():
     outcomes = []
     for compiled in (False, True):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import (
@@ -341,6 +342,46 @@ def test_an_algorithm_that_writes_to_its_history_changes_its_copy() -> None:
             iterate(model, [seed], DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm))
         states.append(scaling(model.module))
     assert_equal(*states)
+
+
+def test_an_algorithm_sees_no_negative_amax() -> None:
+    """A frozen first layer has no gradient, and its column of amaxes has zeros."""
+    smallest = []
+
+    def largest(history: Tensor) -> Tensor:
+        smallest.append(float(history.min()))
+        return history.amax(0)
+
+    module = towers()
+    module[0].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    for seed in (4, 1):
+        iterate(model, [seed], DelayedScaling(amax_history_len=3, amax_compute_algo=largest))
+    assert smallest and min(smallest) == 0.0
+
+
+def test_no_kernel_records_two_uses_of_a_module() -> None:
+    """A kernel over lists of tensors writes all of them at once: on GPUs, one of two equal tensors would be lost."""
+    written: list[list[int]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._foreach_maximum_.List:
+                written.append([each.data_ptr() for each in args[0]])
+            return func(*args, **(kwargs or {}))
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(32, 32, fuse_wgrad_accumulation=True, dtype=BF16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))
+
+    with Watch():
+        iterate(DistributedDataParallel(Twice()), [1])
+    assert sum(map(len, written)) == 2, "rows of both uses are recorded"
+    assert all(len(set(places)) == len(places) for places in written)
 
 
 # ---- Ranks. ----

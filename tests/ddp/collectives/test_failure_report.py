@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from maingrad.ddp.collectives import rank_fates
-from maingrad.ddp.collectives.rank_fates import announce, ask_others
+from maingrad.ddp.collectives import failure_report
+from maingrad.ddp.collectives.failure_report import announce, ask_others
 
 
 def test_ranks_without_a_report_are_silent_and_named_with_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_fates, "PATIENCE", 0.1)
+    monkeypatch.setattr(failure_report, "PATIENCE", 0.1)
     store = dist.HashStore()
     announce(store, 0)
     store.set("maingrad/failures/process/1", "process 5 on elsewhere")
@@ -27,7 +27,7 @@ def test_ranks_without_a_report_are_silent_and_named_with_their_process(monkeypa
 
 def test_ranks_that_report_are_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reports before the patience ends is heard, and the last report ends the inquiry."""
-    monkeypatch.setattr(rank_fates, "PATIENCE", 60.0)
+    monkeypatch.setattr(failure_report, "PATIENCE", 60.0)
     store = dist.HashStore()
     store.set("maingrad/failures/waited_for/1", "all_gather of bucket 2")
     with ThreadPoolExecutor(1) as executor:
@@ -60,7 +60,7 @@ def test_rank_0_stays_until_the_others_have_read() -> None:
     thread.join(0.3)
     assert thread.is_alive()
     store.add("maingrad/failures/done", 1)
-    thread.join(rank_fates.PATIENCE / 2)
+    thread.join(failure_report.PATIENCE / 2)
     assert not thread.is_alive()
 
 
@@ -76,7 +76,7 @@ class Frozen(dist.Store):
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_fates, "PATIENCE", 0.1)
+    monkeypatch.setattr(failure_report, "PATIENCE", 0.1)
     store = Frozen()
     start = time.monotonic()
     _, lines = ask_others(store, 1, 2, "all_reduce of bucket 0")
@@ -89,7 +89,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
 
 
 def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_fates, "PATIENCE", 1.0)
+    monkeypatch.setattr(failure_report, "PATIENCE", 1.0)
     silent, (line,) = ask_others(dist.HashStore(), 0, 1000, "all_reduce of bucket 0")
     assert len(silent) == 999
     assert "rank 8 (has wrapped no model) and 991 more: look whether" in line

@@ -1,10 +1,12 @@
-"""Refuses ``torch.nn.parallel.DistributedDataParallel`` (torch's wrapper) where it would do harm.
+"""torch's own wrappers: ``DistributedDataParallel`` is refused where it would do harm, FSDP2's weights are recognised.
 
 Around parameters that this library reduces: torch's constructor copies the first rank's parameters, shards too, to all
 ranks, and its backward reduces ``.grad``, where our gradients are not. The owner of the parameters refuses in
 ``named_parameters``, which torch's constructor calls; a wrapper that got past it is refused in the first forward.
 
 Around modules that delay weight gradients: torch reduces ``.grad`` in backward, before the delayed gradient is there.
+
+``TorchShards`` says what gradients of weights are added to that ``torch.distributed.fsdp.fully_shard`` has gathered.
 """
 
 import sys
@@ -18,13 +20,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..torch_internals import NO_BACKWARD, current_backward
-from ..torch_internals.distributed import active_torch_ddp, params_of_torch_ddp
+from ..torch_internals.distributed import accumulated_by_fsdp2, active_torch_ddp, gathered_by_fsdp2, params_of_torch_ddp
 
 __all__ = [
+    "TorchShards",
     "check_none_inside",
     "check_not_collected",
     "check_not_inside",
     "in_torch_ddp",
+    "is_sharded_by_torch",
     "record_without_grad",
     "refuse_delay",
     "refuse_delay_in_recompute",
@@ -121,14 +125,8 @@ def _wrapper_of(frame: FrameType | None) -> TorchDDP | None:
 
 def _takes_one_of(wrapper: TorchDDP, params: Iterable[Tensor]) -> bool:
     taken = params_of_torch_ddp(wrapper)
-    if taken is None:  # the constructor still collects them, from the outermost module
-        return True
-    return _are_among(taken, params)
-
-
-def _are_among(taken: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
-    known = set(map(id, taken))
-    return any(id(param) in known for param in params)
+    # None: the constructor still collects them, from the outermost module.
+    return taken is None or not set(map(id, taken)).isdisjoint(map(id, params))
 
 
 def _why(what: str) -> str:
@@ -137,3 +135,62 @@ def _why(what: str) -> str:
         f"first rank's parameters over all others', and find no gradient in .grad; leave it away. Where accelerate or "
         f"a trainer adds it under torchrun, do not hand this model over to be prepared"
     )
+
+
+# ---- FSDP2. It gives a module plain parameters for its forward and backward. When backward has passed the module's
+# ---- inputs, FSDP2 takes the parameters' ``.grad`` and frees the parameters. Under
+# ---- ``set_requires_gradient_sync(False)`` FSDP2 keeps the gradient until the next microbatch, in ``.grad`` or in a
+# ---- tensor of ``reduce_dtype``. That tensor is an accumulator, and a fused weight gradient is added to it. A gradient
+# ---- that is added after FSDP2 took ``.grad`` would wait for the next iteration; so weight gradients cannot be
+# ---- delayed.
+
+_MARK = "_maingrad_torch_shards"
+
+
+class TorchShards:
+    """FSDP2's record of one gathered weight, held weakly: FSDP2 owns record and weight."""
+
+    def __init__(self, param: Any) -> None:
+        self._param = weakref.ref(param)
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "TorchShards | None":
+        """The record of ``weight``; None where FSDP2 did not make that weight.
+
+        The search goes over all sharded models and marks every weight that is gathered now. So one search serves a
+        whole unit.
+        """
+        if not hasattr(weight, _MARK):
+            for param, gathered in gathered_by_fsdp2():
+                if not hasattr(gathered, _MARK):
+                    setattr(gathered, _MARK, cls(param))
+        found: TorchShards | None = getattr(weight, _MARK, None)
+        return found
+
+    def accumulator(self, weight: Tensor) -> Tensor | None:
+        """The tensor that this backward's gradient is added to: contiguous, ``weight``'s shape, fp32 or its dtype.
+
+        None, and then autograd delivers the gradient: in the first microbatch, where each microbatch is reduced on its
+        own, and where FSDP2 sums in another dtype.
+        """
+        found = accumulated_by_fsdp2(self._param())
+        if found is None:
+            found = weight.grad
+        # Under tensor parallelism the weight and its gradient are DTensors, which no GEMM here writes.
+        fits = type(found) is Tensor and found.dtype in (torch.float32, weight.dtype) and found.is_contiguous()
+        return found if fits else None
+
+    @staticmethod
+    def refuse_delay(owner: str) -> RuntimeError:
+        """The error for a weight gradient that is delayed under FSDP2."""
+        return RuntimeError(
+            f"{owner}: a delayed weight gradient under torch.distributed.fsdp.fully_shard, which reduces gradients in "
+            f"backward: what backward_dw() or drain() adds later would be reduced in the next iteration, or never; "
+            f"build the module without delay_wgrad_compute=True and run its forward outside delayed_wgrad(queue), or "
+            f"use maingrad.fsdp.fully_shard"
+        )
+
+
+def is_sharded_by_torch(param: Tensor) -> bool:
+    """Whether ``param`` is a DTensor, or a weight that FSDP2 has gathered from one. For error messages."""
+    return hasattr(param, "to_local") or TorchShards.of(param) is not None
