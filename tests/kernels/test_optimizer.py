@@ -221,7 +221,7 @@ def test_where_torchs_fused_adam_rounds_its_decay_twice() -> None:
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.parametrize("launches", [True, False])
+@pytest.mark.parametrize("launches", [True, False], ids=["launches", "reference"])
 def test_gradients_may_move_and_are_not_kept(device: str, launches: bool) -> None:
     rows = rows_of(torch.float32, torch.bfloat16, "remainder", device)
     expected = copies(rows)
