@@ -66,6 +66,9 @@ class DistributedDataParallelConfig:
     release_grads: bool = False
     """A bucket has memory from an iteration's first gradient to the end of its reduction, and each rank keeps its shard
     of the reduced gradients. Programs read ``.grad``, not ``main_grad``. Needs ``use_distributed_optimizer``."""
+    shard_atom: int = 1
+    """Elements of a parameter, counted from its start, that no border between shards cuts. 256: for optimizer moments
+    in 8 bits. Shards get a little longer."""
     average_in_collective: bool | None = None
     """True: the collective scales gradients (NCCL only). False: each rank scales before it. None: True under NCCL."""
     calculate_per_token_loss: bool = False
@@ -93,6 +96,12 @@ class DistributedDataParallelConfig:
             raise ValueError(f"num_buckets must be at least 1, got {self.num_buckets}")
         if self.num_buckets is not None and self.bucket_size is not None:
             raise ValueError("bucket_size and num_buckets both say where buckets end: set one of them")
+        if self.shard_atom < 1:
+            raise ValueError(f"shard_atom must be at least 1 element, got {self.shard_atom}")
+        if self.shard_atom > 1 and self.keep_params_whole:
+            raise ValueError(
+                "shard_atom has no effect with keep_params_whole: no border cuts any parameter; drop one of the options"
+            )
         if self.num_distributed_optimizer_instances < 1:
             raise ValueError(
                 f"num_distributed_optimizer_instances must be at least 1, got "
@@ -136,6 +145,7 @@ class DistributedDataParallelConfig:
             ("grad_reduce_wire_dtype", None),
             ("keep_params_whole", False),
             ("release_grads", False),
+            ("shard_atom", 1),
         ):
             if getattr(self, name) != neutral:
                 raise ValueError(

@@ -69,6 +69,7 @@ PUBLIC = {
         "DistributedOptimizer",
         "GradScaler",
         "GraphedTrainingStep",
+        "Lion",
         "PendingSave",
         "add_grad",
         "clip_grad_norm",

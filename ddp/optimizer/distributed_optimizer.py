@@ -23,8 +23,9 @@ from .around_optimizer import AroundOptimizer
 from .fit import check_fits, check_storage, layout_key, shard_of_how_many
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
+from .moment_blocks import check_blocks
 from .over_slices import check_optimizer_over_slices, refuse_scaler
-from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
+from .param_groups import assign_groups, check_optimizer_class, check_options, counts_apart, is_fused
 from .param_sync import ParamSync
 from .state_forms import StateForm
 from .step_order import step_order
@@ -40,24 +41,27 @@ class DistributedOptimizer(AroundOptimizer):
 
     lr               learning rate; None: the default of ``optimizer_class``
     optimizer_class  an elementwise class of ``torch.optim``; with ``keep_params_whole`` also a class that updates whole
-                     parameters (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run as torch's fused kernels
+                     parameters (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run as torch's fused kernels.
+                     ``maingrad.ddp.Lion`` is a class that torch lacks
     param_groups     dicts of options. ``"params"`` selects a group's parameters: a name or pattern (``"*.bias"``), a
                      sequence of them, or a function of name and parameter. A parameter is in the first group that
                      selects it; parameters that no group selects form the last group, with the default options
     max_grad_norm    clip by the global norm; None: no clipping (``grad_norm`` is then None)
     skip_nonfinite   a step whose gradients' norm is Inf or NaN updates nothing on any rank, and counts in
                      ``num_skipped_steps``. Fused classes skip on the device; for others the host waits once a step
-    state            "full": fp32 masters and moments. "compact", for Adam and AdamW: a bf16 parameter and 16 bits of
-                     remainder are the fp32 master, so that a rank keeps 6 + 6/s bytes for each parameter on s shards,
-                     fp32 gradient included, in place of 6 + 12/s. The parameter is then the master rounded half away
-                     from zero; a program's write to a parameter is its new master, without remainders
-    moment_dtype     of compact moments: ``torch.bfloat16`` (None), rounded stochastically, or ``torch.float32``
+    state            "full": fp32 masters and moments. "compact", for AdamW, Adam, SGD and Lion: a bf16 parameter and 16
+                     bits of remainder are the fp32 master, so that a rank keeps 6 + 6/s bytes for each parameter on s
+                     shards, fp32 gradient included, in place of AdamW's 6 + 12/s. The parameter is then the master
+                     rounded half away from zero; a program's write to a parameter is its new master, without remainders
+    moment_dtype     of compact moments: ``torch.bfloat16`` (None), rounded stochastically; ``torch.float32``; or
+                     ``torch.uint8``, codes with a scale for 256 elements (6 + 4/s bytes), for which shards need
+                     ``DistributedDataParallelConfig(shard_atom=256)``
     offload_state    "host": masters, remainders and moments lie in page-locked host memory, and pass through the device
                      bucket by bucket in each step, which has the same bits
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
 
-    On GPUs AdamW is one pass over memory (``steps.py``). State dicts and checkpoints have the full form, and
-    either form reads them.
+    On GPUs AdamW, SGD and Lion are one pass over memory (``steps.py``). State dicts and checkpoints have the full form,
+    and each form reads them.
 
     Learning-rate schedulers of torch work on this class. A step first reads parameters that were changed since the last
     step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` begins a new iteration of ``model``,
@@ -106,6 +110,8 @@ class DistributedOptimizer(AroundOptimizer):
         form = StateForm(state, moment_dtype, offload_state)
         dtypes = [(entry.owned.name, entry.owned.param.dtype) for entry in model.bucket_params]
         form.check(optimizer_class, dtypes, [options, *param_groups])
+        if moment_dtype is torch.uint8:
+            check_blocks(model.plan)
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model, form.is_compact, form.place), key=lambda flat: flat.bucket.index)
@@ -164,7 +170,7 @@ class DistributedOptimizer(AroundOptimizer):
         self.refresh_masters()
         divisor, found_inf = self._grad_divisor(), self._found_inf()
         # Classes that are not torch's get one pass: such a class may count steps for all parameters together.
-        at_once = found_inf is not None or not is_of_torch(self.optimizer_class)
+        at_once = found_inf is not None or not counts_apart(self.optimizer_class)
         reduced, gathers = self.model.is_reduced, self.param_sync.overlaps
         for flats in step_order(self._flats, reduced=reduced, gathers=gathers, at_once=at_once):
             self.model.wait_for_buckets(flat.bucket for flat in flats)

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from ..buckets.bucket_params import BucketParam
+from .lion import Lion
 
 __all__ = [
     "assign_groups",
     "check_optimizer_class",
     "check_options",
+    "counts_apart",
     "is_elementwise",
     "is_fused",
     "is_of_torch",
@@ -101,6 +103,11 @@ def is_fused(cls: type) -> bool:
 def is_of_torch(cls: type) -> bool:
     """Whether this is one of torch's own classes, which keep state for each parameter separately."""
     return cls in vars(torch.optim).values()
+
+
+def counts_apart(cls: type) -> bool:
+    """Whether this class is known to keep state, and count steps, for each parameter separately."""
+    return is_of_torch(cls) or cls is Lion
 
 
 def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -3,12 +3,12 @@
 ::
 
     state="full"            master fp32                       exp_avg, exp_avg_sq fp32
-    state="compact"         bf16 parameter + int16 remainder  exp_avg, exp_avg_sq bf16 or fp32
+    state="compact"         bf16 parameter + int16 remainder  exp_avg, exp_avg_sq bf16, fp32 or 8 bits
     offload_state="host"    either one, in page-locked memory; a step takes it through the GPU bucket by bucket
 
 Parameter and remainder together are the 32 bits of an fp32 master (``kernels.optimizer.reference.split_master``).
 State dicts and checkpoints see the full form alone: ``full`` gives it, and ``take_loaded`` takes over what was written
-into it.
+into it. Moments are those of AdamW and Adam; SGD and Lion have one.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,21 +20,35 @@ from torch import Tensor
 from ...kernels.compat import runs_on_triton
 from ...kernels.optimizer.reference import join_master, split_master
 from ..collectives.streams import OnStream, current_stream, is_capturing
+from ..plan.cut import Range
 from .flat_params import FlatBucket, ParamSlice, Segment
-from .steps import MASTER, MOMENTS, REMAINDER, FullState, OnePassSteps, TorchSteps
+from .moment_blocks import MomentBlocks, scale_key
+from .steps import (
+    IN_ONE_PASS,
+    MASTER,
+    MOMENTS,
+    REMAINDER,
+    SCALES,
+    SECOND_MOMENT,
+    FullState,
+    OnePassSteps,
+    TorchSteps,
+)
 
 __all__ = ["StateCopies", "StateForm", "knows_options"]
 
 
 class CompactSteps(OnePassSteps):
-    """Steps of Adam or AdamW whose masters are bf16 parameters with remainders. fp32 parameters are masters themselves.
+    """Steps whose masters are bf16 parameters with remainders. fp32 parameters are masters themselves.
 
-    moment_dtype  of moments between steps; bf16 is rounded stochastically
+    moment_dtype  of moments between steps; bf16 is rounded stochastically, and uint8 are codes (``moment_blocks.py``)
     """
 
     def __init__(self, *args: Any, moment_dtype: torch.dtype) -> None:
         super().__init__(*args)
         self.moment_dtype = moment_dtype
+        if moment_dtype is torch.uint8:
+            self.blocks = MomentBlocks(self.slices)
         self._loading: FullState | None = None
 
     def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
@@ -42,7 +56,7 @@ class CompactSteps(OnePassSteps):
         self._loading = None  # of a load that has failed
         super().update(flats, divisor, found_inf)
 
-    def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+    def _fits(self, groups: Sequence[Mapping[str, Any]], divisor: Tensor | None) -> bool:
         return knows_options(groups, 'state="compact"')
 
     def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
@@ -52,10 +66,13 @@ class CompactSteps(OnePassSteps):
         return tensors
 
     def _begun(self, segment: Segment) -> dict[str, Tensor]:
-        state = super()._begun(segment)
-        if segment.master.dtype is torch.bfloat16 and REMAINDER not in state:
-            state[REMAINDER] = self._zeros(segment.master, torch.int16)
-        return state
+        begun = super()._begun(segment)
+        if segment.master.dtype is torch.bfloat16:
+            state = self.inner.state[segment.master]
+            if REMAINDER not in state:
+                state[REMAINDER] = self._zeros(segment.master, torch.int16)
+            begun[REMAINDER] = state[REMAINDER]
+        return begun
 
     def take_written(self, held: ParamSlice) -> None:
         """A program has written the parameter, which is the master now."""
@@ -74,6 +91,10 @@ class CompactSteps(OnePassSteps):
             if remainder is not None:
                 joined = join_master(segment.master.detach().view(-1).cpu(), remainder.view(-1).cpu())
                 masters[segment.flat.bucket.index][segment.start : segment.end] = joined
+            if self.blocks is not None:
+                for key in state.keys() & set(MOMENTS):
+                    scales, signed = state.pop(scale_key(key)), key != SECOND_MOMENT
+                    state[key] = self.blocks.decode(segment, state[key], scales, signed=signed)
             states[segment.master] = {key: _full_copy(value) for key, value in state.items()}
         slices = []
         for held in self.slices:
@@ -107,7 +128,8 @@ class CompactSteps(OnePassSteps):
         for segment in self.segments:
             state = self.inner.state[segment.master]
             for key in state.keys() & set(MOMENTS):
-                state[key] = self._zeros(segment.master, self.moment_dtype).copy_(state[key])
+                if state[key].dtype is not torch.uint8:
+                    self._keep(segment, key, state[key])
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Take over masters and moments. torch would round moments to the dtype of the parameters."""
@@ -126,7 +148,6 @@ class _OnHost(OnePassSteps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._device = self.flats[0].params.device
-        self._most = max(flat.owned_params.numel() for flat in self.flats)
         self._turns = {flat.bucket.index: place % 2 for place, flat in enumerate(self.flats)}
         """The turn of each bucket, the same in every step: a captured step finds the tables of eager ones."""
         self._memory: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
@@ -142,7 +163,7 @@ class _OnHost(OnePassSteps):
         self._is_eager = False
         """Whether an eager step's copies may be under way."""
 
-    def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+    def _fits(self, groups: Sequence[Mapping[str, Any]], divisor: Tensor | None) -> bool:
         return knows_options(groups, 'offload_state="host"')
 
     @torch.no_grad()
@@ -184,7 +205,7 @@ class _OnHost(OnePassSteps):
     def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
         homes = super()._tensors_of(segment)
         is_copy = segment.flat.master is not segment.flat.owned_params
-        on_host = {REMAINDER, *MOMENTS, *([MASTER] if is_copy else [])}
+        on_host = {REMAINDER, *MOMENTS, *SCALES, *([MASTER] if is_copy else [])}
         return {key: self._place(segment, key, home) if key in on_host else home for key, home in homes.items()}
 
     def _place(self, segment: Segment, key: str, home: Tensor) -> Tensor:
@@ -192,10 +213,17 @@ class _OnHost(OnePassSteps):
         if here not in self._places:
             memory = self._memory[self._turns[segment.flat.bucket.index]]
             if key not in memory:
-                memory[key] = torch.empty(self._most, dtype=home.dtype, device=self._device)
+                most = max(self._range_of(each, key).end for each in self.segments)
+                memory[key] = torch.empty(most, dtype=home.dtype, device=self._device)
                 self._to_device.follow()  # whatever had this memory before, on the current stream
-            self._places[here] = memory[key][segment.start : segment.end].view(home.shape)
+            self._places[here] = memory[key][slice(*self._range_of(segment, key))].view(home.shape)
         return self._places[here]
+
+    def _range_of(self, segment: Segment, key: str) -> Range:
+        """The place of a tensor of the state among those of its bucket."""
+        if self.blocks is not None and key in SCALES:
+            return self.blocks.scales_of(segment)
+        return Range(segment.start, segment.end)
 
     def _zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(like.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
@@ -225,9 +253,9 @@ class _OnHost(OnePassSteps):
         super().take_loaded(written, from_full=from_full)
         for segment in self.segments:
             state = self.inner.state[segment.master]
-            for key in state.keys() & set(MOMENTS):
+            for key in state.keys() & {*MOMENTS, *SCALES}:
                 if not self._is_home(state[key]):
-                    state[key] = self._zeros(segment.master, state[key].dtype).copy_(state[key])
+                    state[key] = self._zeros(state[key], state[key].dtype).copy_(state[key])
 
 
 class HostSteps(_OnHost, OnePassSteps):
@@ -284,7 +312,7 @@ def _full_copy(tensor: Tensor) -> Tensor:
 
 def knows_options(groups: Sequence[Mapping[str, Any]], what: str) -> bool:
     """True, or ``ValueError`` for options that came after the optimizer was built, and that the kernel lacks."""
-    if any(group["amsgrad"] for group in groups):
+    if any(group.get("amsgrad") for group in groups):
         raise ValueError(f"{what} does not go with amsgrad=True, which a group has by now: set it to False")
     if len({bool(group["maximize"]) for group in groups}) > 1:
         raise ValueError(f"{what} takes maximize alike in all groups, and by now groups differ: set them alike")
@@ -314,15 +342,18 @@ class StateForm(NamedTuple):
             )
         if self.moment_dtype is not None and not self.is_compact:
             raise ValueError(f'moment_dtype={self.moment_dtype}: full moments are fp32; say state="compact"')
-        if self.moment_dtype not in (None, torch.bfloat16, torch.float32):
-            raise ValueError(f"moment_dtype={self.moment_dtype}: compact moments are torch.bfloat16 or torch.float32")
+        if self.moment_dtype not in (None, torch.bfloat16, torch.float32, torch.uint8):
+            raise ValueError(
+                f"moment_dtype={self.moment_dtype}: compact moments are torch.bfloat16, torch.float32 or torch.uint8"
+            )
         if self.offload_state not in (None, "host"):
             raise ValueError(f'offload_state={self.offload_state!r}: "host", or None')
         if self == StateForm("full", None, None):
             return
         what = 'state="compact"' if self.is_compact else 'offload_state="host"'
-        if cls not in (torch.optim.Adam, torch.optim.AdamW):
-            raise ValueError(f"{what} is for Adam and AdamW, not {cls.__name__}: leave it out")
+        if cls not in IN_ONE_PASS:
+            known = ", ".join(each.__name__ for each in IN_ONE_PASS)
+            raise ValueError(f"{what} is for {known}, not {cls.__name__}: leave it out")
         for group in options:
             for key in ("amsgrad", "maximize", "differentiable"):
                 if group.get(key):
@@ -346,8 +377,7 @@ class StateForm(NamedTuple):
             return cls(inner, flats, segments, slices, moment_dtype=self.moment_dtype or torch.bfloat16)
         if self.offload_state is not None:
             return HostSteps(inner, flats, segments, slices)
-        # Adam's decay rounds differently here than in torch's fused kernel, whose bits full state has.
-        if type(inner) is torch.optim.AdamW and flats and all(_has_kernel(flat.master) for flat in flats):
+        if type(inner) in IN_ONE_PASS and flats and all(_has_kernel(flat.master) for flat in flats):
             return OnePassSteps(inner, flats, segments, slices)
         return TorchSteps(inner, flats, segments, slices)
 

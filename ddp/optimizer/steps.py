@@ -1,28 +1,81 @@
 """How a ``DistributedOptimizer`` updates its buckets.
 
 ``TorchSteps`` runs any torch optimizer over masters, and rounds masters into parameters in a second pass.
-``OnePassSteps`` runs AdamW in one pass over memory (``kernels/optimizer``), with the same state and bits.
+``OnePassSteps`` runs AdamW, Adam, SGD and Lion in one pass over memory (``kernels/optimizer``), with the same state.
 ``state_forms.py`` has those that keep state in fewer bytes, or on the host.
 """
 
 import zlib
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.optimizer.adamw import AdamUpdate
-from ...kernels.optimizer.reference import AdamOptions, AdamTensors
+from ...kernels.optimizer.flat_update import FlatUpdate
+from ...kernels.optimizer.lion import LionUpdate
+from ...kernels.optimizer.reference import AdamOptions, AdamTensors, LionOptions, Options, SGDOptions
+from ...kernels.optimizer.sgd import SGDUpdate
 from ..collectives.streams import is_capturing
 from ..torch_grads.optimizer import prepare_skippable_step
 from .flat_params import FlatBucket, ParamSlice, Segment
+from .lion import Lion
+from .moment_blocks import MomentBlocks, scale_key
 from .param_groups import is_fused
 
-__all__ = ["MASTER", "MOMENTS", "REMAINDER", "FullState", "OnePassSteps", "TorchSteps"]
+__all__ = [
+    "IN_ONE_PASS",
+    "MASTER",
+    "MOMENTS",
+    "REMAINDER",
+    "SCALES",
+    "SECOND_MOMENT",
+    "FullState",
+    "OnePassSteps",
+    "TorchSteps",
+]
 
-MASTER, REMAINDER, MOMENTS = "master", "remainder", ("exp_avg", "exp_avg_sq")
+MASTER, REMAINDER, SECOND_MOMENT = "master", "remainder", "exp_avg_sq"
+MOMENTS = ("exp_avg", SECOND_MOMENT, "momentum_buffer")
 """Keys of what a pass reads and writes for each element; the state of torch has the moments alone."""
+SCALES = tuple(map(scale_key, MOMENTS))
+"""Keys of the scales of 8-bit moments."""
+
+
+class _Rule(NamedTuple):
+    """How the steps of one class run in one pass."""
+
+    update: Callable[..., FlatUpdate]
+    moments: tuple[str, ...]
+    """Keys of the state."""
+    options: Callable[[Mapping[str, Any]], Options]
+    """Of a group."""
+
+
+def _adam_options(group: Mapping[str, Any]) -> Options:
+    beta1, beta2 = group["betas"]
+    return AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+
+
+def _sgd_options(group: Mapping[str, Any]) -> Options:
+    return SGDOptions(*(group[key] for key in SGDOptions._fields))
+
+
+def _lion_options(group: Mapping[str, Any]) -> Options:
+    beta1, beta2 = group["betas"]
+    return LionOptions(group["lr"], beta1, beta2, group["weight_decay"])
+
+
+_RULES: dict[type, _Rule] = {
+    torch.optim.AdamW: _Rule(AdamUpdate, MOMENTS[:2], _adam_options),
+    torch.optim.Adam: _Rule(partial(AdamUpdate, decoupled=False), MOMENTS[:2], _adam_options),
+    torch.optim.SGD: _Rule(SGDUpdate, MOMENTS[2:], _sgd_options),
+    Lion: _Rule(LionUpdate, MOMENTS[:1], _lion_options),
+}
+IN_ONE_PASS = tuple(_RULES)
+"""Classes whose steps can run in one pass."""
 
 
 class FullState(NamedTuple):
@@ -125,25 +178,29 @@ class TorchSteps:
 
 
 class OnePassSteps(TorchSteps):
-    """Steps of ``torch.optim.AdamW`` over fp32 masters in one pass: the state and the bits of torch's fused kernel.
+    """Steps of a class of ``IN_ONE_PASS`` over fp32 masters in one pass, with the state of torch's class.
 
-    Subclasses keep the state in another form, and take ``torch.optim.Adam`` too.
+    Adam and AdamW have the bits of torch's fused kernel, and SGD without a divisor. SGD and Lion count steps too.
+    Subclasses keep the state in another form.
     """
 
     moment_dtype: torch.dtype = torch.float32
     """The dtype of moments between steps."""
+    blocks: MomentBlocks | None = None
+    """Of moments in 8 bits."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._updates: dict[Hashable, tuple[list[Tensor], AdamUpdate]] = {}
-        self._in_graphs: list[tuple[Hashable, list[Tensor], AdamUpdate]] = []
+        self._rule = _RULES[type(self.inner)]
+        self._updates: dict[Hashable, tuple[list[Tensor], FlatUpdate]] = {}
+        self._in_graphs: list[tuple[Hashable, list[Tensor], FlatUpdate]] = []
         """Those whose tables replays read. A later capture, which cannot make a table, finds them."""
 
     @torch.no_grad()
     def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """As ``TorchSteps.update``."""
         groups = self.inner.param_groups
-        if not self._fits(groups):
+        if not self._fits(groups, divisor):
             self._updates.clear()
             super().update(flats, divisor, found_inf)
             return
@@ -153,22 +210,27 @@ class OnePassSteps(TorchSteps):
         }
         maximize = bool(groups[0]["maximize"])
         update = self._update_of((maximize, *sorted(buckets)), tensors, maximize=maximize)
-        options = [
-            AdamOptions(group["lr"], group["betas"][0], group["betas"][1], group["eps"], group["weight_decay"])
-            for group in groups
-        ]
-        update(options, divisor=divisor, found_inf=found_inf)
+        update([self._rule.options(group) for group in groups], divisor=divisor, found_inf=found_inf)
 
-    def _fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the kernel knows the options, which a load may have changed."""
+    def _fits(self, groups: Sequence[Mapping[str, Any]], divisor: Tensor | None) -> bool:
+        """Whether the kernel knows the options, which a load may have changed, and Adam gets the bits of torch's.
+
+        Adam's ``grad + weight_decay * param`` without ``grad_scale`` is rounded once in three of four elements of a
+        thread of torch's kernel, and twice in the first: its compiler takes that product out of a branch.
+        """
+        decays = any(group["weight_decay"] for group in groups)
+        if type(self.inner) is torch.optim.Adam and divisor is None and decays:
+            return False
         return len({bool(group["maximize"]) for group in groups}) == 1 and not any(
-            group["amsgrad"] or not group["fused"] or any(isinstance(beta, Tensor) for beta in group["betas"])
+            group.get("amsgrad")
+            or not group.get("fused", True)
+            or any(isinstance(beta, Tensor) for beta in group.get("betas", ()))
             for group in groups
         )
 
     def _update_of(
         self, key: Hashable, tensors: Mapping[Tensor, Mapping[str, Tensor]], *, maximize: bool
-    ) -> AdamUpdate:
+    ) -> FlatUpdate:
         """The kernel's table of these segments, made anew where a load has replaced a tensor of the state."""
         used = [tensor for by_key in tensors.values() for tensor in by_key.values()]
         known, update = self._updates.pop(key, ([], None))
@@ -181,15 +243,37 @@ class OnePassSteps(TorchSteps):
             update = next(captured, None)
         if update is None:
             by_slice = [(held, tensors.get(held.segment.master)) for held in self.slices if held.segment is not None]
-            update = AdamUpdate(
-                [_row(held, by_key) for held, by_key in by_slice if by_key is not None],
-                decoupled=isinstance(self.inner, torch.optim.AdamW),
-                maximize=maximize,
-            )
+            rows = [self._row(held, by_key) for held, by_key in by_slice if by_key is not None]
+            update = self._rule.update(rows, maximize=maximize)
         self._updates[key] = used, update
         if is_capturing():
             self._in_graphs.append((key, used, update))
         return update
+
+    def _row(self, held: ParamSlice, tensors: Mapping[str, Tensor]) -> AdamTensors:
+        assert held.segment is not None
+        part = slice(held.offset, held.offset + held.end - held.start)
+        mine = {key: tensor.detach().view(-1)[part] for key, tensor in tensors.items() if key not in ("step", *SCALES)}
+        keys = [key for key in self._rule.moments if key in tensors]
+        moments = [*(mine[key] for key in keys), None, None]
+        scales: list[Tensor | None] = [None, None]
+        if self.blocks is not None:
+            place = self.blocks.scales_in_segment(held)
+            scales = [*(tensors[scale_key(key)][place] for key in keys), None, None]
+        return AdamTensors(
+            grad=held.segment.grads.view(-1)[part],
+            exp_avg=moments[0],
+            exp_avg_sq=moments[1],
+            step=tensors["step"],
+            master=mine.get(MASTER),
+            param=None if held.param.dtype is torch.float32 else held.param,
+            remainder=mine.get(REMAINDER),
+            exp_avg_scale=scales[0],
+            exp_avg_sq_scale=scales[1],
+            first=held.start,
+            key=zlib.crc32(held.name.encode()),
+            group=held.group,
+        )
 
     def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
         """What the pass reads and writes of a segment, by key, beside gradient and parameter."""
@@ -197,14 +281,33 @@ class OnePassSteps(TorchSteps):
 
     def _begun(self, segment: Segment) -> dict[str, Tensor]:
         """The segment's state, which begins as zeros."""
-        state: dict[str, Tensor] = self.inner.state[segment.master]
+        state: dict[str, Any] = self.inner.state[segment.master]
         device = segment.grads.device
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state.update({key: self._zeros(segment.master, self.moment_dtype) for key in MOMENTS})
+        has_moments = self.inner.param_groups[segment.group].get("momentum") != 0  # SGD without has no state
+        moments = self._rule.moments if has_moments else ()
+        if "step" not in state:  # torch's SGD does not count: a buffer is from a step
+            taken = any(state.get(key) is not None for key in moments)
+            state["step"] = torch.full((), float(taken), dtype=torch.float32, device=device)
         elif state["step"].device != device:  # groups without ``fused`` count on the host
             state["step"] = state["step"].to(device)
-        return state
+        for key in moments:
+            if state.get(key) is None:
+                self._keep(segment, key, None)
+        return {key: state[key] for key in ("step", *moments, *map(scale_key, moments)) if key in state}
+
+    def _keep(self, segment: Segment, key: str, values: Tensor | None) -> None:
+        """Put fp32 values of a moment, or zeros, into the segment's state as it lies between steps."""
+        kept = self._zeros(segment.master, self.moment_dtype)
+        state = self.inner.state[segment.master]
+        if self.blocks is not None:
+            scales = kept.new_zeros(self.blocks.scales_of(segment).numel, dtype=torch.float32)
+            state[scale_key(key)] = self._zeros(scales, torch.float32)
+            if values is not None:
+                signed = key != SECOND_MOMENT
+                self.blocks.encode(segment, values, kept, state[scale_key(key)], signed=signed)
+        elif values is not None:
+            kept.copy_(values)
+        state[key] = kept
 
     def _zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory for state."""
@@ -213,21 +316,3 @@ class OnePassSteps(TorchSteps):
 
 def _same(known: Sequence[Tensor], used: Sequence[Tensor]) -> bool:
     return len(known) == len(used) and all(a is b for a, b in zip(known, used, strict=True))
-
-
-def _row(held: ParamSlice, tensors: Mapping[str, Tensor]) -> AdamTensors:
-    assert held.segment is not None
-    part = slice(held.offset, held.offset + held.end - held.start)
-    mine = {key: tensor.detach().view(-1)[part] for key, tensor in tensors.items() if key != "step"}
-    return AdamTensors(
-        grad=held.segment.grads.view(-1)[part],
-        exp_avg=mine["exp_avg"],
-        exp_avg_sq=mine["exp_avg_sq"],
-        step=tensors["step"],
-        master=mine.get(MASTER),
-        param=None if held.param.dtype is torch.float32 else held.param,
-        remainder=mine.get(REMAINDER),
-        first=held.start,
-        key=zlib.crc32(held.name.encode()),
-        group=held.group,
-    )

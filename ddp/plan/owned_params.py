@@ -278,6 +278,7 @@ def plan_model(
             grid_name=by_name[name].grid_name,
             delayed=by_name[name].delayed,
             own_bucket=getattr(by_name[name].param, "shared_embedding", False),
+            atom=config.shard_atom,
         )
         for name in names
     ]

@@ -1,4 +1,4 @@
-"""AdamW in one pass: bandwidth in each mode beside a copy and today's step, and bits beside torch's fused kernel.
+"""AdamW, SGD and Lion in one pass: bandwidth in each mode beside a copy, and AdamW beside torch's fused kernel.
 
 ``python docs/benchmarks/optimizer.py`` on one GPU; ``--num-elements`` sets the size. Writes optimizer.csv, and prints
 the table. Rows are as long as the parameters of Llama-1B's blocks, one beside the other in a flat buffer.
@@ -18,17 +18,34 @@ from harness import Options, run_script, versions
 
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.eight_bits import quantize_moment
-from maingrad.kernels.optimizer.reference import AdamOptions, AdamTensors, join_master, split_master
+from maingrad.kernels.optimizer.lion import LionUpdate
+from maingrad.kernels.optimizer.reference import (
+    AdamOptions,
+    AdamTensors,
+    LionOptions,
+    SGDOptions,
+    join_master,
+    split_master,
+)
+from maingrad.kernels.optimizer.sgd import SGDUpdate
 
 OPTIONS = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SIZES = [2048 * 2048, 2048 * 512, 2048 * 512, 2048 * 2048, 2048 * 8192, 2048 * 8192, 2048 * 8192, 2048, 2048]
-MODES = {  # dtypes of moments, form of the parameter, and bytes an element
-    "fp32 master": ("fp32", "none", 4 + 3 * 8),
-    "fp32 master, bf16 parameter": ("fp32", "bf16", 4 + 3 * 8 + 2),
-    "remainder": ("fp32", "remainder", 4 + 2 * 8 + 8),
-    "remainder, bf16 moments": ("bf16", "remainder", 4 + 2 * 4 + 8),
-    "remainder, 8-bit moments": ("8 bits", "remainder", 4 + 2 * 2 + 8),
+SGD_OPTIONS = SGDOptions(lr=1e-2, momentum=0.9, dampening=0.0, nesterov=True, weight_decay=0.1)
+LION_OPTIONS = LionOptions(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1)
+MODES = {  # class, dtypes of moments, form of the parameter, and bytes an element
+    "fp32 master": ("adamw", "fp32", "none", 4 + 3 * 8),
+    "fp32 master, bf16 parameter": ("adamw", "fp32", "bf16", 4 + 3 * 8 + 2),
+    "remainder": ("adamw", "fp32", "remainder", 4 + 2 * 8 + 8),
+    "remainder, bf16 moments": ("adamw", "bf16", "remainder", 4 + 2 * 4 + 8),
+    "remainder, 8-bit moments": ("adamw", "8 bits", "remainder", 4 + 2 * 2 + 8),
+    "SGD: fp32 master, bf16 parameter": ("sgd", "fp32", "bf16", 4 + 2 * 8 + 2),
+    "SGD: remainder, bf16 momentum": ("sgd", "bf16", "remainder", 4 + 4 + 8),
+    "Lion: fp32 master, bf16 parameter": ("lion", "fp32", "bf16", 4 + 2 * 8 + 2),
+    "Lion: remainder, bf16 moment": ("lion", "bf16", "remainder", 4 + 4 + 8),
+    "Lion: remainder, 8-bit moment": ("lion", "8 bits", "remainder", 4 + 2 + 8),
 }
+CLASSES = {"adamw": (AdamUpdate, OPTIONS), "sgd": (SGDUpdate, SGD_OPTIONS), "lion": (LionUpdate, LION_OPTIONS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +81,9 @@ class State:
         return [None] * len(self.lengths) if flat is None else flat.split(self.lengths)
 
 
-def update_of(state, moments, form):
+def update_of(state, kind, moments, form):
     """Our update of copies of the state's tensors, and what it updates: master, parameter, remainder and moments."""
+    update = CLASSES[kind][0]
     master, param, remainder = state.master.clone(), None, None
     if form == "bf16":
         param = master.bfloat16()
@@ -84,8 +102,9 @@ def update_of(state, moments, form):
             first, scale = quantize_moment(first, signed=True)
             second, scale_sq = quantize_moment(second, signed=False)
         tensors = grad, first, second, step, own_master, own_param, own_remainder, scale, scale_sq
-        rows.append(AdamTensors(*tensors, key=key))
-    return AdamUpdate(rows), (master, param, remainder, exp_avg, exp_avg_sq)
+        row = AdamTensors(*tensors, key=key)
+        rows.append(row if kind == "adamw" else row._replace(exp_avg_sq=None, exp_avg_sq_scale=None))
+    return update(rows), (master, param, remainder, exp_avg, exp_avg_sq)
 
 
 def torch_step(state, cast):
@@ -135,11 +154,11 @@ def microseconds(run, options):
 def compare(options, state, divisor, found_inf):
     """Elements whose bits differ from torch's after some steps with new gradients: of master, parameter, moments."""
     differ = {}
-    for name, (moments, form, _) in MODES.items():
-        if moments != "fp32":
+    for name, (kind, moments, form, _) in MODES.items():
+        if moments != "fp32" or kind != "adamw":
             continue
         step, (theirs, their_param, their_grad, *their_moments) = torch_step(state, cast=True)
-        update, (master, param, remainder, *our_moments) = update_of(state, moments, form)
+        update, (master, param, remainder, *our_moments) = update_of(state, kind, moments, form)
         generator = torch.Generator(options.device).manual_seed(1)
         for _ in range(options.num_compared):
             state.grad.normal_(generator=generator)
@@ -169,14 +188,15 @@ def run(options):
     measure("copy", partial(torch.empty_like(state.grad).copy_, state.grad), 8)
     measure("torch fused, cast to bf16", partial(torch_step(state, cast=True)[0], divisor, found_inf), 4 * 8 + 6)
     measure("torch fused alone, no scale", partial(torch_step(state, cast=False)[0], None, None), 4 + 3 * 8)
-    for name, (moments, form, nbytes) in MODES.items():
-        update = partial(update_of(state, moments, form)[0], [OPTIONS], divisor=divisor, found_inf=found_inf)
+    for name, (kind, moments, form, nbytes) in MODES.items():
+        update, options_of = update_of(state, kind, moments, form)[0], [CLASSES[kind][1]]
+        update = partial(update, options_of, divisor=divisor, found_inf=found_inf)
         measure(name, update, nbytes)
     today = rows[1][2]
     print(f"{versions()}; {count:,} elements in {len(state.lengths)} rows; bits after {options.num_compared} steps")
-    print(f"{'':30}{'bytes':>6}{'us':>10}{'GB/s':>9}{'of today':>10}{'of copy':>9}  bits that differ from torch's")
+    print(f"{'':34}{'bytes':>6}{'us':>10}{'GB/s':>9}{'of today':>10}{'of copy':>9}  bits that differ from torch's")
     for name, nbytes, time, rate, bits in rows:
-        print(f"{name:30}{nbytes:6}{time:10.1f}{rate:9.0f}{time / today:10.3f}{rate / rows[0][3]:9.3f}  {bits}")
+        print(f"{name:34}{nbytes:6}{time:10.1f}{rate:9.0f}{time / today:10.3f}{rate / rows[0][3]:9.3f}  {bits}")
     options.out_dir.mkdir(parents=True, exist_ok=True)
     with open(options.out_dir / "optimizer.csv", "w", newline="") as file:
         writer = csv.writer(file)

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ddp.optimizer.steps import MASTER, MOMENTS, REMAINDER
+from ...ddp.optimizer.steps import MASTER, REMAINDER
 from ...kernels.optimizer.reference import join_master, split_master
 
-__all__ = ["STEP", "HeldState"]
+__all__ = ["MOMENTS", "STEP", "HeldState"]
 
 STEP = "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HeldState(NamedTuple):

@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.optimizer.state_forms import StateForm, knows_options
-from ...ddp.optimizer.steps import MOMENTS, REMAINDER
+from ...ddp.optimizer.steps import REMAINDER
 from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.reference import AdamOptions, AdamTensors
 from ..tensors.parameter import ShardedParameter
-from .held_state import STEP, HeldState
+from .held_state import MOMENTS, STEP, HeldState
 from .host_state import HostState
 from .optimizer_state import params_of, translate_state_dicts
 from .optimizer_watch import bucket_of, buckets_of
@@ -208,6 +208,10 @@ class _ShardedAdam(Optimizer):
     def _adopt_params(self) -> None:
         """Check the parameters, and have their gradients shown in the dtype of the sums."""
         params = params_of(self)
+        if self._form.moment_dtype is torch.uint8:
+            raise ValueError(
+                "moment_dtype=torch.uint8: shards end within blocks of 256: torch.bfloat16 or torch.float32"
+            )
         named = [(_name_of(param), param.dtype) for param in params]
         self._form.check(self.optimizer_class, named, self.param_groups)
         for name, dtype in () if self._form.is_compact else named:

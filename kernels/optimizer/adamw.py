@@ -1,26 +1,15 @@
-"""AdamW on flat shards: one pass over gradients, masters, moments and parameters."""
+"""Adam and AdamW on flat shards."""
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from ..compat import HAS_TRITON, runs_on_triton
-from .eight_bits import BLOCK
-from .reference import AdamOptions, AdamTensors, adam_update_reference
-
-if HAS_TRITON:
-    from .triton_kernels import TritonAdamUpdate
+from .flat_update import FlatUpdate
+from .reference import AdamTensors
 
 __all__ = ["AdamUpdate"]
 
-_GRADS = (torch.float32, torch.bfloat16, torch.float16)
-_MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
-_PARAMS = (torch.bfloat16, torch.float16)
 
-
-class AdamUpdate:
-    """Steps of AdamW on rows of flat tensors: ``update = AdamUpdate(tensors)``, then ``update(options)`` each step.
+class AdamUpdate(FlatUpdate):
+    """Steps of AdamW: ``update = AdamUpdate(tensors)``, then ``update(options)`` each step, with ``AdamOptions``.
 
     With ``t`` the steps taken, this one included, ``g`` the gradient, ``p`` the master, ``m`` and ``v`` the moments::
 
@@ -30,25 +19,13 @@ class AdamUpdate:
         v = beta2 v + (1 - beta2) g^2
         p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-    The masters' new values are then rounded into the parameters. All arithmetic is fp32, whatever is stored; fp64 for
-    fp64 masters. On CUDA, masters and moments in fp32 get the bits that ``torch.optim.AdamW(fused=True)`` gives
-    (``reference.py`` has each rounding); elsewhere the powers of beta differ from CUDA's by an ulp, which the bias
-    corrections magnify.
-
-    - fp32 masters, with or without a parameter in bf16 or fp16: rounded to nearest, halves to even.
-    - A bf16 parameter and 16 bits of remainder are the master (``split_master``): the same masters, bit for bit.
-    - Moments in bf16 are rounded stochastically, by random bits of (key, element of the parameter, step, moment); or
-      in 8 bits, in blocks of 256 elements from the parameter's start (``quantize_moment``). How parameters are cut
-      into rows changes nothing.
-
-    On CUDA three launches update all rows: steps, powers of beta, elements. They read addresses from device memory,
-    written there once, and options, written there when they change. Rows of other dtypes, or at addresses that 16 does
-    not divide, have a launch of their own. Rows must keep their memory, but for gradients under ``grads_move``. Nothing
-    waits for the device, and calls can be captured in CUDA graphs: a float in ``options`` is then the graph's, a tensor
-    ``lr`` is read by each replay, and so are gradients where the captured call has found them.
+    On CUDA, masters and moments in fp32 get the bits that ``torch.optim.AdamW(fused=True)`` gives; elsewhere the powers
+    of beta differ from CUDA's by an ulp, which the bias corrections magnify.
 
     AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
+
+    moments = (2, 2)
 
     def __init__(
         self,
@@ -59,126 +36,6 @@ class AdamUpdate:
         grads_move: bool = False,
     ) -> None:
         """
-        tensors     rows, on one device; see ``AdamTensors`` for shapes and dtypes
-        decoupled   AdamW's weight decay; False: Adam's, which is added to the gradient
-        maximize    ascend
-        grads_move  each call is given the gradients, for which ``takes`` is True. None is kept, so that their memory
-                    may be freed between steps
-
-        Raises ``ValueError`` for shapes, devices or layouts that do not fit, and for a ``first`` of 8-bit moments that
-        256 does not divide, ``TypeError`` for dtypes.
+        decoupled  AdamW's weight decay; False: Adam's, which is added to the gradient
         """
-        for index, row in enumerate(tensors):
-            _check_row(index, row, tensors[0].grad.device)
-        self._tensors = tuple(tensors)
-        self._decoupled, self._maximize = decoupled, maximize
-        self._num_groups = 1 + max((row.group for row in tensors), default=-1)
-        self._grads = [_kind_of(row.grad) for row in tensors]
-        self._device = tensors[0].grad.device if tensors else None
-        self._on_triton = None
-        if tensors and all(runs_on_triton("AdamUpdate", row.grad) for row in tensors):
-            self._on_triton = TritonAdamUpdate(self._tensors, decoupled, maximize, grads_move)
-        if grads_move:
-            self._tensors = tuple(row._replace(grad=row.grad.new_empty(0)) for row in tensors)
-
-    def takes(self, grads: Sequence[Tensor]) -> bool:
-        """Whether a call may be given these gradients, [n] adjacent elements for each row, as after the constructor."""
-        return [_kind_of(grad) for grad in grads] == self._grads
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        options: Sequence[AdamOptions],
-        *,
-        grads: Sequence[Tensor] | None = None,
-        divisor: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """Take a step.
-
-        options    by group
-        grads      under ``grads_move``: for each row
-        divisor    0-dim fp32: gradients are divided by it, and not written. None: 1
-        found_inf  0-dim fp32: at 1.0 nothing changes, steps neither; otherwise 0.0. None: 0.0
-
-        Raises ``ValueError`` where a row's group has no options, or a number is not 0-dim fp32 on the rows' device.
-        """
-        if len(options) < self._num_groups:
-            raise ValueError(f"AdamUpdate needs options for {self._num_groups} groups, got {len(options)}")
-        if not self._tensors:
-            return
-        for name, number in (("divisor", divisor), ("found_inf", found_inf)):
-            if number is not None and not _is_number(number, self._device):
-                raise ValueError(f"AdamUpdate needs {name} as a 0-dim fp32 tensor on the rows' device")
-        if self._on_triton is not None:
-            if grads is not None:
-                self._on_triton.move_grads(grads)
-            self._on_triton(options, divisor, found_inf)
-        else:
-            tensors = self._tensors
-            if grads is not None:
-                tensors = tuple(row._replace(grad=grad) for row, grad in zip(tensors, grads, strict=True))
-            adam_update_reference(
-                tensors,
-                options,
-                divisor=divisor,
-                found_inf=found_inf,
-                decoupled=self._decoupled,
-                maximize=self._maximize,
-            )
-
-
-def _kind_of(grad: Tensor) -> tuple[int, torch.dtype, int]:
-    """What decides which kernel reads a gradient, and how."""
-    return grad.numel(), grad.dtype, grad.data_ptr() % 16
-
-
-def _is_number(tensor: Tensor, device: torch.device | None) -> bool:
-    return tensor.dim() == 0 and tensor.dtype is torch.float32 and tensor.device == device
-
-
-def _check_row(index: int, row: AdamTensors, device: torch.device) -> None:
-    count, blocks = row.grad.numel(), -(-row.grad.numel() // BLOCK)
-    scales = row.exp_avg_scale, row.exp_avg_sq_scale
-    for name, tensor in row._asdict().items():
-        if not isinstance(tensor, Tensor) or name == "step":
-            continue
-        expected = (blocks if name.endswith("_scale") else count,)
-        if tensor.shape != expected or tensor.device != device or not tensor.is_contiguous():
-            raise ValueError(
-                f"AdamUpdate needs {name} of row {index} as adjacent elements {expected} on {device}, got "
-                f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
-            )
-    if not _is_number(row.step, device):
-        raise ValueError(f"AdamUpdate needs step of row {index} as a 0-dim fp32 tensor on {device}")
-    is_wide = row.master is not None and row.master.dtype is torch.float64
-    wide = (torch.float64,)
-    _check_dtype(index, "grad", row.grad, wide if is_wide else _GRADS)
-    for name, moment, scale in zip(("exp_avg", "exp_avg_sq"), (row.exp_avg, row.exp_avg_sq), scales, strict=True):
-        _check_dtype(index, name, moment, wide if is_wide else _MOMENTS)
-        if (moment.dtype is torch.uint8) != (scale is not None):
-            raise ValueError(f"AdamUpdate needs {name}_scale of row {index} for 8-bit moments, and only for those")
-        if scale is not None:
-            _check_dtype(index, f"{name}_scale", scale, (torch.float32,))
-            if row.first % BLOCK:
-                raise ValueError(
-                    f"row {index} begins at element {row.first} of its parameter: 8-bit moments have blocks of {BLOCK} "
-                    f"elements from the parameter's start, so rows must begin at a multiple of {BLOCK}"
-                )
-    if row.master is not None:
-        _check_dtype(index, "master", row.master, (torch.float32, torch.float64))
-        if row.remainder is not None:
-            raise ValueError(f"row {index} has a master and a remainder: AdamUpdate needs one of them")
-        if row.param is not None:
-            _check_dtype(index, "param", row.param, _PARAMS)
-    elif row.param is None or row.remainder is None:
-        raise ValueError(f"AdamUpdate needs row {index} with a master, or with a param and its remainder")
-    else:
-        _check_dtype(index, "param", row.param, (torch.bfloat16,))
-        _check_dtype(index, "remainder", row.remainder, (torch.int16,))
-
-
-def _check_dtype(index: int, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    if tensor.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"AdamUpdate needs {name} of row {index} in {names}, got {tensor.dtype}")
+        super().__init__(tensors, "adamw" if decoupled else "adam", maximize=maximize, grads_move=grads_move)

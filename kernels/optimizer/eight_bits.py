@@ -20,41 +20,82 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "CODE_SIZE", "code_table", "dequantize_moment", "quantize_blocks", "quantize_moment"]
+__all__ = [
+    "BLOCK",
+    "CODE_SIZE",
+    "LEAST",
+    "LEAST_ONE",
+    "blocks_of",
+    "code_table",
+    "dequantize_moment",
+    "quantize_blocks",
+    "quantize_moment",
+]
 
 BLOCK = 256
 """Elements with one scale, counted from the start of the parameter."""
 DECADES = 7
-CODE_SIZE = 256 + 2 * (DECADES + 1)
+CODE_SIZE = 3 * 256
 """Numbers of one code in ``code_table``."""
+LOW_SCALE, LIFT = 2.0**-64, 2.0**64
+"""Blocks with a lower scale are multiplied by this first, so that the scale's reciprocal is finite."""
+
+
+def _fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def _counts(signed: bool) -> list[int]:
+    return [2 ** (decade + (not signed)) for decade in range(DECADES)]
+
+
+def _positive_values(signed: bool) -> list[float]:
+    return [
+        10.0 ** (decade - DECADES + 1) * (0.1 + 0.9 * (interval + 0.5) / count)
+        for decade, count in enumerate(_counts(signed))
+        for interval in range(count)
+    ]
+
+
+def _borders(signed: bool) -> list[float]:
+    """The smallest magnitude that rounds into each decade; then the smallest that rounds to 1."""
+    values = [0.0, *_positive_values(signed), 1.0]
+    firsts = [1 + sum(_counts(signed)[:decade]) for decade in range(DECADES + 1)]
+    return [_fp32((values[first - 1] + values[first]) / 2) for first in firsts]
+
+
+LEAST = {signed: _borders(signed)[0] for signed in (True, False)}
+"""Of a signed and of an unsigned code: smaller magnitudes are nearer to 0 than to the first value."""
+LEAST_ONE = {signed: _borders(signed)[-1] for signed in (True, False)}
+"""Smaller magnitudes are nearer to the last value below 1."""
 
 
 @functools.cache
 def code_table(device: torch.device) -> Tensor:
     """[2, CODE_SIZE] fp32, of the signed and the unsigned code.
 
-    256 values by code; then, for each decade and for the value 1, the smallest magnitude that rounds into it; then
-    N / (0.9 s) of each decade, and 0.
+    First 256 values by code. An octave, the magnitudes with one exponent, meets two decades at most, because a decade
+    is wider. So by the 8 bits of the exponent come then 256 borders, from which on a magnitude is in the upper decade
+    of its octave (0: in the only one), and 256 slopes ``1 / (0.9 s)`` of this decade.
     """
     return torch.tensor([_code(signed=True), _code(signed=False)], dtype=torch.float32).to(device)
 
 
 def _code(*, signed: bool) -> list[float]:
-    counts = [2 ** (decade + (not signed)) for decade in range(DECADES)]
-    scales = [10.0 ** (decade - DECADES + 1) for decade in range(DECADES)]
-    positive = [
-        scale * (0.1 + 0.9 * (interval + 0.5) / count)
-        for scale, count in zip(scales, counts, strict=True)
-        for interval in range(count)
-    ]
-    values = [0.0, *positive, 1.0]
-    # The first value of each decade, and 1: the border lies halfway to the value before it.
-    firsts = [1 + sum(counts[:decade]) for decade in range(DECADES + 1)]
-    borders = [(values[first - 1] + values[first]) / 2 for first in firsts]
-    slopes = [count / (0.9 * scale) for count, scale in zip(counts, scales, strict=True)]
-    if signed:
-        values += [-value for value in positive]
-    return [*values, *borders, *slopes, 0.0]
+    positive, borders = _positive_values(signed), _borders(signed)[:DECADES]
+    values = [0.0, *positive, 1.0, *([-value for value in positive] if signed else [])]
+    border_of, slope_of = [], []
+    for exponent in range(256):
+        start, end = 2.0 ** (exponent - 127), 2.0 ** (exponent - 126)
+        decade = max((index for index, border in enumerate(borders) if border < end), default=0)
+        border_of.append(borders[decade] if borders[decade] > start else 0.0)
+        slope_of.append(10.0 ** (DECADES - 1 - decade) / 0.9)
+    return [*values, *border_of, *slope_of]
+
+
+def blocks_of(numel: int) -> int:
+    """Blocks of consecutive elements from a block's start on."""
+    return -(-numel // BLOCK)
 
 
 def quantize_moment(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -63,13 +104,15 @@ def quantize_moment(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     ======  ========  ====================================================================================
     values  [n]       fp32
     codes   [n]       uint8; of the value nearest to ``values / scale``, up to fp32's rounding of borders
-    scales  [blocks]  fp32; the largest magnitude of 256 consecutive elements, or of what is left of them
+    scales  [blocks]  fp32; of 256 consecutive elements, or of what is left of them, the one of largest magnitude
     ======  ========  ====================================================================================
 
     signed  whether values may be negative: True for the first moment, False for the second. A second moment above 0
             never becomes 0, so that no step divides by eps alone
 
-    A block with an infinity or NaN gets such a scale, and then ``dequantize_moment`` gives NaN for it.
+    A scale has its element's sign (of two as large the positive one's), so that this element has the code of 1. Then
+    what ``dequantize_moment`` gives has the same codes and scales again. A block with an infinity or NaN gets such a
+    scale, and then ``dequantize_moment`` gives no number for it.
     """
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     codes, scales = quantize_blocks(blocks, signed=signed)
@@ -83,23 +126,38 @@ def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 
 def quantize_blocks(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """fp32 [blocks, 256] -> uint8 [blocks, 256] and fp32 [blocks]."""
-    table = code_table(values.device)[int(not signed)]
-    borders, slopes = table[256 : 256 + DECADES + 1], table[256 + DECADES + 1 :]
-    # As integers magnitudes have the order of the floats, with NaN above infinity.
-    scales = values.abs().view(torch.int32).amax(1).view(torch.float32)
-    magnitude = values.abs() / torch.where(scales == 0, 1.0, scales)[:, None]
-    above = (magnitude[..., None] >= borders).sum(-1, dtype=torch.int32)
+    """fp32 [blocks, 256] -> uint8 [blocks, 256] and fp32 [blocks].
+
+    A magnitude x in decade s, of N intervals, is in interval ``floor(N (x - 0.1 s) / 0.9 s)``. With
+    ``y = x / (0.9 s) + 8/9``, from 1 to 2, this is ``floor(N y) - N``. So ``N + interval`` are the highest bits of y's
+    significand, and nothing is searched.
+    """
+    _, borders, slopes = code_table(values.device)[int(not signed)].view(3, 256)
+    scales = _largest(values)
+    lift = torch.where(scales.abs() < LOW_SCALE, LIFT, 1.0)
+    inverse = 1.0 / torch.where(scales == 0, 1.0, scales * lift)
+    relative = values * lift[:, None] * inverse[:, None]
+    magnitude = relative.abs()
+    octave = (magnitude.view(torch.int32) >> 23) & 0xFF
+    slope = slopes[octave]
+    slope = torch.where(magnitude >= borders[octave], slope, slope * 10)
+    y = (magnitude * slope + 8 / 9).clamp(max=2 - 2.0**-23)
+    # Bits below those of the interval: slopes of decades from the last one down have exponents 0, 3, 6, 10, 13, 16, 20.
+    shift = ((slope.view(torch.int32) >> 23) * 77 - (5376 if signed else 5632)) >> 8
+    codes = (y.view(torch.int32) - 0x3F000000) >> shift
     if signed:
-        above = torch.where(values < 0, above.clamp(max=DECADES), above)
+        codes += relative >= LEAST_ONE[signed]
+        codes = torch.where(magnitude >= LEAST[signed], torch.where(relative < 0, codes + 128, codes), 0)
     else:
-        above = torch.where(values > 0, above.clamp(min=1), above)
-    decade = (above - 1).clamp(min=0, max=DECADES - 1)
-    counts = (1 if signed else 2) << decade
-    interval = (magnitude * slopes[decade] - counts.float() * table.new_tensor(1 / 9)).floor().int()
-    interval = torch.minimum(interval.clamp(min=0), counts - 1)
-    codes = counts + interval - int(not signed)
-    codes = torch.where(above == 0, 0, torch.where(above > DECADES, 128 if signed else 255, codes))
-    if signed:
-        codes = torch.where((values < 0) & (codes > 0), codes + 128, codes)
+        codes += (magnitude >= LEAST_ONE[signed]).int() - 1
+        codes = torch.where(magnitude >= LEAST[signed], codes, (values > 0).int())
     return codes.to(torch.uint8), scales
+
+
+def _largest(values: Tensor) -> Tensor:
+    """[blocks] of [blocks, 256]: the element of largest magnitude."""
+    bits = values.view(torch.int32)
+    # As integers magnitudes have the order of the floats, with NaN above infinity. The lowest bit: not negative.
+    most = ((bits.long() & 0x7FFFFFFF) * 2 + (bits >= 0)).amax(1)
+    magnitude = (most >> 1).int()
+    return torch.where(most & 1 == 1, magnitude, magnitude | -0x80000000).view(torch.float32)

@@ -1,8 +1,8 @@
-"""The reference implementation of AdamW on flat shards, in plain PyTorch.
+"""The reference implementation of AdamW, Adam, SGD and Lion on flat shards, in plain PyTorch.
 
-With fp32 masters each operation is rounded where torch's fused CUDA kernel rounds, so that masters and moments have the
-same bits (ATen/native/cuda/fused_adam_utils.cuh of torch 2.11 to 2.14, as its compiler contracts it). Options, moments
-and gradients are fp32; ``fma`` rounds once. Per element, with ``t`` the steps taken, this one included::
+With fp32 masters each operation of AdamW is rounded where torch's fused CUDA kernel rounds, so that masters and moments
+have the same bits (ATen/native/cuda/fused_adam_utils.cuh of torch 2.11 to 2.14, as its compiler contracts it). Options,
+moments and gradients are fp32; ``fma`` rounds once. Per element, with ``t`` the steps taken, this one included::
 
     g = grad / divisor                                    and -g under maximize
     p = fma(-(lr weight_decay), p, p)                     decoupled; else g = fma(p, weight_decay, g)
@@ -10,20 +10,36 @@ and gradients are fp32; ``fma`` rounds once. Per element, with ``t`` the steps t
     v = fma(beta2, v, fma(-beta2, g g, g g))
     p = p - (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The powers are the device's fp32 ones on CUDA, as in torch's kernel; elsewhere they are rounded from fp64.
+The powers are the device's fp32 ones on CUDA, as in torch's kernel; elsewhere they are rounded from fp64. SGD, with a
+momentum buffer ``b`` where ``momentum`` is not 0, as torch's kernel rounds without a divisor::
+
+    g = fma(p, weight_decay, g)
+    b = fma(1 - dampening, g, momentum b)                 in the first step b = g
+    g = fma(momentum, b, g)                               under nesterov; else g = b
+    p = fma(-lr, g, p)
+
+Lion, with decoupled decay::
+
+    p = fma(-(lr weight_decay), p, p)
+    p = p - lr sign(fma(beta1, m, fma(-beta1, g, g)))
+    m = fma(beta2, m, fma(-beta2, g, g))
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .eight_bits import BLOCK, code_table, quantize_blocks
+from .eight_bits import dequantize_moment, quantize_moment
 
 __all__ = [
     "AdamOptions",
     "AdamTensors",
+    "LionOptions",
+    "Options",
+    "Rule",
+    "SGDOptions",
     "adam_update_reference",
     "fma",
     "join_master",
@@ -34,15 +50,19 @@ __all__ = [
 ]
 
 
+Rule = Literal["adamw", "adam", "sgd", "lion"]
+
+
 class AdamTensors(NamedTuple):
     """Consecutive elements [n] of one parameter: one row of the update's table. n may be 0."""
 
     grad: Tensor
     """[n] fp32, bf16 or fp16; fp64 for an fp64 master. It is only read."""
-    exp_avg: Tensor
-    """[n] fp32, bf16 (rounded stochastically) or uint8 codes; fp64 for an fp64 master."""
-    exp_avg_sq: Tensor
-    """[n] likewise; its dtype may differ from that of ``exp_avg``."""
+    exp_avg: Tensor | None
+    """[n] fp32, bf16 (rounded stochastically) or uint8 codes; fp64 for an fp64 master. The momentum buffer of SGD; None
+    where SGD has no momentum."""
+    exp_avg_sq: Tensor | None
+    """[n] likewise; its dtype may differ from that of ``exp_avg``. None: of SGD and Lion."""
     step: Tensor
     """0-dim fp32: steps taken before. The update raises it by one, once for all rows that share it."""
     master: Tensor | None = None
@@ -64,7 +84,7 @@ class AdamTensors(NamedTuple):
 
 
 class AdamOptions(NamedTuple):
-    """Options of one parameter group."""
+    """Options of one parameter group of Adam and AdamW."""
 
     lr: float | Tensor
     """A 0-dim tensor on the device of the rows is read there, by each call and by each replay of a captured one."""
@@ -74,30 +94,52 @@ class AdamOptions(NamedTuple):
     weight_decay: float
 
 
+class SGDOptions(NamedTuple):
+    """Options of one parameter group of SGD."""
+
+    lr: float | Tensor
+    momentum: float
+    dampening: float
+    nesterov: bool
+    weight_decay: float
+
+
+class LionOptions(NamedTuple):
+    """Options of one parameter group of Lion."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    weight_decay: float
+
+
+Options = AdamOptions | SGDOptions | LionOptions
+
+
 def adam_update_reference(
     tensors: Sequence[AdamTensors],
-    options: Sequence[AdamOptions],
+    options: Sequence[Options],
     *,
     divisor: Tensor | None = None,
     found_inf: Tensor | None = None,
-    decoupled: bool = True,
+    rule: Rule = "adamw",
     maximize: bool = False,
 ) -> None:
-    """See ``AdamUpdate``. Reads no tensor on the host, so that a captured step may have it."""
+    """See ``FlatUpdate``. Reads no tensor on the host, so that a captured step may have it."""
     steps = {row.step.data_ptr(): row.step for row in tensors}
     for step in steps.values():
         step += 1 if found_inf is None else 1 - found_inf
     for row in tensors:
         if row.grad.numel():
-            _update_row(row, options[row.group], divisor, found_inf, decoupled, maximize)
+            _update_row(row, options[row.group], divisor, found_inf, rule, maximize)
 
 
 def _update_row(
     row: AdamTensors,
-    options: AdamOptions,
+    options: Options,
     divisor: Tensor | None,
     found_inf: Tensor | None,
-    decoupled: bool,
+    rule: Rule,
     maximize: bool,
 ) -> None:
     dtype = torch.float32 if row.master is None else row.master.dtype
@@ -105,8 +147,7 @@ def _update_row(
     def scalar(value: float | Tensor) -> Tensor:
         return torch.as_tensor(value, dtype=dtype, device=row.grad.device)
 
-    step, (lr, beta1, beta2, eps, decay) = scalar(row.step), map(scalar, options)
-    correction1, correction2 = 1 - power(beta1, step), _sqrt(1 - power(beta2, step))
+    step, (lr, *own, decay) = scalar(row.step), map(scalar, options)
     grad = row.grad.to(dtype)
     if divisor is not None:
         grad = grad / divisor.to(dtype)
@@ -115,24 +156,40 @@ def _update_row(
     if row.master is not None:
         master = row.master
     else:
-        assert row.param is not None and row.remainder is not None, "AdamUpdate has checked the row"
+        assert row.param is not None and row.remainder is not None, "FlatUpdate has checked the row"
         master = join_master(row.param, row.remainder)
     if options.weight_decay != 0:
-        if decoupled:
+        if rule in ("adamw", "lion"):
             master = fma(-(lr * decay), master, master)
         else:
             grad = fma(master, decay, grad)
-    exp_avg = _read_moment(row.exp_avg, row.exp_avg_scale, signed=True)
-    exp_avg_sq = _read_moment(row.exp_avg_sq, row.exp_avg_sq_scale, signed=False)
-    square = grad * grad
-    exp_avg = fma(beta1, exp_avg, fma(-beta1, grad, grad))
-    exp_avg_sq = fma(beta2, exp_avg_sq, fma(-beta2, square, square))
-    master = master - lr / correction1 * exp_avg / (_sqrt(exp_avg_sq) / correction2 + eps)
+    first = None if row.exp_avg is None else _read_moment(row.exp_avg, row.exp_avg_scale, signed=True)
+    second = None if row.exp_avg_sq is None else _read_moment(row.exp_avg_sq, row.exp_avg_sq_scale, signed=False)
+    if rule == "sgd":
+        momentum, dampening, nesterov = own
+        if first is not None:
+            first = fma(torch.where(step == 1, 1, 1 - dampening), grad, momentum * first)
+            grad = torch.where(nesterov != 0, fma(momentum, first, grad), first)
+        master = fma(-lr, grad, master)
+    elif rule == "lion":
+        assert first is not None, "FlatUpdate has checked the row"
+        beta1, beta2 = own
+        blend = fma(beta1, first, fma(-beta1, grad, grad))
+        master = master - lr * torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of NaN is 0
+        first = fma(beta2, first, fma(-beta2, grad, grad))
+    else:
+        assert first is not None and second is not None, "FlatUpdate has checked the row"
+        beta1, beta2, eps = own
+        correction1, correction2 = 1 - power(beta1, step), _sqrt(1 - power(beta2, step))
+        square = grad * grad
+        first = fma(beta1, first, fma(-beta1, grad, grad))
+        second = fma(beta2, second, fma(-beta2, square, square))
+        master = master - lr / correction1 * first / (_sqrt(second) / correction2 + eps)
     bits = random_bits(row.grad.numel(), row.first, row.key, row.step, row.grad.device)
     written = [
         *_new_master(row, master),
-        *_new_moment(row.exp_avg, row.exp_avg_scale, exp_avg, bits & 0xFFFF, signed=True),
-        *_new_moment(row.exp_avg_sq, row.exp_avg_sq_scale, exp_avg_sq, bits >> 16, signed=False),
+        *_new_moment(row.exp_avg, row.exp_avg_scale, first, bits & 0xFFFF, signed=True),
+        *_new_moment(row.exp_avg_sq, row.exp_avg_sq_scale, second, bits >> 16, signed=False),
     ]
     for target, value in written:
         new = value.to(target.dtype)
@@ -198,9 +255,9 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
 def _new_master(row: AdamTensors, master: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Tensors to write, each with its new values."""
     if row.remainder is None:
-        assert row.master is not None, "AdamUpdate has checked the row"
+        assert row.master is not None, "FlatUpdate has checked the row"
         return [(row.master, master)] if row.param is None else [(row.master, master), (row.param, master)]
-    assert row.param is not None, "AdamUpdate has checked the row"
+    assert row.param is not None, "FlatUpdate has checked the row"
     param, remainder = split_master(master)
     return [(row.param, param), (row.remainder, remainder)]
 
@@ -211,21 +268,21 @@ def _new_master(row: AdamTensors, master: Tensor) -> list[tuple[Tensor, Tensor]]
 def _read_moment(moment: Tensor, scale: Tensor | None, *, signed: bool) -> Tensor:
     if scale is None:
         return moment.to(torch.promote_types(moment.dtype, torch.float32))
-    values = code_table(moment.device)[int(not signed), :256][moment.int()]
-    return values * scale.repeat_interleave(BLOCK)[: moment.numel()]
+    return dequantize_moment(moment, scale, signed=signed)
 
 
 def _new_moment(
-    moment: Tensor, scale: Tensor | None, value: Tensor, bits: Tensor, *, signed: bool
+    moment: Tensor | None, scale: Tensor | None, value: Tensor | None, bits: Tensor, *, signed: bool
 ) -> list[tuple[Tensor, Tensor]]:
     """Tensors to write, each with its new values."""
+    if moment is None or value is None:
+        return []
     if moment.dtype is torch.bfloat16:
         return [(moment, round_stochastically(value, bits))]
     if scale is None:
         return [(moment, value)]
-    blocks = torch.nn.functional.pad(value, (0, -value.numel() % BLOCK)).view(-1, BLOCK)
-    codes, scales = quantize_blocks(blocks, signed=signed)
-    return [(moment, codes.view(-1)[: value.numel()]), (scale, scales)]
+    codes, scales = quantize_moment(value, signed=signed)
+    return [(moment, codes), (scale, scales)]
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ...ddp import DistributedDataParallelConfig
+from ...kernels.optimizer.eight_bits import BLOCK
 from .error import require
 from .table import require_defaults
 
@@ -31,6 +32,7 @@ _UNUSED_BY_UNITS = (
     "copy_engine_param_gather",
     "keep_params_whole",
     "release_grads",
+    "shard_atom",
     "average_in_collective",
     "grad_reduce_wire_dtype",
     "check_for_nan_in_grad",
@@ -42,10 +44,12 @@ _UNUSED_BY_UNITS = (
 only value to change."""
 
 
-def what_parallel_decides(parallel: object, table: Mapping[str, Any]) -> dict[str, Any]:
+def what_parallel_decides(parallel: object, table: Mapping[str, Any], moment_dtype: object) -> dict[str, Any]:
     """The keys of ``[ddp]`` that follow from ``parallel`` and the others where the file does not have them."""
     sharded = parallel != "ddp"
+    in_blocks = moment_dtype == "uint8" and parallel in ("zero1", "hybrid") and not table.get("keep_params_whole")
     return {
+        "shard_atom": BLOCK if in_blocks else 1,
         "use_distributed_optimizer": sharded,
         "overlap_param_gather": sharded and table.get("overlap_grad_reduce") is True,
         "num_distributed_optimizer_instances": 2 if parallel == "hybrid" else 1,

@@ -68,7 +68,9 @@ def structure(document: Mapping[str, Any]) -> Config:
     table = document.get("ddp", {})
     if isinstance(table, Mapping):
         given = {key: value for key, value in table.items() if value is not None}
-        document = {**document, "ddp": what_parallel_decides(document.get("parallel", "zero1"), given) | given}
+        parallel, optimizer = document.get("parallel", "zero1"), document.get("optimizer")
+        moments = optimizer.get("moment_dtype") if isinstance(optimizer, Mapping) else None
+        document = {**document, "ddp": what_parallel_decides(parallel, given, moments) | given}
     return typing.cast(Config, _table(Config, document, ""))
 
 

@@ -6,15 +6,21 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from ...ddp.optimizer.lion import Lion
 from ...ddp.optimizer.param_groups import is_elementwise, is_of_torch
+from ...ddp.optimizer.steps import IN_ONE_PASS
 from .error import ConfigError, require
 from .table import Natural, NotNegative, Positive, Range, Share, Table, require_defaults
 
 __all__ = ["OptimizerConfig"]
 
 _OF_TORCH = "torch.optim."
-_CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-_OWN_KEYS = {"adamw": ("betas", "eps", "weight_decay"), "sgd": ("momentum", "weight_decay")}
+_CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "lion": Lion}
+_OWN_KEYS = {
+    "adamw": ("betas", "eps", "weight_decay"),
+    "sgd": ("momentum", "weight_decay"),
+    "lion": ("betas", "weight_decay"),
+}
 """Keys of ``[optimizer]`` that each name takes. Classes of torch take ``weight_decay``, where they know it."""
 _BETAS = ("beta1", "beta2")
 """The parts of ``betas`` in ``options``."""
@@ -25,7 +31,7 @@ class OptimizerConfig(Table):
     """An elementwise optimizer on fp32 masters, with a schedule of its learning rate."""
 
     name: str = "adamw"
-    """``adamw``, ``sgd`` (with ``momentum``), or an elementwise class of torch by its full name, such as
+    """``adamw``, ``sgd`` (with ``momentum``), ``lion``, or an elementwise class of torch by its full name, such as
     ``torch.optim.NAdam``, with ``options``."""
     lr: Positive = 1e-3
     """Learning rate after the warmup."""
@@ -39,20 +45,24 @@ class OptimizerConfig(Table):
     warmup_steps: Natural = 20
     """Steps over which the learning rate grows linearly from ``lr / warmup_steps``."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Decay rates of the first and the second moment, of ``adamw``."""
+    """Decay rates of the first and the second moment, of ``adamw``; of the step's blend and of the moment, of
+    ``lion``."""
     eps: Positive = 1e-8
     """Added to the square root of the second moment, of ``adamw``."""
     momentum: Share = 0.9
     """The momentum of ``sgd``; 0: none, and no state."""
     weight_decay: NotNegative = 0.1
-    """Weight decay. Decoupled in ``adamw``; ``sgd`` and most classes of torch add ``weight_decay * parameter`` to the
-    gradient."""
+    """Weight decay. Decoupled in ``adamw`` and ``lion``; ``sgd`` and most classes of torch add
+    ``weight_decay * parameter`` to the gradient."""
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Further arguments of the optimizer's class by their names, such as ``momentum_decay = 0.004`` of
     ``torch.optim.NAdam``. ``betas`` has the parts ``beta1`` and ``beta2``."""
     state: Literal["full", "compact"] = "full"
     """``full``: fp32 masters and moments. ``compact``: masters are bf16 parameters with remainders of 16 bits, and
-    moments are bf16. Shards of ``fsdp`` and ``hsdp`` are then bf16."""
+    moments have ``moment_dtype``. Shards of ``fsdp`` and ``hsdp``, of ``adamw`` and Adam alone, are then bf16."""
+    moment_dtype: Literal["bfloat16", "float32", "uint8"] = "bfloat16"
+    """Moments of ``state = "compact"``. ``uint8``: codes of 8 bits, with a scale for 256 elements; sets
+    ``ddp.shard_atom`` to 256."""
     decay_vectors: bool = True
     """True: decay also parameters with fewer than two dims (norms, biases, scalars). False: matrices only."""
     max_grad_norm: Positive | None = 1.0
@@ -60,8 +70,9 @@ class OptimizerConfig(Table):
 
     def check(self) -> None:
         found = _class_named(self.name)
-        is_named = isinstance(found, type) and is_of_torch(found) and found is not torch.optim.Optimizer
-        remedy = 'must be "adamw", "sgd" or an optimizer of torch by its full name, "torch.optim.NAdam"'
+        is_class = isinstance(found, type) and is_of_torch(found) and found is not torch.optim.Optimizer
+        is_named = self.name in _CLASSES or is_class
+        remedy = 'must be "adamw", "sgd", "lion" or an optimizer of torch by its full name, "torch.optim.NAdam"'
         self.require(is_named, "name", remedy)
         others = [each for each in vars(torch.optim).values() if isinstance(each, type) and is_elementwise(each)]
         remedy = (
@@ -73,8 +84,11 @@ class OptimizerConfig(Table):
         remedy = f'is not read by name = "{self.name}"; set it in optimizer.options, if the class has it'
         require_defaults(self, "optimizer", others_keys, remedy)
         self._check_options()
-        fits = self.state == "full" or issubclass(self.optimizer_class, torch.optim.Adam)
-        self.require(fits, "state", 'is for name = "adamw" and "torch.optim.Adam" alone: set "full"')
+        fits = self.state == "full" or self.optimizer_class in IN_ONE_PASS
+        remedy = 'is for name = "adamw", "sgd", "lion" and "torch.optim.Adam" alone: set "full"'
+        self.require(fits, "state", remedy)
+        fits = self.state == "compact" or self.moment_dtype == "bfloat16"
+        self.require(fits, "moment_dtype", 'is for state = "compact" alone: full moments are float32')
         lacks = [key for key in ("amsgrad", "maximize", "differentiable") if self.options.get(key)]
         remedy = f'"compact" does not go with optimizer.options {", ".join(lacks)}: set "full", or leave them out'
         self.require(self.state == "full" or not lacks, "state", remedy)
@@ -84,6 +98,18 @@ class OptimizerConfig(Table):
         """The class that ``name`` names."""
         found: type[torch.optim.Optimizer] = _class_named(self.name)
         return found
+
+    @property
+    def compact_moments(self) -> torch.dtype | None:
+        """The dtype of compact moments; None: full state."""
+        dtype: torch.dtype = getattr(torch, self.moment_dtype)
+        return dtype if self.state == "compact" else None
+
+    @property
+    def fits_shards(self) -> bool:
+        """Whether models under ``fully_shard`` have this form of state, or full state."""
+        is_adam = self.optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
+        return self.state == "full" or (is_adam and self.moment_dtype != "uint8")
 
     @property
     def class_options(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from torch import nn
 
 from ...ddp import DistributedDataParallelConfig
 from ...ddp.collectives.reduction import Placement, Placements
+from ...kernels.optimizer.eight_bits import BLOCK
+from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
 from .grad_peak import peak_of_grads, peak_of_released
@@ -111,7 +113,13 @@ def _peak_of_grads(config: Config, model: nn.Module, units: Sequence[PlacedUnit]
 
 def _alternatives(config: Config) -> dict[Parallel, Config]:
     """The run's configuration under each kind of parallelism, with what has no meaning there left out."""
-    sharded = dataclasses.replace(config.ddp, use_distributed_optimizer=True, num_distributed_optimizer_instances=1)
+    in_blocks = config.optimizer.moment_dtype == "uint8" and not config.ddp.keep_params_whole
+    sharded = dataclasses.replace(
+        config.ddp,
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=1,
+        shard_atom=BLOCK if in_blocks else config.ddp.shard_atom,
+    )
     whole = dataclasses.replace(
         sharded,
         use_distributed_optimizer=False,
@@ -120,12 +128,15 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         grad_reduce_wire_dtype=None,
         keep_params_whole=False,
         release_grads=False,
+        shard_atom=1,
     )
     if config.fully_sharded:
         inside = "zero3" if config.fsdp.placements == "hsdp_zero1" else config.fsdp.placements
         units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
     else:
         units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
+    full = dataclasses.replace(config.optimizer, state="full", moment_dtype="bfloat16")
+    of_shards = config.optimizer if config.optimizer.fits_shards else full
     unused = DistributedDataParallelConfig(use_distributed_optimizer=True)
     sections: dict[Parallel, tuple[DistributedDataParallelConfig, FsdpConfig]] = {
         "ddp": (whole, FsdpConfig()),
@@ -140,6 +151,7 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
             parallel=parallel,
             ddp=ddp,
             fsdp=fsdp,
+            optimizer=of_shards if parallel in FULLY_SHARDED else config.optimizer,
         )
         for parallel, (ddp, fsdp) in sections.items()
     }

@@ -16,7 +16,8 @@ What one bucket takes on one rank:
     masters       4 n/s  under half precision       4 n/s
     moments       8 n/s                             8 for each of the rank's elements, without padding
 
-With compact state moments take half of that, and .grad is no copy. Under bf16 masters are
+With compact state moments take half of that, or a quarter and 4 bytes for 256 elements of a parameter in each moment of
+8 bits. .grad is no copy. Under bf16 masters are
 
     remainders    2 n/s                             2 for each of the rank's elements, without padding
     shards                                          2 n/s
@@ -27,7 +28,7 @@ ranks where the optimizer is sharded across instances as well.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ import torch
 
 from ...ddp.collectives.reduction import Placement, Placements
 from ...ddp.plan.layout import BucketLayout
+from ...kernels.optimizer.eight_bits import blocks_of
 
 __all__ = ["PlacedBucket", "RankBytes", "Traffic", "rank_bytes"]
 
@@ -89,8 +91,8 @@ class PlacedBucket:
     """Whether gradients have memory only until they are reduced, and shards of their own, as with ``release_grads``."""
     own_shards: bool = False
     """Whether shards are tensors of their own, as under FSDP. False: parts of whole tensors, as under DDP."""
-    compact: bool = False
-    """Masters of bf16 parameters are these with remainders of 16 bits, and moments are bf16."""
+    compact: torch.dtype | None = None
+    """Dtype of moments, where masters of bf16 parameters are these with remainders of 16 bits. None: all are fp32."""
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -137,7 +139,7 @@ class PlacedBucket:
             kept = self.grad_nbytes // self.layout.shard_degree
         if self.own_shards and self.trainable:
             kept += self.grad_nbytes // self.layout.shard_degree
-            kept += self.shard_nbytes if self.grad_dtype is not torch.float32 and not self.compact else 0
+            kept += self.shard_nbytes if self.grad_dtype is not torch.float32 and self.compact is None else 0
             kept += self.grad_nbytes // self.inner_size if self.outer_size > 1 else 0
         return kept
 
@@ -151,7 +153,7 @@ class PlacedBucket:
     @property
     def has_remainders(self) -> bool:
         """Whether masters are parameters with remainders."""
-        return self.compact and self.param_dtype is torch.bfloat16
+        return self.compact is not None and self.param_dtype is torch.bfloat16
 
     @property
     def moment_numels(self) -> list[int]:
@@ -160,11 +162,21 @@ class PlacedBucket:
         size = self.layout.numel // degree
         if not self.own_shards and not self.layout.keeps_params_whole:
             return [size] * degree
-        held = [0] * degree  # without padding
+        return self._count(lambda numel: numel)  # without padding
+
+    @property
+    def moment_blocks(self) -> list[int]:
+        """Number of blocks on each rank that have a scale in a moment of 8 bits."""
+        return self._count(blocks_of)
+
+    def _count(self, counted: Callable[[int], int]) -> list[int]:
+        """On each rank: the sum over parameters of a function of the elements that the rank holds."""
+        size = self.layout.numel // self.layout.shard_degree
+        held = [0] * self.layout.shard_degree
         for slot in self.layout.slots if self.trainable else ():
             start, end = slot.start - self.layout.start, slot.end - self.layout.start
             for rank in range(start // size, -(-end // size)):
-                held[rank] += max(0, min(end, (rank + 1) * size) - max(start, rank * size))
+                held[rank] += counted(max(0, min(end, (rank + 1) * size) - max(start, rank * size)))
         return held
 
     @property
@@ -194,9 +206,9 @@ def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2) -> RankBytes
         parameters += bucket.kept_params
         gradients += bucket.kept_grads
         masters += bucket.master_nbytes
-        width = _FP32 // 2 if bucket.compact else _FP32
-        for rank, numel in enumerate(bucket.moment_numels):
-            moments[rank] += width * states * numel
+        width = _FP32 if bucket.compact is None else bucket.compact.itemsize
+        for rank, (numel, blocks) in enumerate(zip(bucket.moment_numels, bucket.moment_blocks, strict=True)):
+            moments[rank] += states * (width * numel + (_FP32 * blocks if bucket.compact is torch.uint8 else 0))
             remainders[rank] += 2 * numel if bucket.has_remainders else 0
     fullest = max(moments, key=lambda rank: moments[rank] + remainders[rank], default=0)
     return RankBytes(parameters, gradients, masters + remainders[fullest], moments[fullest])

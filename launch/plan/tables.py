@@ -164,10 +164,11 @@ def _bytes_table(plan: RunPlan) -> Table:
         title += "; masters, moments and a copy of gradient shards are in host memory"
     param_dtypes = _names(bucket.param_dtype for bucket in plan.buckets)
     grad_dtypes = _names(bucket.grad_dtype for bucket in plan.buckets)
-    masters, moments = ("remainders", "bfloat16") if config.optimizer.state == "compact" else ("float32", "float32")
+    settings = config.optimizer
+    kept = ("remainders", settings.moment_dtype) if settings.state == "compact" else ("float32", "float32")
     columns = [
         texts("what", ["parameters", "gradients", "optimizer: masters", "optimizer: moments"], "total"),
-        texts("dtype", [param_dtypes, grad_dtypes, masters, moments]),
+        texts("dtype", [param_dtypes, grad_dtypes, *kept]),
     ]
     for parallel, held in plan.alternatives.items():
         instances = config.num_instances if parallel == config.parallel else 2

@@ -74,7 +74,7 @@ def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUn
             outer_size=outer_size,
             wire_dtype=wrapper.grad_reduce_wire_dtype,
             releases_grads=wrapper.release_grads and inner_size > 1,
-            compact=config.optimizer.state == "compact",
+            compact=config.optimizer.compact_moments,
         )
         for layout in plan.buckets
     ]
@@ -85,8 +85,8 @@ def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUn
 
 
 def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit, ...]:
-    compact = config.optimizer.state == "compact"
-    if not compact:
+    compact = config.optimizer.compact_moments
+    if compact is None:
         model.float()  # parameters are fp32 at rest
     names = {id(module): name for name, module in model.named_modules()}
     fsdp, outer_size = config.fsdp, config.num_instances

@@ -172,7 +172,7 @@ def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -
     """The optimizer of a wrapped or sharded model. Without ``decay_vectors`` vectors are a group of their own."""
     options |= settings.class_options
     if settings.state == "compact":
-        options["state"] = "compact"
+        options |= {"state": "compact", "moment_dtype": getattr(torch, settings.moment_dtype)}
     own_group = not settings.decay_vectors and "weight_decay" in options
     # Norms, biases and scalars. Packed experts have three dims.
     vectors = {"params": lambda name, parameter: parameter.ndim < 2, "weight_decay": 0.0}

@@ -13,17 +13,22 @@ from triton_devices import LAUNCHER_DEVICES
 
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.eight_bits import dequantize_moment, quantize_moment
+from maingrad.kernels.optimizer.lion import LionUpdate
 from maingrad.kernels.optimizer.reference import (
     AdamOptions,
     AdamTensors,
+    LionOptions,
+    Rule,
+    SGDOptions,
     adam_update_reference,
     fma,
     join_master,
     split_master,
 )
+from maingrad.kernels.optimizer.sgd import SGDUpdate
 
 pytest.importorskip("triton", reason="the launches are Triton's")
-from maingrad.kernels.optimizer.triton_kernels import TritonAdamUpdate
+from maingrad.kernels.optimizer.triton_update import TritonUpdate
 
 OPTIONS = [AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.1), AdamOptions(3e-2, 0.8, 0.95, 1e-6, 0.0)]
 LENGTHS = [700, 0, 2600, 1, 2048]
@@ -88,8 +93,8 @@ def copies(rows: Sequence[AdamTensors], device: str | None = None) -> list[AdamT
     return [AdamTensors(*map(copy, row)) for row in rows]
 
 
-def launched(rows: Sequence[AdamTensors], decoupled: bool = True, maximize: bool = False) -> Callable[..., None]:
-    update = TritonAdamUpdate(rows, decoupled, maximize)
+def launched(rows: Sequence[AdamTensors], rule: Rule = "adamw", maximize: bool = False) -> Callable[..., None]:
+    update = TritonUpdate(rows, rule, maximize)
     return lambda options, divisor=None, found_inf=None: update(options, divisor, found_inf)
 
 
@@ -119,7 +124,7 @@ def test_without_eps_what_has_no_gradient_becomes_nan_as_in_torch(device: str) -
     rows = rows_of(torch.float32, torch.float32, "none", device, lengths=[300])
     expected = copies(rows)
     launched(rows)([AdamOptions(1e-3, 0.9, 0.999, 0.0, 0.1)])
-    adam_update_reference(expected, [AdamOptions(1e-3, 0.9, 0.999, 0.0, 0.1)], decoupled=True)
+    adam_update_reference(expected, [AdamOptions(1e-3, 0.9, 0.999, 0.0, 0.1)])
     master, theirs = rows[0].master, expected[0].master
     assert master is not None and theirs is not None
     assert master[::7].isnan().all() and master.isnan().sum() == len(master[::7])
@@ -131,7 +136,7 @@ def test_without_eps_what_has_no_gradient_becomes_nan_as_in_torch(device: str) -
 @pytest.mark.sampled(8)
 def test_kernel_is_the_reference_bit_for_bit(device: str, form: tuple[torch.dtype, torch.dtype, str]) -> None:
     index = FORMS.index(form)
-    signs = {"decoupled": index % 3 != 2, "maximize": index % 4 == 3}
+    signs: dict[str, Any] = {"rule": "adamw" if index % 3 != 2 else "adam", "maximize": index % 4 == 3}
     rows = rows_of(*form, device)
     expected, before = copies(rows), copies(rows)
     divisor = torch.tensor(3.7, device=device) if index % 2 else None
@@ -143,12 +148,84 @@ def test_kernel_is_the_reference_bit_for_bit(device: str, form: tuple[torch.dtyp
     assert differ(rows, before) and [row.step.item() for row in rows[:2]] == [6.0, 3.0]
 
 
+SGD = [SGDOptions(0.1, 0.9, 0.2, True, 0.1), SGDOptions(0.02, 0.5, 0.0, False, 0.0)]
+LION = [LionOptions(1e-3, 0.9, 0.99, 0.1), LionOptions(3e-2, 0.8, 0.95, 0.0)]
+
+
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.parametrize("launcher", [TritonAdamUpdate, AdamUpdate], ids=["launches", "reference"])
-def test_gradients_may_move_and_are_not_kept(device: str, launcher: Any) -> None:
+@pytest.mark.parametrize("rule", ["sgd", "lion"])
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[3], FORMS[4], FORMS[6]], ids=str)
+@pytest.mark.sampled(8)
+def test_kernels_of_sgd_and_lion(device: str, rule: Rule, form: tuple[torch.dtype, torch.dtype, str]) -> None:
+    """The first group's rows have momentum; of SGD the second's have none."""
+    rows = [row._replace(exp_avg_sq=None, exp_avg_sq_scale=None) for row in rows_of(*form, device)]
+    options: Sequence[Any] = SGD if rule == "sgd" else LION
+    if rule == "sgd":
+        options = [SGD[0], SGD[1]._replace(momentum=0.0)]
+        rows = [row if row.group == 0 else row._replace(exp_avg=None, exp_avg_scale=None) for row in rows]
+    expected, before = copies(rows), copies(rows)
+    divisor = torch.tensor(3.7, device=device) if form[2] == "remainder" else None
+    maximize = form[1] is torch.bfloat16
+    update = launched(rows, rule, maximize)
+    for skipped in (0.0, 1.0, 0.0, 0.0):
+        found_inf = torch.tensor(skipped, device=device)
+        update(options, divisor, found_inf)
+        adam_update_reference(expected, options, divisor=divisor, found_inf=found_inf, rule=rule, maximize=maximize)
+    assert_same(rows, expected)
+    assert differ(rows, before) and [row.step.item() for row in rows[:2]] == [6.0, 3.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_bits_of_torchs_fused_sgd(momentum: float, nesterov: bool) -> None:
+    """Without a divisor. With one torch's compiler contracts the last operation of some elements, and not of others."""
+    if nesterov and not momentum:
+        pytest.skip("torch refuses Nesterov's without momentum")
+    options = SGDOptions(0.1, momentum, 0.0, nesterov, 0.1)
+    generator = torch.Generator("cuda").manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(100_000, device="cuda", generator=generator))
+    theirs = torch.optim.SGD([param], **options._asdict(), fused=True)
+    buffer = torch.zeros_like(param.detach()) if momentum else None
+    row = AdamTensors(torch.empty(100_000, device="cuda"), buffer, None, torch.zeros((), device="cuda"))
+    row = row._replace(master=param.detach().clone())
+    ours = SGDUpdate([row])
+    for _ in range(20):
+        row.grad.normal_(generator=generator)
+        param.grad = row.grad.clone()
+        theirs.step()
+        ours([options])
+    assert torch.equal(row.master, param)
+    assert buffer is None or torch.equal(buffer, theirs.state[param]["momentum_buffer"])
+
+
+@pytest.mark.gpu
+def test_where_torchs_fused_adam_rounds_its_decay_twice() -> None:
+    """Without ``grad_scale`` only the first of the four elements of a thread may differ: its product is not contracted.
+
+    ``DistributedOptimizer`` gives such steps to torch's kernel.
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(1 << 20, device="cuda", generator=generator))
+    theirs = torch.optim.Adam([param], lr=1e-3, weight_decay=0.1, fused=True)
+    moments = torch.zeros(2, 1 << 20, device="cuda")
+    row = AdamTensors(torch.empty(1 << 20, device="cuda"), *moments, torch.zeros((), device="cuda"))
+    row = row._replace(master=param.detach().clone())
+    row.grad.normal_(generator=generator)
+    param.grad = row.grad.clone()
+    theirs.step()
+    AdamUpdate([row], decoupled=False)([AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.1)])
+    differing = (moments[0] != theirs.state[param]["exp_avg"]).nonzero().flatten()
+    assert (differing % 4 == 0).all()
+    torch.testing.assert_close(moments[0], theirs.state[param]["exp_avg"], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("launches", [True, False], ids=["launches", "reference"])
+def test_gradients_may_move_and_are_not_kept(device: str, launches: bool) -> None:
     rows = rows_of(torch.float32, torch.bfloat16, "remainder", device)
     expected = copies(rows)
-    update = launcher(rows, decoupled=True, maximize=False, grads_move=True)
+    update: Any = TritonUpdate(rows, "adamw", False, True) if launches else AdamUpdate(rows, grads_move=True)
     seen = [weakref.ref(row.grad) for row in rows]
     values = [row.grad.tolist() for row in rows]
     rows = [row._replace(grad=torch.empty(0)) for row in rows]
@@ -162,7 +239,7 @@ def test_gradients_may_move_and_are_not_kept(device: str, launcher: Any) -> None
             memory = flat if step != 1 else torch.empty_like(flat)
             grads.append(memory[place : place + len(value)])
             grads[-1].copy_(torch.tensor(value) * 0.5**step)
-        if launcher is AdamUpdate:
+        if not launches:
             assert update.takes(grads) and not update.takes([grad.half() for grad in grads])
             update(OPTIONS, grads=grads)
         else:
@@ -465,6 +542,10 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     for each, error, text in wrong:
         with pytest.raises(error, match=text):
             AdamUpdate([each])
+    with pytest.raises(ValueError, match="SGDUpdate has no exp_avg_sq, and row 0 has one"):
+        SGDUpdate([row])
+    with pytest.raises(ValueError, match="LionUpdate needs exp_avg of row 0"):
+        LionUpdate([row._replace(exp_avg=None, exp_avg_sq=None)])
     with pytest.raises(ValueError, match="options for 2 groups, got 1"):
         AdamUpdate([row._replace(group=1)])(OPTIONS[:1])
     with pytest.raises(ValueError, match="divisor"):

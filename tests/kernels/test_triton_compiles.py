@@ -60,7 +60,7 @@ _GLU_TILE = {"FUNCTION": "=gelu", "BLOCK_T": 4, "BLOCK_F": 512}
 _ADAM = {
     "table": "*i64/16", "chunks": "*i32/16", "scalars": "*fp32/16", "powers": "*fp32/16", "codes": "*fp32/16",
     "divisor": "*fp32", "found_inf": "*fp32", "GRAD": "=fp32", "EXP_AVG": "=fp32", "EXP_AVG_SQ": "=fp32",
-    "PARAM": "=bf16", "DECOUPLED": True, "MAXIMIZE": False, "ALIGNED": True, "TILE_BLOCKS": 4, "CHUNK_TILES": 4,
+    "PARAM": "=bf16", "RULE": "=adamw", "MAXIMIZE": False, "ALIGNED": True, "TILE_BLOCKS": 2, "CHUNK_TILES": 4,
 }  # fmt: skip
 KERNELS = {
     "glu.triton_kernels._scaled_glu_kernel": {
@@ -86,16 +86,17 @@ KERNELS = {
         "dy": "*bf16/16", "bias": "*bf16/16", "offsets": "*i64/16", "out": "*fp32/16", "T": "i32", "N": "i32/16",
         "E": "i32", "stride_dy": "i32/16", "stride_bias": "i32/16", "BLOCK_T": 16, "BLOCK_N": 128, "BLOCK_E": 64,
     },
-    "optimizer.triton_kernels._steps_kernel": {
+    "optimizer.triton_kernels.steps_kernel": {
         "steps": "*i64/16", "slots": "*i32/16", "groups": "*i32/16", "numbers": "*fp32/16", "found_inf": "*fp32",
         "scalars": "*fp32/16", "bases": "*fp32/16", "exponents": "*fp32",
     },
-    "optimizer.triton_kernels._elements_kernel#parameter": _ADAM,
-    "optimizer.triton_kernels._elements_kernel#remainder": {
+    "optimizer.triton_kernels.elements_kernel#parameter": _ADAM,
+    "optimizer.triton_kernels.elements_kernel#remainder": {
         **_ADAM, "EXP_AVG": "=bf16", "EXP_AVG_SQ": "=bf16", "PARAM": "=remainder",
     },
-    "optimizer.triton_kernels._elements_kernel#bytes": {
+    "optimizer.triton_kernels.elements_kernel#bytes": {
         **_ADAM, "GRAD": "=bf16", "EXP_AVG": "=8 bits", "EXP_AVG_SQ": "=8 bits", "PARAM": "=remainder",
+        "TILE_BLOCKS": 4, "CHUNK_TILES": 2,
     },
     "permutation.triton_kernels._permute_kernel": {**_PERMUTATION, "INVERSE": False},
     "permutation.triton_kernels._permute_kernel#inverse": {**_PERMUTATION, "INVERSE": True},
@@ -184,11 +185,11 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert compiled().keys() == KERNELS.keys()
     # Kernels need wide accesses for bandwidth; those of offsets and of steps move too little to matter.
     narrow = [path for path, (wide, _, _) in compiled().items() if wide == 0]
-    assert narrow == ["grouped.reductions_triton._group_offsets_kernel", "optimizer.triton_kernels._steps_kernel"]
+    assert narrow == ["grouped.reductions_triton._group_offsets_kernel", "optimizer.triton_kernels.steps_kernel"]
     # Copies of 8 bits written byte by byte take the quantiser of experts half as long again. The optimizer writes so
     # the end of a row, which is no whole tile: 8 bytes a thread of each moment.
     bytewise = {path: stores for path, (_, _, stores) in compiled().items() if stores}
-    assert bytewise == {"optimizer.triton_kernels._elements_kernel#bytes": 2 * 8}
+    assert bytewise == {"optimizer.triton_kernels.elements_kernel#bytes": 2 * 8}
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ def test_state_takes_six_bytes_a_parameter() -> None:
         ({"state": "small"}, "compact"),
         ({"state": "compact", "moment_dtype": torch.float16}, "moment_dtype"),
         ({"state": "full", "moment_dtype": BF16}, "moment_dtype"),
-        ({"state": "compact", "optimizer_class": torch.optim.SGD}, "SGD"),
+        ({"state": "compact", "optimizer_class": torch.optim.NAdam}, "NAdam"),
         ({"offload_state": "disk"}, "offload_state"),
         ({"offload_state": "host", "optimizer_class": torch.optim.NAdam}, "NAdam"),
         ({"state": "compact", "amsgrad": True}, "amsgrad"),

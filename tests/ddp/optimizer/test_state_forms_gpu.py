@@ -13,6 +13,7 @@ from maingrad.ddp import (
     DistributedDataParallelConfig,
     DistributedOptimizer,
     GraphedTrainingStep,
+    Lion,
     add_grad,
 )
 from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
@@ -99,8 +100,9 @@ def test_masters_have_the_bits_of_torchs_fused_kernel(
             assert torch.equal(held.param, held.master.to("cuda", held.param.dtype))
 
 
-def test_clipped_steps_have_the_bits_of_torchs_grad_scale() -> None:
-    trained, plain = Trained(max_grad_norm=1e-2), Plain(torch.optim.AdamW)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam])
+def test_clipped_steps_have_the_bits_of_torchs_grad_scale(cls: type[torch.optim.Optimizer]) -> None:
+    trained, plain = Trained(optimizer_class=cls, max_grad_norm=1e-2), Plain(cls)
     for _ in range(5):
         trained.steps(1)
         assert trained.optimizer.grad_norm is not None
@@ -109,8 +111,10 @@ def test_clipped_steps_have_the_bits_of_torchs_grad_scale() -> None:
     assert_same(trained.masters(), plain.named)
 
 
-def test_bf16_moments_are_the_same_on_the_host() -> None:
-    one, other = Trained(state="compact"), Trained(state="compact", offload_state="host")
+@pytest.mark.parametrize("moment_dtype", [torch.bfloat16, torch.uint8])
+def test_rounded_moments_are_the_same_on_the_host(moment_dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"state": "compact", "moment_dtype": moment_dtype}
+    one, other = Trained(**options), Trained(**options, offload_state="host")
     one.steps(12)
     other.steps(12)
     assert_same(one.masters(), other.masters())
@@ -142,6 +146,37 @@ def test_the_host_does_not_wait() -> None:
         trained.steps(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("form", [{}, COMPACT, {"offload_state": "host"}], ids=["full", "compact", "host"])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, Lion])
+def test_masters_of_sgd_and_lion(cls: type[torch.optim.Optimizer], form: dict[str, Any]) -> None:
+    """SGD's are those of torch's fused kernel, bit for bit; Lion's those of the plain class, whose roundings differ."""
+    options = {**SGD, "fused": True} if cls is torch.optim.SGD else {"lr": 1e-4, "weight_decay": 0.1}
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=100_000)
+    model = DistributedDataParallel(make_model(), config)
+    own = DistributedOptimizer(model, optimizer_class=cls, **{k: v for k, v in options.items() if k != "fused"}, **form)
+    named = {name: nn.Parameter(p.detach().float()) for name, p in make_model().named_parameters()}
+    plain = cls(named.values(), **options)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for _ in range(12):
+        for param, theirs in zip(model.module.parameters(), named.values(), strict=True):
+            theirs.grad = torch.randn(param.shape, generator=generator, device="cuda") * 1e-2
+            add_grad(param, theirs.grad.clone())
+        own.step()
+        own.zero_grad()
+        plain.step()
+    for held in own.full_slices():
+        master = held.master.to("cuda")
+        expected = named[held.name.removeprefix("module.")].detach().view(-1)
+        if cls is torch.optim.SGD:
+            assert torch.equal(master, expected), held.name
+        else:  # where a blend rounds to either side of 0, a step of the rate lies between them
+            torch.testing.assert_close(master, expected, rtol=1e-5, atol=12 * 2e-4)
+            assert ((master - expected).abs() > 1e-6).double().mean() < 1e-3
 
 
 # ---- Copies on other streams. ----

@@ -101,8 +101,8 @@ FAULTS = [
         tests=["tests/kernels/test_optimizer.py::test_gradients_may_move_and_are_not_kept[reference-cpu]"],
         changes=[
             Change(
-                "maingrad.kernels.optimizer.adamw",
-                "AdamUpdate.__init__",
+                "maingrad.kernels.optimizer.flat_update",
+                "FlatUpdate.__init__",
                 "tuple(row._replace(grad=row.grad.new_empty(0)) for row in tensors)",
                 "tuple(tensors)",
             ),
@@ -114,8 +114,8 @@ FAULTS = [
         tests=["tests/kernels/test_optimizer.py::test_gradients_may_move_and_are_not_kept[launches-cpu]"],
         changes=[
             Change(
-                "maingrad.kernels.optimizer.triton_kernels",
-                "TritonAdamUpdate.move_grads",
+                "maingrad.kernels.optimizer.triton_update",
+                "TritonUpdate.move_grads",
                 "self._write_grads(first, len(grads), by)",
                 "pass",
             ),

@@ -148,8 +148,12 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas = (0.9, 1.0): must lie in [0, 1)"),
         ({"optimizer": {"max_grad_norm": -1.0}}, "optimizer.max_grad_norm = -1.0: must be positive"),
         (
-            {"optimizer": {"name": "sgd", "state": "compact"}},
-            "optimizer.state = 'compact': is for name = \"adamw\" and",
+            {"optimizer": {"name": "torch.optim.NAdam", "state": "compact"}},
+            'optimizer.state = \'compact\': is for name = "adamw", "sgd", "lion" and',
+        ),
+        (
+            {"optimizer": {"moment_dtype": "uint8"}},
+            "optimizer.moment_dtype = 'uint8': is for state = \"compact\" alone",
         ),
         (
             {"optimizer": {"name": "torch.optim.Adam", "options": {"amsgrad": True}, "state": "compact"}},

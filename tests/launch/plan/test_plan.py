@@ -48,7 +48,11 @@ class Allocated(NamedTuple):
 
 def allocate(config: Config) -> Allocated:
     model = DistributedDataParallel(build_model(config.model, seed=0), config.ddp)
-    optimizer = DistributedOptimizer(model, state=config.optimizer.state)
+    settings, is_compact = config.optimizer, config.optimizer.state == "compact"
+    dtype = getattr(torch, settings.moment_dtype) if is_compact else None
+    optimizer = DistributedOptimizer(
+        model, optimizer_class=settings.optimizer_class, state=settings.state, moment_dtype=dtype
+    )
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     with model.record_timeline() as timeline:
         model(tokens, tokens).backward()
@@ -163,9 +167,12 @@ def test_plan_of_released_gradients(
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel, ddp, ranks", [case for case in CASES if not case.marks])
-@pytest.mark.sampled(3)
-def test_plan_of_compact_state(tmp_path: Path, param_dtype: str, parallel: str, ddp: dict[str, Any], ranks: int):
-    model, optimizer = {"param_dtype": param_dtype}, {"state": "compact"}
+@pytest.mark.parametrize("moments, name", [("bfloat16", "adamw"), ("uint8", "adamw"), ("uint8", "lion")])
+@pytest.mark.sampled(6)
+def test_plan_of_compact_state(
+    tmp_path: Path, moments: str, name: str, param_dtype: str, parallel: str, ddp: dict[str, Any], ranks: int
+):
+    model, optimizer = {"param_dtype": param_dtype}, {"name": name, "state": "compact", "moment_dtype": moments}
     config = tiny_config(tmp_path, parallel=parallel, model=model, ddp=ddp, optimizer=optimizer)
     held, planned = simulate(allocate, ranks, config), plan_run(config, ranks).rank_bytes
     assert planned[2:] == max(((rank.masters, rank.moments) for rank in held), key=sum)

@@ -134,7 +134,7 @@ def test_a_schedule_ends_with_the_time(schedule: str, tmp_path: Path):
     [
         ({"name": "torch.optim.Muon"}, "optimizer.name = 'torch.optim.Muon': does not update each element by itself"),
         ({"name": "torch.optim.LBFGS"}, "optimizer.name = 'torch.optim.LBFGS': does not update each element"),
-        ({"name": "lion"}, 'must be "adamw", "sgd" or an optimizer of torch by its full name'),
+        ({"name": "lamb"}, 'must be "adamw", "sgd", "lion" or an optimizer of torch by its full name'),
         ({"name": "torch.optim.lr_scheduler"}, 'must be "adamw", "sgd"'),
         ({"name": "sgd", "betas": (0.5, 0.9)}, 'optimizer.betas = (0.5, 0.9): is not read by name = "sgd"'),
         ({"momentum": 0.5}, 'optimizer.momentum = 0.5: is not read by name = "adamw"'),

@@ -1,0 +1,160 @@
+"""SGD and Lion under ``DistributedOptimizer``, in each form of state; ``maingrad.ddp.Lion`` alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GradScaler,
+    Lion,
+    add_grad,
+)
+
+SGD: dict[str, Any] = {"optimizer_class": torch.optim.SGD, "lr": 0.05, "weight_decay": 0.1}
+CLASSES: dict[str, dict[str, Any]] = {
+    "sgd": SGD,
+    "momentum": {**SGD, "momentum": 0.9},
+    "dampened": {**SGD, "momentum": 0.9, "dampening": 0.3, "maximize": False},
+    "nesterov": {**SGD, "momentum": 0.9, "nesterov": True},
+    "lion": {"optimizer_class": Lion, "lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1},
+}
+COMPACT: dict[str, Any] = {"state": "compact", "moment_dtype": torch.float32}
+FORMS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "compact": COMPACT,
+    "on the host": {"offload_state": "host"},
+    "compact, on the host": {**COMPACT, "offload_state": "host"},
+}
+
+
+def wrapped(dtype: torch.dtype = torch.bfloat16) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 33)).to(dtype)
+    return DistributedDataParallel(
+        module, DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1000)
+    )
+
+
+def plain_step(options: dict[str, Any], param: Tensor, buffer: Tensor | None, grad: Tensor) -> Tensor | None:
+    """One step in fp64, in place of ``param``. Returns the new moment."""
+    lr, decay = options["lr"], options["weight_decay"]
+    if options["optimizer_class"] is Lion:
+        beta1, beta2 = options["betas"]
+        buffer = torch.zeros_like(param) if buffer is None else buffer
+        sign = (beta1 * buffer + (1 - beta1) * grad).sign()
+        param -= lr * decay * param + lr * sign
+        return beta2 * buffer + (1 - beta2) * grad
+    grad = grad + decay * param
+    momentum = options.get("momentum", 0.0)
+    if momentum:
+        buffer = grad if buffer is None else momentum * buffer + (1 - options.get("dampening", 0.0)) * grad
+        grad = grad + momentum * buffer if options.get("nesterov") else buffer
+    param -= lr * grad
+    return buffer
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.sampled(20)
+def test_steps_are_those_of_the_definition(kind: str, form: str) -> None:
+    model = wrapped()
+    optimizer = DistributedOptimizer(model, **CLASSES[kind], **FORMS[form])
+    masters = {name: p.detach().double() for name, p in model.module.named_parameters()}
+    buffers: dict[str, Tensor | None] = dict.fromkeys(masters)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        skipped = step in (0, 3)  # the first one too: momentum then begins in the second
+        for name, param in model.module.named_parameters():
+            grad = torch.randn(param.shape, generator=generator)
+            add_grad(param, grad)
+            if not skipped:
+                buffers[name] = plain_step(CLASSES[kind], masters[name], buffers[name], grad.double() / 4)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(float(skipped))  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+    for held in optimizer.full_slices():
+        name = held.name.removeprefix("module.")
+        torch.testing.assert_close(held.master.double(), masters[name].flatten(), rtol=1e-5, atol=1e-6)
+        for moment in held.state().values():
+            torch.testing.assert_close(moment.double(), buffers[name].flatten(), rtol=1e-5, atol=1e-6)
+        assert len(held.state()) == (0 if kind == "sgd" else 1)
+
+
+def test_momentum_of_a_checkpoint_without_steps_is_not_the_first() -> None:
+    """torch's SGD counts no steps, and dampening spares the first step alone."""
+    one = DistributedOptimizer(wrapped(), **CLASSES["dampened"])
+    other = DistributedOptimizer(wrapped(), **CLASSES["dampened"], **COMPACT)
+    generator = torch.Generator().manual_seed(1)
+    grads = [[torch.randn(p.shape, generator=generator) for p in one.model.module.parameters()] for _ in range(4)]
+
+    def step(optimizer: DistributedOptimizer, number: int) -> None:
+        for param, grad in zip(optimizer.model.module.parameters(), grads[number], strict=True):
+            add_grad(param, grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(one, 0)
+    step(one, 1)
+    other.load_state_dict(one.state_dict())
+    for number in (2, 3):
+        step(one, number)
+        step(other, number)
+    for held, theirs in zip(one.full_slices(), other.full_slices(), strict=True):
+        torch.testing.assert_close(held.master, theirs.master, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["nesterov", "lion"])
+def test_a_scaler_skips_on_the_device(kind: str) -> None:
+    model = wrapped()
+    optimizer = DistributedOptimizer(model, **CLASSES[kind], **COMPACT)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        before = [held.master.clone() for held in optimizer.full_slices()]
+        x = torch.full((2, 24), float("nan") if step == 0 else 0.5).bfloat16()
+        scaler.scale(model(x).float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = [held.master for held in optimizer.full_slices()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (step == 0)
+
+
+# ---- Lion alone. ----
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_lion_is_its_definition(maximize: bool) -> None:
+    param = nn.Parameter(torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    expected, buffer = param.detach().clone(), None
+    optimizer = Lion([param], maximize=maximize, **{k: v for k, v in CLASSES["lion"].items() if k[0] != "o"})
+    for step in range(5):
+        param.grad = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        buffer = plain_step(CLASSES["lion"], expected, buffer, -param.grad if maximize else param.grad)
+    torch.testing.assert_close(param.detach(), expected)
+    torch.testing.assert_close(optimizer.state[param]["exp_avg"], buffer)
+    assert optimizer.step(lambda: 3.0) == 3.0
+
+
+@pytest.mark.parametrize("form", [{}, COMPACT], ids=["full", "compact"])
+def test_a_gradient_of_nan_shows_in_the_parameter(form: dict[str, Any]) -> None:
+    model = wrapped()
+    optimizer = DistributedOptimizer(model, **CLASSES["lion"], **form)
+    weight = next(model.module.parameters())
+    grad = torch.zeros(weight.shape)
+    grad[0, 0] = float("nan")
+    add_grad(weight, grad)
+    optimizer.step()
+    assert weight[0, 0].isnan() and weight.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("options", [{"lr": -1.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}])
+def test_lion_refuses_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Lion needs"):
+        Lion([nn.Parameter(torch.zeros(1))], **options)
