@@ -13,7 +13,7 @@ from .graphs.training_step import GraphedTrainingStep as GraphedTrainingStep
 from .optimizer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
 from .optimizer.grad_norm import clip_grad_norm as clip_grad_norm
 from .optimizer.grad_scaler import GradScaler as GradScaler
-from .optimizer.lion import Lion as Lion
+from .torch_grads.lion import Lion as Lion
 from .wrapper.backward_order import recorded_backward_order as recorded_backward_order
 from .wrapper.data_parallel import DistributedDataParallel as DistributedDataParallel
 

@@ -20,11 +20,10 @@ from ..torch_grads.master_param import StateByMaster, WatchedMasters, late_grad
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .around_optimizer import AroundOptimizer
-from .fit import check_fits, check_storage, layout_key, shard_of_how_many
+from .fit import check_fits, check_optimizer_over_slices, check_storage, layout_key, refuse_scaler, shard_of_how_many
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .moment_blocks import check_blocks
-from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, counts_apart, is_fused
 from .param_sync import ParamSync
 from .state_forms import StateForm

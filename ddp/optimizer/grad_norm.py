@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..buckets.checks import check_scalable
 from ..wrapper.data_parallel import DistributedDataParallel
-from .over_slices import refuse_norm
+from .fit import refuse_norm
 
 __all__ = ["clip_coefficient", "clip_grad_norm", "global_grad_norm"]
 

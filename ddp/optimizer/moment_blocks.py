@@ -79,7 +79,7 @@ class MomentBlocks:
         return values
 
     def _parts(self, segment: Segment) -> Sequence[tuple[slice, slice]]:
-        """Of each parameter: its elements in the segment, and its scales."""
+        """Each parameter's elements in the segment, and its scales."""
         return [
             (slice(held.offset, held.offset + held.end - held.start), self.scales_in_segment(held))
             for held in self._slices[segment.master]

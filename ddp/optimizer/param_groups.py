@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket_params import BucketParam
-from .lion import Lion
+from ..torch_grads.lion import Lion
 
 __all__ = [
     "assign_groups",

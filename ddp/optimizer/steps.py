@@ -19,9 +19,9 @@ from ...kernels.optimizer.lion import LionUpdate
 from ...kernels.optimizer.reference import AdamOptions, AdamTensors, LionOptions, Options, SGDOptions
 from ...kernels.optimizer.sgd import SGDUpdate
 from ..collectives.streams import is_capturing
+from ..torch_grads.lion import Lion
 from ..torch_grads.optimizer import prepare_skippable_step
 from .flat_params import FlatBucket, ParamSlice, Segment
-from .lion import Lion
 from .moment_blocks import MomentBlocks, scale_key
 from .param_groups import is_fused
 
@@ -51,7 +51,7 @@ class _Rule(NamedTuple):
     moments: tuple[str, ...]
     """Keys of the state."""
     options: Callable[[Mapping[str, Any]], Options]
-    """Of a group."""
+    """Options of a group."""
 
 
 def _adam_options(group: Mapping[str, Any]) -> Options:
@@ -187,7 +187,7 @@ class OnePassSteps(TorchSteps):
     moment_dtype: torch.dtype = torch.float32
     """The dtype of moments between steps."""
     blocks: MomentBlocks | None = None
-    """Of moments in 8 bits."""
+    """Where scales lie; None: moments have none."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

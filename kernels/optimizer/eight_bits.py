@@ -16,6 +16,7 @@ one       128                            255
 """
 
 import functools
+import struct
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ LOW_SCALE, LIFT = 2.0**-64, 2.0**64
 
 
 def _fp32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
 
 
 def _counts(signed: bool) -> list[int]:
@@ -65,7 +67,7 @@ def _borders(signed: bool) -> list[float]:
 
 
 LEAST = {signed: _borders(signed)[0] for signed in (True, False)}
-"""Of a signed and of an unsigned code: smaller magnitudes are nearer to 0 than to the first value."""
+"""By whether a code is signed: smaller magnitudes are nearer to 0 than to the first value."""
 LEAST_ONE = {signed: _borders(signed)[-1] for signed in (True, False)}
 """Smaller magnitudes are nearer to the last value below 1."""
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from ...ddp.optimizer.lion import Lion
 from ...ddp.optimizer.param_groups import is_elementwise, is_of_torch
 from ...ddp.optimizer.steps import IN_ONE_PASS
+from ...ddp.torch_grads.lion import Lion
 from .error import ConfigError, require
 from .table import Natural, NotNegative, Positive, Range, Share, Table, require_defaults
 

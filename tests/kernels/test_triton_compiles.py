@@ -95,7 +95,7 @@ KERNELS = {
         **_ADAM, "EXP_AVG": "=bf16", "EXP_AVG_SQ": "=bf16", "PARAM": "=remainder",
     },
     "optimizer.triton_kernels.elements_kernel#bytes": {
-        **_ADAM, "GRAD": "=bf16", "EXP_AVG": "=8 bits", "EXP_AVG_SQ": "=8 bits", "PARAM": "=remainder",
+        **_ADAM, "EXP_AVG": "=8 bits", "EXP_AVG_SQ": "=8 bits", "PARAM": "=remainder",
         "TILE_BLOCKS": 4, "CHUNK_TILES": 2,
     },
     "permutation.triton_kernels._permute_kernel": {**_PERMUTATION, "INVERSE": False},

@@ -30,7 +30,7 @@ FAULTS = [
         tests=[TESTS + "test_what_would_cover_one_ranks_slices_is_refused"],
         changes=[
             Change(
-                "maingrad.ddp.optimizer.over_slices",
+                "maingrad.ddp.optimizer.fit",
                 "_refuse",
                 'if model.grids["dense"].leaves_ranks_out:',
                 "if False:",

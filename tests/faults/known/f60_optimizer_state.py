@@ -33,7 +33,7 @@ FAULTS = [
         sentence="Moments are rounded by where elements lie in a shard: the number of ranks changes training.",
         tests=[f"{COMPACT}::test_replicas_and_ranks_stay_equal_and_moments_are_bf16"],
         changes=[
-            Change("maingrad.ddp.optimizer.steps", "_row", "first=held.start", "first=0"),
+            Change("maingrad.ddp.optimizer.steps", "OnePassSteps._row", "first=held.start", "first=0"),
         ],
     ),
     Fault(
@@ -44,7 +44,7 @@ FAULTS = [
             Change(
                 FORMS,
                 "CompactSteps.take_loaded",
-                "state[key] = self._zeros(segment.master, self.moment_dtype).copy_(state[key])",
+                "self._keep(segment, key, state[key])",
                 "state[key] = state[key].to(segment.grads.device)",
             ),
         ],
