@@ -214,43 +214,12 @@ def _write_moment(
 
 
 @triton.jit
-def _update_tile(
-    row: tl.tensor, start: tl.tensor, scalars: tl.tensor, step_size: tl.tensor, correction2: tl.tensor,
-    codes: tl.tensor, divisor: tl.tensor,
-    GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, PARAM: tl.constexpr, RULE: tl.constexpr,
-    MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, TILE_BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
-) -> None:  # fmt: skip
-    """Elements from ``start`` on; WHOLE: all of them lie in the row."""
-    in_tile = tl.arange(0, TILE_BLOCKS)
-    block = start // _BLOCK + in_tile  # [blocks]
-    # [2, blocks, 32, 4]: a warp reads 128 elements at once, 4 adjacent ones a thread, and has whole blocks where the
-    # tile has a block for each warp.
-    at = start + tl.arange(0, 2)[:, None, None, None] * 128 + in_tile[None, :, None, None] * _BLOCK
-    at += tl.arange(0, 32)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    inside = at < tl.load(row)
+def _stepped(
+    grad: tl.tensor, master: tl.tensor, exp_avg: tl.tensor, exp_avg_sq: tl.tensor,
+    scalars: tl.tensor, step_size: tl.tensor, correction2: tl.tensor, RULE: tl.constexpr, EXP_AVG: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Master and moments after the step; those that the rule lacks are of no meaning."""
     decay = tl.load(scalars)
-
-    # Read everything first: loads that no store separates are in flight together.
-    grad = _to_float(_load(_pointer(tl.load(row + 1), GRAD, ALIGNED), at, inside, WHOLE), GRAD)
-    exp_avg = grad  # where the rule has none
-    exp_avg_sq = grad
-    if EXP_AVG != "":
-        exp_avg = _read_moment(row, 2, block, at, inside, codes, EXP_AVG, ALIGNED, WHOLE)
-    if EXP_AVG_SQ != "":
-        exp_avg_sq = _read_moment(row, 3, block, at, inside, codes + _CODE_SIZE, EXP_AVG_SQ, ALIGNED, WHOLE)
-    to_param = _pointer(tl.load(row + 5), PARAM, ALIGNED)
-    if PARAM == "remainder":
-        to_remainder = _pointer(tl.load(row + 6), PARAM, ALIGNED)
-        high = _load(to_param, at, inside, WHOLE).to(tl.int32) << 16
-        master = (high + _load(to_remainder, at, inside, WHOLE)).to(tl.float32, bitcast=True)
-    else:
-        to_master = _pointer(tl.load(row + 4), "fp32", ALIGNED)
-        master = _load(to_master, at, inside, WHOLE)
-
-    if divisor is not None:
-        grad = tl.div_rn(grad, tl.load(divisor))
-    if MAXIMIZE:
-        grad = -grad
     if RULE == "adamw" or RULE == "lion":
         master = tl.where(decay != 0.0, tl.fma(tl.zeros_like(master) - tl.load(scalars + 1), master, master), master)
     else:
@@ -284,6 +253,49 @@ def _update_tile(
             change = step_size * exp_avg
             is_zero = tl.where(denom > 0.0, change, 1.0) == 0.0
             master = master - tl.where(is_zero, change, tl.div_rn(tl.where(is_zero, 1.0, change), denom))
+    return master, exp_avg, exp_avg_sq
+
+
+@triton.jit
+def _update_tile(
+    row: tl.tensor, start: tl.tensor, scalars: tl.tensor, step_size: tl.tensor, correction2: tl.tensor,
+    codes: tl.tensor, divisor: tl.tensor,
+    GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, PARAM: tl.constexpr, RULE: tl.constexpr,
+    MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, TILE_BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Elements from ``start`` on; WHOLE: all of them lie in the row."""
+    in_tile = tl.arange(0, TILE_BLOCKS)
+    block = start // _BLOCK + in_tile  # [blocks]
+    # [2, blocks, 32, 4]: a warp reads 128 elements at once, 4 adjacent ones a thread, and has whole blocks where the
+    # tile has a block for each warp.
+    at = start + tl.arange(0, 2)[:, None, None, None] * 128 + in_tile[None, :, None, None] * _BLOCK
+    at += tl.arange(0, 32)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    inside = at < tl.load(row)
+
+    # Read everything first: loads that no store separates are in flight together.
+    grad = _to_float(_load(_pointer(tl.load(row + 1), GRAD, ALIGNED), at, inside, WHOLE), GRAD)
+    exp_avg = grad  # where the rule has none
+    exp_avg_sq = grad
+    if EXP_AVG != "":
+        exp_avg = _read_moment(row, 2, block, at, inside, codes, EXP_AVG, ALIGNED, WHOLE)
+    if EXP_AVG_SQ != "":
+        exp_avg_sq = _read_moment(row, 3, block, at, inside, codes + _CODE_SIZE, EXP_AVG_SQ, ALIGNED, WHOLE)
+    to_param = _pointer(tl.load(row + 5), PARAM, ALIGNED)
+    if PARAM == "remainder":
+        to_remainder = _pointer(tl.load(row + 6), PARAM, ALIGNED)
+        high = _load(to_param, at, inside, WHOLE).to(tl.int32) << 16
+        master = (high + _load(to_remainder, at, inside, WHOLE)).to(tl.float32, bitcast=True)
+    else:
+        to_master = _pointer(tl.load(row + 4), "fp32", ALIGNED)
+        master = _load(to_master, at, inside, WHOLE)
+
+    if divisor is not None:
+        grad = tl.div_rn(grad, tl.load(divisor))
+    if MAXIMIZE:
+        grad = -grad
+    master, exp_avg, exp_avg_sq = _stepped(
+        grad, master, exp_avg, exp_avg_sq, scalars, step_size, correction2, RULE, EXP_AVG
+    )
 
     bits = master.to(tl.int32, bitcast=True)
     if PARAM == "remainder":
