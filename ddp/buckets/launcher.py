@@ -49,7 +49,9 @@ class BucketLauncher:
         # Reductions run on streams of their own, so that the compute stream never waits for a collective. Where a
         # reduction has two collectives, a bucket's second one runs beside the next bucket's first one.
         num_streams = max([1, *(reduction.num_collectives for reduction in reductions)])
-        self._waits_early = device.type == "cuda" or num_streams == 1
+        self.waits_launch_nothing = device.type == "cuda" or num_streams == 1
+        """False on CPUs where reductions have two collectives: a wait begins the second one, so all ranks wait in one
+        order."""
         streams = [communication_stream(device) for _ in range(num_streams)]
         self._streams = [stream for stream in streams if stream is not None]
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
@@ -125,9 +127,9 @@ class BucketLauncher:
     def wait_for_all_but(self, num_latest: int) -> None:
         """Wait, as ``wait`` does, for the oldest reductions under way.
 
-        Nothing is done where a wait would begin a second collective (on CPUs): ranks come here at different times.
+        Nothing is done where waits begin second collectives: ranks come here at different times.
         """
-        if self._waits_early:
+        if self.waits_launch_nothing:
             for index in list(self._in_flight)[:-num_latest]:
                 self.wait_for(self._buckets[index])
 
