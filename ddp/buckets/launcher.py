@@ -59,6 +59,7 @@ class BucketLauncher:
         self._all_came = False  # no backward of the iteration is to come: only delayed gradients hold buckets back
         self._in_flight: dict[int, InFlight] = {}
         self._carried: dict[int, tuple[Tensor, Tensor]] = {}
+        self._waited_on: dict[int, torch.cuda.Stream] = {}  # in a backward, or a drain: other streams are still to wait
 
     def __del__(self) -> None:
         # The launcher may die while reductions run. Freed memory returns to the stream that allocated it, and this
@@ -111,6 +112,9 @@ class BucketLauncher:
         """Wait, as ``wait`` does, for one bucket's reduction."""
         flight = self._in_flight.get(bucket.index)
         if flight is None:
+            waited = self._waited_on.pop(bucket.index, None)
+            if waited is not None and waited != (current := current_stream(self._device)):
+                current.wait_stream(waited)
             return
         if self._reduced:
             order = partial(current_stream(self._device).wait_event, self._reduced[bucket.index])
@@ -132,6 +136,8 @@ class BucketLauncher:
         if self.waits_launch_nothing:
             for index in list(self._in_flight)[:-num_latest]:
                 self.wait_for(self._buckets[index])
+                if self._streams:
+                    self._waited_on[index] = current_stream(self._device)
 
     def carry(self) -> None:
         """The iteration goes on after its reductions: add what they gave after the next ones."""
@@ -139,6 +145,7 @@ class BucketLauncher:
 
     def reset(self, *, forget: bool = True) -> None:
         """Launch all buckets again: in a new iteration, or in one that goes on (not ``forget``)."""
+        self.wait()  # on this stream, where another one has waited
         self._next = 0
         self._all_came = False
         if forget:
@@ -146,6 +153,7 @@ class BucketLauncher:
 
     def forget(self) -> None:
         """A capture has failed: what was launched in it has not run. On CPUs it has, and is waited for."""
+        self._waited_on.clear()
         for bucket in self._buckets:
             flight = self._in_flight.pop(bucket.index, None)
             if flight is not None and not self._streams:
