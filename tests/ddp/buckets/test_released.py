@@ -616,6 +616,28 @@ def test_main_grad_is_there_until_the_reduction() -> None:
     simulate(reads_main_grad, 2)
 
 
+def adds_to_main_grad() -> None:
+    """``+=`` on an attribute also assigns. Later, the bucket has memory for another parameter's gradient."""
+    run = Run(released=True, bucket_size=None)
+    weight = run.module.first.weight
+    with run.model.no_sync():
+        loss_of(run.model, 0).backward()
+    once = weight.main_grad.clone()
+    weight.main_grad += 1
+    assert torch.equal(weight.main_grad, once + 1)
+    run.model.finish_grad_sync()
+    run.end()
+    add_grad(run.module.norm.weight, torch.ones(WIDTH))
+    with pytest.raises(RuntimeError, match=r"main_grad of parameter 'first\.weight' has no memory now"):
+        weight.main_grad.norm()
+    with pytest.raises(RuntimeError, match=r"main_grad of parameter 'first\.weight' has no memory now"):
+        weight.main_grad += 1
+
+
+def test_what_adds_to_main_grad_leaves_it_in_its_place() -> None:
+    simulate(adds_to_main_grad, 2)
+
+
 class WritesPastTheContract(nn.Module):
     """As ``WritesMainGrad``, and takes ``main_grad`` where it should ask ``get_main_grad``."""
 
