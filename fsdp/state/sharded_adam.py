@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.optimizer.state_forms import StateForm, knows_options
-from ...ddp.optimizer.steps import REMAINDER
+from ...ddp.optimizer.steps import MASTER, REMAINDER
 from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.reference import AdamOptions, AdamTensors
@@ -32,7 +32,7 @@ from ..tensors.parameter import ShardedParameter
 from .held_state import MOMENTS, STEP, HeldState
 from .host_state import HostState
 from .optimizer_state import params_of, translate_state_dicts
-from .optimizer_watch import bucket_of, buckets_of
+from .optimizer_watch import buckets_of
 
 __all__ = ["ShardedAdam", "ShardedAdamW", "sharded_class"]
 
@@ -79,6 +79,11 @@ class _ShardedAdam(Optimizer):
         translate_state_dicts(self)
         self.register_load_state_dict_pre_hook(_keep_given)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} is tied to its model's shards and is not copied or pickled; use state_dict()"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's."""
         super().add_param_group(param_group)
@@ -93,7 +98,7 @@ class _ShardedAdam(Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        knows_options(self.param_groups, type(self).__name__)
+        knows_options(self.optimizer_class, self.param_groups, type(self).__name__)
         self.refresh_masters()
         groups = self.param_groups
         options = [
@@ -231,7 +236,7 @@ class _ShardedAdam(Optimizer):
             bucket.show_grad_sums()
         if self._form.offload_state is not None and params:
             self._wait_for_host()
-            self._host = HostState(_by_bucket(params), params[0].device)
+            self._host = HostState(params)
             self._updates.clear()
             for param, held in self._held.items():
                 self._held[param] = held._replace(on_device=self._places(param, held.tensors))
@@ -371,16 +376,14 @@ def _keep_given(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = state_dict["state"]
+    if any(REMAINDER in given for given in state.values()):
+        raise ValueError(
+            f"{type(optimizer).__name__}.load_state_dict: a state dict has '{MASTER}', and this one has '{REMAINDER}'. "
+            f"torch's set_optimizer_state_dict asks for this name under flatten_optimizer_state_dict=True: leave that "
+            f"option out, in saves and loads, or use save_checkpoint and load_checkpoint"
+        )
     optimizer._given = {param: state[index] for index, param in zip(saved, params, strict=False) if index in state}
     return {**state_dict, "state": {}}
-
-
-def _by_bucket(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The parameters of each bucket; those that are not sharded are one more."""
-    found: dict[Any, list[Tensor]] = {}
-    for param in params:
-        found.setdefault(bucket_of(param), []).append(param)
-    return list(found.values())
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import maingrad
@@ -445,6 +449,38 @@ def test_torchs_class_takes_masters_in_its_first_step() -> None:
     simulate(run, 2)
 
 
+def test_torchs_class_takes_masters_of_plain_parameters() -> None:
+    """And keeps none beside them, which ``ShardedAdamW`` would take for the parameters' values when it loads."""
+
+    def make(cls: Any) -> tuple[FSDPModule, nn.Parameter, torch.optim.Optimizer]:
+        model, scale = shard(make_net()), nn.Parameter(torch.ones(3, dtype=BF16))
+        return model, scale, cls([*model.parameters(), scale], lr=0.1)
+
+    def trained(model: nn.Module, scale: nn.Parameter, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            scale.grad = torch.ones(3, dtype=BF16)
+            train(model, optimizer, range(step, step + 1))
+
+    model, scale, optimizer = make(ShardedAdamW)
+    trained(model, scale, optimizer, range(1))
+    between, middle, stock = make(torch.optim.AdamW)
+    translate_state_dicts(stock)
+    wide = torch.optim.AdamW([*between.parameters(), nn.Parameter(scale.detach().float())], lr=0.1)
+    translate_state_dicts(wide)
+    for to in (stock, wide):
+        with torch.no_grad():
+            middle.copy_(scale)
+        to.load_state_dict(optimizer.state_dict())
+        assert not any("master" in state for state in to.state.values())
+    assert torch.equal(wide.param_groups[0]["params"][-1].detach(), optimizer.masters()[scale])
+    trained(between, middle, stock, range(1, 4))
+    model, scale, optimizer = make(ShardedAdamW)
+    with torch.no_grad():
+        scale.copy_(middle)
+    optimizer.load_state_dict(stock.state_dict())
+    assert torch.equal(scale, middle)
+
+
 def test_a_state_dict_is_a_copy_in_full_form() -> None:
     model = shard(make_net())
     optimizer = ShardedAdamW(model.parameters(), **HYPER)
@@ -547,15 +583,42 @@ def test_gradients_are_freed_between_steps() -> None:
         ({"amsgrad": True}, "amsgrad"),
         ({"foreach": True}, "one pass"),
         ({"fused": False}, "one pass"),
+        ({"decoupled_weight_decay": True}, "take the class AdamW"),
     ],
 )
 def test_what_the_optimizer_lacks_is_refused(options: dict[str, Any], words: str) -> None:
     model = shard(make_net())
+    cls = ShardedAdam if "decoupled_weight_decay" in options else ShardedAdamW
     with pytest.raises(ValueError, match=words):
-        ShardedAdamW(model.parameters(), **options)
+        cls(model.parameters(), **options)
     backward(model, 0)
     assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {BF16}  # as before
     torch.optim.AdamW(model.parameters()).step()
+
+
+def test_an_option_of_the_other_class_that_comes_later_is_refused() -> None:
+    """torch's ``load_state_dict`` takes over the option that makes Adam AdamW."""
+    model = shard(make_net())
+    optimizer, other = ShardedAdam(model.parameters()), ShardedAdamW(shard(make_net()).parameters())
+    optimizer.load_state_dict(other.state_dict())
+    backward(model, 0)
+    with pytest.raises(ValueError, match="take the class AdamW"):
+        optimizer.step()
+
+
+def test_copies_and_flattened_state_are_refused_by_name() -> None:
+    model = shard(make_net())
+    optimizer = ShardedAdamW(model.parameters())
+    train(model, optimizer, range(1))
+    with pytest.raises(TypeError, match=r"ShardedAdamW .* use state_dict\(\)"):
+        copy.deepcopy(optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    given = get_optimizer_state_dict(model, optimizer, options=options)
+    before = masters_of(model, optimizer)
+    with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True: leave that option out"):
+        set_optimizer_state_dict(model, optimizer, given, options=options)
+    after = masters_of(model, optimizer)
+    assert all(torch.equal(master, after[name]) for name, master in before.items())
 
 
 def test_fp16_is_refused_by_name() -> None:
