@@ -33,6 +33,7 @@ from .held_state import MOMENTS, STEP, HeldState
 from .host_state import HostState
 from .optimizer_state import params_of, translate_state_dicts
 from .optimizer_watch import buckets_of
+from .state_dict import is_kept
 
 __all__ = ["ShardedAdam", "ShardedAdamW", "sharded_class"]
 
@@ -127,8 +128,8 @@ class _ShardedAdam(Optimizer):
         self._settle()
         for param, held in self._held.items():
             version = held.plain._version
-            if version != self._versions[param]:
-                self._versions[param] = version
+            known, self._versions[param] = self._versions[param], version
+            if version != known and not is_kept(param, known):
                 self._wait_for_host()
                 held.forget_remainder()
 

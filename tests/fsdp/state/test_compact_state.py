@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -445,6 +447,53 @@ def test_torchs_class_takes_masters_in_its_first_step() -> None:
                     param.detach().view(-1), torch.full_like(master, 2.0) if name == "2.weight" else master
                 )
         assert not any("master" in state for state in to.state.values())
+
+    simulate(run, 2)
+
+
+def test_torchs_functions_load_the_model_behind_its_optimizer() -> None:
+    """``set_state_dict`` does: the model's values are those that the masters have given it, and change nothing."""
+
+    def run() -> None:
+        (model, optimizer), (other, to) = compact_shards(make_net()), compact_shards(make_net(1))
+        train(model, optimizer, range(3))
+        weights, state = get_state_dict(model, optimizer)
+        set_state_dict(other, to, model_state_dict=weights, optim_state_dict=state)
+        other.load_state_dict(weights)  # a second time
+        train(model, optimizer, range(3, 5))
+        train(other, to, range(3, 5))
+        assert isinstance(optimizer, ShardedAdamW)
+        assert isinstance(to, ShardedAdamW)
+        expected, found = masters_of(model, optimizer), masters_of(other, to)
+        assert all(torch.equal(found[name], master) for name, master in expected.items())
+        # Values of another model are new masters, also behind a load that has changed nothing.
+        other.load_state_dict(other.state_dict())
+        other.load_state_dict(weights)
+        found = masters_of(other, to)
+        assert all(torch.equal(found[name], p.detach().float().view(-1)) for name, p in other.named_parameters())
+
+    simulate(run, 2)
+
+
+def test_frozen_parameters_get_no_state_by_a_load(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[FSDPModule, ShardedAdamW]:
+        net = make_net(seed)
+        net[0].weight.requires_grad_(False)
+        model = shard(net)
+        return model, ShardedAdamW(model.parameters(), **HYPER)
+
+    def run() -> None:
+        model, optimizer = make(0)
+        train(model, optimizer, range(2))
+        save_checkpoint(tmp_path / "first", model, optimizer)
+        for seed, path in ((1, "first"), (2, "second")):
+            other, to = make(seed)
+            load_checkpoint(tmp_path / path, other, to)
+            assert other[0].weight not in to.state
+            assert torch.equal(other[0].weight.detach(), model[0].weight.detach())
+            save_checkpoint(tmp_path / "second", other, to)
+        expected, found = masters_of(model, optimizer), masters_of(other, to)
+        assert all(torch.equal(found[name], master) for name, master in expected.items())
 
     simulate(run, 2)
 
