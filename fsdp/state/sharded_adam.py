@@ -295,7 +295,8 @@ class _ShardedAdam(Optimizer):
     ) -> AdamUpdate:
         """The kernel's table of these parameters, made anew where gradients have another dtype."""
         maximize = bool(self.param_groups[0]["maximize"])
-        key = (maximize, *[(id(param), group_of[param]) for param in params])
+        # Names too: they decide random bits, and torch's functions step once before the forward that tells them.
+        key = (maximize, *[(id(param), _name_of(param), group_of[param]) for param in params])
         update = self._updates.get(key)
         if update is None or not update.takes(grads):
             if len(self._updates) >= _MOST_UPDATES:

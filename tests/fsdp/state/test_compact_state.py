@@ -475,6 +475,19 @@ def test_torchs_functions_load_the_model_behind_its_optimizer() -> None:
     simulate(run, 2)
 
 
+def test_a_step_before_the_first_forward_changes_no_random_bits() -> None:
+    """``set_optimizer_state_dict`` takes one, with gradients of zeros, where units know no names yet."""
+    model, other = shard(make_net(), dtype=FP32), shard(make_net(1), dtype=FP32)
+    optimizer, to = (ShardedAdamW(each.parameters(), **HYPER) for each in (model, other))
+    train(model, optimizer, range(2))
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, to, get_optimizer_state_dict(model, optimizer))
+    train(model, optimizer, range(2, 4))
+    train(other, to, range(2, 4))
+    for param, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[param]["exp_avg"], to.state[same]["exp_avg"])
+
+
 def test_frozen_parameters_get_no_state_by_a_load(tmp_path: Path) -> None:
     def make(seed: int) -> tuple[FSDPModule, ShardedAdamW]:
         net = make_net(seed)
