@@ -132,17 +132,33 @@ class TorchSteps:
         found_inf  0-dim fp32; 1.0: nothing changes. None: nobody looks
         """
         chosen = {id(flat.params) for flat in flats}
+        mine = [segment for segment in self.segments if id(segment.flat.params) in chosen]
         self.is_running = True
         try:  # the other masters have no gradient in this pass
             for segment in self.segments:
-                grads = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
-                segment.master.grad = grads
-            self._step_inner(divisor, found_inf)
+                segment.master.grad = None
+            for part in self._begun_and_not(mine):
+                for segment in part:
+                    segment.master.grad = segment.grads.to(segment.master.dtype)
+                self._step_inner(divisor, found_inf)
+                for segment in part:
+                    segment.master.grad = None
         finally:  # it may raise (no memory for its state): gradients are shown again, and the next step begins anew
             for segment in self.segments:
                 segment.master.grad = None
             self.is_running = False
         self.round(flats)
+
+    def _begun_and_not(self, segments: list[Segment]) -> list[list[Segment]]:
+        """Parts that are updated one after the other.
+
+        torch's fused SGD takes the first step of all its parameters, or of none. A checkpoint may have momentum for a
+        part of them: for those that had gradients before.
+        """
+        has = [self.inner.state.get(segment.master, {}).get("momentum_buffer") is not None for segment in segments]
+        if not isinstance(self.inner, torch.optim.SGD) or len(set(has)) < 2:
+            return [segments]
+        return [[one for one, begun in zip(segments, has, strict=True) if begun == which] for which in (True, False)]
 
     def _step_inner(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         # A loaded group may have ``fused`` off.
