@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from ...ddp.optimizer.steps import MASTER, REMAINDER
+from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ...kernels.optimizer.reference import join_master, split_master
 
-__all__ = ["MOMENTS", "STEP", "HeldState"]
+__all__ = ["MOMENTS", "STEP", "HeldState", "flat_of"]
 
 STEP = "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -66,6 +67,12 @@ class HeldState(NamedTuple):
     def master(self) -> Tensor:
         """The fp32 master [elements here] of a compact parameter, a copy in host memory."""
         return join_master(self.plain.cpu(), self.tensors[REMAINDER].view(-1).cpu())
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """A plain tensor of one dim: with the same memory and version where ``tensor`` is contiguous, else a copy."""
+    with DisableTorchFunctionSubclass():
+        return tensor.detach().reshape(-1)
 
 
 def _copy(key: str, mine: Tensor, value: Tensor) -> None:

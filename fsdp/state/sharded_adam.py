@@ -29,7 +29,7 @@ from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.reference import AdamOptions, AdamTensors
 from ..tensors.parameter import ShardedParameter
-from .held_state import MOMENTS, STEP, HeldState
+from .held_state import MOMENTS, STEP, HeldState, flat_of
 from .host_state import HostState
 from .optimizer_state import params_of, translate_state_dicts
 from .optimizer_watch import buckets_of
@@ -81,15 +81,17 @@ class _ShardedAdam(Optimizer):
         self.register_load_state_dict_pre_hook(_keep_given)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"{type(self).__name__} is tied to its model's shards and is not copied or pickled; use state_dict()"
-        )
+        raise TypeError(f"{type(self).__name__} is tied to its model's shards, and not copied: use state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's."""
         super().add_param_group(param_group)
         if self._is_built:
-            self._adopt_params()
+            try:
+                self._adopt_params()
+            except ValueError:
+                self.param_groups.pop()
+                raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -115,7 +117,7 @@ class _ShardedAdam(Optimizer):
                 self._begin(param)
         divisor, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
         for chosen in [stepping] if self._host is None else self._host.by_bucket(stepping):
-            flat = [_flat(grads[param]) for param in chosen]
+            flat = [flat_of(grads[param]) for param in chosen]
             update = self._update_of(chosen, flat, index_of)
             with self._on_device(chosen):
                 update(options, grads=flat, divisor=divisor, found_inf=found_inf)
@@ -153,7 +155,7 @@ class _ShardedAdam(Optimizer):
             self._wait_for_host()
             known = {param: held.master() for param, held in self._held.items() if held.is_compact}
         return {
-            param: known[param].view(-1) if param in known else _flat(param).to("cpu", torch.float32)
+            param: known[param].view(-1) if param in known else flat_of(param).to("cpu", torch.float32)
             for param in params_of(self)
             if param.dtype is torch.bfloat16
         }
@@ -220,6 +222,11 @@ class _ShardedAdam(Optimizer):
             )
         named = [(_name_of(param), param.dtype) for param in params]
         self._form.check(self.optimizer_class, named, self.param_groups)
+        for param in params:
+            if not param.is_contiguous():
+                raise ValueError(
+                    f"a parameter of shape {list(param.shape)} is not contiguous: set param.data = param.contiguous()"
+                )
         for name, dtype in () if self._form.is_compact else named:
             if dtype is not torch.float32:
                 raise ValueError(
@@ -252,7 +259,7 @@ class _ShardedAdam(Optimizer):
         where: dict[str, Any] = {"device": "cpu", "pin_memory": param.is_cuda} if on_host else {"device": param.device}
         tensors = {STEP: torch.zeros((), dtype=torch.float32, device=param.device)}
         tensors |= {key: torch.zeros(param.shape, dtype=dtype, **where) for key, dtype in dtypes.items()}
-        self._held[param] = held = HeldState(tensors, _flat(param), self._places(param, tensors))
+        self._held[param] = held = HeldState(tensors, flat_of(param), self._places(param, tensors))
         self._versions[param] = held.plain._version
         self.state[param] = dict(tensors)
 
@@ -386,12 +393,6 @@ def _keep_given(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         )
     optimizer._given = {param: state[index] for index, param in zip(saved, params, strict=False) if index in state}
     return {**state_dict, "state": {}}
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """A plain tensor of one dim, in the same memory and with the same version."""
-    with DisableTorchFunctionSubclass():
-        return tensor.detach().view(-1)
 
 
 def _name_of(param: Tensor) -> str:

@@ -245,6 +245,19 @@ def test_a_group_that_comes_later_and_a_plain_parameter() -> None:
     assert torch.allclose(scale.detach(), torch.full((3,), 0.9))
 
 
+def test_a_plain_gradient_of_other_strides_and_a_group_that_is_refused() -> None:
+    model, plain = shard(make_net()), nn.Parameter(torch.zeros(2, 3))
+    optimizer = ShardedAdamW([*model.parameters(), plain], lr=0.1, weight_decay=0.0)
+    for refused in (nn.Parameter(torch.zeros(2, dtype=torch.float16)), nn.Parameter(torch.zeros(3, 2).t())):
+        with pytest.raises(ValueError, match=r"float16|not contiguous"):
+            optimizer.add_param_group({"params": [refused]})
+        assert len(optimizer.param_groups) == 1
+    plain.grad = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [-1.0, 1.0]]).t()
+    backward(model, 0)
+    optimizer.step()
+    torch.testing.assert_close(plain.detach(), torch.tensor([[-0.1, 0.1, 0.1], [-0.1, -0.1, -0.1]]))
+
+
 def test_an_optimizer_that_is_built_after_the_backward() -> None:
     """``.grad`` was shown in bf16 before, and a program has changed one."""
     early, late = shard(make_net()), shard(make_net())
