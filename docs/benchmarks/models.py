@@ -151,10 +151,11 @@ def _recipe(name):
     return _zero1(f"zero1_{name}", f"maingrad ZeRO-1, {type(recipe).__name__}", options=options, recipe=recipe)
 
 
-def _state(name, words, **optimizer_options):
-    """ZeRO-1 with its optimizer's state in another form."""
-    label, options = f"maingrad ZeRO-1, {words}", f"{_ZERO1} with {words}"
-    return _zero1(f"zero1_{name}", label, options=options, optimizer_options=optimizer_options)
+def _less(name, words, *, release_grads=False, **optimizer_options):
+    """ZeRO-1 in less memory."""
+    label, options = f"maingrad ZeRO-1, {words}", f"{_ZERO1}; {words}"
+    how = {"release_grads": True} if release_grads else {}
+    return _zero1(f"zero1_{name}", label, options=options, optimizer_options=optimizer_options, **how)
 
 
 def _symmetric(stage, reshard):
@@ -178,9 +179,11 @@ ROWS: dict[str, Row] = {
         refuse=refuse_graphs,
     ),
     **_zero1("zero1_linear", "maingrad ZeRO-1, nn.Linear", options=f"{_ZERO1}; not converted", fused=False),
-    **_state("compact", "compact state", state="compact"),
-    **_state("host", "state on the host", offload_state="host"),
-    **_state("compact_host", "compact state on the host", state="compact", offload_state="host"),
+    **_less("released", "gradients released", release_grads=True),
+    **_less("compact", "compact state", state="compact"),
+    **_less("compact_released", "compact state, gradients released", state="compact", release_grads=True),
+    **_less("host", "state on the host", offload_state="host"),
+    **_less("compact_host", "compact state on the host", state="compact", offload_state="host"),
     **_recipe("float8_current"),
     **_recipe("float8_block"),
     **_zero3("zero3", "maingrad ZeRO-3", options=_ZERO3),

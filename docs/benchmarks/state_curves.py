@@ -51,6 +51,7 @@ def losses_of(options, form, seed):
             "train.seed": seed,
             "train.out-dir": folder,
             "train.max-seconds": 600.0,
+            "train.cuda-graph": str(options.device == "cuda").lower(),
             "optimizer.warmup-steps": min(30, options.steps // 4),
         }
         words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]

@@ -245,14 +245,9 @@ def _stepped(
             square = grad * grad
             exp_avg = tl.fma(own1, exp_avg, new)
             exp_avg_sq = tl.fma(own2, exp_avg_sq, tl.fma(-own2, square, square))
-            # Rows of an embedding that no token has chosen have moments of zero, for which roots and quotients take far
-            # longer. Their values are known: one is computed in their place.
-            unseen = tl.where(correction2 > 0.0, exp_avg_sq, 1.0) == 0.0
-            root = tl.div_rn(tl.sqrt_rn(tl.where(unseen, 1.0, exp_avg_sq)), correction2)
-            denom = tl.where(unseen, 0.0, root) + own3
-            change = step_size * exp_avg
-            is_zero = tl.where(denom > 0.0, change, 1.0) == 0.0
-            master = master - tl.where(is_zero, change, tl.div_rn(tl.where(is_zero, 1.0, change), denom))
+            denom = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction2) + own3
+            master = master - tl.div_rn(step_size * exp_avg, denom)
+
     return master, exp_avg, exp_avg_sq
 
 
@@ -266,10 +261,13 @@ def _update_tile(
     """Elements from ``start`` on; WHOLE: all of them lie in the row."""
     in_tile = tl.arange(0, TILE_BLOCKS)
     block = start // _BLOCK + in_tile  # [blocks]
-    # [2, blocks, 32, 4]: a warp reads 128 elements at once, 4 adjacent ones a thread, and has whole blocks where the
-    # tile has a block for each warp.
-    at = start + tl.arange(0, 2)[:, None, None, None] * 128 + in_tile[None, :, None, None] * _BLOCK
-    at += tl.arange(0, 32)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    if EXP_AVG == "8 bits" or EXP_AVG_SQ == "8 bits":
+        # [2, blocks, 32, 4]: a warp reads 128 elements at once, 4 adjacent ones a thread, and has whole blocks where
+        # the tile has a block for each warp.
+        at = start + tl.arange(0, 2)[:, None, None, None] * 128 + in_tile[None, :, None, None] * _BLOCK
+        at += tl.arange(0, 32)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    else:
+        at = start + tl.arange(0, TILE_BLOCKS * _BLOCK)
     inside = at < tl.load(row)
 
     # Read everything first: loads that no store separates are in flight together.
@@ -292,7 +290,7 @@ def _update_tile(
     if divisor is not None:
         grad = tl.div_rn(grad, tl.load(divisor))
     if MAXIMIZE:
-        grad = -grad
+        grad *= -1.0  # the compiler's minus makes +0 of +0
     master, exp_avg, exp_avg_sq = _stepped(
         grad, master, exp_avg, exp_avg_sq, scalars, step_size, correction2, RULE, EXP_AVG
     )
