@@ -65,7 +65,8 @@ class DistributedDataParallelConfig:
     """No parameter is split between shards, for optimizers that need whole matrices. Shards are less even."""
     release_grads: bool = False
     """A bucket has memory from an iteration's first gradient to the end of its reduction, and each rank keeps its shard
-    of the reduced gradients. Programs read ``.grad``, not ``main_grad``. Needs ``use_distributed_optimizer``."""
+    of the reduced gradients. Programs read ``.grad``, not ``main_grad``. Needs ``use_distributed_optimizer``. Where
+    ranks use different parameters and communicate in backward, needs ``find_unused_parameters`` too."""
     shard_atom: int = 1
     """Elements of a parameter, counted from its start, that no border between shards cuts. 256: for optimizer moments
     in 8 bits. Shards get a little longer."""

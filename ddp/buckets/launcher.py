@@ -49,7 +49,9 @@ class BucketLauncher:
         # Reductions run on streams of their own, so that the compute stream never waits for a collective. Where a
         # reduction has two collectives, a bucket's second one runs beside the next bucket's first one.
         num_streams = max([1, *(reduction.num_collectives for reduction in reductions)])
-        self._waits_early = device.type == "cuda" or num_streams == 1
+        self.waits_launch_nothing = device.type == "cuda" or num_streams == 1
+        """False on CPUs where reductions have two collectives: a wait begins the second one, so all ranks wait in one
+        order."""
         streams = [communication_stream(device) for _ in range(num_streams)]
         self._streams = [stream for stream in streams if stream is not None]
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
@@ -57,6 +59,7 @@ class BucketLauncher:
         self._all_came = False  # no backward of the iteration is to come: only delayed gradients hold buckets back
         self._in_flight: dict[int, InFlight] = {}
         self._carried: dict[int, tuple[Tensor, Tensor]] = {}
+        self._waited_on: dict[int, torch.cuda.Stream] = {}  # in a backward, or a drain: other streams are still to wait
 
     def __del__(self) -> None:
         # The launcher may die while reductions run. Freed memory returns to the stream that allocated it, and this
@@ -109,6 +112,9 @@ class BucketLauncher:
         """Wait, as ``wait`` does, for one bucket's reduction."""
         flight = self._in_flight.get(bucket.index)
         if flight is None:
+            waited = self._waited_on.pop(bucket.index, None)
+            if waited is not None and waited != (current := current_stream(self._device)):
+                current.wait_stream(waited)
             return
         if self._reduced:
             order = partial(current_stream(self._device).wait_event, self._reduced[bucket.index])
@@ -125,11 +131,13 @@ class BucketLauncher:
     def wait_for_all_but(self, num_latest: int) -> None:
         """Wait, as ``wait`` does, for the oldest reductions under way.
 
-        Nothing is done where a wait would begin a second collective (on CPUs): ranks come here at different times.
+        Nothing is done where waits begin second collectives: ranks come here at different times.
         """
-        if self._waits_early:
+        if self.waits_launch_nothing:
             for index in list(self._in_flight)[:-num_latest]:
                 self.wait_for(self._buckets[index])
+                if self._streams:
+                    self._waited_on[index] = current_stream(self._device)
 
     def carry(self) -> None:
         """The iteration goes on after its reductions: add what they gave after the next ones."""
@@ -137,6 +145,7 @@ class BucketLauncher:
 
     def reset(self, *, forget: bool = True) -> None:
         """Launch all buckets again: in a new iteration, or in one that goes on (not ``forget``)."""
+        self.wait()  # on this stream, where another one has waited
         self._next = 0
         self._all_came = False
         if forget:
@@ -144,6 +153,7 @@ class BucketLauncher:
 
     def forget(self) -> None:
         """A capture has failed: what was launched in it has not run. On CPUs it has, and is waited for."""
+        self._waited_on.clear()
         for bucket in self._buckets:
             flight = self._in_flight.pop(bucket.index, None)
             if flight is not None and not self._streams:

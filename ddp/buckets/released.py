@@ -7,6 +7,8 @@
 A bucket that takes memory first waits for all reductions under way but the latest two, so that a backward has about
 three buckets in memory: one that is written, and two that are reduced. Under CUDA streams wait, and the host goes on.
 Under a pipeline's schedule nothing waits: the reduction may need a stage of another rank that is behind this one.
+Another rank that does not use a parameter launches its bucket at the end of its backward, unless unused parameters are
+found. It never comes there if its backward needs a collective that this rank begins behind the wait.
 """
 
 from collections.abc import Callable

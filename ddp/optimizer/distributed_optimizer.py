@@ -163,7 +163,7 @@ class DistributedOptimizer(AroundOptimizer):
             )
         self.model.start_for_step()
         self.model.steps.record_update()
-        if not (self.model.is_reduced or self.model.ddp_config.can_wait_by_bucket):
+        if not (self.model.is_reduced or self.model.can_wait_by_bucket):
             self.model.finish_reduction("optimizer.step()")  # what follows needs all at once
         self.finish_param_sync()
         self.refresh_masters()

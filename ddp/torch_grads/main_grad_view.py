@@ -18,6 +18,12 @@ class MainGradView(ShownGrad):
     record: GradRecord
 
     @staticmethod
+    def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = ShownGrad.__torch_function__(func, types, args, kwargs)
+        # ``param.main_grad += grad`` stores in ``param.main_grad`` what is returned here.
+        return args[0] if args and isinstance(args[0], MainGradView) and found is args[0].record.view else found
+
+    @staticmethod
     def of_record(param: Tensor, record: GradRecord) -> "MainGradView":
         """The view of ``param``'s accumulator."""
         view = without_memory(param, param.shape, record.view.dtype, record.name, None, None, cls=MainGradView)

@@ -185,10 +185,16 @@ class BucketIteration(AroundModule):
         """Whether no bucket holds a gradient of this iteration so far."""
         return not self._launched and all(bucket.is_clear for bucket in self.buckets)
 
+    @property
+    def can_wait_by_bucket(self) -> bool:
+        """Whether a step may wait for buckets one by one, in its own order: other ranks may wait for all at once, by
+        ``finish_grad_sync``."""
+        return self.ddp_config.can_wait_by_bucket and self._launcher.waits_launch_nothing
+
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
         """After ``start_grad_sync``: wait for some buckets. After the last bucket, ``finish_grad_sync`` is done.
 
-        ``DistributedOptimizer.step`` so updates buckets while others are reduced, if ``ddp_config.can_wait_by_bucket``.
+        ``DistributedOptimizer.step`` so updates buckets while others are reduced, if ``can_wait_by_bucket``.
         """
         self.steps.finish()
         for bucket in buckets:

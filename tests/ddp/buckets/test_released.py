@@ -502,6 +502,61 @@ def test_under_a_schedule_no_bucket_waits() -> None:
     simulate(under_a_schedule, 2)
 
 
+class SumOverRanks(torch.autograd.Function):
+    """Sums its gradient over ranks, as the backward of ``nn.SyncBatchNorm`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        dx = dy.clone()
+        dist.all_reduce(dx, group=ctx.group)
+        return dx, None
+
+
+class UsesOthersOnEachRank(nn.Module):
+    """The second rank leaves the last layer out. Ranks communicate in backward, behind four buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(7))
+        self.group = dist.new_group()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: 7 - rank_of()]:
+            x = layer(SumOverRanks.apply(x, self.group) if layer is self.layers[1] else x)
+        return x
+
+
+def uses_others_on_each_rank(released: bool) -> list[Tensor]:
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        bucket_size=260,
+        release_grads=released,
+        find_unused_parameters=released,
+    )
+    model = DistributedDataParallel(UsesOthersOnEachRank(), config)
+    optimizer = DistributedOptimizer(model)
+    for step in range(STEPS):
+        model(torch.full((2, WIDTH), float(step + rank_of()))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.module.parameters()]
+
+
+def test_a_rank_that_waits_in_backward_lets_others_come_where_unused_parameters_are_found() -> None:
+    """Without ``find_unused_parameters`` the first rank waits for a bucket that the second would launch at the end of
+    its backward, which waits for the first: the reference warns of it."""
+    kept, released = (simulate(partial(uses_others_on_each_rank, each), 2) for each in (False, True))
+    assert all(map(torch.equal, kept[0], released[0]))
+    assert all(map(torch.equal, kept[0], released[1]))
+
+
 def in_flight_without_a_step() -> None:
     gc.collect()
     before = live_nbytes()
@@ -559,6 +614,28 @@ def reads_main_grad() -> None:
 
 def test_main_grad_is_there_until_the_reduction() -> None:
     simulate(reads_main_grad, 2)
+
+
+def adds_to_main_grad() -> None:
+    """``+=`` on an attribute also assigns. Later, the bucket has memory for another parameter's gradient."""
+    run = Run(released=True, bucket_size=None)
+    weight = run.module.first.weight
+    with run.model.no_sync():
+        loss_of(run.model, 0).backward()
+    once = weight.main_grad.clone()
+    weight.main_grad += 1
+    assert torch.equal(weight.main_grad, once + 1)
+    run.model.finish_grad_sync()
+    run.end()
+    add_grad(run.module.norm.weight, torch.ones(WIDTH))
+    with pytest.raises(RuntimeError, match=r"main_grad of parameter 'first\.weight' has no memory now"):
+        weight.main_grad.norm()
+    with pytest.raises(RuntimeError, match=r"main_grad of parameter 'first\.weight' has no memory now"):
+        weight.main_grad += 1
+
+
+def test_what_adds_to_main_grad_leaves_it_in_its_place() -> None:
+    simulate(adds_to_main_grad, 2)
 
 
 class WritesPastTheContract(nn.Module):

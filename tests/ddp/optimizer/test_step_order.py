@@ -65,3 +65,22 @@ def tokens_are_missing() -> str:
 
 def test_started_alone_says_that_tokens_are_missing() -> None:
     assert "set_num_tokens" in tokens_are_missing()
+
+
+def run_in_instances(gathers: bool, *ends_by: str) -> list[torch.Tensor]:
+    """Each rank ends its iterations in its own way."""
+    config = {
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": gathers,
+        "num_distributed_optimizer_instances": 2,
+    }
+    return run(ends_by[dist.get_rank()], config, None)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_ranks_may_wait_at_once_and_by_bucket_where_waits_begin_collectives(gathers: bool) -> None:
+    """On CPUs a reduction over several instances begins its second collective when a rank waits for the first."""
+    ways = ["step", "finish", "finish", "step"]
+    expected = simulate(run_in_instances, 4, gathers, *["finish"] * 4)
+    for found in simulate(run_in_instances, 4, gathers, *ways):
+        assert all(map(torch.equal, found, expected[0]))
