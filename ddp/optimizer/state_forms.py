@@ -33,6 +33,7 @@ from .steps import (
     FullState,
     OnePassSteps,
     TorchSteps,
+    check_decay,
 )
 
 __all__ = ["StateCopies", "StateForm", "knows_options"]
@@ -57,7 +58,7 @@ class CompactSteps(OnePassSteps):
         super().update(flats, divisor, found_inf)
 
     def _fits(self, groups: Sequence[Mapping[str, Any]], divisor: Tensor | None) -> bool:
-        return knows_options(groups, 'state="compact"')
+        return knows_options(type(self.inner), groups, 'state="compact"')
 
     def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
         tensors = super()._tensors_of(segment)
@@ -164,7 +165,7 @@ class _OnHost(OnePassSteps):
         """Whether an eager step's copies may be under way."""
 
     def _fits(self, groups: Sequence[Mapping[str, Any]], divisor: Tensor | None) -> bool:
-        return knows_options(groups, 'offload_state="host"')
+        return knows_options(type(self.inner), groups, 'offload_state="host"')
 
     @torch.no_grad()
     def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
@@ -310,8 +311,9 @@ def _full_copy(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", torch.float32, copy=True)
 
 
-def knows_options(groups: Sequence[Mapping[str, Any]], what: str) -> bool:
+def knows_options(cls: type, groups: Sequence[Mapping[str, Any]], what: str) -> bool:
     """True, or ``ValueError`` for options that came after the optimizer was built, and that the kernel lacks."""
+    check_decay(cls, groups, what)
     if any(group.get("amsgrad") for group in groups):
         raise ValueError(f"{what} does not go with amsgrad=True, which a group has by now: set it to False")
     if len({bool(group["maximize"]) for group in groups}) > 1:
@@ -354,6 +356,7 @@ class StateForm(NamedTuple):
         if cls not in IN_ONE_PASS:
             known = ", ".join(each.__name__ for each in IN_ONE_PASS)
             raise ValueError(f"{what} is for {known}, not {cls.__name__}: leave it out")
+        check_decay(cls, options, what)
         for group in options:
             for key in ("amsgrad", "maximize", "differentiable"):
                 if group.get(key):

@@ -6,7 +6,7 @@
 """
 
 import zlib
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ __all__ = [
     "FullState",
     "OnePassSteps",
     "TorchSteps",
+    "check_decay",
 ]
 
 MASTER, REMAINDER, SECOND_MOMENT = "master", "remainder", "exp_avg_sq"
@@ -76,6 +77,22 @@ _RULES: dict[type, _Rule] = {
 }
 IN_ONE_PASS = tuple(_RULES)
 """Classes whose steps can run in one pass."""
+
+
+def _decays_otherwise(cls: type, groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether torch's ``decoupled_weight_decay`` of a group gives Adam the decay of AdamW, or AdamW that of Adam."""
+    own = issubclass(cls, torch.optim.AdamW)
+    return any(bool(group.get("decoupled_weight_decay", own)) != own for group in groups)
+
+
+def check_decay(cls: type, groups: Sequence[Mapping[str, Any]], what: str) -> None:
+    """Raise ``ValueError`` for such a group of an optimizer that has no other steps."""
+    if _decays_otherwise(cls, groups):
+        decoupled = not issubclass(cls, torch.optim.AdamW)
+        raise ValueError(
+            f"{what} does not go with decoupled_weight_decay={decoupled} of {cls.__name__}: take the class "
+            f"{'AdamW' if decoupled else 'Adam'}, which decays so"
+        )
 
 
 class FullState(NamedTuple):
@@ -221,6 +238,8 @@ class OnePassSteps(TorchSteps):
         decays = any(group["weight_decay"] for group in groups)
         if type(self.inner) is torch.optim.Adam and divisor is None and decays:
             return False
+        if _decays_otherwise(type(self.inner), groups):
+            return False
         return len({bool(group["maximize"]) for group in groups}) == 1 and not any(
             group.get("amsgrad")
             or not group.get("fused", True)
@@ -293,6 +312,8 @@ class OnePassSteps(TorchSteps):
         for key in moments:
             if state.get(key) is None:
                 self._keep(segment, key, None)
+                # SGD may have stepped without momentum. Dampening spares the first step of a buffer.
+                state["step"] = torch.zeros_like(state["step"])
         return {key: state[key] for key in ("step", *moments, *map(scale_key, moments)) if key in state}
 
     def _keep(self, segment: Segment, key: str, values: Tensor | None) -> None:

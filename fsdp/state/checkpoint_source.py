@@ -96,6 +96,8 @@ class ShardedSource:
         if isinstance(checked, ShardedAdamW | ShardedAdam):
             state = full = checked.full_state()
             masters = checked.masters({param: known.pop(MASTER) for param, known in full.items() if MASTER in known})
+            # Frozen parameters without state get none by a load of their masters.
+            masters = {param: each for param, each in masters.items() if param.requires_grad or param in full}
         self._masters = {} if saving else masters
         groups = {} if checked is None else _groups_of(checked)
         # A frozen parameter without state counts as in no group.

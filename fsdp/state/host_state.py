@@ -6,12 +6,14 @@ captured step copies on its own stream.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.optimizer.state_forms import StateCopies
+from .optimizer_watch import bucket_of
 
 __all__ = ["HostState"]
 
@@ -22,19 +24,21 @@ _ALIGNED = 64
 class HostState:
     """Device memory for the state of two buckets, which buckets use by turns.
 
-    buckets  the parameters of each bucket, in the order of updates
-    device   of the updates
+    params  of the optimizer, on one device. Those that are not sharded are one more bucket
     """
 
-    def __init__(self, buckets: Sequence[Sequence[Tensor]], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        device = self._device = params[0].device
+        buckets: dict[Any, list[Tensor]] = {}
+        for param in params:
+            buckets.setdefault(bucket_of(param), []).append(param)
         self._number: dict[Tensor, int] = {}
         """The bucket of each parameter."""
         self._start: dict[Tensor, int] = {}
         self._most = 0
-        for number, params in enumerate(buckets):
+        for number, members in enumerate(buckets.values()):
             end = 0
-            for param in params:
+            for param in members:
                 self._number[param], self._start[param] = number, end
                 end += -(-param.numel() // _ALIGNED) * _ALIGNED
             self._most = max(self._most, end)

@@ -138,19 +138,20 @@ def _to_shards(
         for param, values in translated.items()
     }
     if not getattr(optimizer, "keeps_masters", False):
-        for param in translated:
-            _take_master(param, shards[param].pop(MASTER, None))
+        for param, known in states.items():
+            if MASTER in known:  # of a plain parameter too, whose state needs no translation
+                entry = shards.setdefault(param, dict(known))
+                _take_master(param, entry.pop(MASTER))
     return shards
 
 
-def _take_master(param: ShardedParameter, master: Tensor | None) -> None:
-    """Write the masters of compact state (``ShardedAdamW``) into shards that are masters themselves.
+def _take_master(param: Tensor, master: Tensor) -> None:
+    """Write the masters of compact state (``ShardedAdamW``) into parameters that are masters themselves.
 
     Elements stay that are not the master's rounding: the program has given the parameter other values since.
     """
-    if master is not None:
-        rounded = split_master(master.float())[0]
-        param.copy_(torch.where(rounded.to(param.dtype) == param, master, param))
+    master = master.to(param.device, torch.float32)
+    param.copy_(torch.where(split_master(master)[0].to(param.dtype) == param, master, param))
 
 
 def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedParameter, dict[str, Tensor]]:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.optimizer.state_forms import StateForm, knows_options
-from ...ddp.optimizer.steps import REMAINDER
+from ...ddp.optimizer.steps import MASTER, REMAINDER
 from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.reference import AdamOptions, AdamTensors
@@ -32,7 +32,8 @@ from ..tensors.parameter import ShardedParameter
 from .held_state import MOMENTS, STEP, HeldState
 from .host_state import HostState
 from .optimizer_state import params_of, translate_state_dicts
-from .optimizer_watch import bucket_of, buckets_of
+from .optimizer_watch import buckets_of
+from .state_dict import is_kept
 
 __all__ = ["ShardedAdam", "ShardedAdamW", "sharded_class"]
 
@@ -79,6 +80,11 @@ class _ShardedAdam(Optimizer):
         translate_state_dicts(self)
         self.register_load_state_dict_pre_hook(_keep_given)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} is tied to its model's shards and is not copied or pickled; use state_dict()"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's."""
         super().add_param_group(param_group)
@@ -93,7 +99,7 @@ class _ShardedAdam(Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        knows_options(self.param_groups, type(self).__name__)
+        knows_options(self.optimizer_class, self.param_groups, type(self).__name__)
         self.refresh_masters()
         groups = self.param_groups
         options = [
@@ -122,8 +128,8 @@ class _ShardedAdam(Optimizer):
         self._settle()
         for param, held in self._held.items():
             version = held.plain._version
-            if version != self._versions[param]:
-                self._versions[param] = version
+            known, self._versions[param] = self._versions[param], version
+            if version != known and not is_kept(param, known):
                 self._wait_for_host()
                 held.forget_remainder()
 
@@ -231,7 +237,7 @@ class _ShardedAdam(Optimizer):
             bucket.show_grad_sums()
         if self._form.offload_state is not None and params:
             self._wait_for_host()
-            self._host = HostState(_by_bucket(params), params[0].device)
+            self._host = HostState(params)
             self._updates.clear()
             for param, held in self._held.items():
                 self._held[param] = held._replace(on_device=self._places(param, held.tensors))
@@ -289,7 +295,8 @@ class _ShardedAdam(Optimizer):
     ) -> AdamUpdate:
         """The kernel's table of these parameters, made anew where gradients have another dtype."""
         maximize = bool(self.param_groups[0]["maximize"])
-        key = (maximize, *[(id(param), group_of[param]) for param in params])
+        # Names too: they decide random bits, and torch's functions step once before the forward that tells them.
+        key = (maximize, *[(id(param), _name_of(param), group_of[param]) for param in params])
         update = self._updates.get(key)
         if update is None or not update.takes(grads):
             if len(self._updates) >= _MOST_UPDATES:
@@ -371,16 +378,14 @@ def _keep_given(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = state_dict["state"]
+    if any(REMAINDER in given for given in state.values()):
+        raise ValueError(
+            f"{type(optimizer).__name__}.load_state_dict: a state dict has '{MASTER}', and this one has '{REMAINDER}'. "
+            f"torch's set_optimizer_state_dict asks for this name under flatten_optimizer_state_dict=True: leave that "
+            f"option out, in saves and loads, or use save_checkpoint and load_checkpoint"
+        )
     optimizer._given = {param: state[index] for index, param in zip(saved, params, strict=False) if index in state}
     return {**state_dict, "state": {}}
-
-
-def _by_bucket(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The parameters of each bucket; those that are not sharded are one more."""
-    found: dict[Any, list[Tensor]] = {}
-    for param in params:
-        found.setdefault(bucket_of(param), []).append(param)
-    return list(found.values())
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -18,10 +18,12 @@ from ...ddp.plan.cut import Range
 from ..tensors.parameter import ShardedParameter, ShardInfo, local_shape
 from .exchange import device_of, disagreement, exchange, rows_of_rank
 
-__all__ = ["install_state_dict_hooks", "misfit", "to_dtensor", "to_shard"]
+__all__ = ["install_state_dict_hooks", "is_kept", "misfit", "to_dtensor", "to_shard"]
 
 _MESH = "_maingrad_mesh"
 """Attribute of sharded parameters: the mesh of their DTensors."""
+_KEPT = "_maingrad_kept"
+"""Attribute of sharded parameters: the versions before and after loads that have changed no value."""
 
 # torch.distributed.tensor is imported in functions: the import takes seconds, and needs torch.distributed.
 
@@ -39,6 +41,12 @@ def install_state_dict_hooks(module: nn.Module, mesh: DeviceMesh | None = None) 
         if own and _after_saving not in owner._state_dict_hooks.values():
             owner.register_state_dict_post_hook(_after_saving)
             owner.register_load_state_dict_pre_hook(_before_loading)
+
+
+def is_kept(param: Tensor, version: int) -> bool:
+    """Whether a parameter's writes since ``version`` are loads of the values that it had."""
+    first, last = param.__dict__.get(_KEPT, (0, -1))
+    return bool(first <= version and last == param._version)
 
 
 def to_dtensor(param: ShardedParameter, value: Tensor) -> Tensor:
@@ -185,7 +193,12 @@ def _before_loading(
     if trouble is not None:
         error_msgs.append(trouble)
     for key, value in given.items():
-        state_dict[key] = own[key].detach() if trouble else to_shard(own[key], value)
+        param = own[key]
+        state_dict[key] = param.detach() if trouble else to_shard(param, value)
+        if torch.equal(param, state_dict[key].to(param.device)):  # a load of the model behind that of its optimizer
+            before = param._version
+            first, last = param.__dict__.get(_KEPT, (before, before))
+            param.__dict__[_KEPT] = first if last == before else before, before + 1
 
 
 # ---- Ranges of elements of the flattened parameter. ----

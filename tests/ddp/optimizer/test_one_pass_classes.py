@@ -109,6 +109,28 @@ def test_momentum_of_a_checkpoint_without_steps_is_not_the_first() -> None:
         torch.testing.assert_close(held.master, theirs.master, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_momentum_that_begins_later_begins_as_in_a_first_step(form: str) -> None:
+    """A program sets momentum in mid-training: dampening spares the first step of the buffer, as torch's."""
+    module, plain = (wrapped(torch.float32).unwrap() for _ in range(2))
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    optimizer = DistributedOptimizer(DistributedDataParallel(module, config), **SGD, dampening=0.3, **FORMS[form])
+    stock = torch.optim.SGD(plain.parameters(), lr=SGD["lr"], weight_decay=SGD["weight_decay"], dampening=0.3)
+    generator = torch.Generator().manual_seed(1)
+    momentum = [0.0, 0.0, 0.9, 0.9, 0.0, 0.9]
+    for each in momentum:
+        stock.param_groups[0]["momentum"] = optimizer.param_groups[0]["momentum"] = each
+        for param, other in zip(module.parameters(), plain.parameters(), strict=True):
+            grad = torch.randn(param.shape, generator=generator)
+            add_grad(param, grad)
+            other.grad = grad.clone()
+        for stepped in (optimizer, stock):
+            stepped.step()
+            stepped.zero_grad()
+        for param, other in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["nesterov", "lion"])
 def test_a_scaler_skips_on_the_device(kind: str) -> None:
     model = wrapped()

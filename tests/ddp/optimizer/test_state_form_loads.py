@@ -110,6 +110,19 @@ def test_amsgrad_in_mid_training_is_refused(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_the_decay_of_the_other_class_is_refused(form: str) -> None:
+    """torch's Adam takes ``decoupled_weight_decay=True``, and is AdamW then."""
+    words = r"decoupled_weight_decay=True of Adam: take the class AdamW"
+    with pytest.raises(ValueError, match=words):
+        make({**FORMS[form], "optimizer_class": torch.optim.Adam, "decoupled_weight_decay": True})
+    optimizer = make({**FORMS[form], "optimizer_class": torch.optim.Adam})
+    trained(optimizer, range(1))
+    optimizer.param_groups[0]["decoupled_weight_decay"] = True
+    with pytest.raises(ValueError, match=words):
+        trained(optimizer, range(1, 2))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_master_that_a_program_writes_without_a_word_is_refused_at_the_next_forward(form: str) -> None:
     optimizer = make(FORMS[form])
     trained(optimizer, range(1))

@@ -100,6 +100,14 @@ def test_masters_have_the_bits_of_torchs_fused_kernel(
             assert torch.equal(held.param, held.master.to("cuda", held.param.dtype))
 
 
+def test_adam_with_decoupled_decay_is_adamw() -> None:
+    options: dict[str, Any] = {"optimizer_class": torch.optim.Adam, "decoupled_weight_decay": True}
+    clipped, expected = Trained(max_grad_norm=1e-2, **options), Trained(max_grad_norm=1e-2)
+    for each in (clipped, expected):
+        each.steps(4)
+    assert_same(clipped.masters(), expected.masters())
+
+
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam])
 def test_clipped_steps_have_the_bits_of_torchs_grad_scale(cls: type[torch.optim.Optimizer]) -> None:
     trained, plain = Trained(optimizer_class=cls, max_grad_norm=1e-2), Plain(cls)

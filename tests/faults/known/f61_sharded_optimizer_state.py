@@ -90,8 +90,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.state.optimizer_state",
                 "_to_shards",
-                "shards[param].pop(MASTER, None)",
-                "None",
+                "if MASTER in known:",
+                "if False:",
             ),
         ],
     ),
@@ -118,6 +118,36 @@ FAULTS = [
                 "TritonUpdate.move_grads",
                 "self._write_grads(first, len(grads), by)",
                 "pass",
+            ),
+        ],
+    ),
+    Fault(
+        "61k-random-bits-of-the-first-name",
+        sentence="Random bits follow the names that parameters had before the first forward, where torch's functions step.",
+        tests=[f"{COMPACT}::test_a_step_before_the_first_forward_changes_no_random_bits"],
+        changes=[Change(ADAM, "_ShardedAdam._update_of", "_name_of(param), ", "")],
+    ),
+    Fault(
+        "61l-a-load-of-the-same-values-is-a-write",
+        sentence="torch's set_state_dict loads the model behind its optimizer, and all masters lose their remainders.",
+        tests=[f"{COMPACT}::test_torchs_functions_load_the_model_behind_its_optimizer"],
+        changes=[
+            Change(ADAM, "_ShardedAdam.refresh_masters", " and not is_kept(param, known)", ""),
+        ],
+    ),
+    Fault(
+        "61m-every-load-is-of-the-same-values",
+        sentence="Loaded weights keep the remainders of the weights before them.",
+        tests=[
+            f"{COMPACT}::test_torchs_functions_load_the_model_behind_its_optimizer",
+            f"{COMPACT}::test_loaded_weights_are_masters",
+        ],
+        changes=[
+            Change(
+                "maingrad.fsdp.state.state_dict",
+                "_before_loading",
+                "if torch.equal(param, state_dict[key].to(param.device)):",
+                "if True:",
             ),
         ],
     ),

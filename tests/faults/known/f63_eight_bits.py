@@ -100,4 +100,14 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "63i-dampened-first-momentum",
+        sentence="Momentum that a program sets in mid-training begins with a dampened gradient, unlike torch's.",
+        tests=[
+            "tests/ddp/optimizer/test_one_pass_classes.py::test_momentum_that_begins_later_begins_as_in_a_first_step"
+        ],
+        changes=[
+            Change(STEPS, "OnePassSteps._begun", 'state["step"] = torch.zeros_like(state["step"])', "pass"),
+        ],
+    ),
 ]

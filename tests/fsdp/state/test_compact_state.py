@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import maingrad
@@ -445,6 +451,98 @@ def test_torchs_class_takes_masters_in_its_first_step() -> None:
     simulate(run, 2)
 
 
+def test_torchs_functions_load_the_model_behind_its_optimizer() -> None:
+    """``set_state_dict`` does: the model's values are those that the masters have given it, and change nothing."""
+
+    def run() -> None:
+        (model, optimizer), (other, to) = compact_shards(make_net()), compact_shards(make_net(1))
+        train(model, optimizer, range(3))
+        weights, state = get_state_dict(model, optimizer)
+        set_state_dict(other, to, model_state_dict=weights, optim_state_dict=state)
+        other.load_state_dict(weights)  # a second time
+        train(model, optimizer, range(3, 5))
+        train(other, to, range(3, 5))
+        assert isinstance(optimizer, ShardedAdamW)
+        assert isinstance(to, ShardedAdamW)
+        expected, found = masters_of(model, optimizer), masters_of(other, to)
+        assert all(torch.equal(found[name], master) for name, master in expected.items())
+        # Values of another model are new masters, also behind a load that has changed nothing.
+        other.load_state_dict(other.state_dict())
+        other.load_state_dict(weights)
+        found = masters_of(other, to)
+        assert all(torch.equal(found[name], p.detach().float().view(-1)) for name, p in other.named_parameters())
+
+    simulate(run, 2)
+
+
+def test_a_step_before_the_first_forward_changes_no_random_bits() -> None:
+    """``set_optimizer_state_dict`` takes one, with gradients of zeros, where units know no names yet."""
+    model, other = shard(make_net(), dtype=FP32), shard(make_net(1), dtype=FP32)
+    optimizer, to = (ShardedAdamW(each.parameters(), **HYPER) for each in (model, other))
+    train(model, optimizer, range(2))
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, to, get_optimizer_state_dict(model, optimizer))
+    train(model, optimizer, range(2, 4))
+    train(other, to, range(2, 4))
+    for param, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[param]["exp_avg"], to.state[same]["exp_avg"])
+
+
+def test_frozen_parameters_get_no_state_by_a_load(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[FSDPModule, ShardedAdamW]:
+        net = make_net(seed)
+        net[0].weight.requires_grad_(False)
+        model = shard(net)
+        return model, ShardedAdamW(model.parameters(), **HYPER)
+
+    def run() -> None:
+        model, optimizer = make(0)
+        train(model, optimizer, range(2))
+        save_checkpoint(tmp_path / "first", model, optimizer)
+        for seed, path in ((1, "first"), (2, "second")):
+            other, to = make(seed)
+            load_checkpoint(tmp_path / path, other, to)
+            assert other[0].weight not in to.state
+            assert torch.equal(other[0].weight.detach(), model[0].weight.detach())
+            save_checkpoint(tmp_path / "second", other, to)
+        expected, found = masters_of(model, optimizer), masters_of(other, to)
+        assert all(torch.equal(found[name], master) for name, master in expected.items())
+
+    simulate(run, 2)
+
+
+def test_torchs_class_takes_masters_of_plain_parameters() -> None:
+    """And keeps none beside them, which ``ShardedAdamW`` would take for the parameters' values when it loads."""
+
+    def make(cls: Any) -> tuple[FSDPModule, nn.Parameter, torch.optim.Optimizer]:
+        model, scale = shard(make_net()), nn.Parameter(torch.ones(3, dtype=BF16))
+        return model, scale, cls([*model.parameters(), scale], lr=0.1)
+
+    def trained(model: nn.Module, scale: nn.Parameter, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            scale.grad = torch.ones(3, dtype=BF16)
+            train(model, optimizer, range(step, step + 1))
+
+    model, scale, optimizer = make(ShardedAdamW)
+    trained(model, scale, optimizer, range(1))
+    between, middle, stock = make(torch.optim.AdamW)
+    translate_state_dicts(stock)
+    wide = torch.optim.AdamW([*between.parameters(), nn.Parameter(scale.detach().float())], lr=0.1)
+    translate_state_dicts(wide)
+    for to in (stock, wide):
+        with torch.no_grad():
+            middle.copy_(scale)
+        to.load_state_dict(optimizer.state_dict())
+        assert not any("master" in state for state in to.state.values())
+    assert torch.equal(wide.param_groups[0]["params"][-1].detach(), optimizer.masters()[scale])
+    trained(between, middle, stock, range(1, 4))
+    model, scale, optimizer = make(ShardedAdamW)
+    with torch.no_grad():
+        scale.copy_(middle)
+    optimizer.load_state_dict(stock.state_dict())
+    assert torch.equal(scale, middle)
+
+
 def test_a_state_dict_is_a_copy_in_full_form() -> None:
     model = shard(make_net())
     optimizer = ShardedAdamW(model.parameters(), **HYPER)
@@ -547,15 +645,42 @@ def test_gradients_are_freed_between_steps() -> None:
         ({"amsgrad": True}, "amsgrad"),
         ({"foreach": True}, "one pass"),
         ({"fused": False}, "one pass"),
+        ({"decoupled_weight_decay": True}, "take the class AdamW"),
     ],
 )
 def test_what_the_optimizer_lacks_is_refused(options: dict[str, Any], words: str) -> None:
     model = shard(make_net())
+    cls = ShardedAdam if "decoupled_weight_decay" in options else ShardedAdamW
     with pytest.raises(ValueError, match=words):
-        ShardedAdamW(model.parameters(), **options)
+        cls(model.parameters(), **options)
     backward(model, 0)
     assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {BF16}  # as before
     torch.optim.AdamW(model.parameters()).step()
+
+
+def test_an_option_of_the_other_class_that_comes_later_is_refused() -> None:
+    """torch's ``load_state_dict`` takes over the option that makes Adam AdamW."""
+    model = shard(make_net())
+    optimizer, other = ShardedAdam(model.parameters()), ShardedAdamW(shard(make_net()).parameters())
+    optimizer.load_state_dict(other.state_dict())
+    backward(model, 0)
+    with pytest.raises(ValueError, match="take the class AdamW"):
+        optimizer.step()
+
+
+def test_copies_and_flattened_state_are_refused_by_name() -> None:
+    model = shard(make_net())
+    optimizer = ShardedAdamW(model.parameters())
+    train(model, optimizer, range(1))
+    with pytest.raises(TypeError, match=r"ShardedAdamW .* use state_dict\(\)"):
+        copy.deepcopy(optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    given = get_optimizer_state_dict(model, optimizer, options=options)
+    before = masters_of(model, optimizer)
+    with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True: leave that option out"):
+        set_optimizer_state_dict(model, optimizer, given, options=options)
+    after = masters_of(model, optimizer)
+    assert all(torch.equal(master, after[name]) for name, master in before.items())
 
 
 def test_fp16_is_refused_by_name() -> None:
