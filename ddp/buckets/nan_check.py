@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.failure_report import FailureReporter, gather
+from ..collectives.rank_grid import RankGrid
 from ..collectives.reduction import GradReduction
 from .bucket import Bucket
 
@@ -22,7 +22,7 @@ class NanCheck:
 
     reduction  its wire dtype and factor say which finite gradients would overflow on the wire: these count as bad too
 
-    Costs one pass over the gradients, an all-gather of two integers, and a wait of the host in each iteration.
+    Costs one pass over the gradients, a sum of one integer over ranks, and a wait of the host in each iteration.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, reduction: GradReduction) -> None:
@@ -44,19 +44,22 @@ class NanCheck:
         part, largest = self._parts[bucket.index], torch.stack(torch._foreach_norm(grads, torch.inf)).double()
         part.copy_(torch.maximum(part, largest) if again else largest)
 
-    def raise_where_found(self, axes: Iterable[dist.ProcessGroup], failures: FailureReporter) -> None:
+    def raise_where_found(self, ranks: RankGrid, failures: FailureReporter) -> None:
         """After all buckets: raise ``FloatingPointError`` on every rank if one has a bad gradient; names the first."""
         bad = self._largest.le(self._bound).logical_not_()  # NaN compares as False
+        count = bad.sum()
+        with failures.watch("the search for NaN and Inf"):
+            ranks.sum(count)
+        (total,) = _read(count.unsqueeze(0))
+        if not total:
+            return
         # How many gradients are bad on this rank, and the first of them in launch order.
         mine = _read(torch.stack([bad.sum(), bad.byte().argmax()]))
-        everyone = gather(mine, axes, failures, "the search for NaN and Inf")
+        everyone = gather(mine, ranks.axes, failures, "the ranks' NaN and Inf")
         found = {rank: theirs for rank, theirs in everyone.items() if theirs[0]}
-        if not found:
-            return
         rank, (_, first) = next(iter(found.items()))
         parameter, bucket = self._names[first]
         elsewhere = f"; {len(found)} ranks have such gradients" if len(found) > 1 else ""
-        total = sum(count for count, _ in found.values())
         raise FloatingPointError(
             f"the gradient of parameter '{parameter}' holds NaN or Inf{self._or_more} on rank {rank}, before it was "
             f"reduced in {bucket}: the first of {total} such gradients over all ranks{elsewhere}. "

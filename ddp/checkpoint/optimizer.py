@@ -138,7 +138,9 @@ def _kind_of(value: Any) -> Any:
         return [_kind_of(each) for each in value]
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    return math.isfinite(value) if type(value) in (int, float) else type(value)
+    # A number of NumPy's is a float too: a learning rate that was computed with it.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return math.isfinite(value) if is_number else type(value)
 
 
 def _match_groups(

@@ -174,7 +174,7 @@ class BucketIteration(AroundModule):
         self._launcher.wait()  # step 7 of docs/by_hand.py
         self.steps.finish()
         if self._nan_check is not None:
-            self._nan_check.raise_where_found(self.grids["dense"].axes, self.failures)
+            self._nan_check.raise_where_found(self.grids["dense"], self.failures)
         if self._num_tokens is not None:
             with self.failures.watch("the sum of tokens"):
                 divide_by_tokens(self.reduced_grads(), self._num_tokens, self.grids["dense"], self.device)

@@ -6,14 +6,16 @@ Legend: T rows (all leading dims of the input together), K input features, N out
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ...ddp.collectives.streams import capture_number
 from ...ddp.contract.main_grad import record_of
-from ...ddp.contract.target import Demand, DenseWgrad
+from ...ddp.contract.target import Demand, DenseWgrad, demand
 from ...ddp.torch_internals import current_backward, delivers_to_all
 from ...kernels.quantized import (
     Quantized,
@@ -115,11 +117,24 @@ def _product(
         if scaling is not None:
             scaling.forward_done(has_graph=output.requires_grad)
         return output
-    if scaling is not None:  # there is nothing to quantise, and no amax
-        scaling.forward_done(has_graph=False)
-    if not fused and queue is None:
-        return None
-    return fused_linear(input, weights, bias, module.use(product, weights, fused, queue, only_save))
+    # There is nothing to quantise, and no amax. The backward ends the iteration of the scales all the same: ranks with
+    # tokens agree with this one.
+    use = module.use(product, weights, fused, queue, only_save)
+    leading = input.shape[:-1] if input.dim() > 2 else ()
+    output = fused_linear(input.flatten(0, -2) if leading else input, weights, bias, use)
+    if leading and not only_save:
+        output = output.unflatten(0, leading)  # here: see quantized_linear
+    if scaling is not None:
+        scaling.forward_done(has_graph=output.requires_grad)
+        if output.requires_grad:
+            nodes = [get_gradient_edge(weight).node for weight in weights if weight.requires_grad]
+            output.register_hook(partial(_enter_backward, scaling, nodes))
+    return output
+
+
+def _enter_backward(scaling: ProductScaling, nodes: Sequence[Any], grad: Tensor) -> None:
+    trains = Demand.ACCUMULATE in map(demand, nodes) if nodes else delivers_to_all()
+    scaling.enter_backward(trains=trains, frozen=not nodes)
 
 
 brought.recipe_of_forward = recipe_of_forward

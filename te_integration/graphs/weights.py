@@ -1,5 +1,6 @@
 """``CapturedWeights``: the parameters and buffers whose places graphs have captured, and the modules that hold them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -13,8 +14,15 @@ __all__ = ["CapturedWeights", "hooks_of"]
 
 def hooks_of(module: nn.Module) -> list[int]:
     """Return the keys of hooks on the module's forward and backward, which no replay calls."""
-    tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return [key for table in tables if table for key in table if not is_waiting_hook(key)]
+    return _keys(_hook_tables(module))
+
+
+def _keys(tables: Sequence[dict[int, Any]]) -> list[int]:
+    return [key for table in tables for key in table if not is_waiting_hook(key)]
+
+
+def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 class CapturedWeights:
@@ -28,6 +36,17 @@ class CapturedWeights:
         self._named = list(module.named_modules())
         self._modes = [(each, each.training) for _, each in self._named]
         self._params = list(module.parameters())  # kept: another object must not get the id of one of them
+        # Each replay looks into these tables. To ask the modules for them anew would take three times as long.
+        self._tables = [
+            (
+                each._modules,
+                _hook_tables(each),
+                each if isinstance(each, LinearModule) else None,
+                registered_params(each),
+                each._buffers,
+            )
+            for _, each in self._named
+        ]
         self._captured = self._state()
 
     def check(self) -> None:
@@ -47,12 +66,16 @@ class CapturedWeights:
     def _state(self) -> list[Any]:
         """What a replay depends on, in the order of ``_changes``."""
         state: list[Any] = []
-        for _, module in self._named:
-            exempt = getattr(module, "ignores_recipes", False)
-            state += ([*module._modules.values()], hooks_of(module), exempt)
-            for param in registered_params(module).values():
+        for children, hooks, layer, params, buffers in self._tables:
+            state += (
+                [*children.values()] if children else [],
+                _keys(hooks) if any(hooks) else [],
+                layer is not None and layer.ignores_recipes,
+            )
+            for param in params.values():
                 state += (None,) * 3 if param is None else (id(param), param.data_ptr(), param.requires_grad)
-            state += [None if buffer is None else buffer.data_ptr() for buffer in module._buffers.values()]
+            if buffers:
+                state += [None if buffer is None else buffer.data_ptr() for buffer in buffers.values()]
         return state
 
     def _changes(self) -> list[str]:

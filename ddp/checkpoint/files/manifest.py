@@ -167,6 +167,7 @@ class Manifest:
         """
         about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
         try:
+            json.dumps(self.extra)  # without ``_as_json``, which would take a dtype
             content = json.loads(json.dumps({**about, **vars(self)}, default=_as_json))  # as a load will read it
             content["checksum"] = _checksum(content)
             tensors = content.pop("tensors").items()
@@ -304,11 +305,7 @@ def _check_version(path: Path, version: Any) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    if isinstance(value, SavedTensor | SavedOptimizer):
-        return vars(value)
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    raise TypeError(f"it has a value of the class {type(value).__name__}")
+    return dtype_name(value) if isinstance(value, torch.dtype) else vars(value)
 
 
 def _checksum(content: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -306,6 +307,27 @@ def test_the_host_reads_once_and_after_all_buckets(config: str, monkeypatch: pyt
     assert reads == [[Phase.REDUCED] * len(model.buckets)]
     assert len(model.buckets) > 2
     assert readings.seen == [], "nothing else is read"
+
+
+def test_ranks_pickle_nothing_while_gradients_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object is gathered in two collectives, and on GPUs the host waits for each."""
+    gathered: list[int] = []
+    gather = dist.all_gather_object
+
+    def counting(*args: Any, **kwargs: Any) -> None:
+        gathered.append(threading.get_ident())
+        gather(*args, **kwargs)
+
+    def train() -> int:
+        model, optimizer = make()
+        before = gathered.count(threading.get_ident())
+        backwards(model, seed=1 + dist.get_rank())
+        finish(model, optimizer)
+        return gathered.count(threading.get_ident()) - before
+
+    monkeypatch.setattr(dist, "all_gather_object", counting)
+    assert simulate(train, 2) == [0, 0]
+    assert gathered, "models are compared so"
 
 
 def test_noting_a_bucket_needs_no_values() -> None:

@@ -613,6 +613,13 @@ def test_extra_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("extra", [torch.bfloat16, {"dtype": [torch.float32]}, Path("x"), nn.Identity()])
+def test_extra_comes_back_as_it_was_or_is_refused(tmp_path: Path, extra: Any) -> None:
+    with pytest.raises(TypeError, match="extra must be something that JSON holds"):
+        save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra=extra)
+    assert not list(tmp_path.iterdir())
+
+
 class SometimesUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

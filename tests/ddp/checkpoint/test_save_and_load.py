@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -316,6 +317,17 @@ def test_a_learning_rate_in_a_tensor_stays_where_it_is(tmp_path: Path, there: An
     assert type(loaded) is type(here)
     assert loaded == 0.25
     assert not isinstance(here, Tensor) or loaded is here
+
+
+def test_a_learning_rate_of_numpy_is_a_number(tmp_path: Path) -> None:
+    """A schedule that is computed with NumPy leaves one in the optimizer."""
+    model, optimizer = build(optimizer={"lr": 0.25})
+    save_checkpoint(tmp_path / "c", model, optimizer)
+    model, optimizer = build(optimizer={"lr": 0.5})
+    lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step)))
+    assert isinstance(optimizer.param_groups[0]["lr"], np.float64)
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_before_the_first_step_there_are_no_moments_to_keep(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.graphs.weights",
                 "CapturedWeights._state",
-                'getattr(module, "ignores_recipes", False)',
+                "layer is not None and layer.ignores_recipes",
                 "False",
             )
         ],

@@ -22,6 +22,7 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.ddp.collectives.step_check import NUM_COLUMNS
 from maingrad.fsdp import fully_shard
 from maingrad.kernels.quantized import operands
 from maingrad.launch import simulate
@@ -435,7 +436,7 @@ def test_ranks_have_the_scales_of_one_process(how: str) -> None:
         found = simulate(train_on_rank, ranks, how)
     for state in found:
         assert_equal(state, alone)
-    amaxes = [size for size in sizes if size != 13]  # rows of 13 integers compare the ranks' steps
+    amaxes = [size for size in sizes if size != NUM_COLUMNS]  # such rows of integers compare the ranks' steps
     assert amaxes == [9] * (3 * ranks * axes), "once an iteration, for two products of the first layer and one"
 
 
@@ -621,6 +622,30 @@ def train_before_and_in_a_wrapper() -> State:
 def test_a_module_that_has_run_without_a_wrapper_is_one_of_its_wrapper() -> None:
     """Its scales change once in an iteration, and not once in a microbatch."""
     first, second = simulate(train_before_and_in_a_wrapper, 2)
+    assert_equal(first, second)
+    assert torch.all(first["1.fp8_scale"] != 1.0)
+
+
+def train_alone_without_tokens_in(empty: int) -> State:
+    """Gradients are reduced by hand. The last rank has no tokens in iteration ``empty``."""
+    module = towers(fused=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for step in range(4):
+        rows = 0 if last and step == empty else 8
+        with autocast(recipe=RECIPE, amax_reduction_group=dist.group.WORLD):
+            module(batch(step + 10 * dist.get_rank(), rows)).float().square().sum().backward()
+        for weight in module.parameters():
+            assert weight.grad is not None
+            dist.all_reduce(weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value for name, value in scaling(module).items() if "scale" in name}
+
+
+@pytest.mark.parametrize("empty", range(4))
+def test_a_rank_without_tokens_agrees_with_the_others_on_scales(empty: int) -> None:
+    first, second = simulate(train_alone_without_tokens_in, 2, empty)
     assert_equal(first, second)
     assert torch.all(first["1.fp8_scale"] != 1.0)
 
