@@ -6,6 +6,7 @@ adds up by hand (``stock_steps``). No tolerance anywhere: each element's arithme
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,14 @@ from stock_steps import WIDTH, backward, batch_of, make_net, stock_run, train
 from summed_by_hand import tree_sum
 from torch import Tensor, nn
 
-from maingrad.ddp import DistributedOptimizer
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 STEPS = 5
@@ -409,3 +417,49 @@ def test_methods_of_the_class_are_methods_of_the_wrapper() -> None:
         torch.testing.assert_close(param.detach(), old + 1)
     with pytest.raises(AttributeError, match="'DistributedOptimizer' object has no attribute 'shifts'"):
         optimizer.shifts(1.0)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, *, both: bool) -> Tensor:
+        return self.second(self.first(x) if both else x)
+
+
+def momentum_of_some(folder: str, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Weights of a plain loop, and of one that begins fully sharded and goes on under DDP.
+
+    The first step leaves a layer without momentum.
+    """
+    found = []
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    for resumed in (False, True):
+        model: Any = Two().to(dtype)
+        if resumed:
+            model = fully_shard(model)
+        biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
+        others = [param for name, param in model.named_parameters() if name.endswith("weight")]
+        optimizer: Any = optim.SGD([{"params": biases}, {"params": others}], **options)
+        for step in range(3):
+            if resumed and step == 1:
+                save_checkpoint(folder, model, optimizer)
+                model = DistributedDataParallel(Two().to(dtype), DistributedDataParallelConfig(bucket_size=25))
+                groups = [{"params": "*.bias"}]
+                optimizer = DistributedOptimizer(model, optimizer_class=optim.SGD, param_groups=groups, **options)
+                load_checkpoint(folder, model, optimizer)
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+            model(x, both=step > 0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([param.detach().clone() for param in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_checkpoint_has_momentum_of_some_parameters(tmp_path: Path, dtype: torch.dtype) -> None:
+    plain, ours = simulate(momentum_of_some, 1, str(tmp_path / "checkpoint"), dtype)[0]
+    for expected, weight in zip(plain, ours, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
