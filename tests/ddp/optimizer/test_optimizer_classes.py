@@ -435,7 +435,7 @@ def momentum_of_some(folder: str, dtype: torch.dtype) -> list[list[Tensor]]:
     The first step leaves a layer without momentum.
     """
     found = []
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}
     for resumed in (False, True):
         model: Any = Two().to(dtype)
         if resumed:
@@ -452,6 +452,9 @@ def momentum_of_some(folder: str, dtype: torch.dtype) -> list[list[Tensor]]:
                 load_checkpoint(folder, model, optimizer)
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
             model(x, both=step > 0).square().mean().backward()
+            if step == 0:
+                for param in model.first.parameters():
+                    param.grad = None
             optimizer.step()
             optimizer.zero_grad()
         found.append([param.detach().clone() for param in model.parameters()])
