@@ -17,7 +17,6 @@ from maingrad.ddp import (
     GraphedTrainingStep,
 )
 from maingrad.ddp.collectives.streams import is_capturing
-from maingrad.ddp.optimizer import steps
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.launch import simulate
 
@@ -62,12 +61,13 @@ def test_no_capture_makes_tables_of_an_update(state: str, event: str, monkeypatc
     """On a GPU they are copied from the host at once, which a capture refuses."""
     made: list[bool] = []
 
-    class Watched(AdamUpdate):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            made.append(is_capturing())
-            super().__init__(*args, **kwargs)
+    make = AdamUpdate.__init__
 
-    monkeypatch.setattr(steps, "AdamUpdate", Watched)
+    def watched(update: AdamUpdate, *args: Any, **kwargs: Any) -> None:
+        made.append(is_capturing())
+        make(update, *args, **kwargs)
+
+    monkeypatch.setattr(AdamUpdate, "__init__", watched)
     check(Program(state=state, events=(event,)))
     assert made and not any(made)
 
