@@ -5,9 +5,7 @@ from fault import Change, Fault
 COMPACT = "tests/fsdp/state/test_compact_state.py"
 HELD = "maingrad.fsdp.state.held_state"
 ADAM = "maingrad.fsdp.state.sharded_adam"
-STEP = "maingrad.fsdp.training_step"
 BITS = f"{COMPACT}::test_masters_have_the_bits_of_fp32_masters"
-GRAPHED = f"{COMPACT}::test_graphed_steps_have_the_same_bits"
 
 FAULTS = [
     Fault(
@@ -72,14 +70,6 @@ FAULTS = [
         tests=[BITS, f"{COMPACT}::test_twelve_bytes_an_element"],
         changes=[
             Change("maingrad.fsdp.unit.grad_shard", "GradShard._make_sums", " and not self._shows_sums", ""),
-        ],
-    ),
-    Fault(
-        "61g-replays-do-not-see-written-shards",
-        sentence="A program writes a parameter before the replay of a captured step, which adds the old remainder.",
-        tests=[GRAPHED],
-        changes=[
-            Change(STEP, "GraphedTrainingStep._prepare", "self._optimizer.prepare_replay()", "pass"),
         ],
     ),
     Fault(
