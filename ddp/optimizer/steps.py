@@ -35,6 +35,7 @@ __all__ = [
     "FullState",
     "OnePassSteps",
     "TorchSteps",
+    "adam_options",
     "check_decay",
 ]
 
@@ -55,7 +56,8 @@ class _Rule(NamedTuple):
     """Options of a group."""
 
 
-def _adam_options(group: Mapping[str, Any]) -> Options:
+def adam_options(group: Mapping[str, Any]) -> AdamOptions:
+    """What the kernel is told of a group of Adam or AdamW."""
     beta1, beta2 = group["betas"]
     return AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
 
@@ -70,8 +72,8 @@ def _lion_options(group: Mapping[str, Any]) -> Options:
 
 
 _RULES: dict[type, _Rule] = {
-    torch.optim.AdamW: _Rule(AdamUpdate, MOMENTS[:2], _adam_options),
-    torch.optim.Adam: _Rule(partial(AdamUpdate, decoupled=False), MOMENTS[:2], _adam_options),
+    torch.optim.AdamW: _Rule(AdamUpdate, MOMENTS[:2], adam_options),
+    torch.optim.Adam: _Rule(partial(AdamUpdate, decoupled=False), MOMENTS[:2], adam_options),
     torch.optim.SGD: _Rule(SGDUpdate, MOMENTS[2:], _sgd_options),
     Lion: _Rule(LionUpdate, MOMENTS[:1], _lion_options),
 }
@@ -155,10 +157,13 @@ class TorchSteps:
         torch's fused SGD takes the first step of all its parameters, or of none. A checkpoint may have momentum for a
         part of them: for those that had gradients before.
         """
-        has = [self.inner.state.get(segment.master, {}).get("momentum_buffer") is not None for segment in segments]
-        if not isinstance(self.inner, torch.optim.SGD) or len(set(has)) < 2:
+        if not isinstance(self.inner, torch.optim.SGD):
             return [segments]
-        return [[one for one, begun in zip(segments, has, strict=True) if begun == which] for which in (True, False)]
+        parts: dict[bool, list[Segment]] = {}
+        for segment in segments:
+            has_begun = self.inner.state.get(segment.master, {}).get("momentum_buffer") is not None
+            parts.setdefault(has_begun, []).append(segment)
+        return list(parts.values()) or [segments]
 
     def _step_inner(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         # A loaded group may have ``fused`` off.

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.optimizer.state_forms import StateForm, knows_options
-from ...ddp.optimizer.steps import MASTER, REMAINDER
+from ...ddp.optimizer.steps import MASTER, REMAINDER, adam_options
 from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ...kernels.optimizer.adamw import AdamUpdate
-from ...kernels.optimizer.reference import AdamOptions, AdamTensors
+from ...kernels.optimizer.reference import AdamTensors
 from ..tensors.parameter import ShardedParameter
 from .held_state import MOMENTS, STEP, HeldState, flat_of
 from .host_state import HostState
@@ -103,12 +103,8 @@ class _ShardedAdam(Optimizer):
             loss = None if closure is None else closure()
         knows_options(self.optimizer_class, self.param_groups, type(self).__name__)
         self.refresh_masters()
-        groups = self.param_groups
-        options = [
-            AdamOptions(group["lr"], group["betas"][0], group["betas"][1], group["eps"], group["weight_decay"])
-            for group in groups
-        ]
-        index_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
+        options = [adam_options(group) for group in self.param_groups]
+        index_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         with DisableTorchFunctionSubclass():
             grads = {param: param.grad for param in index_of}
         stepping = [param for param, grad in grads.items() if grad is not None]
