@@ -289,6 +289,5 @@ def _place_of(error: BaseException) -> str:
     own = [frame for frame in frames if not is_installed(frame.filename)]
     models = [frame for frame in frames if is_installed(frame.filename) and not is_torch_or_ours(frame.filename)]
     found = own[-1:] + [frame for frame in models[-1:] if not own or frames.index(frame) > frames.index(own[-1])]
-    return "".join(
-        f"{frame.filename}:{frame.lineno}" + (f" ({frame.line}): " if frame.line else ": ") for frame in found
-    )
+    lines = (f" ({frame.line})" if frame.line else "" for frame in found)
+    return "".join(f"{frame.filename}:{frame.lineno}{line}: " for frame, line in zip(found, lines, strict=True))

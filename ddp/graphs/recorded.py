@@ -36,13 +36,14 @@ class RecordedGraph:
         if getattr(recording, "graph", None) is not None:
             raise RuntimeError("a capture within a capture")
         recording.graph = self
-        written = _Written()
+        written, generator = _Written(), torch.get_rng_state()
         try:
             with _compiled_code_runs_eagerly(), _Recorder(self, written):
                 yield
         except BaseException:
             self.calls.clear()
             written.restore()
+            torch.set_rng_state(generator)
             raise
         finally:
             recording.graph = None
