@@ -42,8 +42,15 @@ __all__ = ["HostState", "is_installed", "is_torch_or_ours"]
 
 _MOST_PLACES, _MOST_ITEMS, _MOST_NBYTES = 50_000, 4_096, 65_536
 _OF_GRAPHS = frozenset(
-    "training _parameters _buffers _modules _non_persistent_buffers_set _is_full_backward_hook _backward_hooks "
-    "_backward_pre_hooks _forward_hooks _forward_pre_hooks".split()
+    (
+        "training",
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_is_full_backward_hook",
+        *(f"_{name}_hooks" for name in ("backward", "backward_pre", "forward", "forward_pre")),
+    )
 )
 """Attributes of a trained module that ``surroundings`` compares, and of which a replay is another graph."""
 _LOST = {"print": "prints", "input": "reads the keyboard", "open": "opens a file", "breakpoint": "stops in a debugger"}
