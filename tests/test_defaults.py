@@ -135,6 +135,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels.scaled_glu": {"activation": "swiglu", "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
     "kernels.scaled_glu_backward": {"activation": "swiglu", "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
     "kernels.wgrad_accumulate": {"overwrite": False},
+    "launch.graphed": {"max_graphs": 8, "record_on_cpu": False},
     "launch.make_optimizer": {"optimizer_class": torch.optim.AdamW},
     "launch.parallelize": {"units": "auto", "fuse": True, "recompute": False, "compile": False},
     "launch.simulate": {"seed": 0},

@@ -271,9 +271,8 @@ def _on_host(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
         return group
     if "gloo" in backends_of([group], torch.device("cpu")):
         return group
-    made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-    )
+    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "this rank is in the group"
     return made
 
 

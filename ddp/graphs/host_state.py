@@ -114,7 +114,8 @@ class HostState:
                 return
             for kind, path in list(self._classes.items()):  # methods whose names were met since
                 for name, value in list(vars(kind).items()):
-                    if isinstance(value, types.FunctionType) and (name in self._named or name in _CALLED):
+                    called = name in self._named or name in _CALLED or _overrides(kind, name)
+                    if called and isinstance(value, types.FunctionType):
                         self._reach(value, f"{path}.{name}", True)
             for value, path, met in self._objects:
                 for name in sorted(self._named.intersection(_attributes_of(value)) - met):
@@ -318,6 +319,13 @@ def _equal(value: Any, before: Any) -> bool:
     if isinstance(value, types.MethodType):  # each look at a method makes another
         return value.__self__ is before.__self__ and value.__func__ is before.__func__
     return (isinstance(value, _SIMPLE) or type(value).__module__ == "numpy") and bool(value == before)
+
+
+def _overrides(kind: type, name: str) -> bool:
+    """Whether a method takes the place of a library's, which the library calls."""
+    return not name.startswith("__") and any(
+        name in vars(base) and _is_library(base.__module__) for base in kind.__mro__
+    )
 
 
 def _contents(cell: types.CellType) -> list[Any]:

@@ -130,7 +130,7 @@ class _Written:
                 if memory and memory not in self._own and memory not in self._kept:
                     with DisableTorchFunctionSubclass():
                         storage = tensor.data.untyped_storage()
-                    whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                     self._kept[memory] = (whole, whole.clone())
 
     def note_made(self, result: Any) -> None:

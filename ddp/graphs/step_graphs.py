@@ -28,7 +28,7 @@ __all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_stoc
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Kind: TypeAlias = tuple[Hashable, Hashable, tuple[Hashable, ...], Hashable]
+Kind: TypeAlias = tuple[Hashable, tuple[Hashable, ...], tuple[Hashable, ...], Hashable]
 """Signature of the arguments, options of the optimizer, what is around the call, what else a caller has asked for."""
 
 
@@ -132,8 +132,8 @@ class StepGraphs(ABC, Generic[P, T, V]):
             elif variant.num_eager < num_warmup_steps:
                 variant.outputs = self._run(variant)
                 variant.num_eager += 1
-            else:
                 self._options.record_state()
+            else:
                 self._capture(variant)
             outputs: T = detached_copies(variant.outputs)
             variant.inputs.hand_back(call)
@@ -175,7 +175,9 @@ class StepGraphs(ABC, Generic[P, T, V]):
     def beside(self) -> Iterator[None]:
         """Around an eager iteration beside the graphs, on the stream of captures: autograd's nodes belong to it."""
         with self._pool.on_stream(), self._masks.answered():
+            self._options.load()  # what was loaded since, into the memory that kernels read
             yield
+            self._options.record_state()
 
     @contextmanager
     def one_iteration(self) -> Iterator[None]:

@@ -62,20 +62,20 @@ def graphed(
     """
     kind: Any
     if isinstance(model, DistributedDataParallel):
-        kind, module, grid, device = GraphedTrainingStep, model, model.grids["dense"], model.device
+        kind, grid, device = GraphedTrainingStep, model.grids["dense"], model.device
     elif isinstance(model, FSDPModule):
         root = root_of(model)
-        kind, module, grid, device = fsdp.GraphedTrainingStep, model, root.units[0].grid, root.device
+        kind, grid, device = fsdp.GraphedTrainingStep, root.units[0].grid, root.device
     else:
         raise TypeError(
             f"graphed takes the model that parallelize() returned, not {type(model).__name__}: wrap or shard it first"
         )
     if device.type != "cuda" and not record_on_cpu:
-        return AutoStep(train_step, None, module, grid, device)
+        return AutoStep(train_step, None, model, grid, device)
     try:
         graphs = kind(train_step, model, optimizer, num_warmup_steps=1, max_graphs=max_graphs)
     except (TypeError, ValueError) as error:
-        step = AutoStep(train_step, None, module, grid, device)
+        step = AutoStep(train_step, None, model, grid, device)
         step.stop(str(error))
         return step
-    return AutoStep(train_step, graphs, module, grid, device)
+    return AutoStep(train_step, graphs, model, grid, device)
