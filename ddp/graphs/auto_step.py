@@ -237,22 +237,22 @@ class AutoStep(Generic[P, T]):
         return None
 
     def _run_graph(self, graphs: StepGraphs[P, T, Any], kind: Kind, call: Any) -> T:
-        args, kwargs = call
         if graphs.is_captured(kind):
             result = graphs.run(kind, call, 0)
             self._num_replays += 1
         else:
-            self._confirmed = False
+            self._confirmed, why = False, None
             try:
                 result = graphs.run(kind, call, 0)
             except Exception as error:
                 if graphs.is_captured(kind):  # it was the replay
                     raise
+                why = f"{_place_of(error)}{type(error).__name__}: {error}"
+            if why is not None:  # outside of the handler, whose error holds the capture's tensors
                 if not self._confirmed:
                     self._agree(_STOP)
-                why = f"{_place_of(error)}{type(error).__name__}: {error}"
-                del error
                 self.stop(why)
+                args, kwargs = call
                 return self._train_step(*args, **kwargs)
             self._num_captures += 1
             logger.info("%s is a CUDA graph from here on", self._name)

@@ -175,7 +175,10 @@ class StepGraphs(ABC, Generic[P, T, V]):
     def beside(self) -> Iterator[None]:
         """Around an eager iteration beside the graphs, on the stream of captures: autograd's nodes belong to it."""
         with self._pool.on_stream(), self._masks.answered():
-            self._options.load()  # what was loaded since, into the memory that kernels read
+            try:
+                self._options.load()  # what was loaded since, into the memory that kernels read
+            except RuntimeError:  # of other shapes
+                self.reset()
             yield
             self._options.record_state()
 
