@@ -120,7 +120,7 @@ PUBLIC = {
         "moe_unpermute",
         "unconvert",
     },
-    "maingrad.launch": {"make_optimizer", "parallelize", "simulate", "verify"},
+    "maingrad.launch": {"graphed", "make_optimizer", "parallelize", "simulate", "verify"},
 }
 
 NAMES = {
@@ -147,6 +147,7 @@ NAMES = {
     "init_process_group",
     "load_checkpoint",
     "make_graphed_callables",
+    "graphed",
     "make_optimizer",
     "parallelize",
     "save_checkpoint",

@@ -109,7 +109,7 @@ class AutoStep(Generic[P, T]):
     # ---- Which way. ----
 
     def _kind_of(self, graphs: StepGraphs[P, T, Any], call: Any) -> Kind | None:
-        """None: this call has no graph, ``_reason`` says why."""
+        """The kind of a call; None where the call can have no graph, and ``_reason`` says why."""
         self._reason = ""
         host = self._host()
         try:
