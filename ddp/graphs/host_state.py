@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,8 @@ from ..wrapper.data_parallel import DistributedDataParallel
 __all__ = ["HostState", "is_installed", "is_torch_or_ours"]
 
 _MOST_PLACES, _MOST_ITEMS, _MOST_NBYTES = 50_000, 4_096, 65_536
-_OF_GRAPHS = frozenset(
-    (
-        "training",
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_non_persistent_buffers_set",
-        "_is_full_backward_hook",
-        *(f"_{name}_hooks" for name in ("backward", "backward_pre", "forward", "forward_pre")),
-    )
-)
-"""Attributes of a trained module that ``surroundings`` compares, and of which a replay is another graph."""
+_OF_GRAPHS = frozenset(vars(nn.Module()))
+"""torch's own attributes of each module. Of a trained one ``surroundings`` compares modes, hooks, buffers and so on."""
 _LOST = {"print": "prints", "input": "reads the keyboard", "open": "opens a file", "breakpoint": "stops in a debugger"}
 """Built-in functions whose effect no replay has."""
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size, range)
@@ -426,9 +416,14 @@ def _default_generators(on_gpu: bool) -> Iterator["_Place"]:
     yield _Place(lambda: [random.getstate()], lambda: ["the random numbers of Python (random)"], "")
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        yield _Place(lambda: [str(numpy.random.get_state())], lambda: ["the random numbers of NumPy"], "")
+        yield _Place(lambda: [_of_numpy(numpy.random.get_state())], lambda: ["the random numbers of NumPy"], "")
     if on_gpu:  # without a GPU they are those of the device, which replays draw
         yield _Place(lambda: [_bytes(torch.get_rng_state())], lambda: ["torch's random numbers on the CPU"], "")
+
+
+def _of_numpy(state: Any) -> Hashable:
+    _, keys, *rest = state
+    return keys.tobytes(), *rest
 
 
 def _bytes(state: Tensor) -> bytes:
@@ -445,5 +440,5 @@ def _state_of_generator(value: Any) -> Callable[[], Any] | None:
         if hasattr(value, "bit_generator"):
             return lambda: str(value.bit_generator.state)
         if hasattr(value, "get_state"):
-            return lambda: str(value.get_state())
+            return lambda: _of_numpy(value.get_state())
     return None
