@@ -1,8 +1,9 @@
 """``ModelMasks``: models of Hugging Face decide in a capture as they do in eager calls whether a mask is needed.
 
-Each forward of transformers asks on the host whether its sequences are packed, by their position numbers. In a capture
-the host cannot ask, so transformers makes a mask, and attention takes a slower kernel with other rounding. Numbers that
-the model makes itself, because the program gives none, do not depend on the batch. So the answer of eager calls holds.
+Each forward of transformers asks on the host whether its sequences are packed, by their position numbers, and whether
+they are padded, by a mask. In a capture the host cannot ask, so transformers makes a mask for attention, which takes a
+slower kernel with other rounding. Positions and masks that the model makes itself, because the program gives none, do
+not depend on the batch. So the answer of eager calls holds.
 """
 
 import inspect
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +20,10 @@ from ..collectives.streams import is_capturing
 
 __all__ = ["ModelMasks"]
 
-_ASKED = "find_packed_sequence_indices"
-_GIVEN = ("position_ids", "attention_mask")
+_PACKED = "find_packed_sequence_indices"
+_ASKED = (_PACKED, "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+"""Functions of transformers' ``masking_utils``. The first is given positions; the others a mask of padding or None."""
+_GIVEN = ("position_ids", "attention_mask", "encoder_attention_mask", "decoder_attention_mask")
 
 
 class ModelMasks:
@@ -29,15 +33,16 @@ class ModelMasks:
         transformers = sys.modules.get("transformers")
         self._module = sys.modules.get("transformers.masking_utils")
         self._models: list[nn.Module] = []
-        if transformers is not None and hasattr(self._module, _ASKED):
+        if transformers is not None and all(hasattr(self._module, name) for name in _ASKED):
             kind = transformers.PreTrainedModel
             # torch.compile would trace the hooks.
             self._models = [
                 module for module in root.modules() if isinstance(module, kind) and module._compiled_call_impl is None
             ]
         self._own: list[bool] = []
-        """Whether each model whose forward runs now, from the outside in, makes positions itself."""
-        self._num_whole = self._num_packed = 0
+        """Whether each model whose forward runs now, from the outside in, makes positions and masks itself."""
+        self._answers: dict[str, set[bool]] = {name: set() for name in _ASKED}
+        """Whether eager calls found no packing, or no padding, in what a model has made itself."""
 
     @contextmanager
     def answered(self) -> Iterator[None]:
@@ -58,16 +63,22 @@ class ModelMasks:
     def _left(self, *_: Any) -> None:
         self._own.pop()
 
-    def ask(self, original: Callable[[Tensor], Tensor | None], position_ids: Tensor) -> Tensor | None:
-        """transformers' function, unless this is a capture and the answer is known."""
+    def ask(self, name: str, original: Callable[..., Any], tensor: Tensor | None, *sizes: Any) -> Any:
+        """transformers' function of this name, unless this is a capture and the answer is known."""
         own = bool(self._own) and self._own[-1]
-        if own and is_capturing() and self._num_whole and not self._num_packed:
-            return None
-        answer = original(position_ids)
-        if own and not is_capturing():
-            self._num_whole += answer is None
-            self._num_packed += answer is not None
+        if not own or tensor is None:
+            return original(tensor, *sizes)
+        if is_capturing():
+            known = self._answers[name] == {True}
+            return _without(name, original, sizes) if known else original(tensor, *sizes)
+        answer = original(tensor, *sizes)
+        self._answers[name].add(answer is _without(name, original, sizes))
         return answer
+
+
+def _without(name: str, original: Callable[..., Any], sizes: tuple[Any, ...]) -> Any:
+    """The function's answer for sequences that are neither packed nor padded."""
+    return None if name == _PACKED else original(None, *sizes)
 
 
 def _noting(own: list[bool], names: list[str]) -> Callable[..., None]:
@@ -80,29 +91,30 @@ def _noting(own: list[bool], names: list[str]) -> Callable[..., None]:
 
 _lock = threading.Lock()
 _active = threading.local()
-_replacements: list[Any] = []
-"""transformers' own function, once for each thread that has replaced it: simulated ranks are threads."""
+_originals: list[dict[str, Any]] = []
+"""transformers' own functions, once for each thread that has replaced them: simulated ranks are threads."""
 
 
 @contextmanager
 def _replaced(module: Any, masks: ModelMasks) -> Iterator[None]:
-    """While a thread is in here, its calls of transformers' function ask ``masks``."""
+    """While a thread is in here, its calls of transformers' functions ask ``masks``."""
     with _lock:
-        original = _replacements[0] if _replacements else getattr(module, _ASKED)
-
-        def find(position_ids: Tensor) -> Tensor | None:
-            mine: ModelMasks | None = getattr(_active, "masks", None)
-            return original(position_ids) if mine is None else mine.ask(original, position_ids)
-
-        _replacements.append(original)
-        if len(_replacements) == 1:
-            setattr(module, _ASKED, find)
+        originals = _originals[0] if _originals else {name: getattr(module, name) for name in _ASKED}
+        if not _originals:
+            for name, original in originals.items():
+                setattr(module, name, partial(_ask_active, name, original))
+        _originals.append(originals)
     _active.masks = masks
     try:
         yield
     finally:
         _active.masks = None
         with _lock:
-            _replacements.pop()
-            if not _replacements:
-                setattr(module, _ASKED, original)
+            _originals.pop()
+            for name, original in () if _originals else originals.items():
+                setattr(module, name, original)
+
+
+def _ask_active(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    masks: ModelMasks | None = getattr(_active, "masks", None)
+    return original(*args, **kwargs) if masks is None or kwargs else masks.ask(name, original, *args)
