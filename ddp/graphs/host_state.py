@@ -9,8 +9,8 @@ and the model:
     object      of a class of the program: the attributes that code names, and those of its class. Of a library: all
     container   its items
 
-Code of libraries is not looked into: what is installed, the standard library and maingrad. Neither are optimizers and
-process groups, whose state the graphed step itself follows.
+Code of libraries is not looked into: what is installed (but for the package that the function is in), the standard
+library and maingrad. Neither are optimizers and process groups, whose state the graphed step itself follows.
 
 Two sets of places are kept. ``change`` compares those that decide what a call does. ``draws`` compares generators of
 random numbers as well: they may move between two calls, but not in a call.
@@ -57,6 +57,7 @@ class HostState:
 
     def __init__(self, function: Callable[..., Any], model: nn.Module, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self._program = _package_of(function)
         self._trained = set(map(id, model.modules()))
         self._places: list[_Place] = []
         self._random: list[_Place] = list(_default_generators(self._on_gpu))
@@ -104,7 +105,7 @@ class HostState:
                 return
             for kind, path in list(self._classes.items()):  # methods whose names were met since
                 for name, value in list(vars(kind).items()):
-                    called = name in self._named or name in _CALLED or _overrides(kind, name)
+                    called = name in self._named or name in _CALLED or _overrides(kind, name, self._program)
                     if called and isinstance(value, types.FunctionType):
                         self._reach(value, f"{path}.{name}", True)
             for value, path, met in self._objects:
@@ -138,7 +139,7 @@ class HostState:
         elif isinstance(value, type):
             self._visit_class(value, path)
         elif isinstance(value, types.ModuleType):
-            if not _is_library(value.__name__):
+            if not _is_library(value.__name__, self._program):
                 names = [name for name in self._named if name in vars(value)]
                 self._watch_names(vars(value), sorted(names), path + ".")
         elif isinstance(value, nn.Module):
@@ -163,7 +164,7 @@ class HostState:
 
     def _visit_function(self, function: types.FunctionType, path: str) -> None:
         names = function.__globals__
-        if _is_library(names.get("__name__")):
+        if _is_library(names.get("__name__"), self._program):
             return
         used, attributes = _names_in(function.__code__)
         self._named |= attributes
@@ -178,7 +179,7 @@ class HostState:
                 self._reach(defaults, path, True)
 
     def _visit_class(self, kind: type, path: str) -> None:
-        if kind in self._classes or _is_library(kind.__module__):
+        if kind in self._classes or _is_library(kind.__module__, self._program):
             return
         self._classes[kind] = path
         names = [name for name in vars(kind) if not name.startswith("__")]
@@ -191,7 +192,7 @@ class HostState:
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
         own, is_trained = vars(module), id(module) in self._trained
-        is_own = not _is_library(type(module).__module__)
+        is_own = not _is_library(type(module).__module__, self._program)
         left_out = _OF_GRAPHS if is_trained else frozenset()
         # Our modules keep in names with an underscore what they make as they run.
         private = "_" if is_trained and type(module).__module__.startswith("maingrad.") else "."
@@ -224,7 +225,7 @@ class HostState:
                 self._places.append(_Place(lambda: [value.tobytes()], lambda: [path], path))
             return
         self._reach(kind, kind.__name__, False)
-        if named and (kind in _OPEN or not _is_library(kind.__module__)):
+        if named and (kind in _OPEN or not _is_library(kind.__module__, self._program)):
             self._objects.append((value, path, set()))
         elif isinstance(own := getattr(value, "__dict__", None), dict):
             self._watch(lambda: list(own.values()), lambda: [f"{path}.{name}" for name in own], path, False)
@@ -311,11 +312,10 @@ def _equal(value: Any, before: Any) -> bool:
     return (isinstance(value, _SIMPLE) or type(value).__module__ == "numpy") and bool(value == before)
 
 
-def _overrides(kind: type, name: str) -> bool:
+def _overrides(kind: type, name: str, program: str) -> bool:
     """Whether a method takes the place of a library's, which the library calls."""
-    return not name.startswith("__") and any(
-        name in vars(base) and _is_library(base.__module__) for base in kind.__mro__
-    )
+    libraries = (base for base in kind.__mro__ if _is_library(base.__module__, program))
+    return not name.startswith("__") and any(name in vars(base) for base in libraries)
 
 
 def _contents(cell: types.CellType) -> list[Any]:
@@ -378,10 +378,18 @@ _OURS = (str(Path(__file__).parents[2] / room) for room in ("ddp", "fsdp", "kern
 _TORCH_AND_OURS = (str(Path(torch.__file__).parent), *_OURS)
 
 
+def _package_of(function: Any) -> str:
+    """The package of the function; "__main__" where that is one of the library."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    top = str(getattr(function, "__module__", None) or "__main__").partition(".")[0]
+    return "__main__" if top in ("maingrad", "torch", "builtins") else top
+
+
 @functools.lru_cache(maxsize=4096)
-def _is_library(name: str | None) -> bool:
-    """Whether a module is installed, and not the program's own."""
-    if name is None or name == "__main__":
+def _is_library(name: str | None, program: str) -> bool:
+    """Whether a module is installed, and not the program's own; ``program``: a package that is, installed or not."""
+    if name is None or name == "__main__" or name.partition(".")[0] == program:
         return False
     top = name.partition(".")[0]
     if top in ("maingrad", "builtins", "torch"):
