@@ -9,7 +9,7 @@ not depend on the batch. So the answer of eager calls holds.
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,8 +20,8 @@ from ..collectives.streams import is_capturing
 
 __all__ = ["ModelMasks"]
 
-_PACKED = "find_packed_sequence_indices"
-_ASKED = (_PACKED, "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+_PACKED = "packed"
+_ASKED = ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 """Functions of transformers' ``masking_utils``. The first is given positions; the others a mask of padding or None."""
 _GIVEN = ("position_ids", "attention_mask", "encoder_attention_mask", "decoder_attention_mask")
 
@@ -41,8 +41,8 @@ class ModelMasks:
             ]
         self._own: list[bool] = []
         """Whether each model whose forward runs now, from the outside in, makes positions and masks itself."""
-        self._answers: dict[str, set[bool]] = {name: set() for name in _ASKED}
-        """Whether eager calls found no packing, or no padding, in what a model has made itself."""
+        self._answers: dict[Hashable, set[Any]] = {}
+        """What eager calls were told about what a model has made itself, by function and sizes."""
 
     @contextmanager
     def answered(self) -> Iterator[None]:
@@ -65,20 +65,15 @@ class ModelMasks:
 
     def ask(self, name: str, original: Callable[..., Any], tensor: Tensor | None, *sizes: Any) -> Any:
         """transformers' function of this name, unless this is a capture and the answer is known."""
-        own = bool(self._own) and self._own[-1]
-        if not own or tensor is None:
+        if not (tensor is None or (self._own and self._own[-1])):
             return original(tensor, *sizes)
-        if is_capturing():
-            known = self._answers[name] == {True}
-            return _without(name, original, sizes) if known else original(tensor, *sizes)
+        answers = self._answers.setdefault((name, tensor is None, *sizes), set())
+        if is_capturing() and len(answers) == 1 and (known := next(iter(answers))) is not _PACKED:
+            return known
         answer = original(tensor, *sizes)
-        self._answers[name].add(answer is _without(name, original, sizes))
+        if not is_capturing():
+            answers.add(_PACKED if isinstance(answer, Tensor) else answer)
         return answer
-
-
-def _without(name: str, original: Callable[..., Any], sizes: tuple[Any, ...]) -> Any:
-    """The function's answer for sequences that are neither packed nor padded."""
-    return None if name == _PACKED else original(None, *sizes)
 
 
 def _noting(own: list[bool], names: list[str]) -> Callable[..., None]:
