@@ -97,7 +97,7 @@ def test_there_is_one_loop() -> None:
     assert len(BLOCKS) == 1
     assert DIFF.count(" for batch in data") == 1
     assert not any("backward()" in block for block in BLOCKS)
-    assert sum(line[0] in "+-" for line in DIFF.splitlines()) == 4
+    assert sum(line[0] in "+-" for line in DIFF.splitlines()) == 6
 
 
 def rows_of_numbers() -> list[str]:
@@ -224,7 +224,7 @@ def test_fsdp_on_four_ranks(number: int) -> None:
 
 
 def test_the_readme_shards_fully() -> None:
-    for before, after in simulate(run_sharded, 2, f"{BLOCKS[0]}\n{LOOP}"):
+    for before, after in simulate(run_sharded, 2, f"{IMPORTS}{BLOCKS[0]}\n{LOOP}"):
         assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 

@@ -6,7 +6,8 @@ and the model:
 
     function    its globals and closure as far as its code names them, defaults, and functions of the program it names
     module      its attributes; of a class of the program, those of the class, and what its methods name
-    object      of a class of the program: the attributes that code names, and those of its class. Of a library: all
+    object      of a class of the program: the attributes that code names, and those of its class. Where the function is
+                its method: those that its methods name on it. Of a library: all
     container   its items
 
 Code of libraries is not looked into: what is installed (but for the package that the function is in), the standard
@@ -67,10 +68,15 @@ class HostState:
         self._queue: collections.deque[tuple[Any, str, bool]] = collections.deque()
         self._objects: list[tuple[Any, str, set[str]]] = []
         """Objects of the program, of which the attributes count that code names; and those that were met."""
+        self._methods: dict[types.FunctionType, type] = {}
+        self._on_self: dict[type, set[str]] = collections.defaultdict(set)
+        """Attributes that methods of a class name on their own object."""
+        self._bound: Any = None
+        """The object whose method the function is: its attributes are named on itself alone."""
         self.lost: str | None = None
         """An effect of the function that no replay would have, as "prints"; None where none is seen."""
         self._walk(function, model)
-        del self._seen, self._queue, self._classes, self._named, self._objects
+        del self._seen, self._queue, self._classes, self._named, self._objects, self._methods, self._bound
 
     def change(self) -> str | None:
         """The first place where something else is than when this was made; None: all is as it was."""
@@ -96,9 +102,11 @@ class HostState:
     def _walk(self, function: Callable[..., Any], model: nn.Module) -> None:
         self._reach(function, getattr(function, "__qualname__", "train_step"), True)
         self._reach(model, "model", True)
+        if isinstance(function, types.MethodType):
+            self._bound = function.__self__
         known = -1
-        while self._queue or known != len(self._named):
-            known = len(self._named)
+        while self._queue or known != self._num_names():
+            known = self._num_names()
             while self._queue and len(self._places) < _MOST_PLACES:
                 self._visit(*self._queue.popleft())
             if len(self._places) >= _MOST_PLACES:
@@ -106,15 +114,24 @@ class HostState:
             for kind, path in list(self._classes.items()):  # methods whose names were met since
                 for name, value in list(vars(kind).items()):
                     called = name in self._named or name in _CALLED or _overrides(kind, name, self._program)
+                    called |= any(name in names for other, names in self._on_self.items() if issubclass(other, kind))
                     if called and isinstance(value, types.FunctionType):
+                        self._methods.setdefault(value, kind)
                         self._reach(value, f"{path}.{name}", True)
             for value, path, met in self._objects:
-                for name in sorted(self._named.intersection(_attributes_of(value)) - met):
+                for name in sorted(self._names_of(value).intersection(_attributes_of(value)) - met):
                     met.add(name)
                     self._reach(getattr(value, name), f"{path}.{name}", True)
-        named = frozenset(self._named)
         for value, path, _ in self._objects:
-            self._places.append(_Place(*_named_attributes(value, path, named), path))
+            self._places.append(_Place(*_named_attributes(value, path, frozenset(self._names_of(value))), path))
+
+    def _num_names(self) -> int:
+        return len(self._named) + sum(map(len, self._on_self.values()))
+
+    def _names_of(self, value: Any) -> set[str]:
+        """Names of attributes of ``value`` that code may mean."""
+        own = set[str]().union(*(self._on_self[kind] for kind in type(value).__mro__ if kind in self._on_self))
+        return own if value is self._bound else own | self._named
 
     def _reach(self, value: Any, path: str, named: bool) -> None:
         """named: the program's code names it, and does not only hold it."""
@@ -129,6 +146,8 @@ class HostState:
         if isinstance(value, Tensor):
             self._visit_tensor(value, path)
         elif isinstance(value, types.MethodType):
+            if isinstance(value.__func__, types.FunctionType):
+                self._methods.setdefault(value.__func__, type(value.__self__))
             self._reach(value.__self__, path.rpartition(".")[0] or path, named)
             self._reach(value.__func__, path, named)
         elif isinstance(value, types.FunctionType):
@@ -166,8 +185,12 @@ class HostState:
         names = function.__globals__
         if _is_library(names.get("__name__"), self._program):
             return
-        used, attributes = _names_in(function.__code__)
+        owner = self._methods.get(function)
+        own_name = function.__code__.co_varnames[0] if owner and function.__code__.co_argcount else ""
+        used, attributes, on_self = _names_in(function.__code__, own_name)
         self._named |= attributes
+        if owner is not None:
+            self._on_self[owner] |= on_self
         for name in used - names.keys():
             if name in _LOST and self.lost is None:
                 self.lost = _LOST[name]
@@ -354,23 +377,28 @@ def _named_attributes(
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of globals that the code, and code inside it, reads or writes; and names of attributes."""
+def _names_in(code: types.CodeType, own_name: str) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Names of globals that the code, and code inside it, reads or writes; of attributes; of those of ``own_name``."""
     used: set[str] = set()
     attributes: set[str] = set()
+    on_self: set[str] = set()
+    before: Any = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"):
             used.add(instruction.argval)
         elif instruction.opname in ("LOAD_ATTR", "STORE_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
-            attributes.add(instruction.argval)
+            (on_self if own_name and before == own_name else attributes).add(instruction.argval)
+        loads = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+        before = instruction.argval if loads else ""
     if used & {"getattr", "setattr", "hasattr"}:
         attributes |= {value for value in code.co_consts if isinstance(value, str)}
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            more, attributes_more = _names_in(inner)
+            more, attributes_more, on_self_more = _names_in(inner, own_name)
             used |= more
             attributes |= attributes_more
-    return frozenset(used), frozenset(attributes)
+            on_self |= on_self_more
+    return frozenset(used), frozenset(attributes), frozenset(on_self)
 
 
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -517,6 +517,38 @@ def test_stays_eager_and_says_why_once(program: Callable[[Job], None], caplog: p
     assert re.search(STAYS_EAGER[program], record.getMessage()), record.getMessage()
 
 
+def test_dropout_of_a_capture_that_failed_is_drawn_again() -> None:
+    assert check(reads_a_value, dropout=True).num_graphs == 0
+
+
+class Loop:
+    """A program's own trainer: its methods name what a step reads, and the loop counts beside."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.step, self.seen, self.scale = job, 0, job.seen, 1.0
+
+    def train_step(self, tokens: Tensor) -> Tensor:
+        self.job.optimizer.zero_grad()
+        return self.job.iterate(tokens, self.scaled())
+
+    def scaled(self) -> float:
+        return self.scale
+
+    def run(self) -> None:
+        step = self.job.graphed(self.train_step)
+        for _ in range(2 * STEPS):
+            self.seen.append(step(self.job.batch()))
+            self.step += 1
+            if self.step == STEPS:
+                self.scale = 0.5
+
+
+def test_a_loop_may_count_on_the_object_whose_method_is_graphed() -> None:
+    """The step calls ``optimizer.step``, and the loop counts ``self.step``."""
+    step = check(lambda job: Loop(job).run())
+    assert (step.why_eager, step.num_graphs) == (None, 2)
+
+
 def test_what_the_wrapper_refuses() -> None:
     step = check(plain, form="ddp", foreach=True, fused=False)
     assert "fused" in step.why_eager
