@@ -43,6 +43,8 @@ class ModelMasks:
         """Whether each model whose forward runs now, from the outside in, makes positions and masks itself."""
         self._answers: dict[Hashable, set[Any]] = {}
         """What eager calls were told about what a model has made itself, by function and sizes."""
+        self._skips = False
+        """Whether eager calls made no mask for a batch, by what the program has given."""
 
     @contextmanager
     def answered(self) -> Iterator[None]:
@@ -66,7 +68,7 @@ class ModelMasks:
     def ask(self, name: str, original: Callable[..., Any], tensor: Tensor | None, *sizes: Any) -> Any:
         """transformers' function of this name, unless this is a capture and the answer is known."""
         if not (tensor is None or (self._own and self._own[-1])):
-            return original(tensor, *sizes)
+            return self._ask_of_batch(name, original, tensor, *sizes)
         answers = self._answers.setdefault((name, tensor is None, *sizes), set())
         if is_capturing() and len(answers) == 1 and (known := next(iter(answers))) is not _PACKED:
             return known
@@ -74,6 +76,19 @@ class ModelMasks:
         if not is_capturing():
             answers.add(_PACKED if isinstance(answer, Tensor) else answer)
         return answer
+
+    def _ask_of_batch(self, name: str, original: Callable[..., Any], tensor: Tensor, *sizes: Any) -> Any:
+        """The same of what the program gives, which may differ from batch to batch: a graph makes the mask."""
+        if not is_capturing():
+            answer = original(tensor, *sizes)
+            self._skips |= answer is None or answer is True
+            return answer
+        if self._skips:
+            raise RuntimeError(
+                "transformers reads the attention_mask or position_ids of each batch on the host, and has found batches "
+                "that need no mask, for which a graph would take a slower kernel: leave them out where sequences are whole"
+            )
+        return original(tensor, *sizes) if name == _ASKED[0] else False
 
 
 def _noting(own: list[bool], names: list[str]) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ....ddp.graphs.auto_step import AutoStep
 from ...parallelizing.graphed import graphed
@@ -22,6 +23,7 @@ from ...parallelizing.graphed import graphed
 __all__ = ["StepGraph"]
 
 logger = logging.getLogger(__name__)
+_CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 _OF_MICROBATCHES = ("training_step", "compute_loss")
 
 
@@ -58,7 +60,7 @@ class StepGraph:
         trainer = self._trainer
         device = trainer.args.device
         inputs = trainer._prepare_inputs(inputs)
-        self._waiting.append({**inputs} if isinstance(inputs, Mapping) else inputs)
+        self._waiting.append(_without_whole_mask(inputs, trainer.model) if isinstance(inputs, Mapping) else inputs)
         if not last:
             return torch.zeros((), device=device)
         if isinstance(num_items, int):
@@ -91,6 +93,18 @@ class StepGraph:
             if (why := _why_not(trainer)) is not None:
                 self._step.stop(why)
         return self._step is not None and self._step.why_eager is None
+
+
+def _without_whole_mask(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Leave out a mask without padding, which a causal model reads on the host to no other effect.
+
+    The loop waits for the device after each step in any case.
+    """
+    found, mask = {**inputs}, inputs.get("attention_mask")
+    causal = any(kind.__name__ in _CAUSAL for kind in type(model).__mro__)
+    if causal and isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()):
+        del found["attention_mask"]
+    return found
 
 
 def _run(trainer: Any, batches: list[Any], num_items: Tensor | None) -> tuple[Tensor, Tensor]:
