@@ -85,8 +85,8 @@ class ModelMasks:
             return answer
         if self._skips:
             raise RuntimeError(
-                "transformers reads the attention_mask or position_ids of each batch on the host, and has found batches "
-                "that need no mask, for which a graph would take a slower kernel: leave them out where sequences are whole"
+                "transformers reads the attention_mask or position_ids of each batch on the host, and has found some "
+                "that need no mask, for which a graph would have a slower kernel: leave them out of whole sequences"
             )
         return original(tensor, *sizes) if name == _ASKED[0] else False
 
