@@ -1,0 +1,158 @@
+"""Triton kernel of batched products in half precision, which computes half of a symmetric one.
+
+Legend: B matrices, M rows, N columns of the result, K the contracted dim. A program computes one tile of one matrix's
+result. Of a symmetric result only tiles that touch the diagonal or lie above it have a program, which writes its
+elements above the diagonal a second time, mirrored. The bits of a matrix's result depend on no other matrix.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..compat import device_of
+from ..triton_support import Launches, kinds_of, tile_of
+
+__all__ = ["ProductConfig", "product"]
+
+
+class ProductConfig(NamedTuple):
+    """Tile sizes and compiler options. Each is correct for every shape."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 4
+    group: int = 8
+    """Number of tiles along the rows that share operands in L2."""
+
+
+@triton.jit
+def _product_kernel(
+    a_desc: tl.tensor,
+    b_desc: tl.tensor,
+    addend: tl.tensor,
+    out: tl.tensor,
+    tiles: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    stride_row: tl.tensor,
+    stride_matrix: tl.tensor,
+    alpha: tl.tensor,
+    beta: tl.tensor,
+    CONFIG: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+) -> None:
+    # SYMMETRIC: b's matrices are [N, K], the result's other factor transposed; else [K, N]. addend None: nothing.
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    matrix = tl.program_id(1)
+    if SYMMETRIC:
+        tile_m = tl.load(tiles + 2 * tl.program_id(0))
+        tile_n = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    else:
+        tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), CONFIG.group)
+    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, K, BLOCK_K):
+        a = a_desc.load([matrix, row, k]).reshape(BLOCK_M, BLOCK_K)
+        if SYMMETRIC:
+            b = b_desc.load([matrix, column, k]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            b = b_desc.load([matrix, k, column]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(a, b, acc)
+    m = row + tl.arange(0, BLOCK_M)[:, None]
+    n = column + tl.arange(0, BLOCK_N)[None, :]
+    inside = (m < M) & (n < N)
+    if SYMMETRIC:
+        inside &= m <= n
+    first = matrix.to(tl.int64) * stride_matrix
+    at = first + m.to(tl.int64) * stride_row + n
+    acc *= alpha
+    if addend is not None:
+        acc += beta * tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)
+    result = acc.to(out.dtype.element_ty)
+    tl.store(out + at, result, mask=inside)
+    if SYMMETRIC:
+        mirrored = first + n.to(tl.int64) * stride_row + m
+        tl.store(out + mirrored, result, mask=inside & (m < n))
+
+
+@functools.lru_cache(maxsize=256)
+def _upper_tiles(size: int, config: ProductConfig, device: torch.device) -> Tensor:
+    """Row and column [tiles, 2] of the tiles that touch the diagonal or lie above it, in groups as ``tile_of``'s."""
+    rows, columns = -(-size // config.block_m), -(-size // config.block_n)
+    tiles = [
+        (row, column)
+        for first in range(0, rows, config.group)
+        for column in range(columns)
+        for row in range(first, min(first + config.group, rows))
+        if row * config.block_m < min((column + 1) * config.block_n, size)
+    ]
+    return torch.tensor(tiles, dtype=torch.int32).to(device)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    symmetric: bool,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    addend: Tensor | None = None,
+    config: ProductConfig = ProductConfig(),
+) -> Tensor:
+    """``out = alpha a b^T + beta addend`` where that is ``symmetric``, else ``alpha a b + beta addend``; returns ``out``.
+
+    a       [B, M, K] fp16 or bf16, with adjacent columns, rows of whole 16 bytes and matrices one after the other
+    b       [B, M, K] likewise where ``symmetric``; else [B, K, N]
+    out     [B, M, N] of the same form; no operand but ``addend``, whose strides are ``out``'s, may share its memory
+    """
+    (count, rows, contracted), columns = a.shape, out.shape[2]
+    if not out.numel():
+        return out
+    if symmetric:
+        tiles = _upper_tiles(rows, config, out.device)
+        num_tiles = tiles.shape[0]
+    else:
+        tiles = None
+        num_tiles = -(-rows // config.block_m) * -(-columns // config.block_n)
+    sides = [config.block_n, config.block_k] if symmetric else [config.block_k, config.block_n]
+    counts = rows, columns, contracted, out.stride(1), out.stride(0)
+    key = out.get_device(), config, counts, count, symmetric, a.stride(), b.stride(), kinds_of(a, b, addend, out)
+    with device_of(out):
+        _launch(
+            key,
+            (num_tiles, count, 1),
+            _descriptor(a, [config.block_m, config.block_k]),
+            _descriptor(b, sides),
+            addend,
+            out,
+            tiles,
+            *counts,
+            alpha,
+            beta,
+            config,
+            symmetric,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out
+
+
+def _descriptor(matrices: Tensor, sides: list[int]) -> TensorDescriptor:
+    # The stride of a single matrix is arbitrary.
+    count, rows, _ = matrices.shape
+    strides = [matrices.stride(0) if count > 1 else rows * matrices.stride(1), matrices.stride(1), 1]
+    return TensorDescriptor(matrices, list(matrices.shape), strides, [1, *sides])
+
+
+_launch = Launches(_product_kernel)
