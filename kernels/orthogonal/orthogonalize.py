@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..compat import HAS_TRITON, runs_on_triton
-from .reference import COEFFICIENTS, Step, newton_schulz_reference, power_of_two_above
+from .reference import COEFFICIENTS, Step, inverse_norms, newton_schulz_reference
 
 if HAS_TRITON:
     from .product_triton import product
@@ -44,15 +44,15 @@ def orthogonalize(matrices: Tensor, steps: Sequence[Step] = COEFFICIENTS["simple
     """
     if matrices.dim() not in (2, 3) or not steps:
         raise ValueError(f"matrices [B, m, n] or [m, n] and at least one step; got {list(matrices.shape)}, {steps}")
+    if matrices.dim() == 2:
+        return orthogonalize(matrices[None], steps)[0]
     if not (matrices.numel() and runs_on_triton("orthogonalize", matrices)):
         return newton_schulz_reference(matrices, steps)
-    x = matrices if matrices.dim() == 3 else matrices[None]
-    tall = x.shape[1] > x.shape[2]
-    x, scale = _normalized(x.mT if tall else x)
+    tall = matrices.shape[1] > matrices.shape[2]
+    x, scale = _normalized(matrices.mT if tall else matrices)
     many_columns = x.shape[2] >= _GRAM_FROM * x.shape[1]
     x = _gram_form(x, scale, steps) if many_columns else _plain_form(x, scale, steps)
-    x = x.mT if tall else x
-    return x if matrices.dim() == 3 else x[0]
+    return x.mT if tall else x
 
 
 def orthogonalize_flops(rows: int, columns: int, num_steps: int = 5) -> float:
@@ -69,12 +69,8 @@ def _normalized(matrices: Tensor) -> tuple[Tensor, float]:
     """X0 = U / |U|_F in fp16, times a power of two that is returned: elements are about 1 in size."""
     rows, columns = matrices.shape[1:]
     scale = 2.0 ** min(15, round(math.log2(rows * columns) / 2))
-    top = power_of_two_above(matrices.abs().amax((1, 2)).float())
-    scaled = matrices.float() / top[:, None, None]
-    # One matrix's norm at a time: that of a batch adds up in an order of its own.
-    norm = torch.stack(torch._foreach_norm(list(scaled)))
     x = _matrices_like(matrices, columns)
-    torch.mul(scaled, (scale / torch.where(norm == 0, 1.0, norm))[:, None, None], out=x)
+    torch.mul(matrices, inverse_norms(matrices, scale), out=x)
     return x, scale
 
 
@@ -91,7 +87,7 @@ def _plain_form(x: Tensor, scale: float, steps: Sequence[Step]) -> Tensor:
     for a, b, c in steps:
         product(x, x, gram, symmetric=True, alpha=1 / scale**2)
         product(gram, gram, polynomial, symmetric=True, alpha=c, beta=b, addend=gram)
-        _rectangular(polynomial, x, other, alpha=1 / scale, beta=a / scale)
+        product(polynomial, x, other, symmetric=False, alpha=1 / scale, beta=a / scale, addend=x)
         x, other, scale = other, x, 1.0
     return x
 
@@ -114,23 +110,10 @@ def _gram_form(x: Tensor, scale: float, steps: Sequence[Step]) -> Tensor:
             q, spare = spare, q
         ends = index + 1 in (_RESTART, len(steps))
         if ends:
-            _rectangular(q, x, other, alpha=1 / scale)
+            product(q, x, other, symmetric=False, alpha=1 / scale)
             x, other, scale = other, x, 1.0
         else:  # R = (Z + a I) R (Z + a I)
             product(r, z, spare, symmetric=True, beta=a, addend=r)
             product(spare, z, r, symmetric=True, beta=a, addend=spare)
         begins = ends
     return x
-
-
-_CUBLAS_FROM = 2.0**31
-"""Multiplications of a matrix's product from which cuBLAS is faster, one matrix at a time."""
-
-
-def _rectangular(a: Tensor, x: Tensor, out: Tensor, *, alpha: float, beta: float = 0.0) -> None:
-    """``out = alpha a x + beta x`` for a [B, m, m] and x [B, m, n]."""
-    if a.shape[1] ** 2 * x.shape[2] < _CUBLAS_FROM:
-        product(a, x, out, symmetric=False, alpha=alpha, beta=beta, addend=x if beta else None)
-        return
-    for left, right, result in zip(a, x, out, strict=True):
-        torch.addmm(right, left, right, beta=beta, alpha=alpha, out=result)

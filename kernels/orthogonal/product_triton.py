@@ -23,13 +23,18 @@ __all__ = ["ProductConfig", "product"]
 class ProductConfig(NamedTuple):
     """Tile sizes and compiler options. Each is correct for every shape."""
 
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    num_warps: int = 8
-    num_stages: int = 4
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
     group: int = 8
     """Number of tiles along the rows that share operands in L2."""
+
+
+# The fastest of eleven on an H200, for matrices of 768 to 8,192 rows.
+_SYMMETRIC = ProductConfig(128, 128, 64, 4, 3)
+_RECTANGULAR = ProductConfig(128, 256, 64, 8, 3)
 
 
 @triton.jit
@@ -108,7 +113,7 @@ def product(
     alpha: float = 1.0,
     beta: float = 0.0,
     addend: Tensor | None = None,
-    config: ProductConfig = ProductConfig(),
+    config: ProductConfig | None = None,
 ) -> Tensor:
     """``out = alpha a b^T + beta addend`` where that is ``symmetric``, else ``alpha a b + beta addend``; returns ``out``.
 
@@ -116,6 +121,7 @@ def product(
     b       [B, M, K] likewise where ``symmetric``; else [B, K, N]
     out     [B, M, N] of the same form; no operand but ``addend``, whose strides are ``out``'s, may share its memory
     """
+    config = config or (_SYMMETRIC if symmetric else _RECTANGULAR)
     (count, rows, contracted), columns = a.shape, out.shape[2]
     if not out.numel():
         return out

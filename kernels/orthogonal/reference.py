@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["COEFFICIENTS", "Step", "newton_schulz_reference", "power_of_two_above"]
+__all__ = ["COEFFICIENTS", "Step", "inverse_norms", "newton_schulz_reference"]
 
 
 class Step(NamedTuple):
@@ -40,26 +40,29 @@ COEFFICIENTS: dict[str, tuple[Step, ...]] = {
 """Sets of coefficients by name, one ``Step`` for each iteration."""
 
 
-def power_of_two_above(largest: Tensor) -> Tensor:
-    """The power of two by which ``largest`` (not negative) is divided to lie in [0.5, 1); 1 for zeros."""
-    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.to(largest.dtype))
+def inverse_norms(matrices: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale / |U|_F`` of matrices [B, m, n] as [B, 1, 1], at least in fp32; ``scale`` for zeros.
+
+    Sums of squares are fp64: those of fp32 overflow for elements of 1e19, and vanish for 1e-23.
+    """
+    # One matrix at a time: the order of a batch's sums depends on the batch.
+    norms = torch.stack(torch._foreach_norm(list(matrices), 2, torch.float64))
+    inverse = scale / torch.where(norms == 0, 1.0, norms)
+    return inverse.to(torch.promote_types(matrices.dtype, torch.float32))[:, None, None]
 
 
 def newton_schulz_reference(matrices: Tensor, steps: Sequence[Step], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Orthogonalise matrices [..., m, n]; the result has ``dtype``, in which products are rounded.
+    """Orthogonalise matrices [B, m, n]; the result has ``dtype``, in which products are rounded.
 
-    Matrices are first divided by their Frobenius norm. The norm is that of the matrix over a power of two, so that it
-    neither overflows nor vanishes, and ``2^k U`` has the result of ``U`` bit for bit. A matrix of zeros stays zeros.
+    Matrices are first divided by their Frobenius norm. ``2^k U`` has the result of ``U`` bit for bit, and a matrix of
+    zeros stays zeros.
     """
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if x.numel():
-        x = x / power_of_two_above(x.abs().amax((-2, -1), keepdim=True))
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = (x / torch.where(norm == 0, 1.0, norm)).to(dtype)
+    if not matrices.numel():
+        return matrices.to(dtype)
+    x = (matrices * inverse_norms(matrices)).to(dtype)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
     for a, b, c in steps:
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x.mT if tall else x
-
