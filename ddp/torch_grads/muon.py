@@ -193,9 +193,7 @@ def _rows_of(split: int | Sequence[int], rows: int) -> list[tuple[int, int]]:
 
 def _check(group: Mapping[str, Any]) -> None:
     if not group["lr"] >= 0 or not group["weight_decay"] >= 0:
-        raise ValueError(
-            f"Muon needs lr and weight_decay of at least 0, got {group['lr']} and {group['weight_decay']}"
-        )
+        raise ValueError(f"Muon needs lr and weight_decay of at least 0, got {group['lr']} and {group['weight_decay']}")
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"Muon needs a momentum in [0, 1), got {group['momentum']}")
     known = (None, "original", "match_rms_adamw", "spectral_unclamped")

@@ -83,7 +83,11 @@ def _matrices_like(matrices: Tensor, columns: int) -> Tensor:
 
 def _plain_form(x: Tensor, scale: float, steps: Sequence[Step]) -> Tensor:
     """Iterations of X. x: X0 * scale."""
-    gram, polynomial, other = _matrices_like(x, x.shape[1]), _matrices_like(x, x.shape[1]), _matrices_like(x, x.shape[2])
+    gram, polynomial, other = (
+        _matrices_like(x, x.shape[1]),
+        _matrices_like(x, x.shape[1]),
+        _matrices_like(x, x.shape[2]),
+    )
     for a, b, c in steps:
         product(x, x, gram, symmetric=True, alpha=1 / scale**2)
         product(gram, gram, polynomial, symmetric=True, alpha=c, beta=b, addend=gram)
