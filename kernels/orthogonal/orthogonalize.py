@@ -1,9 +1,9 @@
 """``orthogonalize``: Newton-Schulz iterations on a batch of matrices; on GPUs in fp16, with half of the products.
 
 X X^T and its polynomials are symmetric, so that half of each such product is enough. Where the columns n are many,
-most of the work moves into the Gram matrix R = X X^T (Gram form): after some steps X is Q X with one matrix Q, a product
-of polynomials of R. With m <= n, a step of X itself takes 3 m^2 n + m^3 multiplications and additions, one of R and Q
-about 4 m^3.
+most of the work moves into the Gram matrix R = X X^T (Gram form): after some steps X is Q X with one matrix Q, which is
+a product of polynomials of R. With m <= n, a step of X itself takes 3 m^2 n + m^3 multiplications and additions, one of
+R and Q about 4 m^3.
 
 Rounding errors of R grow from step to step, and can bring negative eigenvalues. Q is therefore applied to X after two
 steps, and R is computed anew. In bf16 the Gram form is worse than the plain one, in fp16 three to seven times better
