@@ -70,6 +70,7 @@ PUBLIC = {
         "GradScaler",
         "GraphedTrainingStep",
         "Lion",
+        "Muon",
         "PendingSave",
         "add_grad",
         "clip_grad_norm",

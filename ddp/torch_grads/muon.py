@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.orthogonal.orthogonalize import orthogonalize
-from ...kernels.orthogonal.reference import COEFFICIENTS, Step
+from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize
+from ...kernels.optimizer.orthogonal.reference import COEFFICIENTS, Step
 
 __all__ = ["Muon"]
 

@@ -62,7 +62,17 @@ _ADAM = {
     "divisor": "*fp32", "found_inf": "*fp32", "GRAD": "=fp32", "EXP_AVG": "=fp32", "EXP_AVG_SQ": "=fp32",
     "PARAM": "=bf16", "RULE": "=adamw", "MAXIMIZE": False, "ALIGNED": True, "TILE_BLOCKS": 2, "CHUNK_TILES": 4,
 }  # fmt: skip
+_PRODUCT = {
+    "a_desc": "tensordesc<fp16[128,64]>", "b_desc": "tensordesc<fp16[128,64]>", "addend": "*fp16/16", "out": "*fp16/16",
+    "tiles": "*i32/16", "M": "i32/16", "N": "i32/16", "K": "i32/16", "stride_row": "i32/16", "stride_matrix": "i32/16",
+    "alpha": "fp32", "beta": "fp32", "CONFIG": "=ProductConfig(128, 128, 64, 4, 3)", "SYMMETRIC": True,
+}  # fmt: skip
 KERNELS = {
+    "optimizer.orthogonal.product_triton._product_kernel": _PRODUCT,
+    "optimizer.orthogonal.product_triton._product_kernel#rectangular": {
+        **_PRODUCT, "a_desc": "tensordesc<fp16[1,128,64]>", "b_desc": "tensordesc<fp16[1,64,256]>", "addend": None,
+        "tiles": None, "CONFIG": "=ProductConfig(128, 256, 64, 8, 3)", "SYMMETRIC": False,
+    },
     "glu.triton_kernels._scaled_glu_kernel": {
         "h": "*bf16/16", "probs": "*fp32/16", "out": "*bf16/16", "T": "i32", "F": "i32/16", "stride_h": "i32/16",
         **_NUMBERS, **_GLU_TILE,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compat import HAS_TRITON, runs_on_triton
+from ...compat import HAS_TRITON, runs_on_triton
 from .reference import COEFFICIENTS, Step, inverse_norms, newton_schulz_reference
 
 if HAS_TRITON:

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..compat import device_of
-from ..triton_support import Launches, kinds_of, tile_of
+from ...compat import device_of
+from ...triton_support import Launches, kinds_of, tile_of
 
 __all__ = ["ProductConfig", "product"]
 
