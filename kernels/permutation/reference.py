@@ -1,12 +1,12 @@
-"""The reference implementation of the permutation of tokens by expert.
+"""Reference implementations: the permutation of tokens by expert, and the weight gradient of an embedding.
 
-Legend: T tokens, k copies of each, D features.
+Legend: T tokens, k copies of each, D features, V rows of an embedding's weight.
 """
 
 import torch
 from torch import Tensor
 
-__all__ = ["permute_rows_reference", "unpermute_rows_reference"]
+__all__ = ["embedding_wgrad_reference", "permute_rows_reference", "unpermute_rows_reference"]
 
 
 def permute_rows_reference(x: Tensor, row_id_map: Tensor, out: Tensor) -> None:
@@ -21,3 +21,20 @@ def unpermute_rows_reference(rows: Tensor, row_id_map: Tensor, out: Tensor) -> N
     for places in row_id_map.unbind(1):
         total += rows[places]
     out.copy_(total)
+
+
+def embedding_wgrad_reference(dy: Tensor, tokens: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
+    """See ``embedding_wgrad_accumulate``; tokens [T] int64. A dense sum [V, D], then one addition.
+
+    The sum is torch's own, in fp32 or wider. If all dtypes are fp32, the result equals, bit for bit, the gradient of
+    autograd plus the addition of a hook.
+    """
+    dtype = torch.promote_types(torch.promote_types(dy.dtype, main_grad.dtype), torch.float32)
+    none = -1  # the only negative id that torch leaves out
+    summed = torch.ops.aten.embedding_dense_backward(
+        dy.to(dtype), tokens.clamp(min=none), main_grad.shape[0], none, False
+    )
+    if overwrite:
+        main_grad.copy_(summed)
+    else:
+        main_grad.add_(summed)
