@@ -6,7 +6,7 @@ Legend: T tokens, k copies of each, D features, V rows of an embedding's weight.
 import torch
 from torch import Tensor
 
-__all__ = ["embedding_wgrad_reference", "permute_rows_reference", "unpermute_rows_reference"]
+__all__ = ["embedding_grad", "embedding_wgrad_reference", "permute_rows_reference", "unpermute_rows_reference"]
 
 
 def permute_rows_reference(x: Tensor, row_id_map: Tensor, out: Tensor) -> None:
@@ -23,17 +23,22 @@ def unpermute_rows_reference(rows: Tensor, row_id_map: Tensor, out: Tensor) -> N
     out.copy_(total)
 
 
-def embedding_wgrad_reference(dy: Tensor, tokens: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
-    """See ``embedding_wgrad_accumulate``; tokens [T] int64. A dense sum [V, D], then one addition.
+def embedding_grad(dy: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """The dense gradient [V, D] of an embedding, as autograd computes it: dy [T, D]; tokens [T], not the negative ones.
 
-    The sum is torch's own, in fp32 or wider. If all dtypes are fp32, the result equals, bit for bit, the gradient of
-    autograd plus the addition of a hook.
+    Differentiable.
+    """
+    dy = dy.masked_fill((tokens < 0)[:, None], 0.0)
+    return torch.ops.aten.embedding_dense_backward(dy, tokens.clamp(min=0), vocabulary, -1, False)
+
+
+def embedding_wgrad_reference(dy: Tensor, tokens: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
+    """See ``embedding_wgrad_accumulate``; tokens [T] int64. A dense sum in fp32 or wider, then one addition.
+
+    If all dtypes are fp32, the result equals, bit for bit, the gradient of autograd plus the addition of a hook.
     """
     dtype = torch.promote_types(torch.promote_types(dy.dtype, main_grad.dtype), torch.float32)
-    none = -1  # the only negative id that torch leaves out
-    summed = torch.ops.aten.embedding_dense_backward(
-        dy.to(dtype), tokens.clamp(min=none), main_grad.shape[0], none, False
-    )
+    summed = embedding_grad(dy.to(dtype), tokens, main_grad.shape[0])
     if overwrite:
         main_grad.copy_(summed)
     else:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...te_integration import autocast
+from ...te_integration import Embedding, autocast
 from ..config.run import ModelConfig
 from .feed_forward import FeedForward, make_linear
 from .loss import find_padding, mean_loss
@@ -145,7 +145,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         dtype = config.dtype("param_dtype")
-        self.embedding = nn.Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
+        fuse = config.fuse_wgrad_accumulation
+        self.embedding = Embedding(
+            config.vocab_size, config.dim, device=device, dtype=dtype, fuse_wgrad_accumulation=fuse
+        )
         self.dropout = nn.Dropout(config.dropout)
         first_delayed = config.num_layers - config.delay_wgrad_layers
         self.blocks = nn.ModuleList(

@@ -61,7 +61,9 @@ class Conversion:
 
 
 def linear_weights(module: nn.Module) -> tuple[str, ...]:
-    """Names of the weights that the module multiplies its input with; none for modules that are not known."""
+    """Names of the weights that the module multiplies its input with; none for lookups, and modules not known."""
+    if isinstance(module, nn.Embedding):
+        return ()
     if isinstance(module, nn.MultiheadAttention):
         return tuple(name for name in _ATTENTION_MATRICES if module._parameters.get(name) is not None)
     if isinstance(module, LinearModule):
