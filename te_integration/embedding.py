@@ -175,7 +175,8 @@ class _FusedEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted, places = wanted_and_places(ctx, ctx.needs_input_grad[-1:])
-        operands = _operands(grads[0], *ctx.saved_tensors, ctx.padding_idx)
+        (tokens,) = ctx.saved_tensors
+        operands = _operands(grads[0], tokens, ctx.padding_idx)
         return (None,) * 5 + tuple(weight_grads(ctx, wanted, places, operands))
 
 
@@ -240,7 +241,7 @@ class _FusedSubclass:
     _unfused: type
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _new_fused, (self._unfused,), self.__getstate__()  # type: ignore[attr-defined]  # nn.Module's
+        return _new_fused, (self._unfused,), self.__getstate__()
 
 
 @functools.cache

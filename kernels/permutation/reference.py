@@ -29,7 +29,8 @@ def embedding_grad(dy: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     Differentiable.
     """
     dy = dy.masked_fill((tokens < 0)[:, None], 0.0)
-    return torch.ops.aten.embedding_dense_backward(dy, tokens.clamp(min=0), vocabulary, -1, False)
+    grad: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens.clamp(min=0), vocabulary, -1, False)
+    return grad
 
 
 def embedding_wgrad_reference(dy: Tensor, tokens: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:

@@ -6,8 +6,9 @@ Legend, used in every shape below:
     T  tokens             K  key and value heads    V  vocabulary
     D  width of the model C  width of one head (D = H * C)
 
-The matrices are ``maingrad.te_integration.Linear``: with ``fuse_wgrad_accumulation`` their weight gradients go straight
-into ``main_grad``. Norms and the embedding are ordinary modules, whose gradients reach ``main_grad`` through the hook.
+The matrices are ``maingrad.te_integration.Linear``, the embedding is its ``Embedding``: with
+``fuse_wgrad_accumulation`` their weight gradients go straight into ``main_grad``. Norms are ordinary modules, whose
+gradients reach ``main_grad`` through the hook.
 """
 
 import math
