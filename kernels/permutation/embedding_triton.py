@@ -55,17 +55,20 @@ def _sum_chunks_kernel(
         counts = token >= 0
         total += tl.load(dy + row * stride_dy + column, mask=inside & counts, other=0.0).to(tl.float32)  # [BLOCK]
         goes_on = following == token
-        if (not goes_on) or at + 1 == end:
-            if counts:
-                if token == before:
-                    tl.store(parts + 2 * chunk * D + column, total, mask=inside)
-                elif goes_on:
-                    tl.store(parts + (2 * chunk + 1) * D + column, total, mask=inside)
-                else:
-                    place = main_grad + token.to(tl.int64) * D + column
-                    if ADD:
-                        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-                    tl.store(place, total.to(main_grad.dtype.element_ty), mask=inside)
+        ends = ((not goes_on) or at + 1 == end) and counts
+        is_part = (token == before) | goes_on
+        # Two branches side by side: Triton 3.6 fails to compile one inside the other.
+        if ends and is_part:
+            part = 2 * chunk + tl.where(token == before, 0, 1)
+            tl.store(parts + part * D + column, total, mask=inside)
+        if ends and not is_part:
+            place = main_grad + token.to(tl.int64) * D + column
+            if ADD:
+                summed = total + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            else:
+                summed = total
+            tl.store(place, summed.to(main_grad.dtype.element_ty), mask=inside)
+        if not goes_on:
             total = tl.zeros((BLOCK,), dtype=tl.float32)
         token = following
 
