@@ -24,15 +24,16 @@ _KNOWN = (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, Group
 
 
 def convert_linears(model: nn.Module) -> Conversion:
-    """Fuse the weight gradient of every linear layer of ``model`` into ``main_grad``; convert first, then wrap.
+    """Fuse the weight gradient of every linear layer and embedding of ``model`` into ``main_grad``; then wrap it.
 
-    Four kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
-    unfused, and Hugging Face's ``Conv1D`` and experts (the classes whose implementation a model's
-    ``experts_implementation`` chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; from then on ours runs in
-    place of transformers' own). A subclass may compute something else, so it is skipped and listed by name; its
-    gradients reach ``main_grad`` through the wrapper's hook, like those of every other parameter. The result also names
-    parameters that nothing known multiplies, such as routers, and says which share of the FLOPs of weight gradients is
-    fused.
+    Converted are modules whose type is exactly ``nn.Linear`` or ``nn.Embedding``, maingrad modules that were built
+    unfused, and Hugging Face's ``Conv1D``, embeddings that scale or shift (Gemma's, Bart's), and experts (the classes
+    whose implementation a model's ``experts_implementation`` chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and
+    GPT-OSS; from then on ours runs in place of transformers' own). Embeddings with ``sparse`` or
+    ``scale_grad_by_freq`` stay autograd's. A subclass may compute something else, so it is skipped and listed by name;
+    its gradients reach ``main_grad`` through the wrapper's hook, like those of every other parameter. The result also
+    names parameters that nothing known multiplies, such as routers, and says which share of the FLOPs of weight
+    gradients is fused.
 
     Only the class of a module changes. The module object keeps its parameters, hooks, buffers, mode and attributes.
     References to it, tied weights, state-dict keys and ``isinstance(module, nn.Linear)`` therefore stay valid. Models

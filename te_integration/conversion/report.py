@@ -26,7 +26,7 @@ class Conversion:
     converted: tuple[str, ...]
     """Names of the modules that became fused, in ``named_modules`` order."""
     skipped: dict[str, str]
-    """Module name -> why the module, which holds the weight of a linear layer, was not converted."""
+    """Module name -> why the module, a linear layer or an embedding, was not converted."""
     left_out: dict[str, str]
     """Parameter name -> whose it is: parameters with two dims or more that no module known to ``convert_linears``
     multiplies, such as routers, convolutions and learnt positions. Their gradients reach ``main_grad`` through the
