@@ -130,7 +130,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool, tied: bool) -> Non
     if reentrant:
         model.enable_input_require_grads()
     runs: list[nn.Module] = []
-    layer = model.get_submodule(LLAMA[0] if family == "llama" else GPT2[0])
+    layer = model.get_submodule(LLAMA[1] if family == "llama" else GPT2[2])
     layer.register_forward_pre_hook(lambda module, _: runs.append(module))
     done = converted_iteration(model, next_token)
     assert len(runs) == 4  # a forward and its recompute in each of two microbatches
