@@ -61,6 +61,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "amax_compute_algo": "max",
         "reduce_amax": True,
     },
+    "te_integration.Embedding": {
+        "norm_type": 2.0,
+        "scale_grad_by_freq": False,
+        "sparse": False,
+        "_freeze": False,
+        "fuse_wgrad_accumulation": False,
+    },
     "te_integration.Float8BlockScaling": {"emulate": False},
     "te_integration.Float8CurrentScaling": {"emulate": False, "fp8_format": te_integration.Format.HYBRID},
     "te_integration.GroupedLinear": {
@@ -134,6 +141,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels.grouped_wgrad_accumulate": {"overwrite": False},
     "kernels.scaled_glu": {"activation": "swiglu", "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
     "kernels.scaled_glu_backward": {"activation": "swiglu", "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
+    "kernels.embedding_wgrad_accumulate": {"overwrite": False},
     "kernels.wgrad_accumulate": {"overwrite": False},
     "launch.make_optimizer": {"optimizer_class": torch.optim.AdamW},
     "launch.parallelize": {"units": "auto", "fuse": True, "recompute": False, "compile": False},

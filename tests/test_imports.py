@@ -49,6 +49,7 @@ CONTRACT = {
 PUBLIC = {
     "maingrad.kernels": {
         "PerExpert",
+        "embedding_wgrad_accumulate",
         "group_offsets",
         "grouped_bias_grad",
         "grouped_dgrad",
@@ -95,6 +96,7 @@ PUBLIC = {
     },
     "maingrad.te_integration": {
         "DelayedScaling",
+        "Embedding",
         "Float8BlockScaling",
         "Float8CurrentScaling",
         "Format",

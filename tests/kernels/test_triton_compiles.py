@@ -55,6 +55,13 @@ _PERMUTATION = {
     "source": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_source": "i32/16",
     "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
 }  # fmt: skip
+_EMBEDDING_PARTS = {
+    "tokens": "*i32/16", "parts": "*fp32/16", "main_grad": "*fp32/16", "T": "i32/16", "D": "i32/16", "CHUNK": 16,
+    "PARTS": 16, "BLOCK": 256, "ADD": True,
+}  # fmt: skip
+_EMBEDDING_CHUNKS = {
+    **_EMBEDDING_PARTS, "dy": "*bf16/16", "order": "*i64/16", "stride_dy": "i32/16", "BLOCK": 1024,
+}  # fmt: skip
 _NUMBERS = {"alpha": "fp32", "limit": "fp32", "offset": "fp32"}
 _GLU_TILE = {"FUNCTION": "=gelu", "BLOCK_T": 4, "BLOCK_F": 512}
 _ADAM = {
@@ -108,6 +115,10 @@ KERNELS = {
         **_ADAM, "EXP_AVG": "=8 bits", "EXP_AVG_SQ": "=8 bits", "PARAM": "=remainder",
         "TILE_BLOCKS": 4, "CHUNK_TILES": 2,
     },
+    "permutation.embedding_triton._sum_chunks_kernel": _EMBEDDING_CHUNKS,
+    "permutation.embedding_triton._sum_chunks_kernel#overwrite": {**_EMBEDDING_CHUNKS, "ADD": False},
+    "permutation.embedding_triton._add_parts_kernel": _EMBEDDING_PARTS,
+    "permutation.embedding_triton._add_parts_kernel#overwrite": {**_EMBEDDING_PARTS, "ADD": False},
     "permutation.triton_kernels._permute_kernel": {**_PERMUTATION, "INVERSE": False},
     "permutation.triton_kernels._permute_kernel#inverse": {**_PERMUTATION, "INVERSE": True},
     "grouped.gemm_triton._grouped_gemm_kernel#bf16": _GEMM,
