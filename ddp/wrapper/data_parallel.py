@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..buckets.bucket_params import BucketParam, allocate_buckets
 from ..buckets.checks import ModelWatch, is_frozen
+from ..buckets.copy_engines import with_chosen_gathers
 from ..buckets.launcher import BucketLauncher
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
@@ -123,14 +124,17 @@ class DistributedDataParallel(BucketIteration):
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
         self.failures = failures = FailureReporter()
         check_same_config(config, process_group, failures)
+        self.copy_engines = config.copy_engine_param_gather is True
+        """Gathers of parameters run on copy engines."""
+        chooses = config.overlap_param_gather and config.copy_engine_param_gather == "auto"
         with failures.watch("the making of process groups"):
             self.grids: dict[str, RankGrid] = make_grids(
                 process_group,
                 expert_process_group,
                 has_experts=any(each.grid_name == "expert" for each in tensors),
                 num_instances=config.num_distributed_optimizer_instances,
-                separate_gather=config.overlap_param_gather,
-                copy_engines=config.copy_engine_param_gather,
+                separate_gather=config.overlap_param_gather and not chooses,
+                copy_engines=self.copy_engines,
             )
         """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
         failures.grids = self.grids.values()
@@ -144,6 +148,9 @@ class DistributedDataParallel(BucketIteration):
         unsaid = [each for each in overwritten if process_group is None]
         experts = [each for each in overwritten if expert_process_group is None and each.grid_name == "expert"]
         check_undeclared_parts(named(unsaid), named(experts), self.grids["dense"], failures)
+        if chooses:  # by the plan's sizes
+            self.grids, self.copy_engines = with_chosen_gathers(self.plan, self.grids, self.device, failures)
+            failures.grids = self.grids.values()
 
         # Storage, and the collectives over it.
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...ddp.buckets.buffer import MappedPool
+from ...ddp.buckets.copy_engines import Gather, choose_copy_engines
 from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
 from ...ddp.collectives.streams import OnStream
@@ -18,7 +19,7 @@ from ..unit.unit import Unit
 if TYPE_CHECKING:
     from .root import Root
 
-__all__ = ["connect_units", "map_memory", "ranks_of_norms"]
+__all__ = ["connect_units", "map_memory", "ranks_of_norms", "use_copy_engines"]
 
 
 def connect_units(
@@ -27,12 +28,15 @@ def connect_units(
     buckets: Sequence[ShardedBucket],
     root: "weakref.ref[Root]",
     failures: FailureReporter,
+    *,
+    copy_engines: bool,
 ) -> None:
     """Make ``units`` one model: names, separate process groups for gathers, the factor of averages. Collective.
 
     module    the outermost unit's
     units     the outermost first
     buckets   all of the units' buckets, about in backward's order
+    copy_engines  gathers run on copy engines
 
     Gradients are divided by the number of the outermost unit's ranks, also those of experts: an expert has seen the
     tokens of all ranks.
@@ -42,7 +46,6 @@ def connect_units(
     for unit in units:
         unit.join(names[id(unit.module())], everyone, root)
     grids: dict[int, RankGrid] = {}
-    copy_engines = any(unit.copy_engines for unit in units)
     with failures.watch("the making of process groups"):
         for bucket in buckets:
             grid = bucket.reduction.grid
@@ -56,6 +59,23 @@ def connect_units(
     for bucket in buckets:
         bucket.connect(index if bucket.trainable else -1, failures)
         index += bucket.trainable
+
+
+def use_copy_engines(units: Sequence[Unit], buckets: Sequence[ShardedBucket], failures: FailureReporter) -> bool:
+    """Whether gathers run on copy engines: as any unit asks for, or by "auto" of the outermost. Collective.
+
+    "auto" maps no memory where whole parameters stay at rest: the memory of all units would stay until exit.
+    """
+    if any(unit.copy_engine_gather is True for unit in units):
+        return True
+    if units[0].copy_engine_gather is False or any(bucket.whole_params_at_rest for bucket in buckets):
+        return False
+    gathers = [
+        Gather(bucket.gathered.nbytes, inner)
+        for bucket in buckets
+        if (inner := bucket.reduction.grid.inner) is not None and inner.size() > 1
+    ]
+    return choose_copy_engines(gathers, units[0].grid.axes, units[0].device, failures)
 
 
 def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
