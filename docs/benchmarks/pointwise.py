@@ -2,8 +2,9 @@
 
     python docs/benchmarks/pointwise.py
 
-modules      what ``LayerNormLinear`` and ``LayerNormMLP`` call: torch's norms; torch's operations of an activation
-kernel       maingrad's Triton kernel of gated activations, which experts call
+modules      what ``LayerNormLinear`` and ``LayerNormMLP`` call: torch's norms, and maingrad's kernel of activations
+torch        an activation by torch's operations
+kernel       maingrad's Triton kernel of gated activations, as experts call it
 inductor     ``torch.compile`` of what the modules call
 Liger, quack where they are installed; Liger's activations take the two halves as tensors of their own
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from harness import ConfigError, Options, free_memory, log, run_script, take_turns, the_device
 from tables import Column, Measurement, machine, shown, table, write_table
 
@@ -81,6 +83,7 @@ def contenders_of(at, backend):
     called = activation_named(at.op).function if at.gated else normalize_with(at)
     found = {"modules": (called, at.inputs), "inductor": (torch.compile(called, backend=backend), at.inputs)}
     if at.gated:
+        found["torch"] = (partial(by_torch, at.op), at.inputs)
         found["kernel"] = (partial(scaled_by_kernel, at.op), at.inputs)
     return found | liger(at) | quack(at)
 
@@ -88,6 +91,11 @@ def contenders_of(at, backend):
 def normalize_with(at):
     """A function of x, gamma and beta, which are the module's own."""
     return lambda x, *_: at.norm.normalize(x)
+
+
+def by_torch(op, x):
+    gate, linear = x.chunk(2, dim=-1)
+    return (F.silu(gate) if op == "swiglu" else F.gelu(gate, approximate="tanh")) * linear
 
 
 def scaled_by_kernel(op, x):
@@ -154,9 +162,9 @@ def exact_results(at):
     if at.gated:
         result = activation_named(at.op).function(x)
     elif at.op == "LayerNorm":
-        result = torch.nn.functional.layer_norm(x, (at.features,), *params, EPS)
+        result = F.layer_norm(x, (at.features,), *params, EPS)
     else:
-        result = torch.nn.functional.rms_norm(x, (at.features,), *params, EPS)
+        result = F.rms_norm(x, (at.features,), *params, EPS)
     return result.detach(), *torch.autograd.grad(result, inputs, at.dy.double())
 
 
