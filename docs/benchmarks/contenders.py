@@ -6,14 +6,13 @@ have a class each, with these members:
     name, rank, num_ranks, device, tokens()
     make(dtype)                the whole model, with the same weights for every row and rank
     units(model, split_ends)   the modules that are compiled, and that sharded wrappers make units of
-    loss_of(model)             a function of one microbatch of tokens; more arguments by name are of the model's forward
+    loss_of(model)             a function of one microbatch of tokens
     compiling, compile_loss()  arguments of ``torch.compile``; compiles a model's loss
     ours                       options of the command line for all our rows; sharded units use ``bucket_size`` alone
     about(name, row), rates()  columns of the table: what was measured, and what follows from the ranks' times
 """
 
 import importlib.util
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -79,7 +78,6 @@ def wrap(
     split_ends=False,
     num_instances=1,
     compact=False,
-    head=None,
     embedding=True,
     **options,
 ):
@@ -88,8 +86,6 @@ def wrap(
     fused          weight gradients by our layers; otherwise by ``nn.Linear``
     split_ends     the embedding and the head are units of their own: neither is whole while the other is used
     num_instances  of "hsdp"
-    head           "recompute" or "in_forward": the head computes the loss of its product (``fused_loss``), which the
-                   compiler leaves alone then
     embedding      False: autograd delivers the embedding's gradient, also where our module could
     compact        shards are bf16, for an optimizer with ``state="compact"``
     """
@@ -103,17 +99,13 @@ def wrap(
         options |= {**stored, "bucket_size": case.ours.get("bucket_size")}
     else:
         options |= case.ours
-    if head is not None:
-        options["fused_loss"] = head
-    elif compiled:
+    if compiled:
         case.compile_loss(model)
     units = case.units(model, split_ends)
-    compiling = compiled and case.compiling
-    wrapped = maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiling, **options)
-    if not embedding:
-        for module in wrapped.modules():
-            if isinstance(module, te_integration.Embedding):
-                module.fuse_wgrad_accumulation = False
+    wrapped = maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and case.compiling, **options)
+    for module in () if embedding else wrapped.modules():
+        if isinstance(module, te_integration.Embedding):
+            module.fuse_wgrad_accumulation = False
     return wrapped
 
 
@@ -142,11 +134,8 @@ def train(model, loss_of, tokens, *, graphed=False, recipe=None, optimizer_optio
 def ours(case, form, *, graphed=False, recipe=None, optimizer_options=None, **how):
     """A step of maingrad; ``how`` the model is wrapped: see ``wrap``; the other options are those of ``train``."""
     model = wrap(case, form, **how)
-    tokens, loss_of = case.tokens(), case.loss_of
-    if how.get("head") == "in_forward":  # the head needs to know the factor of the loss in its forward
-        loss_of = partial(loss_of, grad_scale=1.0 / len(tokens))
     options = {"graphed": graphed, "recipe": recipe, "optimizer_options": optimizer_options}
-    return train(model, loss_of, tokens, **options)
+    return train(model, case.loss_of, case.tokens(), **options)
 
 
 def refuse_copy_engines(case):
@@ -154,12 +143,6 @@ def refuse_copy_engines(case):
     if case.device.type == "cuda" and zero_cta_options() is not None:
         return None
     return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
-
-
-def refuse_head(_):
-    """Why the head cannot compute the loss; None if it can."""
-    known = "fused_loss" in inspect.signature(maingrad.parallelize).parameters
-    return None if known else "parallelize of this maingrad has no fused_loss"
 
 
 def refuse_embedding(_):

@@ -28,7 +28,6 @@ from contenders import (
     refuse_copy_engines,
     refuse_embedding,
     refuse_graphs,
-    refuse_head,
     refuse_symm_mem,
     refuse_torchao,
     row_of,
@@ -95,8 +94,8 @@ class Case:
         if self.bench.compile_loss:
             model.loss_function = torch.compile(model.loss_function, backend=self.bench.backend)
 
-    def loss_of(self, model, **more):
-        return lambda tokens: model(input_ids=tokens, labels=tokens, **more).loss  # the model shifts the labels itself
+    def loss_of(self, model):
+        return lambda tokens: model(input_ids=tokens, labels=tokens).loss  # the model shifts the labels itself
 
     def tokens(self):
         return self.architecture.tokens(self.shape, self.bench.num_microbatches, self.rank, self.device)
@@ -197,18 +196,9 @@ def _graphed(pair, name, words, options):
     }
 
 
-def _head(pair, name, words, options):
-    """Rows of one form whose head computes the loss, and of an embedding whose gradient autograd delivers."""
-    rows = {}
-    for mode in ("recompute", "in_forward"):
-        rows |= pair(
-            f"{name}_head_{mode}",
-            f"{words}, loss by the head ({mode})",
-            options=f"{options}; fused_loss={mode!r}",
-            head=mode,
-            refuse=refuse_head,
-        )
-    return rows | pair(
+def _plain_embedding(pair, name, words, options):
+    """Rows of one form where autograd delivers the embedding's gradient."""
+    return pair(
         f"{name}_plain_embedding",
         f"{words}, embedding by autograd",
         options=f"{options}; autograd delivers the embedding's gradient",
@@ -249,7 +239,7 @@ def _symmetric(stage, reshard):
 ROWS: dict[str, Row] = {
     **_zero1("zero1", "maingrad ZeRO-1", options=_ZERO1),
     **_graphed(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
-    **_head(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
+    **_plain_embedding(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
     **_zero1("zero1_linear", "maingrad ZeRO-1, nn.Linear", options=f"{_ZERO1}; not converted", fused=False),
     **_less("released", "gradients released", release_grads=True),
     **_less("compact", "compact state", state="compact"),
@@ -260,7 +250,7 @@ ROWS: dict[str, Row] = {
     **_recipe("float8_block"),
     **_zero3("zero3", "maingrad ZeRO-3", options=_ZERO3),
     **_graphed(_zero3, "zero3", "maingrad ZeRO-3", _ZERO3),
-    **_head(_zero3, "zero3", "maingrad ZeRO-3", _ZERO3),
+    **_plain_embedding(_zero3, "zero3", "maingrad ZeRO-3", _ZERO3),
     **_zero3(
         "zero3_kernels",
         "maingrad ZeRO-3, gathers by kernels",
