@@ -71,7 +71,7 @@ def fully_shard(
     bucket_size: int | None = None,
     shard_atoms: ShardAtoms = "element",
     offload_to_cpu: bool = False,
-    copy_engine_gather: bool | Literal["auto"] = "auto",
+    copy_engine_gather: Literal["auto", True, False] = "auto",
     init_fn: Callable[[nn.Module], None] | None = None,
     init_sync: bool = True,
     forward_writes: Literal["refused", "alike"] = "refused",

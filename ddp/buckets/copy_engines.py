@@ -21,7 +21,7 @@ from .buffer import MappedPool
 
 __all__ = ["CopyEngines", "Gather", "check_copy_engines", "choose_copy_engines", "with_chosen_gathers"]
 
-CopyEngines: TypeAlias = bool | Literal["auto"]
+CopyEngines: TypeAlias = Literal["auto", True, False]
 """Whether gathers run on copy engines; "auto": the library chooses (``choose_copy_engines``)."""
 
 MIN_SHARD_NBYTES = 16 * 2**20
@@ -48,7 +48,7 @@ def check_copy_engines(wanted: CopyEngines, backends: Collection[str], device: t
     backends  of the groups on ``device``; none in a world of one
     option    that asks for copy engines, for the error
     """
-    if wanted not in (True, False, "auto"):
+    if not (isinstance(wanted, bool) or wanted == "auto"):
         raise ValueError(f'{option} is True, False or "auto", got {wanted!r}')
     if wanted is True and not _exist(backends, device):
         raise ValueError(

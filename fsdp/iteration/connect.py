@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,7 @@ def connect_units(
     module    the outermost unit's
     units     the outermost first
     buckets   all of the units' buckets, about in backward's order
+    failures  names what a rank waits for
     copy_engines  gathers run on copy engines
 
     Gradients are divided by the number of the outermost unit's ranks, also those of experts: an expert has seen the
@@ -104,11 +106,11 @@ def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
     return everyone if len({count for _, count in found.values()}) == 1 else None
 
 
-def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream, num_units: int) -> None:
+def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream | None, num_units: int) -> None:
     """Reserve memory that copy engines can reach, for the units that are gathered at the same time.
 
     units      the outermost first
-    stream     of gathers
+    stream     of gathers; None on CPU
     num_units  number of units beside the outermost that are gathered at the same time
 
     Units take turns in this memory. All ranks take and free memory in one order, and so at the same places.
@@ -128,7 +130,7 @@ def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream, num_units: int)
         ]
         if not buckets[0].whole_params_at_rest:
             sizes = [sizes[0], *sorted(sizes[1:], reverse=True)[:num_units]]
-        with OnStream(stream):
+        with nullcontext() if stream is None else OnStream(stream):
             with pool.allocating():
                 reserved = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
             pool.share()

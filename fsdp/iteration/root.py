@@ -54,9 +54,8 @@ class Root:
         self.copy_engines = use_copy_engines(units, self.buckets, self.failures)
         """Gathers run on copy engines."""
         connect_units(module, units, self.buckets, weakref.ref(self), self.failures, copy_engines=self.copy_engines)
+        self._mapped = False
         self.gathers = UnitGathers(units, self.device)
-        if self.gathers.stream is not None and self.copy_engines:
-            map_memory(units, self.gathers.stream, KEPT_UNITS + 1)
         self.grads = GradRounds(units, [bucket for bucket in self.buckets if bucket.trainable], self.failures)
         for unit in units:
             unit.join_logs(self.grads.steps)
@@ -179,6 +178,9 @@ class Root:
     def begin(self, unit: Unit) -> None:
         """An outermost forward starts, of this unit."""
         self.observer.forward_started()
+        if self.copy_engines and not self._mapped:  # not earlier: a graphed step turns copy engines off
+            self._mapped = True
+            map_memory(self.units, self.gathers.stream, KEPT_UNITS + 1)
         if self._backward is not None:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # a forward gathers

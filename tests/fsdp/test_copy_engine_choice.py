@@ -218,7 +218,7 @@ def pools_of(model: Any) -> set[Any]:
 
 @pytest.fixture
 def mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that choose copy engines for buckets of any size. Memory is mapped for units on a stream: there is none."""
+    """Ranks that choose copy engines for buckets of any size."""
     everywhere(monkeypatch)
     monkeypatch.setattr(copy_engines, "MIN_SHARD_NBYTES", 1)
     monkeypatch.setattr(connect, "MappedPool", Pool)
@@ -237,24 +237,28 @@ def mapping(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_maps_memory(placements: str, options: dict[str, Any], chosen: bool) -> None:
     def run() -> None:
         model = sharded(placements, **options)
+        model(torch.ones(4, 8))
         assert root_of(model).copy_engines is chosen
+        assert (None not in pools_of(model)) is chosen
 
     simulate(run, 2)
 
 
 @pytest.mark.usefixtures("mapping")
-@pytest.mark.parametrize("after_a_step", [False, True])
-def test_a_graphed_step_gathers_by_kernels(after_a_step: bool) -> None:
+@pytest.mark.parametrize("after_a_forward", [False, True])
+def test_a_graphed_step_gathers_by_kernels(after_a_forward: bool) -> None:
     def run() -> None:
         expected = sharded(copy_engine_gather=False)
         losses = trained(expected, torch.optim.AdamW(expected.parameters(), lr=0.1, fused=True))
         model = sharded()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        if after_a_step:
-            root = root_of(model)
-            assert root.copy_engines
-            connect.map_memory(root.units, object(), 3)  # type: ignore[arg-type]
+        if after_a_forward:
+            with torch.no_grad():
+                model(torch.ones(4, 8))
             assert None not in pools_of(model)
+        else:
+            assert root_of(model).copy_engines
+            assert pools_of(model) == {None}, "memory is mapped by the first forward"
 
         def step(x: Tensor) -> Tensor:
             loss = model(x).square().mean()
