@@ -124,17 +124,14 @@ class DistributedDataParallel(BucketIteration):
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
         self.failures = failures = FailureReporter()
         check_same_config(config, process_group, failures)
-        self.copy_engines = config.copy_engine_param_gather is True
-        """Gathers of parameters run on copy engines."""
-        chooses = config.overlap_param_gather and config.copy_engine_param_gather == "auto"
         with failures.watch("the making of process groups"):
             self.grids: dict[str, RankGrid] = make_grids(
                 process_group,
                 expert_process_group,
                 has_experts=any(each.grid_name == "expert" for each in tensors),
                 num_instances=config.num_distributed_optimizer_instances,
-                separate_gather=config.overlap_param_gather and not chooses,
-                copy_engines=self.copy_engines,
+                separate_gather=config.overlap_param_gather and config.copy_engine_param_gather != "auto",
+                copy_engines=config.copy_engine_param_gather is True,
             )
         """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
         failures.grids = self.grids.values()
@@ -148,9 +145,7 @@ class DistributedDataParallel(BucketIteration):
         unsaid = [each for each in overwritten if process_group is None]
         experts = [each for each in overwritten if expert_process_group is None and each.grid_name == "expert"]
         check_undeclared_parts(named(unsaid), named(experts), self.grids["dense"], failures)
-        if chooses:  # by the plan's sizes
-            self.grids, self.copy_engines = with_chosen_gathers(self.plan, self.grids, self.device, failures)
-            failures.grids = self.grids.values()
+        self._choose_gathers()
 
         # Storage, and the collectives over it.
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
@@ -190,6 +185,14 @@ class DistributedDataParallel(BucketIteration):
         self._end_making()
         if init_sync:
             broadcast_tensors(tensors, self.grids, failures)
+
+    def _choose_gathers(self) -> None:
+        """Say whether gathers run on copy engines. By "auto" the plan's sizes decide, and groups are made only now."""
+        config = self.ddp_config
+        self.copy_engines = config.copy_engine_param_gather is True
+        if config.overlap_param_gather and config.copy_engine_param_gather == "auto":
+            self.grids, self.copy_engines = with_chosen_gathers(self.plan, self.grids, self.device, self.failures)
+            self.failures.grids = self.grids.values()
 
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
