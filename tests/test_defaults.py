@@ -49,7 +49,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "placements": "zero3",
         "shard_atoms": "element",
         "offload_to_cpu": False,
-        "copy_engine_gather": False,
+        "copy_engine_gather": "auto",
         "init_sync": True,
         "forward_writes": "refused",
     },
