@@ -55,7 +55,7 @@ class Trainer(transformers.Trainer):
     fsdp_options  for "fsdp": arguments of ``fully_shard``, such as ``{"placements": "zero2"}``
     cuda_graph    "auto": on a GPU a step becomes one CUDA graph where that is right (``maingrad.graphed``), and a line
                   of the log says why not. False: no graphs. True: on a CPU too, by recorded operations, for tests
-    fuse_linears  ``convert_linears``: weight gradients of linear layers and experts are written into the buckets
+    fuse_linears  ``convert_linears``: weight gradients of linear layers, experts and embeddings go into the buckets
 
     All other arguments are ``transformers.Trainer``'s, and ``TrainingArguments`` mean what they mean there. Raises
     ``ValueError`` for arguments, models and optimizers that do not fit, with a remedy. docs/hugging_face.md tells
