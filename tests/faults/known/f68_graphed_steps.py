@@ -67,7 +67,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.graphs.model_masks",
                 "ModelMasks.ask",
-                "own and is_capturing() and self._num_whole and not self._num_packed",
+                "is_capturing() and len(answers) == 1 and (known := next(iter(answers))) is not _PACKED",
                 "False",
             ),
         ],
