@@ -204,7 +204,6 @@ def test_one_collective_across_instances_for_each_bucket_and_step(
 
 @pytest.mark.parametrize("delayed", ["inside", "outside"])
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.sampled(1)
 def test_delayed_gradients_are_reduced_in_the_drain(microbatches: int, delayed: str) -> None:
     """Only weights of blocks are delayed. The last drain reduces the gradients of all microbatches."""
     words = launches("zero3", microbatches=microbatches, delayed=delayed)[0].split()
