@@ -71,7 +71,7 @@ def iterations(
     net = Net(delayed=bool(delayed))
     net.blocks[1].requires_grad_(not frozen)
     model = shard(net, [f"blocks.{i}" for i in range(3)], mesh=mesh, **how)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     sizes = [sum(bucket.layout.numel for bucket in unit.buckets) for unit in root_of(model).units]
     for step in range(4):
         say("iteration")
@@ -175,7 +175,7 @@ ZERO1 = """
     backward r2 r1 r0 ro c
     step
 """
-# What no step changes is gathered once, where it stays whole.
+# What no optimizer has is gathered once, where it stays whole.
 FROZEN = """
     forward go g0 g2
     backward
