@@ -257,7 +257,6 @@ def load_misfit(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", MISFITS)
-@pytest.mark.sampled(4)
 def test_what_does_not_fit_is_named(pristine: Path, name: str) -> None:
     with pytest.raises(ValueError, match=MISFITS[name][1]):
         load_checkpoint(pristine, *MISFITS[name][0]())
@@ -341,7 +340,6 @@ TROUBLE = {
         ),
     ],
 )
-@pytest.mark.sampled(4)
 def test_trouble_on_one_rank_is_an_error_on_all(tmp_path: Path, run: Callable[..., list[str]], trouble: str) -> None:
     errors = run(save_with_trouble_on_rank_1, 2, tmp_path / "c", trouble)
     assert errors[0] == errors[1]

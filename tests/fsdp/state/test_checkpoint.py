@@ -206,7 +206,6 @@ def test_real_ranks_save_what_simulated_ones_save(
 
 
 @pytest.mark.parametrize("placement", ["zero3", "hsdp", "hsdp_zero1"])
-@pytest.mark.sampled(1)
 def test_every_element_is_written_once_and_work_is_shared(
     saved: Callable[[str, torch.dtype | None], Path], placement: str
 ) -> None:

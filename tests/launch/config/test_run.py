@@ -25,7 +25,6 @@ def refused(document: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-@pytest.mark.sampled(2)
 def test_shipped_files_load(path: Path):
     config = load_config(path)
     assert config == structure(config_to_dict(config))
@@ -274,7 +273,6 @@ def test_placements_in_full():
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid", "fsdp", "hsdp"])
-@pytest.mark.sampled(4)
 def test_parallel_from_the_command_line(tmp_path: Path, parallel: str):
     config = load_config(tiny_toml(tmp_path), ["--parallel", parallel])
     assert config == tiny_config(tmp_path, parallel=parallel)
