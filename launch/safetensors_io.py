@@ -81,7 +81,7 @@ def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | Non
             parts |= part_of_whole(name, section, by_name[name])
         return parts
 
-    opened = open_checkpoint(Path(checkpoint), choose)
+    opened = open_checkpoint(Path(checkpoint), lambda: choose)
     opened.read()
     manifest = opened.manifest
     for name, entry in manifest.tensors.items():

@@ -78,9 +78,14 @@ def save_checkpoint(
             manifest = None
             if ranks.grid.is_first:
                 staging.begin()
-                tensors = saved_tensors(writers, (item for each in notes for item in each.tensors.items()))
-                tied = {alias: first for each in notes for alias, first in each.tied.items()}
-                manifest = Manifest(save_id, tensors, tied, sets.number, notes[0].optimizer, extra)
+                manifest = Manifest(
+                    save_id,
+                    saved_tensors(writers, (item for each in notes for item in each.tensors.items())),
+                    {alias: first for each in notes for alias, first in each.tied.items()},
+                    sets.number,
+                    notes[0].optimizer,
+                    extra,
+                )
             pending = PendingSave(staging, ranks, save_id, mine, manifest)
             if background:
                 pending.copy_to_host()
@@ -115,17 +120,22 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
     at_the_end: list[Callable[[], None]] = []
 
-    def choose(manifest: Manifest) -> Parts:
-        stored = sets.here_of(manifest.tensors)
-        entries = {name: manifest.tensors[there] for name, there in stored.items()}
-        holding, adopts = _with_on_demand(source.hold(optimizer, saving=False), source.module, entries)
-        _check_fits(target, manifest, entries, holding, sets)
-        moments, install = plan_optimizer(manifest.optimizer, entries, holding)
-        at_the_end[:] = [*adopts, install]
-        parts = _parts_to_fill(entries, holding, moments)
-        return {part._replace(name=stored[part.name]): data for part, data in parts.items()}
+    def prepare() -> Callable[[Manifest], Parts]:
+        held = source.hold(optimizer, saving=False)
 
-    opened = open_checkpoint(target, choose, ranks)
+        def choose(manifest: Manifest) -> Parts:
+            stored = sets.here_of(manifest.tensors)
+            entries = {name: manifest.tensors[there] for name, there in stored.items()}
+            holding, adopts = _with_on_demand(held, source.module, entries)
+            _check_fits(target, manifest, entries, holding, sets)
+            moments, install = plan_optimizer(manifest.optimizer, entries, holding)
+            at_the_end[:] = [*adopts, install]
+            parts = _parts_to_fill(entries, holding, moments)
+            return {part._replace(name=stored[part.name]): data for part, data in parts.items()}
+
+        return choose
+
+    opened = open_checkpoint(target, prepare, ranks)
     try:
         ranks.run_on_all_ranks(opened.read, f"the reading of checkpoint '{target}'")
     except Exception as error:

@@ -134,8 +134,11 @@ class Holding(NamedTuple):
     @property
     def whole(self) -> dict[str, nn.Parameter]:
         """The parameters that are saved or loaded whole on this rank: those without a slice, or all."""
-        parameters = self.tensors.parameters.items()
-        return {name: param for name, param in parameters if self.reads_whole or name not in self.slices}
+        return {
+            name: param
+            for name, param in self.tensors.parameters.items()
+            if self.reads_whole or name not in self.slices
+        }
 
 
 class CheckpointSource(Protocol):

@@ -121,8 +121,9 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     of weights add up to the tensor's where they tile it, and else with a chance of 1 in 2^55 (Schwartz 1980).
     """
     for box in boxes:
-        sides = zip(box.offsets, box.sizes, shape, strict=True)
-        if not all(0 <= at <= at + size <= length for at, size, length in sides):
+        if not all(
+            0 <= at <= at + size <= length for at, size, length in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
             raise ValueError(f"offsets {list(box.offsets)} and sizes {list(box.sizes)} are not in shape {list(shape)}")
     missing = math.prod(shape) - sum(box.numel for box in boxes)
     if missing:

@@ -204,7 +204,15 @@ def _manifest_of(content: Mapping[str, Any]) -> Manifest:
     tensors = {}
     for name, entry in content["tensors"].items():
         try:
-            tensors[name] = _tensor_of(entry)
+            group, boxes = entry["group"], entry["boxes"]
+            tensors[name] = SavedTensor(
+                _integers(entry["shape"]),
+                {section: _dtype_named(dtype) for section, dtype in entry["dtypes"].items()},
+                tuple([(operator.index(rank), Box(_integers(at), _integers(sizes))) for rank, at, sizes in boxes]),
+                entry["is_buffer"],
+                None if group is None else operator.index(group),
+                entry["scalars"],
+            )
         except Exception as error:  # wrong values raise nearly anything
             raise ValueError(f"{error!r} in manifest.tensors['{name}']") from error
     optimizer = content["optimizer"]
@@ -219,18 +227,6 @@ def _manifest_of(content: Mapping[str, Any]) -> Manifest:
         operator.index(content["num_expert_sets"]),
         optimizer,
         content["extra"],
-    )
-
-
-def _tensor_of(entry: Mapping[str, Any]) -> SavedTensor:
-    group = entry["group"]
-    return SavedTensor(
-        _integers(entry["shape"]),
-        {section: _dtype_named(name) for section, name in entry["dtypes"].items()},
-        tuple([(operator.index(rank), Box(_integers(at), _integers(sizes))) for rank, at, sizes in entry["boxes"]]),
-        entry["is_buffer"],
-        None if group is None else operator.index(group),
-        entry["scalars"],
     )
 
 

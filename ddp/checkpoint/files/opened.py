@@ -40,18 +40,19 @@ class OpenedCheckpoint(NamedTuple):
 
 
 def open_checkpoint(
-    path: Path, choose: Callable[[Manifest], Parts], ranks: CheckpointRanks | None = None
+    path: Path, prepare: Callable[[], Callable[[Manifest], Parts]], ranks: CheckpointRanks | None = None
 ) -> OpenedCheckpoint:
-    """Open the checkpoint at ``path`` to read what ``choose`` makes of its manifest.
+    """Open the checkpoint at ``path`` to read what ``prepare()`` makes of its manifest.
 
-    ranks  all of them open the same checkpoint, or raise alike: collective. None: this process alone
+    prepare  may be collective: all ranks call it before they look at files
+    ranks    all of them open the same checkpoint, or raise alike: collective. None: this process alone
 
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint. Where a save replaces
     the checkpoint meanwhile, the new one is opened.
     """
 
     def attempt() -> OpenedCheckpoint | None:
-        seen = _look(path)
+        choose, seen = prepare(), _look(path)
         try:
             opened = _open(seen[0], choose)
         except (ValueError, OSError):

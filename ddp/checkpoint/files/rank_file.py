@@ -131,7 +131,7 @@ class RankFile:
             end = self._begin + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"the data file '{path}' is truncated or damaged ({error!r})") from None
-        if not end <= size:
+        if end > size:
             raise ValueError(f"the data file '{path}' is truncated: {size} bytes of {end}")
         expected = f"{save_id} {path.name}"
         if found != expected:
