@@ -176,15 +176,15 @@ class Manifest:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
         version = content.get("version")
         if version != VERSION:
-            found = (
+            said = (
                 f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
             )
             if version in range(VERSION):
                 raise ValueError(
-                    f"{found}: docs/upgrade_checkpoint.py rewrites version 3, and torch.distributed.checkpoint.load "
+                    f"{said}: docs/upgrade_checkpoint.py rewrites version 3, and torch.distributed.checkpoint.load "
                     f"reads the tensors of all before (model.NAME, master.NAME, optimizer.state.NAME.KEY)"
                 )
-            raise ValueError(f"{found}: a newer maingrad has written it, or it is damaged")
+            raise ValueError(f"{said}: a newer maingrad has written it, or it is damaged")
         try:
             written, found = content.pop("checksum"), _checksum(content)
             if written is not None and found != written:
