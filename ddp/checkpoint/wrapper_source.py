@@ -73,7 +73,7 @@ class WrapperSource:
         slices, parts = {}, optimizer.full_slices(to_load=not saving)
         # To read parameters on the CPU takes less time than to gather shards over gloo. Alike on all ranks.
         self._reads_whole = not saving and all(
-            part.master.is_cpu and part.master.dtype is part.param.dtype for part in parts
+            part.param.is_cpu and part.master.dtype is part.param.dtype for part in parts
         )
         for part in parts:
             slices[part.name] = HeldSlice(
