@@ -657,10 +657,10 @@ def test_all_ranks_hear_of_one_that_cannot_open_the_files(tmp_path: Path, monkey
     original = Manifest.read
 
     def read(folder: Path) -> Manifest:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 0:
             raise ValueError("a file system of its own")
         return original(folder)
 
     monkeypatch.setattr(Manifest, "read", read)
     said = simulate(load_what_one_rank_cannot_open, 3, tmp_path / "c")
-    assert said == ["a file system of its own (on rank 1)"] * 3
+    assert said == ["a file system of its own (on rank 0)"] * 3
