@@ -18,7 +18,7 @@ from typing import Any, Literal, Union
 import torch
 import tyro
 
-from ...ddp.checkpoint.files.small_file import open_small_file
+from ...ddp.checkpoint.files.whole_file import open_small_file
 from .ddp import what_parallel_decides
 from .error import ConfigError, require
 from .run import Config
