@@ -15,6 +15,7 @@ from ..dense.linear_module import LinearModule
 from ..experts.grouped_linear import GroupedLinear
 from ..experts.grouped_mlp import GroupedMLP
 from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts
+from .fused_loss import fuse_loss, is_language_model, unfuse_loss, why_no_fused_loss
 from .report import Conversion, linear_weights
 
 __all__ = ["Conversion", "convert_linears", "unconvert"]
@@ -22,7 +23,7 @@ __all__ = ["Conversion", "convert_linears", "unconvert"]
 _KNOWN = (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP)
 
 
-def convert_linears(model: nn.Module) -> Conversion:
+def convert_linears(model: nn.Module, *, fused_loss: bool = False) -> Conversion:
     """Fuse the weight gradient of every linear layer of ``model`` into ``main_grad``; convert first, then wrap.
 
     Four kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
@@ -43,6 +44,14 @@ def convert_linears(model: nn.Module) -> Conversion:
     Some code reads the weight of a layer instead of calling the layer (the inference path of
     ``nn.TransformerEncoderLayer``). That weight then has an ordinary gradient, which the hook adds.
     ``num_fused_writes`` in ``DistributedDataParallel.records`` counts what fused GEMMs wrote to each weight.
+
+    fused_loss  True: a language model of Hugging Face that is given ``labels`` in training computes its loss by the
+                head, whose logits are in memory a chunk at a time (``LinearCrossEntropy``). All that the model does to
+                logits before the loss stays: scale, cap, shift, ``num_items_in_batch``, losses of routers. In its
+                output, ``logits`` are ``DeferredLogits``, which are computed if something reads them. The argument
+                ``skip_logits`` of the model's forward decides for one call: False keeps logits and loss as they were,
+                True defers logits in evaluation too. Recipes leave such a head as it is. Models whose loss cannot be
+                fused are in ``unfused_losses``, with the reason
 
     A converted model needs a provider of ``main_grad`` by its first backward; ``unconvert`` undoes the conversion.
     ``torch.fx`` traces into fused layers: trace first, then convert the ``GraphModule``.
@@ -70,7 +79,24 @@ def convert_linears(model: nn.Module) -> Conversion:
             converted.append(name)
         else:
             skipped[name] = reason
-    return Conversion.of(model, converted, skipped)
+    unfused_losses = _fuse_losses(model) if fused_loss else {}
+    return Conversion.of(model, converted, skipped, unfused_losses)
+
+
+def _fuse_losses(model: nn.Module) -> dict[str, str]:
+    """Fuse the losses of all language models in ``model``. Returns name -> why not, of the others."""
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not is_language_model(module):
+            continue
+        reason = why_no_fused_loss(module)
+        if reason is None and not isinstance(module.get_output_embeddings(), LinearModule):
+            reason = f"{type(module).__name__}'s head was not converted: see skipped"
+        if reason is None:
+            fuse_loss(module)
+        else:
+            reasons[name] = reason
+    return reasons
 
 
 def unconvert(model: nn.Module) -> tuple[str, ...]:
@@ -93,6 +119,7 @@ def unconvert(model: nn.Module) -> tuple[str, ...]:
     }
     for name, module in fused.items():
         _check_free(name or type(module).__name__, module)
+    unfuse_loss(model)
     for module in fused.values():
         _unfuse(module)
     return tuple(fused)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ddp.contract.main_grad import record_of
 from ...ddp.contract.module import is_sharded
 from ...ddp.torch_internals import tree_map
 
@@ -29,18 +30,24 @@ class DeferredLogits:
     head     computes the product, ``head(hidden, defer=False)``, or the loss, ``head(hidden, targets=...)``
     hidden   [..., H], of which a step that reshapes makes another
     steps    in order: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), ("add", bias)
-    version  of the head's weight at the forward
+    state    of the head's weight at the forward, which tells whether the weight is still the same; None: nothing does
 
     A model's output holds one where logits would be. It has the methods, operators and attributes of a tensor, and is
     an argument of any torch function. It is no instance of ``Tensor``.
     """
 
-    def __init__(self, head: Any, hidden: Tensor, steps: tuple[_Step, ...] = (), version: int | None = None) -> None:
+    def __init__(self, head: Any, hidden: Tensor, steps: tuple[_Step, ...], state: tuple[Any, ...] | None) -> None:
         self._head = head
         self._hidden = hidden
         self._steps = steps
-        self._version = head.weight._version if version is None else version
+        self._state = state
         self._values: Tensor | None = None
+
+    @classmethod
+    def of_forward(cls, head: Any, hidden: Tensor) -> "DeferredLogits":
+        """Those of the head's forward of ``hidden``, which runs."""
+        # A compiler would guard what tells of changes, and compile again in each step.
+        return cls(head, hidden, (), None if torch.compiler.is_compiling() else _state_of(head.weight))
 
     # ---- What is known without logits. ----
 
@@ -148,11 +155,11 @@ class DeferredLogits:
         """After one more step."""
         if self._values is not None:
             return _do(self._values, kind, value)
-        return DeferredLogits(self._head, self._hidden, (*self._steps, (kind, value)), self._version)
+        return DeferredLogits(self._head, self._hidden, (*self._steps, (kind, value)), self._state)
 
     def _of(self, hidden: Tensor) -> "DeferredLogits":
         """The same of other rows."""
-        return DeferredLogits(self._head, hidden, self._steps, self._version)
+        return DeferredLogits(self._head, hidden, self._steps, self._state)
 
     def _reshaped(self, method: str, *sizes: Any) -> Any:
         given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list | torch.Size) else sizes
@@ -165,10 +172,12 @@ class DeferredLogits:
     def values(self) -> Tensor:
         """The logits, by the operations of the model: computed once.
 
-        Raises ``RuntimeError`` after the head's weight has changed, or outside the forward of a sharded model.
+        Raises ``RuntimeError`` outside the model's forward if the forward was compiled, if a backward has reached the
+        head since, or if the head's weight has changed or is sharded.
         """
         if self._values is None:
-            self._check_weight()
+            if not self._head.defers:  # else the model's forward runs
+                self._check_weight()
             values: Tensor = self._head(self._hidden, defer=False)
             for kind, value in self._steps:
                 values = _do(values, kind, value)
@@ -178,14 +187,16 @@ class DeferredLogits:
     def _check_weight(self) -> None:
         weight = self._head.weight
         if is_sharded(weight):
-            why = "are read outside the forward that gathers the head's weight"
-        elif weight._version != self._version:
-            why = "are read after the head's weight has changed"
+            why = "outside the forward, which alone has the head's whole weight"
+        elif self._state is None:
+            why = "outside the forward, which was compiled"
+        elif self._state != _state_of(weight):
+            why = "after a backward, or after the head's weight has changed"
         else:
             return
         raise RuntimeError(
-            f"these logits {why}, and were not computed before: with labels, a model in training computes its loss "
-            f"without logits. Read them before optimizer.step(), or give skip_logits=False to the model's forward"
+            f"logits are read {why}: with labels, a model whose loss is fused computes none in training. Read them "
+            f"before backward(), or have them computed in forward, model(..., skip_logits=False)"
         )
 
     def cross_entropy(
@@ -255,6 +266,14 @@ def _operator(name: str) -> Callable[..., Any]:
 
 for _name in (f"__{each}__" for each in _OPERATORS.split()):
     setattr(DeferredLogits, _name, _operator(_name))
+
+
+def _state_of(weight: Tensor) -> tuple[Any, ...]:
+    """Values of which one changes before a program can have updated the weight."""
+    record = record_of(weight)  # optimizers over buckets do not raise the version
+    if record is None:
+        return (weight._version,)
+    return weight._version, record.num_fused_writes + record.num_hook_writes, record.closed
 
 
 def _values_of(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The loss of Hugging Face's language models without logits in memory: ``convert_linears(model, fused_loss=...)``.
+"""The loss of Hugging Face's language models without logits in memory: ``convert_linears(model, fused_loss=True)``.
 
 Two classes change, and no object. The head's becomes ``LossHead``, which multiplies as before, and computes the loss of
-its product (``LinearCrossEntropy``). The model's gets a ``forward`` around its own: with labels, the head returns
+its product as ``LinearCrossEntropy`` does. The model's gets a ``forward`` around its own: with labels, the head returns
 ``DeferredLogits`` in it, and so all that the architecture does to logits before ``F.cross_entropy`` stays the model's.
 
 transformers is never imported.
@@ -15,50 +15,50 @@ import torch
 from torch import Tensor, nn
 
 from ..dense.linear import Linear
-from ..dense.linear_module import brought
+from ..head.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from .deferred_logits import DeferredLogits
 
-__all__ = ["LossHead", "fuse_loss", "has_fused_loss", "is_language_model", "unfuse_loss", "why_no_fused_loss"]
+__all__ = ["LossHead", "fuse_loss", "is_language_model", "unfuse_loss", "why_no_fused_loss"]
 
 
-class LossHead(Linear):
-    """A head that can compute the cross-entropy of its product, of which at most a chunk is in memory at a time."""
+class LossHead(LinearCrossEntropy):
+    """A model's head that can compute the cross-entropy of its product, whose logits are in memory a chunk at a time.
+
+    What the architecture does to logits is known at the loss: its scale and cap are attributes from then on.
+    """
 
     defers = False
-    """The model that is around computes a loss: calls return ``DeferredLogits``."""
-    mode = "recompute"
-    """See ``LinearCrossEntropy``."""
+    """A forward of the model that wants a loss runs: calls return ``DeferredLogits``."""
 
     def forward(  # type: ignore[override]
         self,
-        input: Tensor,
-        is_first_microbatch: bool | None = None,
+        hidden: Tensor,
+        targets: Tensor | None = None,
         *,
         defer: bool = True,
-        targets: Tensor | None = None,
         bias: Tensor | None = None,
-        **terms: Any,
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
+        **options: Any,
     ) -> Any:
-        """[..., K] -> [..., N], by a ``Linear``'s product.
+        """[..., K] -> [..., V]; with ``targets`` the loss of rows [T, K], as ``LinearCrossEntropy`` computes it.
 
-        defer    False: the product itself, also where the model defers it
-        targets  [T]: of rows [T, K] the loss, with ``terms`` as ``LinearCrossEntropy`` takes them
-        bias     [N], added to the product
+        defer  False: the product itself, also where the model defers it
+        bias   [V], in place of the head's own, which is None
         """
-        if targets is not None:
-            return self._loss(input, targets, bias, terms)
-        if self.defers and defer and brought.recipe_of_forward(self, input) is None:
-            return DeferredLogits(self, input)
-        return super().forward(input)
-
-    def _loss(self, input: Tensor, targets: Tensor, bias: Tensor | None, terms: dict[str, Any]) -> Tensor:
-        import torch.nn.functional as F
-        z = super().forward(input)
-        if bias is not None: z = z + bias
-        s, c = terms.pop("logit_scale"), terms.pop("logit_softcap")
-        z = z.float()*s
-        if c is not None: z = c*torch.tanh(z/c)
-        return F.cross_entropy(z, targets, **terms)
+        if targets is None:
+            if self.defers and defer:
+                return DeferredLogits.of_forward(self, hidden)
+            return self.multiply(hidden, (self.weight,), self.bias, None)
+        terms = {"label_smoothing": label_smoothing, "logit_scale": logit_scale, "logit_softcap": logit_softcap}
+        if bias is not None:
+            terms |= {"mode": self.mode, "chunk_tokens": self.chunk_tokens}
+            return linear_cross_entropy(hidden, self.weight, targets, bias=bias, **terms, **options)
+        for name, value in terms.items():
+            if getattr(self, name) != value:
+                setattr(self, name, value)
+        return super().forward(hidden, targets, **options)
 
 
 class _FusedLossModel(nn.Module):
@@ -106,44 +106,35 @@ def is_language_model(module: nn.Module) -> bool:
     return callable(get) and _place_of_labels(type(module)) >= 0 and get() is not None
 
 
-def has_fused_loss(module: nn.Module) -> bool:
-    """Whether ``fuse_loss`` has changed the class of this model."""
-    return isinstance(module, _FusedLossModel)
-
-
 def why_no_fused_loss(model: Any) -> str | None:
-    """Why the loss of this language model stays as it is; or None."""
-    head = model.get_output_embeddings()
-    cls = type(model)
+    """Why the loss of this language model cannot be fused with its head, converted or not; or None."""
+    head, cls = model.get_output_embeddings(), type(model)
     if "forward" in vars(model):
         return f"{cls.__name__}'s forward was replaced on this instance"
     if not _is_of_transformers(inspect.unwrap(cls.forward)):
-        return f"{cls.__name__}'s forward is not transformers' own, and may read the logits in any way"
+        return f"{cls.__module__}.{cls.__qualname__}'s forward is not transformers' own"
     replaced = _replaced_loss(model)
     if replaced is not None:
         return f"{cls.__name__}'s loss_function is {replaced}, which is not transformers' own"
-    if type(head) not in (Linear, LossHead) or not head.fuse_wgrad_accumulation:
-        return f"the head is a {type(head).__name__}, which convert_linears has not made a fused Linear"
-    if head.weight_names != ("weight",) or head.return_bias:
-        return "the head has several weights, or returns its bias"
+    if type(head) not in (nn.Linear, Linear, LossHead) or "label" in vars(head) and type(head) is Linear:
+        return f"{cls.__name__}'s head is a {type(head).__name__}, and not an nn.Linear"
     return None
 
 
-def fuse_loss(model: Any, mode: str) -> None:
+def fuse_loss(model: Any) -> None:
     """Change the classes of ``model``, for which ``why_no_fused_loss`` has no reason, and of its head."""
-    head = model.get_output_embeddings()
-    head.__class__ = LossHead
-    head.mode = mode
-    if not has_fused_loss(model):
+    model.get_output_embeddings().__class__ = LossHead
+    if not isinstance(model, _FusedLossModel):
         model.__class__ = _fused_class(type(model))
 
 
 def unfuse_loss(model: nn.Module) -> None:
-    """Undo ``fuse_loss``, for all modules of ``model``."""
+    """Undo ``fuse_loss``: the head is a ``Linear`` again, as ``convert_linears`` has made it."""
     for module in model.modules():
         if isinstance(module, LossHead):
-            vars(module).pop("mode", None)
-            module.__class__ = Linear
+            for name in ("label_smoothing", "logit_scale", "logit_softcap", "defers"):
+                vars(module).pop(name, None)
+            module.__class__ = Linear  # type: ignore[assignment]
         elif isinstance(module, _FusedLossModel):
             module.__class__ = module._unfused
 
@@ -156,9 +147,9 @@ def _place_of_labels(cls: type) -> int:
 
 
 def _replaced_loss(model: Any) -> str | None:
-    """The name of a loss that a program has given to the model; None: it is transformers' own."""
+    """The name of a loss that a program has given to the model, or compiled; None: it is transformers' own."""
     function = getattr(model, "loss_function", None)
-    if function is None or _is_of_transformers(function):
+    if function is None or (_is_of_transformers(function) and not hasattr(function, "_torchdynamo_orig_callable")):
         return None
     return str(getattr(function, "__qualname__", type(function).__name__))
 
