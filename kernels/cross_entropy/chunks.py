@@ -1,6 +1,6 @@
 """Cross-entropy of a linear head, chunk of tokens by chunk: no more logits are in memory than one chunk's.
 
-Legend: T tokens, C tokens of a chunk, K features, V classes. With ``x`` [T, K], ``W`` [V, K] and ``reference.py``'s dr::
+Legend: T tokens, C tokens of a chunk, K features, V classes. With ``dr`` of ``reference.py``::
 
     r = x W^T + b        dx = dr W        dW = dr^T x        db = sum over tokens of dr
 """

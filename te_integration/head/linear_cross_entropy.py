@@ -16,6 +16,7 @@ from ..dense.fused_linear import ProductUse, cast, dtype_of_products, in_transfo
 from ..dense.linear import SplitLinear
 from ..dense.linear_module import InitMethod, one_dtype
 from ..wgrad_queue import WgradQueue
+from .in_forward import can_write_in_forward, losses_in_forward
 from .recomputing import HeadWgrad, recomputed_losses
 
 __all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
@@ -130,23 +131,30 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
         how = reduction or self.reduction
         _check_call(self.describe(), hidden, self.weight, targets, how, self.mode, num_tokens)
         rows, flat = _rows(hidden, targets)
+        count = _count(flat, ignored, num_tokens) if how == "mean" else None
+        announced = _announced(rows, grad_scale, count) if self.mode == "in_forward" else None
         if in_transform():
             losses = _plain_losses(rows, self.weight, self.bias, flat, terms)
         elif torch.compiler.is_compiling():
-            losses = run_outside_graph(LinearCrossEntropy._losses, self, rows, flat, terms)
+            losses = run_outside_graph(LinearCrossEntropy._losses, self, rows, flat, announced, terms)
         else:
-            losses = self._losses(rows, flat, terms)
-        return _reduced(losses, targets, ignored, how, num_tokens)
+            losses = self._losses(rows, flat, announced, terms)
+        return _reduced(losses, targets, how, count)
 
-    def _losses(self, rows: Tensor, targets: Tensor, terms: LossTerms) -> Tensor:
+    def _losses(self, rows: Tensor, targets: Tensor, announced: Tensor | None, terms: LossTerms) -> Tensor:
         fused = self.fuse_wgrad_accumulation and _goes_into_main_grad(self.weight)
         use = self.use(0, (self.weight,), fused, None, computed_by=HeadWgrad)
-        return recomputed_losses(rows, self.weight, self.bias, targets, terms, self.chunk_tokens, use)
+        return _losses_by(use, rows, self.weight, self.bias, targets, announced, terms, self.chunk_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``z`` of hidden states: [..., K] -> [..., V], in the dtype of the product."""
         output = self.multiply(hidden, (self.weight,), self.bias, None)
         return scaled_and_capped(output, LossTerms(logit_softcap=self.logit_softcap, logit_scale=self.logit_scale))
+
+    @property
+    def writes_in_forward(self) -> bool:
+        """Whether forwards write ``main_grad``."""
+        return self.mode == "in_forward"
 
     def delivery(self, weights: Any, queue: WgradQueue | None) -> tuple[bool, WgradQueue | None]:
         """As ``LinearModule``'s; without a provider autograd delivers."""
@@ -201,21 +209,54 @@ def linear_cross_entropy(
     _check_call("linear_cross_entropy", hidden, weight, targets, reduction, mode, num_tokens)
     terms = LossTerms(ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale)
     rows, flat = _rows(hidden, targets)
+    count = _count(flat, ignore_index, num_tokens) if reduction == "mean" else None
+    announced = _announced(rows, grad_scale, count) if mode == "in_forward" else None
     if in_transform():
         losses = _plain_losses(rows, weight, bias, flat, terms)
     elif torch.compiler.is_compiling():
-        losses = run_outside_graph(_function_losses, rows, weight, bias, flat, terms, chunk_tokens)
+        losses = run_outside_graph(_function_losses, rows, weight, bias, flat, announced, terms, chunk_tokens)
     else:
-        losses = _function_losses(rows, weight, bias, flat, terms, chunk_tokens)
-    return _reduced(losses, targets, ignore_index, reduction, num_tokens)
+        losses = _function_losses(rows, weight, bias, flat, announced, terms, chunk_tokens)
+    return _reduced(losses, targets, reduction, count)
 
 
 def _function_losses(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, terms: LossTerms, chunk_tokens: int
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    announced: Tensor | None,
+    terms: LossTerms,
+    chunk_tokens: int,
 ) -> Tensor:
     product, fused = HeadWgrad((weight,)), _goes_into_main_grad(weight)
     use = ProductUse((weight,), ("weight",), product, "linear_cross_entropy", fused=fused)
+    return _losses_by(use, rows, weight, bias, targets, announced, terms, chunk_tokens)
+
+
+def _losses_by(
+    use: ProductUse,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    announced: Tensor | None,
+    terms: LossTerms,
+    chunk_tokens: int,
+) -> Tensor:
+    if announced is not None and can_write_in_forward(weight) and (use.fused or not weight.requires_grad):
+        return losses_in_forward(rows, weight, bias, targets, announced, terms, chunk_tokens, use)
     return recomputed_losses(rows, weight, bias, targets, terms, chunk_tokens, use)
+
+
+def _announced(rows: Tensor, grad_scale: Count | None, count: Count | None) -> Tensor:
+    """The gradient of each token's loss, computed as autograd will compute it: 0-dim, fp32 (fp64 for fp64)."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    if isinstance(grad_scale, Tensor):
+        scale = grad_scale.detach().to(rows.device, dtype).reshape(())
+    else:
+        scale = torch.full((), 1.0 if grad_scale is None else grad_scale, dtype=dtype, device=rows.device)
+    return scale if count is None else scale / count
 
 
 def _goes_into_main_grad(weight: Tensor) -> bool:
@@ -232,11 +273,11 @@ def _plain_losses(rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Te
     return token_losses_reference(F.linear(rows, cast(weight, rows.dtype), bias), targets, terms)[0]
 
 
-def _reduced(losses: Tensor, targets: Tensor, ignore_index: int, how: Reduction, num_tokens: Count | None) -> Tensor:
+def _reduced(losses: Tensor, targets: Tensor, how: Reduction, count: Count | None) -> Tensor:
     if how == "none":
         return losses.view(targets.shape)
     total = losses.sum()
-    return total if how == "sum" else total / _count(targets, ignore_index, num_tokens)
+    return total if count is None else total / count
 
 
 def _count(targets: Tensor, ignore_index: int, num_tokens: Count | None) -> Count:

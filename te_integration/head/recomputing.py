@@ -15,13 +15,13 @@ from ...kernels.cross_entropy.reference import LossTerms
 from ..dense.fused_linear import ProductUse, cast, wanted_and_places, weight_grads
 from ..torch_internals import watch_prehooks
 
-__all__ = ["HeadWgrad", "HeadWork", "recomputed_losses"]
+__all__ = ["HeadWgrad", "HeadWork", "head_of", "recomputed_losses", "refuse_create_graph"]
 
 
 class HeadWork:
     """The products of a head's backward. A pass over the chunks computes ``dx`` and ``db`` beside ``dW``."""
 
-    def __init__(self, head: Head, grads: Tensor, lse: Tensor, *, needs_hidden: bool, needs_bias: bool) -> None:
+    def __init__(self, head: Head, grads: Tensor, lse: Tensor | None, *, needs_hidden: bool, needs_bias: bool) -> None:
         self._head, self._grads, self._lse = head, grads, lse
         self._needs_hidden, self._needs_bias = needs_hidden, needs_bias
         self._found: HeadGrads | None = None
