@@ -15,7 +15,8 @@ from ..dense.linear_module import LinearModule
 from ..experts.grouped_linear import GroupedLinear
 from ..experts.grouped_mlp import GroupedMLP
 from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts
-from .fused_loss import fuse_loss, is_language_model, unfuse_loss, why_no_fused_loss
+from ..head.linear_cross_entropy import Mode
+from .fused_loss import FusedLoss, fuse_loss, is_language_model, mode_of, unfuse_loss, why_no_fused_loss
 from .report import Conversion, linear_weights
 
 __all__ = ["Conversion", "convert_linears", "unconvert"]
@@ -23,7 +24,7 @@ __all__ = ["Conversion", "convert_linears", "unconvert"]
 _KNOWN = (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP)
 
 
-def convert_linears(model: nn.Module, *, fused_loss: bool = False) -> Conversion:
+def convert_linears(model: nn.Module, *, fused_loss: FusedLoss = False) -> Conversion:
     """Fuse the weight gradient of every linear layer of ``model`` into ``main_grad``; convert first, then wrap.
 
     Four kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
@@ -45,13 +46,14 @@ def convert_linears(model: nn.Module, *, fused_loss: bool = False) -> Conversion
     ``nn.TransformerEncoderLayer``). That weight then has an ordinary gradient, which the hook adds.
     ``num_fused_writes`` in ``DistributedDataParallel.records`` counts what fused GEMMs wrote to each weight.
 
-    fused_loss  True: a language model of Hugging Face that is given ``labels`` in training computes its loss by the
-                head, whose logits are in memory a chunk at a time (``LinearCrossEntropy``). All that the model does to
-                logits before the loss stays: scale, cap, shift, ``num_items_in_batch``, losses of routers. In its
-                output, ``logits`` are ``DeferredLogits``, which are computed if something reads them. The argument
-                ``skip_logits`` of the model's forward decides for one call: False keeps logits and loss as they were,
-                True defers logits in evaluation too. Recipes leave such a head as it is. Models whose loss cannot be
-                fused are in ``unfused_losses``, with the reason
+    fused_loss  a language model of Hugging Face that is given ``labels`` in training computes its loss by the head,
+                whose logits are in memory a chunk at a time. True or "recompute", "in_forward": the modes of
+                ``LinearCrossEntropy``. All that the model does to logits before the loss stays: scale, cap, shift,
+                ``num_items_in_batch``, losses of routers. ``logits`` of its output are computed if something reads
+                them before backward. The model's forward has two more arguments: ``skip_logits`` (False: logits and
+                loss as they were, in this call; True: no logits in evaluation either), and ``grad_scale``, for
+                "in_forward": the gradient that backward will bring to the loss (1 without). Recipes leave such a head
+                as it is. Models whose loss stays as it was are in ``unfused_losses``, with the reason
 
     A converted model needs a provider of ``main_grad`` by its first backward; ``unconvert`` undoes the conversion.
     ``torch.fx`` traces into fused layers: trace first, then convert the ``GraphModule``.
@@ -59,6 +61,7 @@ def convert_linears(model: nn.Module, *, fused_loss: bool = False) -> Conversion
     Raises ``TypeError`` if ``model`` is not a module. Raises ``ValueError``, with the model unchanged, if the model is
     wrapped already: the wrapper has then decided how each gradient is stored.
     """
+    mode = mode_of(fused_loss)
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_linears takes an nn.Module, got {type(model).__name__}")
     for name, parameter in model.named_parameters():
@@ -79,11 +82,11 @@ def convert_linears(model: nn.Module, *, fused_loss: bool = False) -> Conversion
             converted.append(name)
         else:
             skipped[name] = reason
-    unfused_losses = _fuse_losses(model) if fused_loss else {}
+    unfused_losses = {} if mode is None else _fuse_losses(model, mode)
     return Conversion.of(model, converted, skipped, unfused_losses)
 
 
-def _fuse_losses(model: nn.Module) -> dict[str, str]:
+def _fuse_losses(model: nn.Module, mode: Mode) -> dict[str, str]:
     """Fuse the losses of all language models in ``model``. Returns name -> why not, of the others."""
     reasons: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -93,7 +96,7 @@ def _fuse_losses(model: nn.Module) -> dict[str, str]:
         if reason is None and not isinstance(module.get_output_embeddings(), LinearModule):
             reason = f"{type(module).__name__}'s head was not converted: see skipped"
         if reason is None:
-            fuse_loss(module)
+            fuse_loss(module, mode)
         else:
             reasons[name] = reason
     return reasons

@@ -213,7 +213,8 @@ class DeferredLogits:
         form = _form_of(self._steps) if self._values is None else None
         of_rows = self.ndim == 2 and isinstance(target, Tensor) and target.shape == self.shape[:1]
         legacy = size_average is not None or reduce is not None
-        if form is None or not of_rows or legacy or weight is not None or target.is_floating_point():
+        needs_mean = self._head.mode == "in_forward" and reduction == "none"
+        if form is None or not of_rows or legacy or needs_mean or weight is not None or target.is_floating_point():
             options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
             return F.cross_entropy(self.values(), target, *options)
         scale, cap, bias = form

@@ -9,16 +9,27 @@ transformers is never imported.
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..dense.linear import Linear
-from ..head.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from ..head.linear_cross_entropy import LinearCrossEntropy, Mode, linear_cross_entropy
 from .deferred_logits import DeferredLogits
 
-__all__ = ["LossHead", "fuse_loss", "is_language_model", "unfuse_loss", "why_no_fused_loss"]
+__all__ = ["FusedLoss", "LossHead", "fuse_loss", "is_language_model", "mode_of", "unfuse_loss", "why_no_fused_loss"]
+
+
+FusedLoss: TypeAlias = bool | Mode
+"""Values of ``fused_loss``; True: "recompute"."""
+
+
+def mode_of(fused_loss: FusedLoss) -> Mode | None:
+    """The mode of the head; None: the loss is not fused. Raises ``ValueError`` for other values."""
+    if fused_loss not in (False, True, *get_args(Mode)):
+        raise ValueError(f"fused_loss is True, False or one of {', '.join(get_args(Mode))}; got {fused_loss!r}")
+    return ("recompute" if fused_loss else None) if isinstance(fused_loss, bool) else fused_loss
 
 
 class LossHead(LinearCrossEntropy):
@@ -29,6 +40,10 @@ class LossHead(LinearCrossEntropy):
 
     defers = False
     """A forward of the model that wants a loss runs: calls return ``DeferredLogits``."""
+    grad_of_mean: Any = None
+    """"in_forward", while the model's forward runs: the gradient that backward will bring to a loss that is a mean."""
+    grad_of_sum: Any = None
+    """To a sum."""
 
     def forward(  # type: ignore[override]
         self,
@@ -51,6 +66,8 @@ class LossHead(LinearCrossEntropy):
             if self.defers and defer:
                 return DeferredLogits.of_forward(self, hidden)
             return self.multiply(hidden, (self.weight,), self.bias, None)
+        if self.mode == "in_forward":
+            options["grad_scale"] = self.grad_of_sum if options["reduction"] == "sum" else self.grad_of_mean
         terms = {"label_smoothing": label_smoothing, "logit_scale": logit_scale, "logit_softcap": logit_softcap}
         if bias is not None:
             terms |= {"mode": self.mode, "chunk_tokens": self.chunk_tokens}
@@ -78,18 +95,21 @@ def _fused_class(base: type) -> type[nn.Module]:
     place = _place_of_labels(base)
 
     @functools.wraps(unfused)
-    def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, skip_logits: bool | None = None, grad_scale: Any = None, **kwargs: Any) -> Any:
         if skip_logits is None:
             labels = kwargs.get("labels") if len(args) <= place else args[place]
             skip_logits = self.training and labels is not None and torch.is_grad_enabled()
         head = self.get_output_embeddings() if skip_logits else None
         if not isinstance(head, LossHead) or head.defers or _replaced_loss(self) is not None:
             return unfused(self, *args, **kwargs)
+        count = kwargs.get("num_items_in_batch")  # the model divides a sum by it
+        head.grad_of_mean = grad_scale
+        head.grad_of_sum = grad_scale if count is None else (1.0 if grad_scale is None else grad_scale) / count
         head.defers = True
         try:
             return unfused(self, *args, **kwargs)
         finally:
-            head.defers = False
+            head.defers, head.grad_of_mean, head.grad_of_sum = False, None, None
 
     members = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (_FusedLossModel, base), {**members, "_unfused": base, "forward": forward})
@@ -101,9 +121,13 @@ def _new_model(base: type) -> nn.Module:
 
 
 def is_language_model(module: nn.Module) -> bool:
-    """Whether a forward of ``module`` takes labels, and the module has output embeddings."""
+    """Whether a forward of the module's class, or of one that it derives from, takes labels, and there is a head."""
     get = getattr(module, "get_output_embeddings", None)
-    return callable(get) and _place_of_labels(type(module)) >= 0 and get() is not None
+    if not callable(get) or not any(
+        _place_of_labels(cls) >= 0 for cls in type(module).__mro__ if "forward" in vars(cls)
+    ):
+        return False
+    return get() is not None
 
 
 def why_no_fused_loss(model: Any) -> str | None:
@@ -116,14 +140,16 @@ def why_no_fused_loss(model: Any) -> str | None:
     replaced = _replaced_loss(model)
     if replaced is not None:
         return f"{cls.__name__}'s loss_function is {replaced}, which is not transformers' own"
-    if type(head) not in (nn.Linear, Linear, LossHead) or "label" in vars(head) and type(head) is Linear:
+    if type(head) not in (nn.Linear, Linear, LossHead) or ("label" in vars(head) and type(head) is Linear):
         return f"{cls.__name__}'s head is a {type(head).__name__}, and not an nn.Linear"
     return None
 
 
-def fuse_loss(model: Any) -> None:
+def fuse_loss(model: Any, mode: Mode) -> None:
     """Change the classes of ``model``, for which ``why_no_fused_loss`` has no reason, and of its head."""
-    model.get_output_embeddings().__class__ = LossHead
+    head = model.get_output_embeddings()
+    head.__class__ = LossHead
+    head.mode = mode
     if not isinstance(model, _FusedLossModel):
         model.__class__ = _fused_class(type(model))
 
@@ -132,11 +158,22 @@ def unfuse_loss(model: nn.Module) -> None:
     """Undo ``fuse_loss``: the head is a ``Linear`` again, as ``convert_linears`` has made it."""
     for module in model.modules():
         if isinstance(module, LossHead):
-            for name in ("label_smoothing", "logit_scale", "logit_softcap", "defers"):
-                vars(module).pop(name, None)
+            for name in _OF_LOSS_HEAD & vars(module).keys():
+                delattr(module, name)
             module.__class__ = Linear  # type: ignore[assignment]
         elif isinstance(module, _FusedLossModel):
             module.__class__ = module._unfused
+
+
+_OF_LOSS_HEAD = {
+    "defers",
+    "grad_of_mean",
+    "grad_of_sum",
+    "label_smoothing",
+    "logit_scale",
+    "logit_softcap",
+    "mode",
+}
 
 
 @functools.cache
