@@ -128,6 +128,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "te_integration.ScaledSwiGLU": {"activation_recompute_in_mlp": False},
     "te_integration.autocast": {"enabled": True, "calibrating": False},
+    "te_integration.convert_linears": {"fused_loss": False},
     "te_integration.make_graphed_callables": {"num_warmup_iters": 3},
     "pipeline.PipelineStage": {"average_microbatches": True},
     "kernels.grouped_linear": {"transposed": False},
@@ -136,7 +137,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels.scaled_glu_backward": {"activation": "swiglu", "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
     "kernels.wgrad_accumulate": {"overwrite": False},
     "launch.make_optimizer": {"optimizer_class": torch.optim.AdamW},
-    "launch.parallelize": {"units": "auto", "fuse": True, "recompute": False, "compile": False},
+    "launch.parallelize": {"units": "auto", "fuse": True, "fused_loss": False, "recompute": False, "compile": False},
     "launch.simulate": {"seed": 0},
     "launch.verify": {"ranks": 2, "num_microbatches": 2, "seed": 0},
 }

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,3 +323,13 @@ def test_logits_in_functions_that_no_loss_needs() -> None:
         lambda z: torch.tensor(len(z)),
     ):
         assert torch.equal(function(model(**batch()).logits) + 0, function(plain))
+
+
+def test_the_programs_of_the_page() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/fused_loss.md").read_text()
+    names: dict[str, Any] = {"__name__": "page"}
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(block, names)
+    assert names["loss"].isfinite()
