@@ -89,8 +89,8 @@ def make_effectful_op(
     arguments  of the schema; the first is a list of tensors
     run        called with the operator's arguments
     returns    of the schema: what ``run`` returns, if there is a ``fake``
-    fake       makes results with the shapes of those of ``run``; None: the operator returns an empty tensor, because one
-               with an effect must return something
+    fake       makes results with the shapes of those of ``run``; None: the operator returns an empty tensor, because
+               one with an effect must return something
 
     Returns the operator; None where this torch lacks the names. ``torch.library.custom_op`` takes twice the host time
     of a call (36 us for 16 us on the CPU of an H200's host).

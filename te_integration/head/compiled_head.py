@@ -202,7 +202,7 @@ def _backward(operands: list[Tensor], key: Tensor, *rest: Any) -> tuple[Tensor, 
 
 
 def _fake_backward(operands: list[Tensor], key: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *options, needs_dx, needs_db = rest
+    *_, needs_dx, needs_db = rest
     dx, _, db = _fake_grads(operands, needs_dx, False, needs_db)
     return dx, db
 
@@ -225,8 +225,8 @@ def _in_forward(operands: list[Tensor], key: Tensor, *rest: Any) -> tuple[Tensor
     handle = handle_of(key)
     if checkpointed_regions():
         raise RuntimeError(
-            f'{handle.module.describe()}: mode="in_forward" in compiled code inside torch.utils.checkpoint, which would '
-            f'write main_grad twice: leave the head out of the region, or use mode="recompute"'
+            f'{handle.module.describe()}: mode="in_forward" in compiled code inside torch.utils.checkpoint writes '
+            f'main_grad twice: leave the head out of the region, or use mode="recompute"'
         )
     with torch.no_grad():
         head = head_of(hidden, weight, bias[0] if bias else None, targets, LossTerms(*terms), chunk_tokens)
@@ -239,7 +239,7 @@ def _in_forward(operands: list[Tensor], key: Tensor, *rest: Any) -> tuple[Tensor
 
 def _fake_in_forward(operands: list[Tensor], key: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, needs_dx, needs_db = rest
-    announced, hidden, weight, targets, *_ = operands
+    announced, hidden, weight, *_ = operands
     dx = hidden.new_empty(hidden.shape if needs_dx else (0,))
     db = announced.new_empty(weight.shape[0] if needs_db else 0)
     losses = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
