@@ -65,7 +65,7 @@ class HeadGrads(NamedTuple):
 def head_losses(head: Head) -> tuple[Tensor, Tensor]:
     """Losses and log-sum-exps [T], in fp32 (fp64 for fp64)."""
     dtype = torch.promote_types(head.hidden.dtype, torch.float32)
-    losses, lse = head.hidden.new_empty(2, head.hidden.shape[0], dtype=dtype)
+    losses, lse = (head.hidden.new_empty(head.hidden.shape[0], dtype=dtype) for _ in range(2))
     memory = head.memory()
     for chunk in head.chunks():
         found = cross_entropy_in_place(head.logits(chunk, memory), head.targets[chunk], head.terms)

@@ -19,7 +19,7 @@ from ...kernels.cross_entropy.reference import LossTerms
 from ..dense.fused_linear import ProductUse, cast
 from .recomputing import HeadWork, head_of, refuse_create_graph
 
-__all__ = ["can_write_in_forward", "losses_in_forward"]
+__all__ = ["can_write_in_forward", "losses_in_forward", "poison_of"]
 
 _TOLERANCE = 1e-6
 """Relative difference between announced and real gradient that is rounding: a few units of fp32."""
@@ -101,7 +101,7 @@ class _InForward(torch.autograd.Function):
                 f'{owner}: autograd.grad(loss, weight) in mode="in_forward", whose forward wrote the gradient into '
                 f'main_grad; call backward(), or use mode="recompute"'
             )
-        poison = _poison(grads[0], ctx.announced, ctx.targets, ctx.ignore_index, owner)
+        poison = poison_of(grads[0], ctx.announced, ctx.targets, ctx.ignore_index, owner)
         if wanted is Demand.ACCUMULATE:
             dw = ctx.use.target.deliver_written(ctx.ahead, poison)
         else:
@@ -111,7 +111,7 @@ class _InForward(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, None, None
 
 
-def _poison(grads: Tensor, announced: Tensor, targets: Tensor, ignore_index: int, owner: str) -> Tensor:
+def poison_of(grads: Tensor, announced: Tensor, targets: Tensor, ignore_index: int, owner: str) -> Tensor:
     """[1]: 0, or NaN where the gradients that came are not the announced ones; on a CPU ``RuntimeError``."""
     close = (grads - announced).abs() <= _TOLERANCE * announced.abs()
     fits = (close | (targets == ignore_index)).all()

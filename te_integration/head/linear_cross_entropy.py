@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ...ddp.contract.main_grad import has_main_grad, is_fusable
 from ...kernels.cross_entropy.reference import LossTerms, scaled_and_capped, token_losses_reference
-from ..dense.compiled_wgrad import run_outside_graph
+from ..dense.compiled_wgrad import mode_of, run_outside_graph
 from ..dense.fused_linear import ProductUse, cast, dtype_of_products, in_transform, rows_of
 from ..dense.linear import SplitLinear
 from ..dense.linear_module import InitMethod, one_dtype
 from ..wgrad_queue import WgradQueue
+from .compiled_head import compiled_losses, compiled_losses_in_forward
 from .in_forward import can_write_in_forward, losses_in_forward
 from .recomputing import HeadWgrad, recomputed_losses
 
@@ -72,6 +73,7 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
     fuse_wgrad_accumulation = True
     ignores_recipes = True
     num_products = 0
+    needs_provider = False
 
     def __init__(
         self,
@@ -136,10 +138,23 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
         if in_transform():
             losses = _plain_losses(rows, self.weight, self.bias, flat, terms)
         elif torch.compiler.is_compiling():
-            losses = run_outside_graph(LinearCrossEntropy._losses, self, rows, flat, announced, terms)
+            losses = self._losses_in_trace(rows, flat, announced, terms)
         else:
             losses = self._losses(rows, flat, announced, terms)
         return _reduced(losses, targets, how, count)
+
+    def _losses_in_trace(self, rows: Tensor, targets: Tensor, announced: Tensor | None, terms: LossTerms) -> Tensor:
+        mode = mode_of(self, (self.weight,), None, 0)
+        if mode == "break":
+            outside: Tensor = run_outside_graph(LinearCrossEntropy._losses, self, rows, targets, announced, terms)
+            return outside
+        options = *terms, self.chunk_tokens
+        tensors = rows, self.weight, self.bias, targets
+        if mode == "autograd":
+            return compiled_losses(*tensors, None, *options)
+        if announced is None:
+            return compiled_losses(*tensors, self._wgrad_key, *options)
+        return compiled_losses_in_forward(*tensors, self._wgrad_key, announced, *options)
 
     def _losses(self, rows: Tensor, targets: Tensor, announced: Tensor | None, terms: LossTerms) -> Tensor:
         fused = self.fuse_wgrad_accumulation and _goes_into_main_grad(self.weight)
@@ -214,7 +229,10 @@ def linear_cross_entropy(
     if in_transform():
         losses = _plain_losses(rows, weight, bias, flat, terms)
     elif torch.compiler.is_compiling():
-        losses = run_outside_graph(_function_losses, rows, weight, bias, flat, announced, terms, chunk_tokens)
+        if _goes_into_main_grad(weight):
+            losses = run_outside_graph(_function_losses, rows, weight, bias, flat, announced, terms, chunk_tokens)
+        else:
+            losses = compiled_losses(rows, weight, bias, flat, None, *terms, chunk_tokens)
     else:
         losses = _function_losses(rows, weight, bias, flat, announced, terms, chunk_tokens)
     return _reduced(losses, targets, reduction, count)
