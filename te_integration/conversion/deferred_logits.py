@@ -211,6 +211,8 @@ class DeferredLogits:
     ) -> Tensor:
         """As ``F.cross_entropy`` of the logits, whose arguments these are."""
         form = _form_of(self._steps) if self._values is None else None
+        if form is not None and form[2] is not None and self._head.bias is not None:
+            form = None  # two biases
         of_rows = self.ndim == 2 and isinstance(target, Tensor) and target.shape == self.shape[:1]
         legacy = size_average is not None or reduce is not None
         needs_mean = self._head.mode == "in_forward" and reduction == "none"

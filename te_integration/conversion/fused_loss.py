@@ -149,7 +149,8 @@ def fuse_loss(model: Any, mode: Mode) -> None:
     """Change the classes of ``model``, for which ``why_no_fused_loss`` has no reason, and of its head."""
     head = model.get_output_embeddings()
     head.__class__ = LossHead
-    head.mode = mode
+    # Of the instance from the start: a compiler would compile again where an attribute appears.
+    head.mode, head.defers, head.grad_of_mean, head.grad_of_sum = mode, False, None, None
     if not isinstance(model, _FusedLossModel):
         model.__class__ = _fused_class(type(model))
 
