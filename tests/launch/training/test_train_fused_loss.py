@@ -10,6 +10,7 @@ from tiny_run import tiny_config, tiny_document
 
 from maingrad.launch import simulate
 from maingrad.launch.config.file import structure
+from maingrad.launch.config.model import ModelConfig
 from maingrad.launch.config.run import ConfigError
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.training.train import train
@@ -37,9 +38,8 @@ def result_of(folder: Path, parallel: str, model: dict[str, Any]) -> list[float]
 
 
 def test_targets_that_do_not_count() -> None:
-    config = structure({"model": {"dim": 32, "num_layers": 1, "ffn_dim": 32, "context_length": 16}}).model
-    fused = structure({"model": {"dim": 32, "num_layers": 1, "ffn_dim": 32, "context_length": 16, "fused_loss": True}})
-    plain, model = build_model(config, seed=0), build_model(fused.model, seed=0)
+    sizes = {"dim": 32, "num_layers": 1, "ffn_dim": 32, "context_length": 16}
+    plain, model = (build_model(ModelConfig(**sizes, fused_loss=fused), seed=0) for fused in (False, True))
     assert list(plain.state_dict()) == list(model.state_dict())
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1)
@@ -72,8 +72,8 @@ def test_a_model_of_hugging_face(kind: str, documents: str, tmp_path: Path) -> N
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.fused_loss = True has no effect on a head that delays"):
+    with pytest.raises(ConfigError, match=r"model\.fused_loss = True: has no effect on a head that delays"):
         tiny_config(tmp_path, model={"fused_loss": True, "delay_wgrad_layers": 1})
     given = {"hugging_face": "folder", "fused_loss": True, "fuse_wgrad_accumulation": False}
-    with pytest.raises(ConfigError, match=r"model\.fused_loss = True needs model\.fuse_wgrad_accumulation"):
+    with pytest.raises(ConfigError, match=r"model\.fused_loss = True: needs model\.fuse_wgrad_accumulation"):
         structure(tiny_document(tmp_path) | {"model": given})
