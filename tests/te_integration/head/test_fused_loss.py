@@ -73,8 +73,8 @@ def test_every_architecture_has_its_own_loss(name: str) -> None:
 @pytest.mark.sampled(6)
 def test_logits_are_the_plain_models_if_they_are_read(name: str) -> None:
     """Bit for bit, with all that the architecture does to them; so are other outputs."""
-    plain = language_model(name)(**batch())
-    model = wrapped(name)
+    reference, model = wrapped(name, fused_loss=False), wrapped(name)
+    plain = reference(**batch())
     outputs = model(**batch())
     logits = outputs.logits
     assert (logits.shape, logits.dtype, logits.device) == (plain.logits.shape, plain.logits.dtype, plain.logits.device)
