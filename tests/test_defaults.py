@@ -18,6 +18,15 @@ FOLDERS = {
     "launch": "maingrad.launch",
 }
 
+_LOSS = {
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "logit_scale": 1.0,
+    "reduction": "mean",
+    "mode": "recompute",
+    "chunk_tokens": 2048,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ddp.DistributedDataParallel": {"init_sync": True},
     "ddp.DistributedDataParallelConfig": {
@@ -112,6 +121,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "return_bias": False,
         "save_original_input": False,
     },
+    "te_integration.LinearCrossEntropy": _LOSS | {"bias": False, "fuse_wgrad_accumulation": True},
+    "te_integration.linear_cross_entropy": _LOSS,
     "te_integration.MXFP8BlockScaling": {"emulate": False},
     "te_integration.NVFP4BlockScaling": {
         "emulate": False,

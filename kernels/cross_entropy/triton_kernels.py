@@ -21,13 +21,11 @@ _LOWEST = tl.constexpr(-3.4028235e38)
 
 @triton.jit
 def _scaled_and_capped(logits: tl.tensor, scale: tl.tensor, cap: tl.tensor) -> tl.tensor:
-    """``z``; also ``tanh(s / cap)``, which the compiler removes where there is no cap."""
+    """``z``. Triton has no tanh: it is ``2 sigmoid(2 x) - 1``."""
     z = logits * scale
-    tanh = z
     if cap is not None:
-        tanh = 2 * tl.sigmoid(2 * z / cap) - 1
-        z = cap * tanh
-    return z, tanh
+        z = cap * (2 * tl.sigmoid(2 * z / cap) - 1)
+    return z
 
 
 @triton.jit
@@ -50,7 +48,7 @@ def _cross_entropy_kernel(
     else:
         in_range = (target >= 0) & (target < V)
         of_target = tl.load(base + target, mask=in_range, other=float("nan")).to(tl.float32)
-        of_target, _ = _scaled_and_capped(of_target, scale, cap)
+        of_target = _scaled_and_capped(of_target, scale, cap)
         # Each lane keeps its own maximum and sum, so that the loop has no reduction across threads.
         largest = tl.full((BLOCK,), _LOWEST, dtype=tl.float32)
         sums = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -58,7 +56,7 @@ def _cross_entropy_kernel(
         for start in range(0, V, BLOCK):
             column = start + tl.arange(0, BLOCK)
             raw = tl.load(base + column, mask=column < V, other=0.0).to(tl.float32)  # [BLOCK]
-            z, _ = _scaled_and_capped(raw, scale, cap)
+            z = _scaled_and_capped(raw, scale, cap)
             if smoothing is not None:
                 totals += tl.where(column < V, z, 0.0)
             z = tl.where(column < V, z, float("-inf"))
@@ -80,20 +78,17 @@ def _cross_entropy_kernel(
         of_probability = upstream
         if z_loss is not None:
             of_probability = upstream * (1 + 2 * z_loss * lse)
-        of_class = 0.0
-        if smoothing is not None:
-            of_class = smoothing / V
         for start in range(0, V, BLOCK):
             column = start + tl.arange(0, BLOCK)
             raw = tl.load(base + column, mask=column < V, other=0.0).to(tl.float32)  # [BLOCK]
-            z, tanh = _scaled_and_capped(raw, scale, cap)
+            z = _scaled_and_capped(raw, scale, cap)
             dz = tl.exp(z - lse) * of_probability
             if smoothing is not None:
-                dz -= upstream * tl.where(column == target, 1 - smoothing + of_class, of_class)
+                dz -= upstream * (tl.where(column == target, 1 - smoothing, 0.0) + smoothing / V)
             else:
                 dz -= tl.where(column == target, upstream, 0.0)
             if cap is not None:
-                dz *= 1 - tanh * tanh
+                dz *= 1 - (z / cap) * (z / cap)
             dz = tl.where(valid, dz * scale, 0.0)
             tl.store(base + column, dz.to(logits.dtype.element_ty), mask=column < V)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...ddp.contract.main_grad import record_of
 from ...ddp.contract.module import is_sharded
 from ...ddp.torch_internals import tree_map
+from ...kernels.cross_entropy.reference import LossTerms
 
 __all__ = ["DeferredLogits"]
 
@@ -222,12 +223,9 @@ class DeferredLogits:
         scale, cap, bias = form
         loss: Tensor = self._head(
             self._hidden,
-            targets=target,
-            ignore_index=ignore_index,
+            target,
+            terms=LossTerms(ignore_index, label_smoothing, 0.0, cap, scale),
             reduction=reduction,
-            label_smoothing=label_smoothing,
-            logit_scale=scale,
-            logit_softcap=cap,
             bias=bias,
         )
         autocasts = torch.is_autocast_enabled(self.device.type)  # which runs losses in fp32

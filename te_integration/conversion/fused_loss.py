@@ -14,8 +14,9 @@ from typing import Any, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
+from ...kernels.cross_entropy.reference import LossTerms
 from ..dense.linear import Linear
-from ..head.linear_cross_entropy import LinearCrossEntropy, Mode, linear_cross_entropy
+from ..head.linear_cross_entropy import LinearCrossEntropy, Mode, Reduction, linear_cross_entropy
 from .deferred_logits import DeferredLogits
 
 __all__ = ["FusedLoss", "LossHead", "fuse_loss", "is_language_model", "mode_of", "unfuse_loss", "why_no_fused_loss"]
@@ -33,10 +34,7 @@ def mode_of(fused_loss: FusedLoss) -> Mode | None:
 
 
 class LossHead(LinearCrossEntropy):
-    """A model's head that can compute the cross-entropy of its product, whose logits are in memory a chunk at a time.
-
-    What the architecture does to logits is known at the loss: its scale and cap are attributes from then on.
-    """
+    """A model's head that can compute the cross-entropy of its product, whose logits are in memory a chunk at a time."""
 
     defers = False
     """A forward of the model that wants a loss runs: calls return ``DeferredLogits``."""
@@ -51,31 +49,25 @@ class LossHead(LinearCrossEntropy):
         targets: Tensor | None = None,
         *,
         defer: bool = True,
+        terms: LossTerms | None = None,
+        reduction: Reduction = "mean",
         bias: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
-        logit_softcap: float | None = None,
-        **options: Any,
     ) -> Any:
         """[..., K] -> [..., V]; with ``targets`` the loss of rows [T, K], as ``LinearCrossEntropy`` computes it.
 
         defer  False: the product itself, also where the model defers it
+        terms  what the architecture has done to logits, and the arguments of its loss
         bias   [V], in place of the head's own, which is None
         """
-        if targets is None:
+        if targets is None or terms is None:
             if self.defers and defer:
                 return DeferredLogits.of_forward(self, hidden)
             return self.multiply(hidden, (self.weight,), self.bias, None)
-        if self.mode == "in_forward":
-            options["grad_scale"] = self.grad_of_sum if options["reduction"] == "sum" else self.grad_of_mean
-        terms = {"label_smoothing": label_smoothing, "logit_scale": logit_scale, "logit_softcap": logit_softcap}
-        if bias is not None:
-            terms |= {"mode": self.mode, "chunk_tokens": self.chunk_tokens}
-            return linear_cross_entropy(hidden, self.weight, targets, bias=bias, **terms, **options)
-        for name, value in terms.items():
-            if getattr(self, name) != value:
-                setattr(self, name, value)
-        return super().forward(hidden, targets, **options)
+        announced = self.grad_of_sum if reduction == "sum" else self.grad_of_mean
+        if bias is None:
+            return self.loss(hidden, targets, terms, reduction, None, announced)
+        options = terms._asdict() | {"mode": self.mode, "chunk_tokens": self.chunk_tokens, "grad_scale": announced}
+        return linear_cross_entropy(hidden, self.weight, targets, bias=bias, reduction=reduction, **options)
 
 
 class _FusedLossModel(nn.Module):
@@ -166,15 +158,7 @@ def unfuse_loss(model: nn.Module) -> None:
             module.__class__ = module._unfused
 
 
-_OF_LOSS_HEAD = {
-    "defers",
-    "grad_of_mean",
-    "grad_of_sum",
-    "label_smoothing",
-    "logit_scale",
-    "logit_softcap",
-    "mode",
-}
+_OF_LOSS_HEAD = {"defers", "grad_of_mean", "grad_of_sum", "mode"}
 
 
 @functools.cache

@@ -62,7 +62,25 @@ _ADAM = {
     "divisor": "*fp32", "found_inf": "*fp32", "GRAD": "=fp32", "EXP_AVG": "=fp32", "EXP_AVG_SQ": "=fp32",
     "PARAM": "=bf16", "RULE": "=adamw", "MAXIMIZE": False, "ALIGNED": True, "TILE_BLOCKS": 2, "CHUNK_TILES": 4,
 }  # fmt: skip
+_HEAD = {
+    "logits": "*bf16/16", "targets": "*i64/16", "grads": None, "lses": "*fp32/16", "losses": "*fp32/16", "V": "i32/16",
+    "stride": "i32/16", "stride_grads": "i32", "ignore_index": "i32", "smoothing": None, "z_loss": None, "cap": None,
+    "scale": "fp32", "HAS_LSE": False, "BLOCK": 4096,
+}  # fmt: skip
+_HEAD_TERMS = {"smoothing": "fp32", "z_loss": "fp32", "cap": "fp32"}
 KERNELS = {
+    "cross_entropy.triton_kernels._cross_entropy_kernel#losses": _HEAD,
+    "cross_entropy.triton_kernels._cross_entropy_kernel#losses_of_terms": {**_HEAD, **_HEAD_TERMS},
+    "cross_entropy.triton_kernels._cross_entropy_kernel#both": {**_HEAD, "grads": "*fp32"},
+    "cross_entropy.triton_kernels._cross_entropy_kernel#both_of_terms": {
+        **_HEAD, **_HEAD_TERMS, "grads": "*fp32",
+    },
+    "cross_entropy.triton_kernels._cross_entropy_kernel#grads": {
+        **_HEAD, "grads": "*fp32", "losses": None, "HAS_LSE": True,
+    },
+    "cross_entropy.triton_kernels._cross_entropy_kernel#grads_of_terms": {
+        **_HEAD, **_HEAD_TERMS, "grads": "*fp32", "losses": None, "HAS_LSE": True,
+    },
     "glu.triton_kernels._scaled_glu_kernel": {
         "h": "*bf16/16", "probs": "*fp32/16", "out": "*bf16/16", "T": "i32", "F": "i32/16", "stride_h": "i32/16",
         **_NUMBERS, **_GLU_TILE,

@@ -12,7 +12,7 @@ FAULTS = [
         "66a-a-cap-is-forgotten",
         sentence="The loss of Gemma 2 is that of logits without their cap.",
         tests=[f"{TESTS}::test_every_architecture_has_its_own_loss[gemma2]"],
-        changes=[Change(DEFERRED, "DeferredLogits.cross_entropy", "logit_softcap=cap", "logit_softcap=None")],
+        changes=[Change(DEFERRED, "DeferredLogits.cross_entropy", "0.0, cap, scale", "0.0, None, scale")],
     ),
     Fault(
         "66b-a-division-multiplies",
