@@ -8,6 +8,7 @@ every step that is not known here, computes the logits first, and gets a tensor.
 Legend: T tokens, H features, V classes.
 """
 
+import builtins
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,7 @@ class DeferredLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the last cast; else that of the product."""
+        """The dtype of the last cast, or else of the product."""
         casts = [value for kind, value in self._steps if kind == "to"]
         if casts:
             return casts[-1]  # type: ignore[no-any-return]
@@ -68,7 +69,7 @@ class DeferredLogits:
 
     @property
     def device(self) -> torch.device:
-        """That of the hidden states."""
+        """The device of the hidden states."""
         return self._hidden.device
 
     @property
@@ -208,7 +209,7 @@ class DeferredLogits:
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: builtins.float = 0.0,
     ) -> Tensor:
         """As ``F.cross_entropy`` of the logits, whose arguments these are."""
         form = _form_of(self._steps) if self._values is None else None
@@ -290,10 +291,10 @@ def _do(values: Tensor, kind: str, value: Any) -> Tensor:
     if kind == "to":
         return values.to(value)
     if kind == "mul":
-        return values * value
+        return torch.mul(values, value)
     if kind == "div":
-        return values / value
-    return values + value if kind == "add" else torch.tanh(values)
+        return torch.div(values, value)
+    return torch.add(values, value) if kind == "add" else torch.tanh(values)
 
 
 def _form_of(steps: tuple[_Step, ...]) -> tuple[float, float | None, Tensor | None] | None:

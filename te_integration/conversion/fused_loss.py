@@ -34,7 +34,7 @@ def mode_of(fused_loss: FusedLoss) -> Mode | None:
 
 
 class LossHead(LinearCrossEntropy):
-    """A model's head that can compute the cross-entropy of its product, whose logits are in memory a chunk at a time."""
+    """A model's head that can compute the cross-entropy of its product, with a chunk of logits in memory at a time."""
 
     defers = False
     """A forward of the model that wants a loss runs: calls return ``DeferredLogits``."""
@@ -66,7 +66,11 @@ class LossHead(LinearCrossEntropy):
         announced = self.grad_of_sum if reduction == "sum" else self.grad_of_mean
         if bias is None:
             return self.loss(hidden, targets, terms, reduction, None, announced)
-        options = terms._asdict() | {"mode": self.mode, "chunk_tokens": self.chunk_tokens, "grad_scale": announced}
+        options: dict[str, Any] = terms._asdict() | {
+            "mode": self.mode,
+            "chunk_tokens": self.chunk_tokens,
+            "grad_scale": announced,
+        }
         return linear_cross_entropy(hidden, self.weight, targets, bias=bias, reduction=reduction, **options)
 
 
@@ -144,7 +148,7 @@ def fuse_loss(model: Any, mode: Mode) -> None:
     # Of the instance from the start: a compiler would compile again where an attribute appears.
     head.mode, head.defers, head.grad_of_mean, head.grad_of_sum = mode, False, None, None
     if not isinstance(model, _FusedLossModel):
-        model.__class__ = _fused_class(type(model))
+        model.__class__ = _fused_class(type(model))  # type: ignore[arg-type]  # classes are hashable
 
 
 def unfuse_loss(model: nn.Module) -> None:
