@@ -47,7 +47,8 @@ class HeadWork:
 
     def weight_grad(self, dtype: torch.dtype) -> Tensor:
         """``dW`` as a new tensor, whose chunks are summed in fp32 (fp64 for fp64)."""
-        total = torch.empty_like(self._head.weight, dtype=torch.promote_types(self._head.weight.dtype, torch.float32))
+        weight = self._head.weight
+        total = weight.new_empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
         self.run(total, overwrite=True)
         return total.to(dtype)
 
