@@ -96,8 +96,8 @@ def parallelize(
     units        the repeated blocks, which are gathered together, recomputed and compiled: a class, a tuple of classes,
                  or the modules. "auto": the members of the model's outermost ``nn.ModuleList``s; of its
                  ``nn.Sequential``s if it has no list. The logger ``maingrad.launch.parallelizing.blocks`` says which
-    fuse         weight gradients of linear layers and experts are written into the gradient buffers by their GEMMs
-                 (``convert_linears``)
+    fuse         weight gradients of linear layers, experts and embeddings are written into the gradient buffers by
+                 their kernels (``convert_linears``)
     fused_loss   a language model of Hugging Face that is given ``labels`` computes its loss by its head, without the
                  logits in memory. True or "recompute", "in_forward": see ``convert_linears``
     param_dtype  floating-point dtype of parameters in computation, to which floating-point inputs of the model are

@@ -71,7 +71,7 @@ class LossHead(LinearCrossEntropy):
             "chunk_tokens": self.chunk_tokens,
             "grad_scale": announced,
         }
-        return linear_cross_entropy(hidden, self.weight, targets, bias=bias, reduction=reduction, **options)
+        return linear_cross_entropy(hidden, self.weight, targets, bias=bias, **options)
 
 
 class _FusedLossModel(nn.Module):
