@@ -66,7 +66,7 @@ def test_every_architecture_has_its_own_loss(name: str) -> None:
     assert_close_to_exact(done.grads, plain, exact)
     head = done.model.get_output_embeddings().weight
     writes = {name: done.fused_writes[name] for name, param in done.model.named_parameters() if param is head}
-    assert list(writes.values()) in ([2], [4])  # one in each microbatch, and one more of a tied embedding
+    assert list(writes.values()) in ([2], [4], [6])  # one in each microbatch, and one of each tied embedding
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "mixtral", "bart", "t5"])
