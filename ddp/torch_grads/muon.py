@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        grads = [param.grad for param in params]
+        grads = [param.grad for param in params if param.grad is not None]
         buffers = [self.state[param]["momentum_buffer"] for param in params]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         lr, steps = group["lr"], _steps_of(group)
