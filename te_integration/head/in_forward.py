@@ -75,7 +75,7 @@ class _InForward(torch.autograd.Function):
             return head_losses(head)[0]
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         grads = announced.expand(targets.shape)
-        work = HeadWork(head, grads, None, needs_hidden=needs_dx, needs_bias=needs_db)
+        work: Any = HeadWork(head, grads, None, needs_hidden=needs_dx, needs_bias=needs_db)
         ctx.ahead = None
         if needs_dw:
             assert use.target is not None, "can_write_in_forward was asked"

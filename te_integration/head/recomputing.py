@@ -128,7 +128,7 @@ class _Recomputed(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         wanted, places = wanted_and_places(ctx, [needs_dw])
         head = head_of(hidden, weight, bias, targets, ctx.terms, ctx.chunk_tokens)
-        work = HeadWork(head, grads[0], lse, needs_hidden=needs_dx, needs_bias=needs_db)
+        work: Any = HeadWork(head, grads[0], lse, needs_hidden=needs_dx, needs_bias=needs_db)
         (dw,) = weight_grads(ctx, wanted, places, (work,))
         found = work.run()
         db = None if found.bias is None else cast(found.bias, ctx.bias_dtype)

@@ -54,8 +54,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.head.recomputing",
                 "_Recomputed.backward",
-                "work = HeadWork(head, grads[0], lse,",
-                "work = HeadWork(head, torch.ones_like(grads[0]), lse,",
+                "work: Any = HeadWork(head, grads[0], lse,",
+                "work: Any = HeadWork(head, torch.ones_like(grads[0]), lse,",
             ),
         ],
     ),
@@ -109,12 +109,8 @@ FAULTS = [
         sentence="A backward whose forward's gradient was cleared goes on without a weight gradient.",
         tests=[f"{IN_FORWARD}::test_an_exception_between_forward_and_backward"],
         changes=[
-            Change(
-                RECORD,
-                "GradRecord.come",
-                "if mine not in self.ahead:",
-                "if mine not in self.ahead:\n            return\n        if mine not in self.ahead:",
-            ),
+            Change(RECORD, "GradRecord.come", "if mine not in self.ahead:", "if False:"),
+            Change(RECORD, "GradRecord.come", "self.ahead.remove(mine)", "self.ahead.clear()"),
         ],
     ),
 ]

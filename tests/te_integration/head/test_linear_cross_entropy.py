@@ -172,6 +172,7 @@ def test_chunks_of_a_bf16_gradient_are_summed_in_fp32() -> None:
     hidden = torch.tensor([[512.0], [2.0], [-512.0]], dtype=torch.bfloat16)
     head(hidden, torch.zeros(3, dtype=torch.int64)).backward()
     assert head.weight.grad.tolist() == [[-1.0], [1.0]]
+    head.zero_grad()
     ddp = wrap(head, grad_reduce_in_fp32=False)
     assert head.weight.main_grad.dtype is torch.bfloat16
     ddp(hidden, torch.zeros(3, dtype=torch.int64)).backward()
