@@ -49,6 +49,7 @@ CONTRACT = {
 PUBLIC = {
     "maingrad.kernels": {
         "PerExpert",
+        "embedding_wgrad_accumulate",
         "group_offsets",
         "grouped_bias_grad",
         "grouped_dgrad",
@@ -70,6 +71,7 @@ PUBLIC = {
         "GradScaler",
         "GraphedTrainingStep",
         "Lion",
+        "Muon",
         "PendingSave",
         "add_grad",
         "clip_grad_norm",
@@ -94,6 +96,7 @@ PUBLIC = {
     },
     "maingrad.te_integration": {
         "DelayedScaling",
+        "Embedding",
         "Float8BlockScaling",
         "Float8CurrentScaling",
         "Format",

@@ -94,10 +94,10 @@ class Config:
 
     def _check_graph(self) -> None:
         settings = self.train
-        on_host = self.fsdp.offload_to_cpu or self.fsdp.copy_engine_gather
+        on_host = self.fsdp.offload_to_cpu or self.fsdp.copy_engine_gather is True
         remedy = (
-            "does not go with fsdp.offload_to_cpu, whose update runs on the host, and fsdp.copy_engine_gather, whose "
-            "memory is not the graph's"
+            "does not go with fsdp.offload_to_cpu, whose update runs on the host, and fsdp.copy_engine_gather = true, "
+            "whose memory is not the graph's"
         )
         settings.require(not on_host, "cuda_graph", remedy)
         reads = self.ddp.check_for_nan_in_grad or self.ddp.check_replicas_every

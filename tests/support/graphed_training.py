@@ -19,7 +19,7 @@ from maingrad.ddp import (
     GradScaler,
     GraphedTrainingStep,
 )
-from maingrad.te_integration import LayerNormMLP, Linear, WgradQueue, delayed_wgrad
+from maingrad.te_integration import Embedding, LayerNormMLP, Linear, WgradQueue, delayed_wgrad
 
 __all__ = [
     "CONFIGS",
@@ -98,7 +98,7 @@ class Model(nn.Module):
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.embedding = Embedding(VOCAB, WIDTH, padding_idx=3, fuse_wgrad_accumulation=form != "plain")
         self.scale = nn.Parameter(torch.full((WIDTH,), 1.5), requires_grad=False)
         self.blocks = nn.ModuleList(Block(form) for _ in range(2))
         self.register_buffer("seen", torch.zeros(()))

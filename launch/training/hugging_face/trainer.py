@@ -52,7 +52,7 @@ class Trainer(transformers.Trainer):
     fsdp_units    for "fsdp": names of the classes whose modules are gathered together; None: the model's blocks, as its
                   class names them (``_no_split_modules``)
     fsdp_options  for "fsdp": arguments of ``fully_shard``, such as ``{"placements": "zero2"}``
-    fuse_linears  ``convert_linears``: weight gradients of linear layers and experts are written into the buckets
+    fuse_linears  ``convert_linears``: weight gradients of linear layers, experts and embeddings go into the buckets
 
     All other arguments are ``transformers.Trainer``'s, and ``TrainingArguments`` mean what they mean there. Raises
     ``ValueError`` for arguments, models and optimizers that do not fit, with a remedy. docs/hugging_face.md tells
