@@ -80,6 +80,11 @@ _HEAD = {
     "scale": "fp32", "HAS_LSE": False, "BLOCK": 4096,
 }  # fmt: skip
 _HEAD_TERMS = {"smoothing": "fp32", "z_loss": "fp32", "cap": "fp32"}
+_PRODUCT = {
+    "a_desc": "tensordesc<fp16[128,64]>", "b_desc": "tensordesc<fp16[128,64]>", "addend": "*fp16/16", "out": "*fp16/16",
+    "tiles": "*i32/16", "M": "i32/16", "N": "i32/16", "K": "i32/16", "stride_row": "i32/16", "stride_matrix": "i32/16",
+    "alpha": "fp32", "beta": "fp32", "CONFIG": "=ProductConfig(128, 128, 64, 4, 3)", "SYMMETRIC": True,
+}  # fmt: skip
 KERNELS = {
     "cross_entropy.triton_kernels._cross_entropy_kernel#losses": _HEAD,
     "cross_entropy.triton_kernels._cross_entropy_kernel#losses_of_terms": {**_HEAD, **_HEAD_TERMS},

@@ -85,8 +85,9 @@ def iterations(wrap: Callable[[nn.Module], Any], model: nn.Module, *, told: bool
                 loss = wrapped(*batch(2 * iteration + microbatch, rank), num_tokens=11, **scale)
                 (loss * 0.5).backward()
         for parameter in wrapped.parameters():
-            if parameter.grad is not None:  # sharded: a parameter of other ranks
-                found.append(parameter.grad.detach().clone())
+            grad = parameter.grad
+            grad = grad.to_local() if hasattr(grad, "to_local") else grad  # sharded: this rank's elements
+            found.append(grad.detach().clone())
         wrapped.zero_grad()
     return found
 
