@@ -110,7 +110,7 @@ class DistributedOptimizer(AroundOptimizer):
         dtypes = [(entry.owned.name, entry.owned.param.dtype) for entry in model.bucket_params]
         form.check(optimizer_class, dtypes, [options, *param_groups])
         if moment_dtype is torch.uint8:
-            check_blocks(model.plan)
+            check_blocks(model.plan.buckets, "wrap the model with DistributedDataParallelConfig(shard_atom=256)")
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model, form.is_compact, form.place), key=lambda flat: flat.bucket.index)

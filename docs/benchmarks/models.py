@@ -194,6 +194,14 @@ ROWS: dict[str, Row] = {
         compact=True,
         optimizer_options={"state": "compact"},
     ),
+    **_zero3(
+        "zero3_compact8",
+        "maingrad ZeRO-3, compact state, moments in 8 bits",
+        options="as zero3_compact, shard_atoms='block', moment_dtype=torch.uint8",
+        compact=True,
+        shard_atoms="block",
+        optimizer_options={"state": "compact", "moment_dtype": torch.uint8},
+    ),
     **_zero3("zero3_linear", "maingrad ZeRO-3, nn.Linear", options=f"{_ZERO3}; not converted", fused=False),
     **_fsdp2("fsdp2_zero2", "FSDP2 ZeRO-2", options=f"{_FSDP2}; reshard_after_forward=False", reshard=False),
     **_fsdp2(
