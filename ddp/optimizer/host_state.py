@@ -26,7 +26,7 @@ class Member(NamedTuple):
     owner: Tensor
     bucket: Hashable
     num_scales: int
-    """Of each moment in 8 bits; 0: moments have none."""
+    """Number of scales of each moment in 8 bits; 0: moments have none."""
 
 
 class HostState:

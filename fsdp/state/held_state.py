@@ -57,7 +57,7 @@ class HeldState(NamedTuple):
 
     def _coded(self, given: Mapping[str, Any]) -> dict[str, Tensor]:
         """Codes and scales of moments that are kept in 8 bits and that ``given`` has as numbers."""
-        coded = {}
+        coded: dict[str, Tensor] = {}
         for key in MOMENTS:
             values = given.get(key)
             if self.tensors[key].dtype is torch.uint8 and values is not None and values.dtype is not torch.uint8:
