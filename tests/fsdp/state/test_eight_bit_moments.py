@@ -382,7 +382,7 @@ def test_a_layout_that_cuts_blocks_is_refused_on_all_ranks() -> None:
 def test_make_optimizer_takes_it() -> None:
     def run() -> Pieces:
         policy = MixedPrecisionPolicy()
-        model = maingrad.parallelize(make_net(), "zero3", mixed_precision=policy, shard_atoms="block")
+        model = maingrad.parallelize(make_net(), "zero3", fuse=False, mixed_precision=policy, shard_atoms="block")
         optimizer = maingrad.make_optimizer(model, state="compact", **EIGHT)
         assert type(optimizer) is ShardedAdamW
         train(model, optimizer, range(6))
