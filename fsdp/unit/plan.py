@@ -84,7 +84,7 @@ def plan_unit(
             )
             for entry, atom in with_atoms
         ]
-        small = all(atom in ("element", "block") for _, atom in with_atoms)
+        small = all(spec.atom == 1 or atom == "block" for spec, (_, atom) in zip(specs, with_atoms, strict=True))
         for run in _runs(specs, size) if small else [specs]:
             plan = plan_gradients(
                 run,

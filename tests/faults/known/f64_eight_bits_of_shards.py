@@ -38,7 +38,7 @@ FAULTS = [
         sentence="A unit whose blocks are kept whole is not cut by size: its gradients take memory all at once.",
         tests=[f"{EIGHT}::test_borders_lie_between_blocks"],
         changes=[
-            Change("maingrad.fsdp.unit.plan", "plan_unit", 'atom in ("element", "block")', 'atom == "element"'),
+            Change("maingrad.fsdp.unit.plan", "plan_unit", 'spec.atom == 1 or atom == "block"', "spec.atom == 1"),
         ],
     ),
     Fault(
