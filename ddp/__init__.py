@@ -14,6 +14,7 @@ from .optimizer.distributed_optimizer import DistributedOptimizer as Distributed
 from .optimizer.grad_norm import clip_grad_norm as clip_grad_norm
 from .optimizer.grad_scaler import GradScaler as GradScaler
 from .torch_grads.lion import Lion as Lion
+from .torch_grads.muon import Muon as Muon
 from .wrapper.backward_order import recorded_backward_order as recorded_backward_order
 from .wrapper.data_parallel import DistributedDataParallel as DistributedDataParallel
 
@@ -26,6 +27,7 @@ __all__ = [
     "GradScaler",
     "GraphedTrainingStep",
     "Lion",
+    "Muon",
     "PendingSave",
     "add_grad",
     "clip_grad_norm",

@@ -51,10 +51,11 @@ class DistributedDataParallelConfig:
     """Reduce-scatter: each rank gets its shard's gradients, for ``DistributedOptimizer``. False: all-reduce."""
     overlap_param_gather: bool = False
     """All-gather updated parameters under the next forward, instead of in ``DistributedOptimizer.step``."""
-    copy_engine_param_gather: bool = False
+    copy_engine_param_gather: Literal["auto", True, False] = False
     """Overlapped all-gathers run on the GPU's copy engines and take no multiprocessor from the forward. Needs NCCL 2.28
     or newer. NCCL falls back to kernels where ranks cannot map each other's memory (several nodes). The process keeps
-    the parameters' memory until it ends, as torch 2.11 cannot unmap it."""
+    the parameters' memory until it ends, as torch 2.11 cannot unmap it. "auto": for the first model of a process, where
+    they gain by its sizes and on all ranks (``model.copy_engines`` tells), and otherwise by kernels."""
     num_distributed_optimizer_instances: int = 1
     """Hybrid sharding: number of instances of consecutive ranks; shards inside an instance, replicas across."""
     bucket_size: int | None = None
@@ -122,7 +123,7 @@ class DistributedDataParallelConfig:
             raise ValueError(f"forward_writes is 'refused' or 'alike', got {self.forward_writes!r}")
         if self.check_replicas_every is not None and self.check_replicas_every < 1:
             raise ValueError(f"check_replicas_every must be at least 1, got {self.check_replicas_every}")
-        if self.copy_engine_param_gather and not self.overlap_param_gather:
+        if self.copy_engine_param_gather is True and not self.overlap_param_gather:
             raise ValueError(
                 "copy_engine_param_gather has no effect without overlap_param_gather: turn it on, or drop the option"
             )

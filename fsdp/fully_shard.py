@@ -71,7 +71,7 @@ def fully_shard(
     bucket_size: int | None = None,
     shard_atoms: ShardAtoms = "element",
     offload_to_cpu: bool = False,
-    copy_engine_gather: bool = False,
+    copy_engine_gather: Literal["auto", True, False] = "auto",
     init_fn: Callable[[nn.Module], None] | None = None,
     init_sync: bool = True,
     forward_writes: Literal["refused", "alike"] = "refused",
@@ -109,7 +109,9 @@ def fully_shard(
                              or a dict from patterns of names. Larger atoms need more padding
     offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
     copy_engine_gather       True on the outermost unit: all gathers run on copy engines (NCCL 2.28). Ranks that cannot
-                             map each other's memory gather by kernels. The mapped memory of four units stays until exit
+                             map each other's memory gather by kernels. The mapped memory of four units stays until
+                             exit. "auto": on copy engines where they gain by the buckets' sizes, on one host, for the
+                             first model of a process that frees whole parameters between uses; else by kernels
     init_fn                  gives one module from the meta device, with whole parameters, all its own values; None: the
                              module's ``reset_parameters()``. With ``init_sync`` the first rank's alone must
     init_sync                copy the first rank's parameters and buffers to all ranks

@@ -17,7 +17,7 @@ from ..ddp.optimizer.param_groups import is_fused
 from ..ddp.torch_grads.sharded_grad import step_ended
 from ..ddp.torch_internals import DisableTorchFunctionSubclass, hook_keys
 from .iteration.root import Root
-from .module import FSDPModule, root_of
+from .module import FSDPModule, root_of, unit_of
 from .state.optimizer_state import params_of
 from .state.sharded_adam import ShardedAdam, ShardedAdamW
 from .tensors.parameter import ShardedParameter, grad_hook_keys
@@ -62,8 +62,9 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
     are in the state that an eager step leaves.
 
     Refused by name: optimizers without fused kernels, step hooks, a second optimizer over the model in the step, a
-    recorded timeline, ``offload_to_cpu``, gathers by copy engines, ``expandable_segments`` with several ranks, a step
-    around which ``no_sync()`` or ``unshard()`` holds, and one that begins with gradients.
+    recorded timeline, ``offload_to_cpu``, ``copy_engine_gather=True``, ``expandable_segments`` with several ranks, a
+    step around which ``no_sync()`` or ``unshard()`` holds, and one that begins with gradients. Units whose gathers
+    would run on copy engines by "auto" gather by kernels.
 
     On CPUs operations are recorded and run again in place of a CUDA graph: slower than eager, for tests.
     """
@@ -84,9 +85,15 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
                 f"maingrad.fsdp.GraphedTrainingStep takes a module of fully_shard, not {type(model).__name__}; for "
                 f"DistributedDataParallel it is maingrad.ddp.GraphedTrainingStep"
             )
+        unit = unit_of(model)
+        chosen = unit.copy_engine_gather == "auto"
+        if chosen:
+            unit.copy_engine_gather = False  # a root that is made now maps no memory
         root = root_of(model)
         if root.module() is not model:
             raise ValueError("GraphedTrainingStep: the module is a unit inside another; give the outermost one")
+        if chosen and not any(each.copy_engine_gather is True for each in root.units):
+            root.gather_by_kernels()
         self._root = root
         self._shards = [pair.sharded for bucket in root.buckets for pair in bucket.pairs]
         self._shard_ids = {id(shard) for shard in self._shards}
@@ -196,9 +203,9 @@ def check_graphable(root: Root, optimizer: Optimizer) -> None:
         )
     if any(bucket.shard.device != root.device for bucket in root.buckets):
         raise ValueError("GraphedTrainingStep: offload_to_cpu updates shards on the host, which no graph replays")
-    if any(unit.copy_engines for unit in root.units):
+    if root.copy_engines:
         raise ValueError(
             "GraphedTrainingStep: gathers by copy engines take memory that all ranks map, and not the graph's; build "
-            "the units without copy_engine_gather"
+            'the units with copy_engine_gather="auto", by which captured gathers run as kernels, or False'
         )
     check_stock_hooks(optimizer)

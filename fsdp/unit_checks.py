@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ddp.buckets.buffer import check_copy_engines
+from ..ddp.buckets.copy_engines import check_copy_engines
 from ..ddp.collectives.failure_report import FailureReporter
 from ..ddp.collectives.rank_grid import RankGrid, Ranks, backends_of, device_types_of
 from ..ddp.collectives.reduction import PLACEMENTS, Placement, Placements
@@ -71,8 +71,7 @@ def check_options(options: UnitOptions, grid: RankGrid, device: torch.device) ->
         )
     if options.offload_to_cpu and device.type != "cuda":
         raise ValueError(f"offload_to_cpu has no effect on {device}: shards are in host memory anyway; leave it False")
-    if options.copy_engine_gather:
-        check_copy_engines(backends_of(grid.axes, device), device, "copy_engine_gather")
+    check_copy_engines(options.copy_engine_gather, backends_of(grid.axes, device), device, "copy_engine_gather")
 
 
 def check_module(module: nn.Module) -> None:

@@ -12,12 +12,14 @@ from .grouped.products import grouped_dgrad as grouped_dgrad
 from .grouped.products import grouped_linear as grouped_linear
 from .grouped.products import grouped_scale_grad as grouped_scale_grad
 from .grouped.products import grouped_wgrad_accumulate as grouped_wgrad_accumulate
+from .permutation.embedding import embedding_wgrad_accumulate as embedding_wgrad_accumulate
 from .permutation.permute import permute_rows as permute_rows
 from .permutation.permute import unpermute_rows as unpermute_rows
 from .wgrad import wgrad_accumulate as wgrad_accumulate
 
 __all__ = [
     "PerExpert",
+    "embedding_wgrad_accumulate",
     "group_offsets",
     "grouped_bias_grad",
     "grouped_dgrad",

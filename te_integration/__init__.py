@@ -8,6 +8,7 @@ from .dense import quantized_linear as quantized_linear  # and under recipes
 from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .dense.layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .dense.linear import Linear as Linear
+from .embedding import Embedding as Embedding
 from .experts.grouped_linear import GroupedLinear as GroupedLinear
 from .experts.grouped_mlp import GroupedMLP as GroupedMLP
 from .experts.moe_permutation import moe_permute as moe_permute
@@ -31,6 +32,7 @@ from .wgrad_queue import delayed_wgrad as delayed_wgrad
 
 __all__ = [
     "DelayedScaling",
+    "Embedding",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",

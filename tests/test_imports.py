@@ -49,6 +49,7 @@ CONTRACT = {
 PUBLIC = {
     "maingrad.kernels": {
         "PerExpert",
+        "embedding_wgrad_accumulate",
         "group_offsets",
         "grouped_bias_grad",
         "grouped_dgrad",
@@ -70,6 +71,7 @@ PUBLIC = {
         "GradScaler",
         "GraphedTrainingStep",
         "Lion",
+        "Muon",
         "PendingSave",
         "add_grad",
         "clip_grad_norm",
@@ -94,6 +96,7 @@ PUBLIC = {
     },
     "maingrad.te_integration": {
         "DelayedScaling",
+        "Embedding",
         "Float8BlockScaling",
         "Float8CurrentScaling",
         "Format",
@@ -120,7 +123,7 @@ PUBLIC = {
         "moe_unpermute",
         "unconvert",
     },
-    "maingrad.launch": {"make_optimizer", "parallelize", "simulate", "verify"},
+    "maingrad.launch": {"graphed", "make_optimizer", "parallelize", "simulate", "verify"},
 }
 
 NAMES = {
@@ -147,6 +150,7 @@ NAMES = {
     "init_process_group",
     "load_checkpoint",
     "make_graphed_callables",
+    "graphed",
     "make_optimizer",
     "parallelize",
     "save_checkpoint",

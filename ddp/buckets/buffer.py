@@ -11,9 +11,10 @@ can (``refuse_storage_reads``).
 """
 
 import ctypes
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,9 @@ from torch import Tensor
 from ..collectives.streams import current_stream, record_call
 from ..plan.layout import BucketLayout, BufferLayout, ParamSlot
 from ..torch_internals import allow_storage_reads, refuse_storage_reads
-from ..torch_internals.distributed import backend_on, zero_cta_options
+from ..torch_internals.distributed import backend_on
 
-__all__ = ["FlatBuffer", "MappedPool", "Meter", "ReleasableBuffer", "check_copy_engines"]
+__all__ = ["FlatBuffer", "MappedPool", "Meter", "ReleasableBuffer"]
 
 
 class MappedPool:
@@ -37,7 +38,11 @@ class MappedPool:
     device  this rank's device
     """
 
+    num_made: ClassVar[int] = 0
+    """Pools of this process so far."""
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        MappedPool.num_made += 1
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL makes the communicator now
         self._group = group
         self._device = device
@@ -60,20 +65,6 @@ class MappedPool:
         self._backend.register_mem_pool(self._pool, symm=True)
         torch.cuda.synchronize(self._device)
         dist.barrier(group=self._group)
-
-
-def check_copy_engines(backends: Collection[str], device: torch.device, option: str) -> None:
-    """Raise ``ValueError`` where all-gathers cannot run on copy engines.
-
-    backends  of the groups on ``device``; none in a world of one
-    option    that asks for copy engines, for the error
-    """
-    on_nccl = device.type == "cuda" and all("nccl" in backend for backend in backends)
-    if not (on_nccl and zero_cta_options() is not None and backend_on is not None):
-        raise ValueError(
-            f"{option} needs parameters on CUDA, NCCL 2.28 or newer, and a torch that knows its zero-CTA policy; got "
-            f"{device} and {', '.join(sorted(backends)) or 'no process group'}; leave it False"
-        )
 
 
 class FlatBuffer:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..buckets.bucket_params import BucketParam
 from ..torch_grads.lion import Lion
+from ..torch_grads.muon import Muon
 
 __all__ = [
     "assign_groups",
@@ -51,9 +52,10 @@ def check_optimizer_class(cls: type, bucket_params: Iterable[BucketParam], *, wh
             f"{cls.__name__} cannot update flat shards: it needs all parameters at once, or sparse gradients; use it "
             f"as it is, with use_distributed_optimizer=False"
         )
-    if whole and issubclass(cls, torch.optim.Muon):
+    if whole and issubclass(cls, torch.optim.Muon | Muon):
+        dims = (2,) if issubclass(cls, torch.optim.Muon) else (2, 3)
         for entry in bucket_params:
-            if entry.owned.param.dim() != 2:
+            if entry.owned.param.dim() not in dims:
                 raise ValueError(
                     f"{cls.__name__} updates matrices, and parameter '{entry.owned.name}' has shape "
                     f"{list(entry.owned.param.shape)}: use a class of your own that updates the others otherwise"
@@ -107,7 +109,7 @@ def is_of_torch(cls: type) -> bool:
 
 def counts_apart(cls: type) -> bool:
     """Whether this class is known to keep state, and count steps, for each parameter separately."""
-    return is_of_torch(cls) or cls is Lion
+    return is_of_torch(cls) or cls in (Lion, Muon)
 
 
 def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -118,10 +120,10 @@ def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mappin
     own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     if any(given.get("differentiable") for given in (options, *own)):
         raise ValueError("differentiable=True: the step works on masters, which no graph leads to; leave it out")
-    cls([nn.Parameter(torch.zeros(1, 1))], **options)
+    cls([{"params": []}], **options)
     for index, given in enumerate(own):
         try:
-            cls([nn.Parameter(torch.zeros(1, 1))], **{**options, **given})
+            cls([{"params": []}], **{**options, **given})
         except (TypeError, ValueError) as error:
             raise type(error)(f"param_groups[{index}]: {error}") from None
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..buckets.buffer import check_copy_engines
+from ..buckets.copy_engines import check_copy_engines
 from ..buckets.replicas import find_parted
 from ..collectives.failure_report import FailureReporter, gather, run_on_all_ranks
 from ..collectives.rank_grid import RankGrid, Ranks, backends_of, check_member, group_or_default, own_rank
@@ -117,8 +117,7 @@ def _check_setup(
             f"average_in_collective needs NCCL, and the group's backend is {', '.join(sorted(backends))}; "
             f"leave it None, and each rank divides its gradients before the collective"
         )
-    if config.copy_engine_param_gather:
-        check_copy_engines(backends, device, "copy_engine_param_gather")
+    check_copy_engines(config.copy_engine_param_gather, backends, device, "copy_engine_param_gather")
     if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
             "overlap_grad_reduce with CUDA_DEVICE_MAX_CONNECTIONS=1 would queue collectives and compute behind each "

@@ -51,7 +51,7 @@ class Architecture:
     """Name of a class in ``transformers``."""
     sizes: Mapping[str, Any]
     """Arguments of the class."""
-    shapes: Sequence[str] = ("4x4096", "2x1024")
+    shapes: Sequence[str] = ("1x4096", "1x1024")
     """Shapes that are measured if none are asked for."""
 
     def with_layers(self, count):

@@ -12,6 +12,7 @@ have a class each, with these members:
     about(name, row), rates()  columns of the table: what was measured, and what follows from the ranks' times
 """
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -24,7 +25,8 @@ from ranks import make_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import maingrad
-from maingrad import ddp, fsdp
+from maingrad import ddp, fsdp, te_integration
+from maingrad.ddp.buckets.buffer import MappedPool
 from maingrad.ddp.torch_internals.distributed import zero_cta_options
 from maingrad.te_integration import autocast
 
@@ -67,14 +69,27 @@ def row_of(label, build, *, refuse=lambda _: None, options="", **how):
 # ---- Ours. ----
 
 
-def wrap(case, form, *, fused=True, compiled=False, split_ends=False, num_instances=1, compact=False, **options):
+def wrap(
+    case,
+    form,
+    *,
+    fused=True,
+    compiled=False,
+    split_ends=False,
+    num_instances=1,
+    compact=False,
+    embedding=True,
+    **options,
+):
     """The case's model by ``parallelize(model, form, **options)``.
 
     fused          weight gradients by our layers; otherwise by ``nn.Linear``
     split_ends     the embedding and the head are units of their own: neither is whole while the other is used
     num_instances  of "hsdp"
+    embedding      False: autograd delivers the embedding's gradient, also where our module could
     compact        shards are bf16, for an optimizer with ``state="compact"``
     """
+    MappedPool.num_made = 0  # "auto" maps memory once in a process, and each row stands for a process of its own
     sharded = form not in ("ddp", "zero1")
     model = case.make(torch.float32 if sharded and not compact else torch.bfloat16)
     if sharded:
@@ -87,13 +102,18 @@ def wrap(case, form, *, fused=True, compiled=False, split_ends=False, num_instan
     if compiled:
         case.compile_loss(model)
     units = case.units(model, split_ends)
-    return maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and case.compiling, **options)
+    wrapped = maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and case.compiling, **options)
+    for module in () if embedding else wrapped.modules():
+        if isinstance(module, te_integration.Embedding):
+            module.fuse_wgrad_accumulation = False
+    return wrapped
 
 
 def train(model, loss_of, tokens, *, graphed=False, recipe=None, optimizer_options=None, after=lambda: None):
-    """A step of our wrapped ``model``: ``make_optimizer`` and the README's loop. ``graphed``: as one CUDA graph.
+    """A step of our wrapped ``model``: ``make_optimizer`` and the README's loop.
 
     loss_of            of a model: a function of one microbatch
+    graphed            True: as one CUDA graph. "auto": by ``maingrad.graphed``, as in the quick start
     optimizer_options  of ``make_optimizer``, beside the learning rate
     after              called after each backward
     """
@@ -104,7 +124,9 @@ def train(model, loss_of, tokens, *, graphed=False, recipe=None, optimizer_optio
             return accumulate(loss_of(model), tokens, not_last=model.no_sync, after=after)
 
     step = stepping(accumulated, optimizer)
-    if graphed:
+    if graphed == "auto":
+        step = maingrad.graphed(step, model, optimizer)
+    elif graphed:
         step = (fsdp if isinstance(model, fsdp.FSDPModule) else ddp).GraphedTrainingStep(step, model, optimizer)
     return partial(step, tokens)
 
@@ -123,6 +145,11 @@ def refuse_copy_engines(case):
     return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
 
 
+def refuse_embedding(_):
+    """Why the embedding's gradient cannot come by our module; None if it can."""
+    return None if hasattr(te_integration, "Embedding") else "this maingrad has no te_integration.Embedding"
+
+
 def refuse_instances(case):
     """Why the ranks cannot form two instances; None if they can."""
     if case.num_ranks >= 4 and case.num_ranks % 2 == 0:
@@ -133,6 +160,11 @@ def refuse_instances(case):
 def refuse_graphs(case):
     """Why a step cannot be a CUDA graph; None if it can."""
     return None if case.device.type == "cuda" else "CUDA graphs need CUDA devices"
+
+
+def refuse_auto_graphs(_):
+    """Why ``maingrad.graphed`` cannot be measured; None if it can."""
+    return None if hasattr(maingrad, "graphed") else "this maingrad has no maingrad.graphed"
 
 
 # ---- FSDP2. ----
@@ -161,14 +193,16 @@ def shard_by_fsdp2(model, units, mesh, *, reshard, reshard_root=True):
     return root, before
 
 
-def fsdp2(case, *, reshard, split_ends=False, compiled=False, tuned=False, symm_mem=False):
+def fsdp2(case, *, reshard, split_ends=False, compiled=False, tuned=False, symm_mem=False, float8=False):
     """A step of FSDP2.
 
     reshard   ZeRO-3; otherwise ZeRO-2
     tuned     prefetch and ``KNOBS``, and FSDP2's own default for the root
     symm_mem  communicate from symmetric memory, gathers on copy engines
+    float8    torchao's float8, dynamic scales of whole tensors; the head too
     """
     model = case.make(torch.float32)
+    after_step = convert_by_torchao(model, case.device) if float8 else lambda: None
     units = case.units(model, split_ends)
     if compiled:
         case.compile_loss(model)
@@ -179,7 +213,37 @@ def fsdp2(case, *, reshard, split_ends=False, compiled=False, tuned=False, symm_
     if tuned:
         _set_knobs(root, units, symm_mem)
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    return stepping(partial(accumulate, case.loss_of(root), case.tokens(), before=before), adamw)
+    step = stepping(partial(accumulate, case.loss_of(root), case.tokens(), before=before), adamw)
+
+    def step_and_scales():
+        loss = step()
+        after_step()
+        return loss
+
+    return step_and_scales
+
+
+def convert_by_torchao(model, device):
+    """Make every ``nn.Linear`` torchao's ``Float8Linear``; returns what is called after the optimizer's step.
+
+    Weights are gathered in float8, with scales that one reduction computes after the step, as torchtitan sets torchao
+    up. Not where the head is tied to the embedding, which reads the weight in bf16. Without a GPU float8 is emulated.
+    """
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=not tied, emulate=device.type != "cuda")
+    convert_to_float8_training(model, config=config)
+    return (lambda: None) if tied else partial(precompute_float8_dynamic_scale_for_fsdp, model)
+
+
+def refuse_torchao(_):
+    """Why torchao's float8 cannot be measured; None if it can."""
+    return None if importlib.util.find_spec("torchao") else "torchao is not installed"
 
 
 def _set_knobs(root, units, symm_mem):

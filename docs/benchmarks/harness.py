@@ -335,11 +335,13 @@ def _time_row(options, case, row, after):
     """Build, warm up, time and close one row on this rank.
 
     step_ms   mean step of the median round
-    peak_gib  peak of allocated memory during the measured steps less ``held_gib``, which earlier rows did not free
+    peak_gib  peak of allocated memory during the measured steps, pools of graphs included, less ``held_gib``, which
+              earlier rows did not free
     first_step_s, num_graphs  seconds of the first step, compilation included; graphs that were compiled
     """
     device = case.device
-    held = torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    reset_peak(device)
+    held = peak_gib(device)
     _counters.clear()
     try:
         step = row.build(case)

@@ -18,7 +18,20 @@ from typing import Any, ClassVar
 
 import torch
 from architectures import ARCHITECTURES, Architecture, Shape, architecture_named, transformers_version
-from contenders import KNOBS, PREFETCH, Row, fsdp2, ours, refuse_copy_engines, refuse_graphs, refuse_symm_mem, row_of
+from contenders import (
+    KNOBS,
+    PREFETCH,
+    Row,
+    fsdp2,
+    ours,
+    refuse_auto_graphs,
+    refuse_copy_engines,
+    refuse_embedding,
+    refuse_graphs,
+    refuse_symm_mem,
+    refuse_torchao,
+    row_of,
+)
 from harness import RowOptions, check_names, log, measure_and_write, measure_rows, run_script, versions
 from tables import Column, grouped, odd_losses, shown, table, write_sections
 from torch.distributed.fsdp import FSDPModule
@@ -38,8 +51,8 @@ class ModelsBench(RowOptions):
     """Microbatches of one rank like 4x4096, sequences x tokens; none: the model's own."""
     num_layers: int | None = None
     """Decoder layers; None: the model's own number."""
-    num_microbatches: int = 1
-    """Microbatches of one step."""
+    num_microbatches: int = 4
+    """Microbatches of one step. One alone hides what accumulation costs."""
     backend: str = "inductor"
     """Backend of torch.compile: inductor, aot_eager, eager."""
     compile_loss: bool = False
@@ -124,7 +137,10 @@ def _knobs_in_words():
 
 
 _ZERO1 = "bf16 parameters, fp32 main_grad and masters; overlap_grad_reduce, overlap_param_gather, DistributedOptimizer"
-_ZERO3 = "fp32 shards, bf16 computation, fp32 main_grad; reduce_every_microbatch=False; torch's AdamW(fused=True)"
+_ZERO3 = (
+    "fp32 shards, bf16 computation, fp32 main_grad; reduce_every_microbatch=False; torch's AdamW(fused=True); "
+    'copy_engine_gather="auto"'
+)
 _FSDP2 = (
     f"fp32 parameters, param_dtype=bf16, reduce_dtype=fp32; torch's AdamW(fused=True); {_knobs_in_words()}; "
     "gradients reduced once a step"
@@ -146,9 +162,60 @@ _fsdp2 = partial(_pair, build=fsdp2, tuned=True)
 
 
 def _recipe(name):
+    """Rows of both forms under a recipe."""
     recipe = recipe_named(name)
-    options = f"{_ZERO1}; autocast({recipe}), the head too"
-    return _zero1(f"zero1_{name}", f"maingrad ZeRO-1, {type(recipe).__name__}", options=options, recipe=recipe)
+    about = f"autocast({recipe}), the head too"
+    return {
+        **_zero1(
+            f"zero1_{name}",
+            f"maingrad ZeRO-1, {type(recipe).__name__}",
+            options=f"{_ZERO1}; {about}",
+            recipe=recipe,
+        ),
+        **_zero3(
+            f"zero3_{name}",
+            f"maingrad ZeRO-3, {type(recipe).__name__}",
+            options=f"{_ZERO3}; {about}",
+            recipe=recipe,
+        ),
+    }
+
+
+def _graphed(pair, name, words, options):
+    """Rows of one form as a CUDA graph, asked for and as the quick start has it."""
+    asked, quick = f"{options}; GraphedTrainingStep", f"{options}; maingrad.graphed"
+    return {
+        **pair(f"{name}_graphed", f"{words}, one CUDA graph", options=asked, graphed=True, refuse=refuse_graphs),
+        **pair(
+            f"{name}_graphed_auto",
+            f"{words}, quick start's form",
+            options=quick,
+            graphed="auto",
+            refuse=refuse_auto_graphs,
+        ),
+    }
+
+
+def _plain_embedding(pair, name, words, options):
+    """Rows of one form where autograd delivers the embedding's gradient."""
+    return pair(
+        f"{name}_plain_embedding",
+        f"{words}, embedding by autograd",
+        options=f"{options}; autograd delivers the embedding's gradient",
+        embedding=False,
+        refuse=refuse_embedding,
+    )
+
+
+def _torchao(stage, reshard):
+    return _fsdp2(
+        f"fsdp2_zero{stage}_torchao",
+        f"FSDP2 ZeRO-{stage}, torchao's float8",
+        options=f"{_FSDP2}; Float8Linear with dynamic scales of whole tensors, the head too, gathers in float8",
+        reshard=reshard,
+        float8=True,
+        refuse=refuse_torchao,
+    )
 
 
 def _less(name, words, *, release_grads=False, **optimizer_options):
@@ -171,13 +238,8 @@ def _symmetric(stage, reshard):
 
 ROWS: dict[str, Row] = {
     **_zero1("zero1", "maingrad ZeRO-1", options=_ZERO1),
-    **_zero1(
-        "zero1_graphed",
-        "maingrad ZeRO-1, one CUDA graph",
-        options=f"{_ZERO1}; GraphedTrainingStep",
-        graphed=True,
-        refuse=refuse_graphs,
-    ),
+    **_graphed(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
+    **_plain_embedding(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
     **_zero1("zero1_linear", "maingrad ZeRO-1, nn.Linear", options=f"{_ZERO1}; not converted", fused=False),
     **_less("released", "gradients released", release_grads=True),
     **_less("compact", "compact state", state="compact"),
@@ -187,6 +249,14 @@ ROWS: dict[str, Row] = {
     **_recipe("float8_current"),
     **_recipe("float8_block"),
     **_zero3("zero3", "maingrad ZeRO-3", options=_ZERO3),
+    **_graphed(_zero3, "zero3", "maingrad ZeRO-3", _ZERO3),
+    **_plain_embedding(_zero3, "zero3", "maingrad ZeRO-3", _ZERO3),
+    **_zero3(
+        "zero3_kernels",
+        "maingrad ZeRO-3, gathers by kernels",
+        options=f"{_ZERO3}; copy_engine_gather=False",
+        copy_engine_gather=False,
+    ),
     **_zero3(
         "zero3_compact",
         "maingrad ZeRO-3, compact state",
@@ -207,6 +277,8 @@ ROWS: dict[str, Row] = {
     **_fsdp2(
         "fsdp2_zero3", "FSDP2 ZeRO-3", options=f"{_FSDP2}; reshard_after_forward=True, None for the root", reshard=True
     ),
+    **_torchao(2, reshard=False),
+    **_torchao(3, reshard=True),
     # Rows that map symmetric memory come last.
     **_zero1(
         "zero1_copy_engines",

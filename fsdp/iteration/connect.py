@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...ddp.buckets.buffer import MappedPool
+from ...ddp.buckets.copy_engines import Gather, choose_copy_engines
 from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
 from ...ddp.collectives.streams import OnStream
@@ -18,7 +20,7 @@ from ..unit.unit import Unit
 if TYPE_CHECKING:
     from .root import Root
 
-__all__ = ["connect_units", "map_memory", "ranks_of_norms"]
+__all__ = ["connect_units", "map_memory", "ranks_of_norms", "use_copy_engines"]
 
 
 def connect_units(
@@ -27,12 +29,16 @@ def connect_units(
     buckets: Sequence[ShardedBucket],
     root: "weakref.ref[Root]",
     failures: FailureReporter,
+    *,
+    copy_engines: bool,
 ) -> None:
     """Make ``units`` one model: names, separate process groups for gathers, the factor of averages. Collective.
 
     module    the outermost unit's
     units     the outermost first
     buckets   all of the units' buckets, about in backward's order
+    failures  names what a rank waits for
+    copy_engines  gathers run on copy engines
 
     Gradients are divided by the number of the outermost unit's ranks, also those of experts: an expert has seen the
     tokens of all ranks.
@@ -42,7 +48,6 @@ def connect_units(
     for unit in units:
         unit.join(names[id(unit.module())], everyone, root)
     grids: dict[int, RankGrid] = {}
-    copy_engines = any(unit.copy_engines for unit in units)
     with failures.watch("the making of process groups"):
         for bucket in buckets:
             grid = bucket.reduction.grid
@@ -56,6 +61,23 @@ def connect_units(
     for bucket in buckets:
         bucket.connect(index if bucket.trainable else -1, failures)
         index += bucket.trainable
+
+
+def use_copy_engines(units: Sequence[Unit], buckets: Sequence[ShardedBucket], failures: FailureReporter) -> bool:
+    """Whether gathers run on copy engines: as any unit asks for, or by "auto" of the outermost. Collective.
+
+    "auto" maps no memory where whole parameters stay at rest: the memory of all units would stay until exit.
+    """
+    if any(unit.copy_engine_gather is True for unit in units):
+        return True
+    if units[0].copy_engine_gather is False or any(bucket.whole_params_at_rest for bucket in buckets):
+        return False
+    gathers = [
+        Gather(bucket.gathered.nbytes, inner)
+        for bucket in buckets
+        if (inner := bucket.reduction.grid.inner) is not None and inner.size() > 1
+    ]
+    return choose_copy_engines(gathers, units[0].grid.axes, units[0].device, failures)
 
 
 def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
@@ -84,11 +106,11 @@ def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
     return everyone if len({count for _, count in found.values()}) == 1 else None
 
 
-def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream, num_units: int) -> None:
+def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream | None, num_units: int) -> None:
     """Reserve memory that copy engines can reach, for the units that are gathered at the same time.
 
     units      the outermost first
-    stream     of gathers
+    stream     of gathers; None on CPU
     num_units  number of units beside the outermost that are gathered at the same time
 
     Units take turns in this memory. All ranks take and free memory in one order, and so at the same places.
@@ -108,7 +130,7 @@ def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream, num_units: int)
         ]
         if not buckets[0].whole_params_at_rest:
             sizes = [sizes[0], *sorted(sizes[1:], reverse=True)[:num_units]]
-        with OnStream(stream):
+        with nullcontext() if stream is None else OnStream(stream):
             with pool.allocating():
                 reserved = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
             pool.share()

@@ -26,7 +26,7 @@ from ..unit.bucket import ShardedBucket
 from ..unit.mixed_precision import cast_floating, cast_inputs
 from ..unit.unit import Unit
 from .checks import UnitChecks, past_the_outputs
-from .connect import connect_units, map_memory
+from .connect import connect_units, map_memory, use_copy_engines
 from .gathers import UnitGathers
 from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardOrder, ForwardTrace, UnitForward, delivers_to_any
 from .parts import RootParts
@@ -51,10 +51,11 @@ class Root:
         self.buckets = [bucket for unit in reversed(units) for bucket in unit.buckets]  # about backward's order
         self.device = units[0].device
         self.failures = FailureReporter()
-        connect_units(module, units, self.buckets, weakref.ref(self), self.failures)
+        self.copy_engines = use_copy_engines(units, self.buckets, self.failures)
+        """Gathers run on copy engines."""
+        connect_units(module, units, self.buckets, weakref.ref(self), self.failures, copy_engines=self.copy_engines)
+        self._mapped = False
         self.gathers = UnitGathers(units, self.device)
-        if self.gathers.stream is not None and any(unit.copy_engines for unit in units):
-            map_memory(units, self.gathers.stream, KEPT_UNITS + 1)
         self.grads = GradRounds(units, [bucket for bucket in self.buckets if bucket.trainable], self.failures)
         for unit in units:
             unit.join_logs(self.grads.steps)
@@ -67,6 +68,12 @@ class Root:
         self._checks = UnitChecks(units)
         self._running: list[BackwardHooks] = []  # of forwards under way, each inside the one before
         self._backward: Backward | None = None
+
+    def gather_by_kernels(self) -> None:
+        """Gather by kernels from now on, in memory that torch's allocator chooses."""
+        self.copy_engines = False
+        for bucket in self.buckets:
+            bucket.gathered.pool = None
 
     # ---- Forward. ----
 
@@ -171,6 +178,9 @@ class Root:
     def begin(self, unit: Unit) -> None:
         """An outermost forward starts, of this unit."""
         self.observer.forward_started()
+        if self.copy_engines and not self._mapped:  # not earlier: a graphed step turns copy engines off
+            self._mapped = True
+            map_memory(self.units, self.gathers.stream, KEPT_UNITS + 1)
         if self._backward is not None:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # a forward gathers

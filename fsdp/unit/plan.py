@@ -31,7 +31,7 @@ class UnitOptions(NamedTuple):
     bucket_size: int | None
     shard_atoms: ShardAtoms
     offload_to_cpu: bool
-    copy_engine_gather: bool
+    copy_engine_gather: Literal["auto", True, False]
     init_sync: bool
     forward_writes: Literal["refused", "alike"]
 

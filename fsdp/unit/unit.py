@@ -59,8 +59,8 @@ class Unit:
         self.policy = options.policy
         self.grid = grid
         self.device = device
-        self.copy_engines = options.copy_engine_gather
-        """Gathers of the whole model run on copy engines."""
+        self.copy_engine_gather = options.copy_engine_gather
+        """Whether gathers of the whole model run on copy engines; "auto": the root chooses."""
         self.reshard_after_forward = options.reshard_after_forward
         """See ``fully_shard``; methods of ``FSDPModule`` may set it."""
         self.forward_prefetch: tuple[Unit, ...] | None = None

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union
 import torch
 import tyro
 
-from ...ddp.checkpoint.files.small_file import open_small_file
+from ...ddp.checkpoint.files.whole_file import open_small_file
 from .ddp import FULLY_SHARDED, what_parallel_decides
 from .error import ConfigError, require
 from .run import Config
@@ -112,7 +112,8 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         fitting = [member for member in members if type(value) is member]
         return _value((fitting or members)[0], value, key)
     if origin is Literal:
-        require(value in members, key, value, f"must be one of {', '.join(map(repr, members))}")
+        known = any(value == member and type(value) is type(member) for member in members)  # 1 is not True
+        require(known, key, value, f"must be one of {', '.join(map(repr, members))}")
         return value
     if origin is tuple:
         require(isinstance(value, list | tuple), key, value, f"must be a list, [{value!r}]")

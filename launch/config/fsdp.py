@@ -51,8 +51,9 @@ class FsdpConfig(Table):
     """Send gradients in this dtype. None: in the dtype of accumulation."""
     offload_to_cpu: bool = False
     """Keep shards, gradient shards and optimizer state in host memory (CUDA only)."""
-    copy_engine_gather: bool = False
-    """Run gathers on the copy engines of the GPU; computation keeps all multiprocessors (NCCL 2.28 or newer)."""
+    copy_engine_gather: Literal["auto", True, False] = "auto"
+    """Run gathers on the copy engines of the GPU; computation keeps all multiprocessors (NCCL 2.28 or newer). ``auto``:
+    where they gain by the buckets' sizes, on one host; otherwise by kernels."""
 
     def check(self) -> None:
         for name in ("inner", "outer"):

@@ -84,7 +84,7 @@ class Config:
         self.optimizer.require(self.optimizer.fits_shards or not self.fully_sharded, "state", remedy)
         remedy = '"compact" steps on the GPU, and does not go with fsdp.offload_to_cpu: set "full", or leave that out'
         self.optimizer.require(not (compact and self.fsdp.offload_to_cpu), "state", remedy)
-        if settings.cuda_graph:
+        if settings.cuda_graph is True:
             self._check_graph()
         # Raise for values that contradict ``parallel``.
         check_ddp(self.ddp, self.parallel)
@@ -92,10 +92,10 @@ class Config:
 
     def _check_graph(self) -> None:
         settings = self.train
-        on_host = self.fsdp.offload_to_cpu or self.fsdp.copy_engine_gather
+        on_host = self.fsdp.offload_to_cpu or self.fsdp.copy_engine_gather is True
         remedy = (
-            "does not go with fsdp.offload_to_cpu, whose update runs on the host, and fsdp.copy_engine_gather, whose "
-            "memory is not the graph's"
+            "does not go with fsdp.offload_to_cpu, whose update runs on the host, and fsdp.copy_engine_gather = true, "
+            "whose memory is not the graph's"
         )
         settings.require(not on_host, "cuda_graph", remedy)
         reads = self.ddp.check_for_nan_in_grad or self.ddp.check_replicas_every
@@ -105,12 +105,16 @@ class Config:
         settings.require(not reads, "cuda_graph", remedy)
         remedy = 'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step'
         settings.require(self.data.documents == "join", "cuda_graph", remedy)
-        draws = self.model.dropout > 0.0 or self.model.hugging_face is not None
         remedy = (
             "does not go with train.cuda_graph where the model may have dropout (model.dropout, model.hugging_face): "
             "a captured graph cannot draw a mask again"
         )
-        settings.require(settings.recompute == "none" or not draws, "recompute", remedy)
+        settings.require(settings.recompute == "none" or not self.may_draw, "recompute", remedy)
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the model's forward may draw random numbers."""
+        return self.model.dropout > 0.0 or self.model.hugging_face is not None
 
     @property
     def fully_sharded(self) -> bool:

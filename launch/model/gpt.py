@@ -6,8 +6,9 @@ Legend, used in every shape below:
     T  tokens             K  key and value heads    V  vocabulary
     D  width of the model C  width of one head (D = H * C)
 
-The matrices are ``maingrad.te_integration.Linear``: with ``fuse_wgrad_accumulation`` their weight gradients go straight
-into ``main_grad``. Norms and the embedding are ordinary modules, whose gradients reach ``main_grad`` through the hook.
+The matrices are ``maingrad.te_integration.Linear``, the embedding is its ``Embedding``: with
+``fuse_wgrad_accumulation`` their weight gradients go straight into ``main_grad``. Norms are ordinary modules, whose
+gradients reach ``main_grad`` through the hook.
 """
 
 import math
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...te_integration import autocast
+from ...te_integration import Embedding, autocast
 from ..config.run import ModelConfig
 from .feed_forward import FeedForward, make_linear
 from .loss import find_padding, mean_loss
@@ -145,7 +146,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         dtype = config.dtype("param_dtype")
-        self.embedding = nn.Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
+        fuse = config.fuse_wgrad_accumulation
+        self.embedding = Embedding(
+            config.vocab_size, config.dim, device=device, dtype=dtype, fuse_wgrad_accumulation=fuse
+        )
         self.dropout = nn.Dropout(config.dropout)
         first_delayed = config.num_layers - config.delay_wgrad_layers
         self.blocks = nn.ModuleList(

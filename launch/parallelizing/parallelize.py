@@ -91,8 +91,8 @@ def parallelize(
     units        the repeated blocks, which are gathered together, recomputed and compiled: a class, a tuple of classes,
                  or the modules. "auto": the members of the model's outermost ``nn.ModuleList``s; of its
                  ``nn.Sequential``s if it has no list. The logger ``maingrad.launch.parallelizing.blocks`` says which
-    fuse         weight gradients of linear layers and experts are written into the gradient buffers by their GEMMs
-                 (``convert_linears``)
+    fuse         weight gradients of linear layers, experts and embeddings are written into the gradient buffers by
+                 their kernels (``convert_linears``)
     param_dtype  floating-point dtype of parameters in computation, to which floating-point inputs of the model are
                  cast; master weights are fp32. None: the dtype that the parameters have. Under "ddp" and "zero1"
                  masters begin with the weights as ``param_dtype`` rounds them

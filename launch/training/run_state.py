@@ -113,9 +113,9 @@ class RunSaver:
         self._deletion: threading.Thread | None = None
 
     def prepare(self) -> None:
-        """After the first step: take the memory of background saves, so that they are short. Collective."""
+        """Once steps run as they will: take the memory of background saves, so that they are short. Collective."""
         on_gpu = any(param.is_cuda for param in self._wrapped.model.parameters())
-        if self._config.checkpoint.background and on_gpu and not self._config.train.cuda_graph:
+        if self._config.checkpoint.background and on_gpu:
             prepare_background_saves(self._wrapped.model, self._wrapped.optimizer)
 
     def save(self, pace: Pace, schedule: LRScheduler, data: Mapping[str, Digest], *, validated: bool) -> None:

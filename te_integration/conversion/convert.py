@@ -12,6 +12,7 @@ from ..dense.layer_norm_linear import LayerNormLinear
 from ..dense.layer_norm_mlp import LayerNormMLP
 from ..dense.linear import Linear
 from ..dense.linear_module import LinearModule
+from ..embedding import Embedding, calls_embedding_forward, fused_embedding_class, why_autograd
 from ..experts.grouped_linear import GroupedLinear
 from ..experts.grouped_mlp import GroupedMLP
 from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts
@@ -19,19 +20,20 @@ from .report import Conversion, linear_weights
 
 __all__ = ["Conversion", "convert_linears", "unconvert"]
 
-_KNOWN = (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP)
+_KNOWN = (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP, nn.Embedding, Embedding)
 
 
 def convert_linears(model: nn.Module) -> Conversion:
-    """Fuse the weight gradient of every linear layer of ``model`` into ``main_grad``; convert first, then wrap.
+    """Fuse the weight gradient of every linear layer and embedding of ``model`` into ``main_grad``; then wrap it.
 
-    Four kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
-    unfused, and Hugging Face's ``Conv1D`` and experts (the classes whose implementation a model's
-    ``experts_implementation`` chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; from then on ours runs in
-    place of transformers' own). A subclass may compute something else, so it is skipped and listed by name; its
-    gradients reach ``main_grad`` through the wrapper's hook, like those of every other parameter. The result also names
-    parameters that nothing known multiplies, such as routers, and says which share of the FLOPs of weight gradients is
-    fused.
+    Converted are modules whose type is exactly ``nn.Linear`` or ``nn.Embedding``, maingrad modules that were built
+    unfused, and Hugging Face's ``Conv1D``, embeddings that scale or shift (Gemma's, Bart's), and experts (the classes
+    whose implementation a model's ``experts_implementation`` chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and
+    GPT-OSS; from then on ours runs in place of transformers' own). Embeddings with ``sparse`` or
+    ``scale_grad_by_freq`` stay autograd's. A subclass may compute something else, so it is skipped and listed by name;
+    its gradients reach ``main_grad`` through the wrapper's hook, like those of every other parameter. The result also
+    names parameters that nothing known multiplies, such as routers, and says which share of the FLOPs of weight
+    gradients is fused.
 
     Only the class of a module changes. The module object keeps its parameters, hooks, buffers, mode and attributes.
     References to it, tied weights, state-dict keys and ``isinstance(module, nn.Linear)`` therefore stay valid. Models
@@ -62,7 +64,7 @@ def convert_linears(model: nn.Module) -> Conversion:
     converted: list[str] = []
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not linear_weights(module):
+        if not _weights(module):
             continue
         reason = _why_not(module)
         if reason is None:
@@ -117,6 +119,9 @@ def _fuse(module: nn.Module) -> None:
         module.__class__ = fused_conv1d_class(cls)
     elif is_experts_class(cls):
         module.__class__ = fused_experts_class(module)
+    elif calls_embedding_forward(cls):
+        module.__class__ = fused_embedding_class(cls)
+        cast(Embedding, module).fuse_wgrad_accumulation = True
     else:
         if cls is nn.Linear:
             module.__class__ = Linear
@@ -130,12 +135,18 @@ def _unfuse(module: LinearModule) -> None:
     if isinstance(module, FusedConv1D | FusedExperts):
         _drop_handle(module)
         module.__class__ = module._unfused
-    elif type(module) is Linear and "label" not in own:  # no Linear constructor ran: the module was an nn.Linear
+    elif "label" not in own and (unfused := _unfused_class(type(module))) is not None:
         _drop_handle(module)
         del own["fuse_wgrad_accumulation"]
-        cast(nn.Module, module).__class__ = nn.Linear
+        cast(nn.Module, module).__class__ = unfused
     else:
         module.fuse_wgrad_accumulation = False
+
+
+def _unfused_class(cls: type) -> type | None:
+    """The class of a module that ``cls``'s constructor has not made: such a module was converted."""
+    unfused: dict[type, type] = {Linear: nn.Linear, Embedding: nn.Embedding}
+    return unfused.get(cls, getattr(cls, "_unfused", None))
 
 
 def _drop_handle(module: LinearModule) -> None:
@@ -148,7 +159,7 @@ def _drop_handle(module: LinearModule) -> None:
 def _why_not(module: nn.Module) -> str | None:
     """Why this module cannot be fused, or None."""
     cls = type(module)
-    weights = [module._parameters.get(name) for name in linear_weights(module)]
+    weights = [module._parameters.get(name) for name in _weights(module)]
     if isinstance(module, nn.MultiheadAttention):
         matrices = " and ".join(linear_weights(module))
         return f"{cls.__name__}: {matrices} is read as a matrix by F.multi_head_attention_forward, not run as a module"
@@ -164,11 +175,19 @@ def _why_not(module: nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return f"{cls.__name__}'s forward was replaced on this instance"
     reason = why_not_experts(module) if is_experts_class(cls) else None
+    if isinstance(module, nn.Embedding):
+        option = why_autograd(module)
+        reason = option and f"{cls.__name__} has {option}=True, whose gradient autograd delivers"
     return reason or next(filter(None, (_why_not_weight(cls.__name__, weight) for weight in weights)), None)
 
 
+def _weights(module: nn.Module) -> tuple[str, ...]:
+    """Names of the weights of a module that may be fused."""
+    return ("weight",) if isinstance(module, nn.Embedding) else linear_weights(module)
+
+
 def _is_known(cls: type) -> bool:
-    return cls in _KNOWN or is_conv1d_class(cls) or is_experts_class(cls)
+    return cls in _KNOWN or is_conv1d_class(cls) or is_experts_class(cls) or calls_embedding_forward(cls)
 
 
 def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:

@@ -26,7 +26,7 @@ class Conversion:
     converted: tuple[str, ...]
     """Names of the modules that became fused, in ``named_modules`` order."""
     skipped: dict[str, str]
-    """Module name -> why the module, which holds the weight of a linear layer, was not converted."""
+    """Module name -> why the module, a linear layer or an embedding, was not converted."""
     left_out: dict[str, str]
     """Parameter name -> whose it is: parameters with two dims or more that no module known to ``convert_linears``
     multiplies, such as routers, convolutions and learnt positions. Their gradients reach ``main_grad`` through the
@@ -61,7 +61,9 @@ class Conversion:
 
 
 def linear_weights(module: nn.Module) -> tuple[str, ...]:
-    """Names of the weights that the module multiplies its input with; none for modules that are not known."""
+    """Names of the weights that the module multiplies its input with; none for lookups, and modules not known."""
+    if isinstance(module, nn.Embedding):
+        return ()
     if isinstance(module, nn.MultiheadAttention):
         return tuple(name for name in _ATTENTION_MATRICES if module._parameters.get(name) is not None)
     if isinstance(module, LinearModule):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels import scaled_glu, scaled_glu_backward
-from ..dense.activations import activation_named
+from ...kernels import scaled_glu
+from ..dense.activations import ScaledGlu, activation_named
 from ..dense.fused_linear import cast, dtype_of_products, in_transform
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSwiGLU", "glu_options", "scaled_activation"]
@@ -106,25 +106,6 @@ def scaled_activation(input: Tensor, scales: Tensor | None, options: Mapping[str
         # A compiler fuses visible operations and chooses what to save; transforms differentiate them.
         output = scaled_glu(rows, row_scales, **options)
     else:
-        output = _ScaledActivation.apply(rows, row_scales, options)
+        output = ScaledGlu.apply(rows, row_scales, options)
     scaled: Tensor = output.reshape(*input.shape[:-1], input.shape[-1] // 2)
     return scaled
-
-
-class _ScaledActivation(torch.autograd.Function):
-    """See ``scaled_activation``: rows [T, 2F], scales [T] or None."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, scales: Tensor | None, options: Mapping[str, Any]) -> Tensor:
-        ctx.save_for_backward(rows, scales)
-        ctx.options = options
-        return scaled_glu(rows, scales, **options)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, scales = ctx.saved_tensors
-        # Under create_graph autograd records these calls, which are differentiable.
-        d_rows, d_scales = scaled_glu_backward(grads[0], rows, scales, **ctx.options)
-        if d_scales is None or not ctx.needs_input_grad[1]:
-            return d_rows, None, None
-        return d_rows, d_scales.to(scales.dtype), None

@@ -55,6 +55,13 @@ _PERMUTATION = {
     "source": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_source": "i32/16",
     "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
 }  # fmt: skip
+_EMBEDDING_PARTS = {
+    "tokens": "*i32/16", "parts": "*fp32/16", "main_grad": "*fp32/16", "T": "i32/16", "D": "i32/16", "CHUNK": 16,
+    "PARTS": 16, "BLOCK": 256, "ADD": True,
+}  # fmt: skip
+_EMBEDDING_CHUNKS = {
+    **_EMBEDDING_PARTS, "dy": "*bf16/16", "order": "*i64/16", "stride_dy": "i32/16", "BLOCK": 1024,
+}  # fmt: skip
 _NUMBERS = {"alpha": "fp32", "limit": "fp32", "offset": "fp32"}
 _GLU_TILE = {"FUNCTION": "=gelu", "BLOCK_T": 4, "BLOCK_F": 512}
 _ADAM = {
@@ -62,7 +69,17 @@ _ADAM = {
     "divisor": "*fp32", "found_inf": "*fp32", "GRAD": "=fp32", "EXP_AVG": "=fp32", "EXP_AVG_SQ": "=fp32",
     "PARAM": "=bf16", "RULE": "=adamw", "MAXIMIZE": False, "ALIGNED": True, "TILE_BLOCKS": 2, "CHUNK_TILES": 4,
 }  # fmt: skip
+_PRODUCT = {
+    "a_desc": "tensordesc<fp16[128,64]>", "b_desc": "tensordesc<fp16[128,64]>", "addend": "*fp16/16", "out": "*fp16/16",
+    "tiles": "*i32/16", "M": "i32/16", "N": "i32/16", "K": "i32/16", "stride_row": "i32/16", "stride_matrix": "i32/16",
+    "alpha": "fp32", "beta": "fp32", "CONFIG": "=ProductConfig(128, 128, 64, 4, 3)", "SYMMETRIC": True,
+}  # fmt: skip
 KERNELS = {
+    "optimizer.orthogonal.product_triton._product_kernel": _PRODUCT,
+    "optimizer.orthogonal.product_triton._product_kernel#rectangular": {
+        **_PRODUCT, "a_desc": "tensordesc<fp16[1,128,64]>", "b_desc": "tensordesc<fp16[1,64,256]>", "addend": None,
+        "tiles": None, "CONFIG": "=ProductConfig(128, 256, 64, 8, 3)", "SYMMETRIC": False,
+    },
     "glu.triton_kernels._scaled_glu_kernel": {
         "h": "*bf16/16", "probs": "*fp32/16", "out": "*bf16/16", "T": "i32", "F": "i32/16", "stride_h": "i32/16",
         **_NUMBERS, **_GLU_TILE,
@@ -98,6 +115,10 @@ KERNELS = {
         **_ADAM, "EXP_AVG": "=8 bits", "EXP_AVG_SQ": "=8 bits", "PARAM": "=remainder",
         "TILE_BLOCKS": 4, "CHUNK_TILES": 2,
     },
+    "permutation.embedding_triton._sum_chunks_kernel": _EMBEDDING_CHUNKS,
+    "permutation.embedding_triton._sum_chunks_kernel#overwrite": {**_EMBEDDING_CHUNKS, "ADD": False},
+    "permutation.embedding_triton._add_parts_kernel": _EMBEDDING_PARTS,
+    "permutation.embedding_triton._add_parts_kernel#overwrite": {**_EMBEDDING_PARTS, "ADD": False},
     "permutation.triton_kernels._permute_kernel": {**_PERMUTATION, "INVERSE": False},
     "permutation.triton_kernels._permute_kernel#inverse": {**_PERMUTATION, "INVERSE": True},
     "grouped.gemm_triton._grouped_gemm_kernel#bf16": _GEMM,

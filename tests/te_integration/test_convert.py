@@ -97,7 +97,7 @@ def test_the_encoders_inference_path_reads_converted_weights(encoder: nn.Transfo
 
 
 class TiedHead(nn.Module):
-    """An embedding and two heads that share one matrix: one plain use and two fused ones."""
+    """An embedding and two heads that share one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,10 +121,10 @@ def test_tied_weights_keep_every_contribution() -> None:
     torch.manual_seed(0)
     model = TiedHead()
     done = converted_iteration(model, tokens_loss)
-    assert done.conversion.converted == ("body", "head", "second_head")
+    assert done.conversion.converted == ("embedding", "body", "head", "second_head")
     assert done.model.head.weight is done.model.second_head.weight is done.model.embedding.weight
-    assert done.fused_writes == {"embedding.weight": 4, "body.weight": 2}
-    assert done.hook_writes == {"embedding.weight": 2, "body.bias": 2, "head.bias": 2}
+    assert done.fused_writes == {"embedding.weight": 6, "body.weight": 2}
+    assert done.hook_writes == {"body.bias": 2, "head.bias": 2}
     plain = plain_iteration(model, tokens_loss)
     assert_close_to_exact(done.grads, plain, plain_iteration(model, tokens_loss, dtype=torch.float64))
 

@@ -28,9 +28,18 @@ LLAMA_LAYER = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-LLAMA = (*(f"model.layers.{layer}.{name}" for layer in range(2) for name in LLAMA_LAYER), "lm_head")
+LLAMA = (
+    "model.embed_tokens",
+    *(f"model.layers.{layer}.{name}" for layer in range(2) for name in LLAMA_LAYER),
+    "lm_head",
+)
 GPT2_LAYER = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-GPT2 = (*(f"transformer.h.{layer}.{name}" for layer in range(2) for name in GPT2_LAYER), "lm_head")
+GPT2 = (
+    "transformer.wte",
+    "transformer.wpe",
+    *(f"transformer.h.{layer}.{name}" for layer in range(2) for name in GPT2_LAYER),
+    "lm_head",
+)
 
 
 def llama(*, tied: bool) -> LlamaForCausalLM:
@@ -92,16 +101,16 @@ def test_untied_models_have_autograds_gradients(model) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_tied_embeddings_get_the_heads_gemm_and_the_lookups_gradient(family: str) -> None:
+def test_tied_embeddings_get_the_heads_gemm_and_the_lookups_rows(family: str) -> None:
     model = (llama(tied=True) if family == "llama" else gpt2(tied=True)).eval()  # fp64 draws other dropout masks
     embedding = "model.embed_tokens.weight" if family == "llama" else "transformer.wte.weight"
     done = converted_iteration(model, next_token)
     assert done.conversion.converted == (LLAMA if family == "llama" else GPT2)
     assert done.model.lm_head.weight is done.model.get_input_embeddings().weight
-    fused = {f"{name}.weight" for name in done.conversion.converted if name != "lm_head"} | {embedding}
+    fused = {f"{name}.weight" for name in done.conversion.converted if name != "lm_head"}
     assert fused == weights_of(done.model, done.conversion.converted)
-    assert done.fused_writes == dict.fromkeys(fused, 2)
-    assert done.hook_writes == dict.fromkeys(done.grads.keys() - fused | {embedding}, 2)
+    assert done.fused_writes == dict.fromkeys(fused, 2) | {embedding: 4}
+    assert done.hook_writes == dict.fromkeys(done.grads.keys() - fused, 2)
     plain = plain_iteration(model, next_token)
     for name, gradient in plain.items():
         assert name == embedding or torch.equal(done.grads[name], gradient), name
@@ -121,11 +130,13 @@ def test_gradient_checkpointing(family: str, reentrant: bool, tied: bool) -> Non
     if reentrant:
         model.enable_input_require_grads()
     runs: list[nn.Module] = []
-    layer = model.get_submodule(LLAMA[0] if family == "llama" else GPT2[0])
+    layer = model.get_submodule(LLAMA[1] if family == "llama" else GPT2[2])
     layer.register_forward_pre_hook(lambda module, _: runs.append(module))
     done = converted_iteration(model, next_token)
     assert len(runs) == 4  # a forward and its recompute in each of two microbatches
-    assert done.fused_writes == dict.fromkeys(weights_of(done.model, done.conversion.converted), 2)
+    writes = dict.fromkeys(weights_of(done.model, done.conversion.converted), 2)
+    looked_up = "model.embed_tokens.weight" if family == "llama" else "transformer.wte.weight"
+    assert done.fused_writes == writes | {looked_up: 4 if tied else 2}
     for name, gradient in plain.items():
         if "embed_tokens" in name or "wte" in name:
             assert (done.grads[name] - gradient).norm() <= 4 * torch.finfo(torch.float32).eps * gradient.norm()

@@ -20,6 +20,7 @@ from maingrad.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
+    Muon,
     load_checkpoint,
     save_checkpoint,
 )
@@ -237,6 +238,7 @@ def stock_whole(
 WHOLE: dict[str, tuple[Callable[[torch.dtype], nn.Module], Case]] = {
     "Muon": (make_matrices, Case(optim.Muon, {"lr": 0.05})),
     "Muon, as RMS of AdamW": (make_matrices, Case(optim.Muon, {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"})),
+    "Muon, ours": (make_matrices, Case(Muon, {"lr": 0.05})),
     "Adafactor": (make_mixed, Case(optim.Adafactor, {"lr": 0.05, "weight_decay": 0.1})),
     "Adafactor, foreach": (make_mixed, Case(optim.Adafactor, {"lr": 0.05, "foreach": True})),
     "of the user's own": (make_mixed, Case(RowWise, {"lr": 0.05})),
@@ -249,7 +251,6 @@ WHOLE: dict[str, tuple[Callable[[torch.dtype], nn.Module], Case]] = {
 )
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.sampled(4)
 def test_whole_parameters_take_classes_of_matrices(name: str, dtype: torch.dtype, ranks: int) -> None:
     make, (cls, options) = WHOLE[name]
     expected = stock_whole(make, dtype, ranks, cls, options)
@@ -338,7 +339,7 @@ def test_classes_that_need_all_parameters_at_once_are_refused(cls: type[optim.Op
         DistributedOptimizer(ddp, optimizer_class=cls)
 
 
-@pytest.mark.parametrize("cls", [optim.Adafactor, optim.Muon, RowWise])
+@pytest.mark.parametrize("cls", [optim.Adafactor, optim.Muon, Muon, RowWise])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_classes_of_matrices_are_refused_without_whole_parameters(cls: type[optim.Optimizer], sharded: bool) -> None:
     ddp = wrap(make_net(), use_distributed_optimizer=sharded)
@@ -358,16 +359,17 @@ def test_a_class_that_says_nothing_is_refused(whole: bool) -> None:
         DistributedOptimizer(ddp, optimizer_class=Silent)
 
 
-def muon_on_vectors() -> str:
+def muon_on_vectors(cls: type) -> str:
     ddp = wrap(make_net(), use_distributed_optimizer=True, keep_params_whole=True)
     with pytest.raises(ValueError, match="Muon updates matrices") as raised:
-        DistributedOptimizer(ddp, optimizer_class=optim.Muon)
+        DistributedOptimizer(ddp, optimizer_class=cls)
     return str(raised.value)
 
 
-def test_muon_refuses_vectors_on_every_rank_alike() -> None:
+@pytest.mark.parametrize("cls", [optim.Muon, Muon])
+def test_muon_refuses_vectors_on_every_rank_alike(cls: type) -> None:
     """Also on ranks whose shards hold only matrices: these would wait for the other ranks for ever."""
-    for message in simulate(muon_on_vectors, 3):
+    for message in simulate(muon_on_vectors, 3, cls):
         assert "parameter '3.bias' has shape [128]" in message
 
 

@@ -25,7 +25,6 @@ def refused(document: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-@pytest.mark.sampled(2)
 def test_shipped_files_load(path: Path):
     config = load_config(path)
     assert config == structure(config_to_dict(config))
@@ -107,6 +106,7 @@ def test_round_trip_through_json(tmp_path: Path):
         ({"ddp": {"overlap_param_gather": 1}}, "ddp.overlap_param_gather: must be bool, not int"),
         ({"ddp": {"grad_reduce_wire_dtype": "fp8"}}, "ddp.grad_reduce_wire_dtype = 'fp8': must be a dtype of torch"),
         ({"ddp": {"grad_reduce_wire_dtype": "float64"}}, "ddp.grad_reduce_wire_dtype is torch.bfloat16, torch.float16"),
+        ({"fsdp": {"copy_engine_gather": 1}}, "fsdp.copy_engine_gather = 1: must be one of 'auto', True, False"),
         ({"model": {"param_dtype": "fp8"}}, "model.param_dtype = 'fp8': must be one of 'float32', 'bfloat16'"),
     ],
 )
@@ -288,10 +288,24 @@ def test_placements_in_full():
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid", "fsdp", "hsdp"])
-@pytest.mark.sampled(4)
 def test_parallel_from_the_command_line(tmp_path: Path, parallel: str):
     config = load_config(tiny_toml(tmp_path), ["--parallel", parallel])
     assert config == tiny_config(tmp_path, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "auto"),
+        (["--fsdp.copy-engine-gather"], True),
+        (["--fsdp.no-copy-engine-gather"], False),
+        (["--fsdp.copy-engine-gather", "auto"], "auto"),
+    ],
+)
+def test_a_switch_with_a_third_value(tmp_path: Path, flags: list[str], expected: object):
+    path = tmp_path / "config.toml"
+    path.write_text('parallel = "fsdp"')
+    assert load_config(path, flags).fsdp.copy_engine_gather is expected
 
 
 def test_contradiction_on_the_command_line(tmp_path: Path):

@@ -11,7 +11,7 @@ from torch import Tensor
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch.config.run import ModelConfig
 from maingrad.launch.model.gpt import GPT, Attention, build_model, rotary_tables, rotate
-from maingrad.te_integration import Linear
+from maingrad.te_integration import Embedding, Linear
 
 SHAPE: dict[str, Any] = {
     "dim": 32,
@@ -154,14 +154,16 @@ def test_tied_head_is_one_parameter_that_trains(tied: bool):
         assert torch.allclose(record.view, expected[record.name], atol=1e-6), record.name
 
 
-def test_every_matrix_but_the_embedding_is_fused():
+def test_every_matrix_is_fused():
     model = build_model(config(), seed=0)
     matrices = {name for name, parameter in model.named_parameters() if parameter.dim() == 2}
     fused = {
-        f"{name}.weight" for name, m in model.named_modules() if isinstance(m, Linear) and m.fuse_wgrad_accumulation
+        f"{name}.weight"
+        for name, m in model.named_modules()
+        if isinstance(m, Linear | Embedding) and m.fuse_wgrad_accumulation
     }
-    assert fused == matrices - {"embedding.weight"}
-    assert len(fused) == 4 * 2 + 1
+    assert fused == matrices
+    assert len(fused) == 4 * 2 + 2
 
 
 def test_meta_device_allocates_nothing():

@@ -136,7 +136,6 @@ def test_plan_of_compact_state_is_what_training_holds(
         ("hsdp", "hsdp_zero1", 2 / 4, 4 / 4 + 4 / 8, 1 / 8),
     ],
 )
-@pytest.mark.sampled(3)
 def test_the_formulas_of_the_docs(
     tmp_path: Path, parallel: str, placements: str, whole: float, grads: float, shards: float
 ):

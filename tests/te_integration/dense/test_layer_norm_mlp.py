@@ -13,6 +13,7 @@ from modules import FEATURES, HIDDEN, PLAIN_ACTIVATIONS, clamped_swiglu, error, 
 from torch import Tensor, nn
 
 from maingrad.te_integration import LayerNormMLP, Linear, WgradQueue, convert_linears, delayed_wgrad
+from maingrad.te_integration.dense import activations
 from maingrad.te_integration.dense.activations import ACTIVATIONS, activation_named
 
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-5}
@@ -57,7 +58,6 @@ def assert_fp64s(mlp: LayerNormMLP, dtype: torch.dtype = torch.float32) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.sampled(1)
 def test_every_activation_is_fp64s(activation: str, fuse: bool, dtype: torch.dtype) -> None:
     mlp = make("LayerNormMLP", fuse=fuse, activation=activation, params_dtype=dtype)
     if "re" in activation and dtype is torch.bfloat16:
@@ -88,6 +88,56 @@ def test_activations_are_transformer_engines() -> None:
         assert function(x).shape[-1] == (3 if gated else 6)
     given = activation_named("clamped_swiglu", {"limit": 1.0, "alpha": 0.5}).function
     torch.testing.assert_close(given(x), clamped_swiglu(x, 1.0, 0.5))
+
+
+GATED = [name for name, (_, gated) in ACTIVATIONS.items() if gated]
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_gated_activation_is_the_same_by_its_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of GPUs: values, gradients, gradients of gradients, other parameters. The reference is the kernel."""
+    params = {"limit": 1.0, "alpha": 0.5} if name == "clamped_swiglu" else {}
+    function = activation_named(name, params).function
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+    def results() -> list[Tensor]:
+        y = function(x)
+        (dx,) = torch.autograd.grad((y - 1).square().sum(), x, create_graph=True)
+        return [y, dx, *torch.autograd.grad(dx.square().sum(), x)]
+
+    by_torch = results()
+    monkeypatch.setattr(activations, "_has_kernel", lambda _: True)
+    by_kernel = results()
+    assert type(by_kernel[0].grad_fn).__name__ != type(by_torch[0].grad_fn).__name__
+    for ours, theirs in zip(by_kernel, by_torch, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gated_activation_is_one_kernel_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """Each direction launches once, and is at least as near to fp64 as torch's operations are."""
+    function = activation_named(name).function
+    x = torch.randn(64, 96, device="cuda", dtype=dtype, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    dy = torch.randn(64, 48, device="cuda", dtype=dtype)
+    exact_y = function(wide)
+    (exact_dx,) = torch.autograd.grad(exact_y, wide, dy.double())
+    torch.autograd.grad(function(x), x, dy)  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        y = function(x)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum("scaled_glu" in each for each in kernels) == 2, kernels
+    assert len([each for each in kernels if "emcpy" not in each and "emset" not in each]) == 2, kernels
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "_has_kernel", lambda _: False)
+        plain = function(x)
+        (plain_dx,) = torch.autograd.grad(plain, x, dy)
+    assert error(y, exact_y) <= error(plain, exact_y)
+    assert error(dx, exact_dx) <= error(plain_dx, exact_dx)
 
 
 @pytest.mark.parametrize(

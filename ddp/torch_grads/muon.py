@@ -1,0 +1,213 @@
+"""Muon with batched orthogonalisation, experts and fused matrices, which torch's class lacks."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize
+from ...kernels.optimizer.orthogonal.reference import COEFFICIENTS, Step
+
+__all__ = ["Muon"]
+
+_BATCH_NUMEL = 2**26
+"""Most elements that are orthogonalised at once, one matrix at least: 10 bytes of memory for each beside the Gram
+matrices."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrices are orthogonalised: all directions of a weight move equally far. For hidden layers.
+
+    With ``G`` the gradient of a matrix, ``W`` the matrix [rows, columns] and ``M`` its ``momentum_buffer``::
+
+        M = momentum M + (1 - momentum) G
+        U = momentum M + (1 - momentum) G         under nesterov; else U = M
+        W = W - lr weight_decay W
+        W = W - lr s orthogonalize(U)
+
+    The names, the defaults and the arithmetic are those of ``torch.optim.Muon``, but for this: matrices of one shape
+    are orthogonalised together, in fp16 and nearer to the exact polynomial (on GPUs with Triton; in fp32 elsewhere);
+    parameters [experts, rows, columns] are matrices each; there is no ``eps``, since ``2^k U`` has the result of ``U``.
+
+    params           2 or 3 dims; vectors, embeddings and heads belong to another class
+    lr, weight_decay decoupled, of at least 0
+    momentum         in [0, 1)
+    ns_coefficients  (a, b, c) of all steps; a sequence of such, one for each step; or the name of one:
+                     "simple" (None), "polar_express", "deepseek"
+    ns_steps         number of steps where ``ns_coefficients`` are one triple, else their own number
+    adjust_lr_fn     s: None or "original", sqrt(max(1, rows / columns)); "match_rms_adamw", 0.2 sqrt(max(rows,
+                     columns)); "spectral_unclamped", sqrt(rows / columns)
+    split            parts of a matrix that are orthogonalised apart, such as query, key and value of one weight: their
+                     numbers of rows, or the number of equal parts
+
+    Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
+    """
+
+    per_parameter = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] | None = None,
+        ns_steps: int | None = None,
+        adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None,
+        *,
+        split: int | Sequence[int] = 1,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "split": split,
+        }
+        _check(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ``ValueError`` for parameters that are no matrices, or that ``split`` does not fit."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check(group)
+        for param in group["params"]:
+            if param.dim() not in (2, 3) or param.is_complex():
+                raise ValueError(
+                    f"Muon updates matrices [rows, columns], or [experts, rows, columns]; got a parameter "
+                    f"{list(param.shape)} of {param.dtype}: give it to another class, such as AdamW"
+                )
+            _rows_of(group["split"], param.shape[-2])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update each parameter that has a gradient."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None and param.numel()]
+            for param in params:
+                if "momentum_buffer" not in self.state[param]:
+                    self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
+            if params:
+                self._step(group, params)
+        return loss
+
+    def _step(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        buffers = [self.state[param]["momentum_buffer"] for param in params]
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        lr, steps = group["lr"], _steps_of(group)
+        for param in params:
+            param.mul_(1 - lr * group["weight_decay"])
+        places = [
+            _Place(param, grad, buffer, slice(first, end))
+            for param, grad, buffer in zip(params, grads, buffers, strict=True)
+            for first, end in _rows_of(group["split"], param.shape[-2])
+        ]
+        for batch in _batches(places):
+            updates = torch.cat([place.update(group) for place in batch])
+            count = 0
+            orthogonal = orthogonalize(updates, steps)
+            for place in batch:
+                part = place.of(place.param)
+                mine = orthogonal[count : count + len(part)]
+                count += len(part)
+                ratio = _ratio(group["adjust_lr_fn"], *part.shape[1:])
+                if isinstance(lr, Tensor):
+                    part.addcmul_(mine.to(part.dtype), lr.to(part.device, part.dtype), value=-ratio)
+                else:
+                    part.add_(mine, alpha=-lr * ratio)
+
+
+class _Place(NamedTuple):
+    """Some rows of a parameter's matrices."""
+
+    param: Tensor
+    grad: Tensor
+    buffer: Tensor
+    rows: slice
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor in the parameter's shape: [matrices, rows, columns]."""
+        return (tensor if tensor.dim() == 3 else tensor[None])[:, self.rows]
+
+    def update(self, group: Mapping[str, Any]) -> Tensor:
+        """What is orthogonalised."""
+        grad, buffer = self.of(self.grad), self.of(self.buffer)
+        return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+
+def _batches(places: Iterable[_Place]) -> Iterable[list[_Place]]:
+    """Places whose matrices have one shape."""
+    by_shape: dict[Any, list[_Place]] = {}
+    for place in places:
+        by_shape.setdefault((place.of(place.param).shape[1:], place.grad.dtype, place.grad.device), []).append(place)
+    for alike in by_shape.values():
+        batch: list[_Place] = []
+        numel = 0
+        for place in alike:
+            mine = place.of(place.param).numel()
+            if batch and numel + mine > _BATCH_NUMEL:
+                yield batch
+                batch, numel = [], 0
+            batch.append(place)
+            numel += mine
+        yield batch
+
+
+def _ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """By what the learning rate of a matrix is multiplied."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    if adjust_lr_fn == "spectral_unclamped":
+        return math.sqrt(rows / columns)
+    return math.sqrt(max(1, rows / columns))
+
+
+def _steps_of(group: Mapping[str, Any]) -> tuple[Step, ...]:
+    given, count = group["ns_coefficients"], group["ns_steps"]
+    if given is None or isinstance(given, str):
+        named = COEFFICIENTS[given or "simple"]
+        return named if given else (named[0],) * (5 if count is None else count)
+    if len(given) == 3 and not isinstance(given[0], Sequence):
+        return (Step(*given),) * (5 if count is None else count)
+    return tuple(Step(*each) for each in given)
+
+
+def _rows_of(split: int | Sequence[int], rows: int) -> list[tuple[int, int]]:
+    """First row and end of each part."""
+    counts = [rows // max(split, 1)] * split if isinstance(split, int) else list(split)
+    if sum(counts) != rows or not all(count > 0 for count in counts):
+        raise ValueError(f"split={split!r} does not cut {rows} rows into parts: give their numbers of rows")
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return [(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    if not group["lr"] >= 0 or not group["weight_decay"] >= 0:
+        raise ValueError(f"Muon needs lr and weight_decay of at least 0, got {group['lr']} and {group['weight_decay']}")
+    if not 0 <= group["momentum"] < 1:
+        raise ValueError(f"Muon needs a momentum in [0, 1), got {group['momentum']}")
+    known = (None, "original", "match_rms_adamw", "spectral_unclamped")
+    if group["adjust_lr_fn"] not in known:
+        raise ValueError(f"adjust_lr_fn is one of {known}, got {group['adjust_lr_fn']!r}")
+    name = group["ns_coefficients"]
+    if isinstance(name, str) and name not in COEFFICIENTS:
+        raise ValueError(f"ns_coefficients has no set '{name}': one of {', '.join(COEFFICIENTS)}, or (a, b, c)")
+    try:
+        steps = _steps_of(group)
+    except TypeError:
+        steps = ()
+    if not steps or (group["ns_steps"] is not None and group["ns_steps"] != len(steps)):
+        raise ValueError(
+            f"ns_coefficients are (a, b, c), such triples for each step, or a name; ns_steps is their number; got "
+            f"{name!r} and {group['ns_steps']!r}"
+        )

@@ -1,0 +1,317 @@
+"""copy_engine_gather="auto", the default, and copy_engine_param_gather="auto": when gathers run on copy engines."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.buckets import copy_engines
+from maingrad.ddp.buckets.buffer import MappedPool
+from maingrad.ddp.buckets.copy_engines import MIN_SHARD_NBYTES, Gather, choose_copy_engines, large_enough
+from maingrad.ddp.collectives.failure_report import FailureReporter
+from maingrad.fsdp import GraphedTrainingStep, fully_shard
+from maingrad.fsdp.iteration import connect
+from maingrad.fsdp.module import root_of
+from maingrad.launch import simulate
+
+CPU = torch.device("cpu")
+LARGE = 2 * MIN_SHARD_NBYTES
+
+
+class Group:
+    """A process group, of which only the number of ranks counts."""
+
+    def __init__(self, size: int) -> None:
+        self.number = size
+
+    def size(self) -> int:
+        return self.number
+
+
+def refuse(*_: object) -> NoReturn:
+    raise AssertionError("a rank without copy engines exchanges nothing, and maps nothing")
+
+
+def everywhere(monkeypatch: pytest.MonkeyPatch, **replaced: Callable[..., Any]) -> None:
+    """Ranks on CPUs stand for GPUs of one host that reach each other; ``replaced`` functions say otherwise."""
+    names = [f"gpu {rank}" for rank in range(8)]
+    told = {
+        "_exist": lambda *_: True,
+        "_fits_process": lambda *_: True,
+        "_peers": lambda _: copy_engines._Peers(names[dist.get_rank()], frozenset(names)),
+        **replaced,
+    }
+    for name, function in told.items():
+        monkeypatch.setattr(copy_engines, name, function)
+
+
+def choices(num_ranks: int, nbytes: int = LARGE) -> list[bool]:
+    def choose() -> bool:
+        world = dist.group.WORLD
+        assert world is not None
+        return choose_copy_engines([Gather(nbytes, world)], [world], CPU, FailureReporter())
+
+    return simulate(choose, num_ranks)
+
+
+# ---- The rule. ----
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size", "chosen"),
+    [
+        ([], 2, False),
+        ([LARGE], 2, True),
+        ([LARGE - 2], 2, False),
+        ([LARGE], 4, False),  # a shard is half as large
+        ([2 * LARGE], 4, True),
+        ([LARGE, LARGE // 2, LARGE // 2], 2, True),
+        ([LARGE, LARGE // 2, LARGE // 2 + 2], 2, False),
+    ],
+)
+def test_half_of_the_bytes_are_in_buckets_of_large_shards(nbytes: list[int], size: int, chosen: bool) -> None:
+    group: Any = Group(size)
+    assert large_enough([Gather(each, group) for each in nbytes]) is chosen
+
+
+def test_all_ranks_choose_copy_engines_where_all_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere(monkeypatch)
+    assert choices(2) == [True] * 2
+    assert choices(2, nbytes=LARGE - 2) == [False] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_that_cannot_decides_for_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere(monkeypatch, _fits_process=lambda _: dist.get_rank() != rank)
+    assert choices(3, nbytes=2 * LARGE) == [False] * 3
+
+
+def test_ranks_that_do_not_reach_each_other_gather_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of two GPUs: also ranks whose own pair of groups is on one host choose as the others do."""
+
+    def peers(_: torch.device) -> copy_engines._Peers:
+        host = dist.get_rank() // 2
+        return copy_engines._Peers(f"gpu {dist.get_rank()}", frozenset({f"gpu {2 * host}", f"gpu {2 * host + 1}"}))
+
+    everywhere(monkeypatch, _peers=peers)
+    assert choices(2) == [True] * 2
+    assert choices(4, nbytes=2 * LARGE) == [False] * 4
+
+
+def test_groups_on_one_host_each_are_chosen_among_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hybrid sharding: gathers stay inside a host, and only replicas' reductions leave the host."""
+
+    def peers(_: torch.device) -> copy_engines._Peers:
+        host = dist.get_rank() // 2
+        return copy_engines._Peers(f"gpu {dist.get_rank()}", frozenset({f"gpu {2 * host}", f"gpu {2 * host + 1}"}))
+
+    everywhere(monkeypatch, _peers=peers)
+
+    def choose() -> bool:
+        inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+        outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+        return choose_copy_engines([Gather(LARGE, inner)], [inner, outer], CPU, FailureReporter())
+
+    assert simulate(choose, 4) == [True] * 4
+
+
+# ---- Without copy engines: what a program sees. ----
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def trained(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """The losses of three steps, each rank with inputs of its own."""
+    losses = []
+    for step in range(3):
+        x = torch.full((4, 8), 0.1 * (step + 1) + dist.get_rank())
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_on_cpus_auto_gathers_as_false_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_engines, "_peers", refuse)
+    monkeypatch.setattr(connect, "map_memory", refuse)
+
+    def run() -> None:
+        losses = []
+        for options in ({}, {"copy_engine_gather": "auto"}, {"copy_engine_gather": False}):
+            model: Any = blocks()
+            fully_shard(model[0])
+            fully_shard(model, **options)  # type: ignore[arg-type]
+            losses.append(trained(model, torch.optim.AdamW(model.parameters(), lr=0.1)))
+            assert not root_of(model).copy_engines
+        assert losses[0] == losses[1] == losses[2]
+        for choice in ("auto", False):
+            config = DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+                copy_engine_param_gather=choice,  # type: ignore[arg-type]
+            )
+            wrapped = DistributedDataParallel(blocks(), config)
+            grid = wrapped.grids["dense"]
+            assert grid is wrapped.grids["expert"]
+            assert grid.gather is not grid.inner, "overlapped gathers have a group of their own"
+            losses.append(trained(wrapped, DistributedOptimizer(wrapped, lr=0.1)))
+            assert not wrapped.copy_engines
+        assert losses[3] == losses[4]
+
+    simulate(run, 2)
+
+
+def test_auto_without_overlap_has_no_effect() -> None:
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, copy_engine_param_gather="auto")
+    assert not DistributedDataParallel(blocks(), config).copy_engines
+
+
+def test_other_values_are_refused() -> None:
+    bad: Any = "always"
+    with pytest.raises(ValueError, match="copy_engine_gather is True, False or \"auto\", got 'always'"):
+        fully_shard(blocks(), copy_engine_gather=bad)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, copy_engine_param_gather=bad
+    )
+    with pytest.raises(ValueError, match='copy_engine_param_gather is True, False or "auto"'):
+        DistributedDataParallel(blocks(), config)
+
+
+# ---- With copy engines: a stand-in for mapped memory. ----
+
+
+class Pool:
+    """Stands for a ``MappedPool``: memory of the CPU."""
+
+    def __init__(self, *_: object) -> None:
+        self.shared = False
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        yield
+
+    def share(self) -> None:
+        self.shared = True
+
+
+def sharded(placements: str = "zero3", **options: Any) -> Any:
+    model: Any = blocks()
+    fully_shard(model[0], placements=placements)
+    return fully_shard(model, placements=placements, **options)
+
+
+def pools_of(model: Any) -> set[Any]:
+    return {bucket.gathered.pool for bucket in root_of(model).buckets}
+
+
+@pytest.fixture
+def mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that choose copy engines for buckets of any size."""
+    everywhere(monkeypatch)
+    monkeypatch.setattr(copy_engines, "MIN_SHARD_NBYTES", 1)
+    monkeypatch.setattr(connect, "MappedPool", Pool)
+    monkeypatch.setattr(connect, "OnStream", lambda _: nullcontext())
+
+
+@pytest.mark.usefixtures("mapping")
+@pytest.mark.parametrize(
+    ("placements", "options", "chosen"),
+    [
+        ("zero3", {}, True),
+        ("zero3", {"copy_engine_gather": False}, False),  # of the outermost unit; the others have the default
+        ("zero2", {}, False),  # the memory of all units would be mapped
+    ],
+)
+def test_who_maps_memory(placements: str, options: dict[str, Any], chosen: bool) -> None:
+    def run() -> None:
+        model = sharded(placements, **options)
+        model(torch.ones(4, 8))
+        assert root_of(model).copy_engines is chosen
+        assert (None not in pools_of(model)) is chosen
+
+    simulate(run, 2)
+
+
+@pytest.mark.usefixtures("mapping")
+@pytest.mark.parametrize("after_a_forward", [False, True])
+def test_a_graphed_step_gathers_by_kernels(after_a_forward: bool) -> None:
+    def run() -> None:
+        expected = sharded(copy_engine_gather=False)
+        losses = trained(expected, torch.optim.AdamW(expected.parameters(), lr=0.1, fused=True))
+        model = sharded()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        if after_a_forward:
+            with torch.no_grad():
+                model(torch.ones(4, 8))
+            assert None not in pools_of(model)
+        else:
+            assert root_of(model).copy_engines
+            assert pools_of(model) == {None}, "memory is mapped by the first forward"
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        graphed = GraphedTrainingStep(step, model, optimizer, num_warmup_steps=1)
+        assert not root_of(model).copy_engines
+        assert pools_of(model) == {None}
+        found = [graphed(torch.full((4, 8), 0.1 * (index + 1) + dist.get_rank())).clone() for index in range(3)]
+        assert found == losses
+
+    simulate(run, 2)
+
+
+# ---- GPUs. ----
+
+
+def on_gpus() -> dict[str, Any]:
+    """Losses of a sharded model and of ZeRO-1 by each choice, and whether the second model of the process maps too."""
+    torch.cuda.set_device(dist.get_rank())
+    group = dist.new_group(backend="nccl")
+    copy_engines.MIN_SHARD_NBYTES = 1
+    found: dict[str, Any] = {}
+    for choice in (False, "auto", "auto"):
+        model: Any = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
+        torch.manual_seed(0)
+        for param in model.parameters():
+            nn.init.normal_(param, std=0.02)
+        model = model.cuda()
+        for layer in model:
+            fully_shard(layer, group)
+        fully_shard(model, group, copy_engine_gather=choice)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        losses = []
+        for step in range(4):
+            loss = model(torch.full((16, 1024), 0.1 * step + dist.get_rank(), device="cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found[f"{choice}, {len(found)}"] = losses, root_of(model).copy_engines
+    found["pools"] = MappedPool.num_made
+    return found
+
+
+@pytest.mark.gpu(2)
+def test_auto_on_two_gpus() -> None:
+    """The first model of a process may map memory; all losses are the same to the bit."""
+    for found in run_ranks(on_gpus, 2, timeout=120.0):
+        assert found.pop("pools") == 1
+        losses, chosen = zip(*found.values(), strict=True)
+        assert chosen == (False, True, False)
+        assert losses[0] == losses[1] == losses[2]
