@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from maingrad.fsdp import FSDPModule, MixedPrecisionPolicy, Placements, fully_shard
-    from maingrad.launch import make_optimizer, parallelize, simulate, verify
+    from maingrad.launch import graphed, make_optimizer, parallelize, simulate, verify
     from maingrad.te_integration import (
         GroupedLinear,
         GroupedMLP,
@@ -65,6 +65,7 @@ __all__ = [
     "convert_linears",
     "delayed_wgrad",
     "fully_shard",
+    "graphed",
     "init_process_group",
     "load_checkpoint",
     "make_graphed_callables",

@@ -18,9 +18,8 @@ from maingrad.ddp.checkpoint.files.folder import Staging
 from maingrad.ddp.checkpoint.files.manifest import (
     Manifest,
     SavedOptimizer,
-    SavedTensor,
     new_id,
-    stored_tensors,
+    saved_tensors,
     write_manifest,
 )
 from maingrad.ddp.checkpoint.files.rank_file import file_name, write_rank_file
@@ -68,10 +67,11 @@ def upgrade(old: Path, new: Path) -> None:
             write_rank_file(staging.folder / file_name(number), save_id, parts)
             writers |= dict.fromkeys(parts, number)
         entries = {**content["parameters"], **content["buffers"]}
-        tensors = {
-            name: SavedTensor(*stored, name in content["buffers"], entries[name]["group"], entries[name]["scalars"])
-            for name, stored in stored_tensors(writers).items()
+        fields = {
+            name: {"is_buffer": name in content["buffers"], "group": entry["group"], "scalars": entry["scalars"]}
+            for name, entry in entries.items()
         }
+        tensors = saved_tensors(writers, fields.items())
         saved = content["optimizer"]
         optimizer = None if saved is None else SavedOptimizer(saved["optimizer_class"], tuple(saved["groups"]))
         num_sets = content["num_expert_sets"]

@@ -4,14 +4,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .parallelizing.graphed import graphed
     from .parallelizing.make_optimizer import make_optimizer
     from .parallelizing.parallelize import parallelize
     from .simulation.simulate import simulate
     from .verification.verify import verify
 
-__all__ = ["make_optimizer", "parallelize", "simulate", "verify"]
+__all__ = ["graphed", "make_optimizer", "parallelize", "simulate", "verify"]
 
 _HOMES = {
+    "graphed": "parallelizing.graphed",
     "make_optimizer": "parallelizing.make_optimizer",
     "parallelize": "parallelizing.parallelize",
     "simulate": "simulation.simulate",

@@ -19,12 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..ddp import DistributedOptimizer
+from ..ddp.checkpoint.checkpoint import check_same_call
 from ..ddp.checkpoint.files.boxes import Parts, part_of_whole
 from ..ddp.checkpoint.files.folder import belongs_to_checkpoint
 from ..ddp.checkpoint.files.manifest import MANIFEST_FILE, Manifest
 from ..ddp.checkpoint.files.opened import open_checkpoint
 from ..ddp.checkpoint.files.rank_file import TYPE_NAMES
-from ..ddp.checkpoint.model import ModelTensors, check_same_call, model_tensors
+from ..ddp.checkpoint.source import ModelTensors, model_tensors
 from ..ddp.checkpoint.wrapper_source import WrapperSource, source_of
 
 __all__ = ["CheckpointWeights", "export_safetensors", "load_safetensors", "read_weights", "save_safetensors"]
@@ -75,7 +76,7 @@ def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | Non
         _check_one_model(manifest.num_expert_sets)
         parts: Parts = {}
         for name, entry in manifest.tensors.items():
-            section = "master" if dtype is not None and entry.has_master else "model"
+            section = "master" if dtype is not None and "master" in entry.dtypes else "model"
             by_name[name] = torch.empty(entry.shape, dtype=entry.dtypes[section], device="cpu")
             parts |= part_of_whole(name, section, by_name[name])
         return parts
@@ -119,7 +120,7 @@ def save_safetensors(
             found = {name: master.cpu() for name, master in _gather_masters(optimizer)}
 
     def write() -> None:
-        if ranks.leads:
+        if ranks.grid.is_first:
             _check_target(path)
             # Parameters are whole on every rank.
             weights = {name: found.get(name, param.detach()) for name, param in tensors.parameters.items()}

@@ -147,6 +147,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "te_integration.ScaledSwiGLU": {"activation_recompute_in_mlp": False},
     "te_integration.autocast": {"enabled": True, "calibrating": False},
+    "te_integration.convert_linears": {"fused_loss": False},
     "te_integration.make_graphed_callables": {"num_warmup_iters": 3},
     "pipeline.PipelineStage": {"average_microbatches": True},
     "kernels.grouped_linear": {"transposed": False},
@@ -155,8 +156,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels.scaled_glu_backward": {"activation": "swiglu", "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
     "kernels.embedding_wgrad_accumulate": {"overwrite": False},
     "kernels.wgrad_accumulate": {"overwrite": False},
+    "launch.graphed": {"max_graphs": 8, "record_on_cpu": False},
     "launch.make_optimizer": {"optimizer_class": torch.optim.AdamW},
-    "launch.parallelize": {"units": "auto", "fuse": True, "recompute": False, "compile": False},
+    "launch.parallelize": {"units": "auto", "fuse": True, "fused_loss": False, "recompute": False, "compile": False},
     "launch.simulate": {"seed": 0},
     "launch.verify": {"ranks": 2, "num_microbatches": 2, "seed": 0},
 }

@@ -125,7 +125,7 @@ PUBLIC = {
         "moe_unpermute",
         "unconvert",
     },
-    "maingrad.launch": {"make_optimizer", "parallelize", "simulate", "verify"},
+    "maingrad.launch": {"graphed", "make_optimizer", "parallelize", "simulate", "verify"},
 }
 
 NAMES = {
@@ -152,6 +152,7 @@ NAMES = {
     "init_process_group",
     "load_checkpoint",
     "make_graphed_callables",
+    "graphed",
     "make_optimizer",
     "parallelize",
     "save_checkpoint",

@@ -12,19 +12,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..collectives.failure_report import CollectiveError
 from .files.boxes import Parts
 from .files.folder import Staging
 from .files.manifest import Manifest, write_manifest
 from .files.rank_file import RankFile, check_size, file_name, write_rank_file
-from .ranks import CheckpointRanks
+from .source import CheckpointRanks
 
 __all__ = ["PendingSave", "finish_pending", "reserve_memory"]
 
@@ -37,14 +37,12 @@ _DELAY = 5.0
 _PATIENCE = 0.02
 """Seconds between two looks into the folder."""
 
-_pending: "weakref.WeakKeyDictionary[nn.Module, PendingSave]" = weakref.WeakKeyDictionary()
-"""The last save of each model in the background. Alike on all ranks: saves and waits are collective."""
-os.register_at_fork(after_in_child=_pending.clear)  # the threads are the parent's
+_under_way: "weakref.WeakKeyDictionary[nn.Module, Callable[[], None]]" = weakref.WeakKeyDictionary()
+"""Waits for the last thread of each model: of a save in the background, or of ``reserve_memory``. Alike on all ranks:
+saves and waits are collective."""
+os.register_at_fork(after_in_child=_under_way.clear)  # the threads are the parent's
 # Torch's first look for NumPy holds a lock. If a save's thread took it, a process forked meanwhile would wait for ever.
 torch.empty(0, device="cpu").numpy()
-
-_reserving: "weakref.WeakKeyDictionary[nn.Module, threading.Thread]" = weakref.WeakKeyDictionary()
-"""The thread that takes host memory for the saves of each model."""
 
 
 class PendingSave:
@@ -64,49 +62,41 @@ class PendingSave:
         self._staging, self._ranks, self._id, self._parts = staging, ranks, save_id, parts
         self._manifest = manifest
         self._encoded = "" if manifest is None else manifest.encoded()
-        self._ends: tuple[Future[None], Future[None]] = Future(), Future()
-        """The ends of the thread's two steps: the writing of this rank's file, and the completion."""
+        self._ends: list[Future[None]] = []
+        """In the background, the ends of the thread's two steps: the writing of this rank's file, and the completion.
+        """
         self._error: Exception | None = None
         """What ``wait`` raises."""
         self.is_over = True
         """Whether this rank knows the end of the save."""
         self._until = self._appears_by = float("inf")
         self._program = threading.current_thread()
-        # No daemon: a program that ends without waiting still completes its checkpoint.
-        self._thread = threading.Thread(target=self._run, name=f"save of {self.path.name}", daemon=False)
-
-    def write_now(self) -> None:
-        """Write and complete in this thread. Collective; raises on all ranks alike."""
-        self._finish(self._write, self._complete)
 
     def copy_to_host(self) -> None:
         """Copy what this rank writes to host memory: afterwards the model may change. The host waits for the device
         once, after all copies have been queued."""
         devices = set()
-        for part, each in self._parts.items():
-            for section, dtype in part.dtypes:
-                data = each[section]
-                # A device copies to page-locked memory by itself. Torch keeps the memory for the next save.
-                memory = torch.empty(part.box.sizes, dtype=dtype, device="cpu", pin_memory=not data.is_cpu)
-                each[section] = memory.copy_(data.to(dtype), non_blocking=True)
-                devices.add(data.device)
+        for each, section, memory in _host_memory(self._parts):
+            devices.add(each[section].device)
+            each[section] = memory.copy_(each[section].to(memory.dtype), non_blocking=True)
         for device in devices - {torch.device("cpu")}:
             torch.accelerator.current_stream(device).synchronize()
 
     def start(self, model: nn.Module) -> None:
         """Write and complete in a thread, which then leaves the folder. Other saves of the model wait for it."""
-        self.is_over = False
-        _pending[model] = self
-        self._thread.start()
+        self.is_over, self._ends = False, [Future(), Future()]
+        _under_way[model] = self.wait_once
+        # No daemon: a program that ends without waiting still completes its checkpoint.
+        threading.Thread(target=self._run, name=f"save of {self.path.name}", daemon=False).start()
 
     def done(self) -> bool:
         """Whether this rank has nothing left to do. On the first rank: whether the checkpoint is complete, or has
         failed. Waits for nobody."""
-        return not self._thread.is_alive()
+        return all(end.done() for end in self._ends)
 
     def failed(self) -> bool:
         """Whether this rank could not write; ``wait`` raises the error. Waits for nobody."""
-        return any(end.done() and end.exception() is not None for end in self._ends)
+        return any(end.done() and end.exception() for end in self._ends)
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Collective over the model's ranks.
@@ -116,14 +106,20 @@ class PendingSave:
         """
         if not self.is_over:
             try:
-                self._finish(*(end.result for end in self._ends))
+                self.finish()
             except Exception as error:
                 self._error = error
                 self.give_up(after=0.0)
-            self._thread.join()
+            for end in self._ends:
+                end.exception()  # waits for the step
             self.is_over = True
-        if self._error is not None:
+        if self._error:
             raise self._error
+
+    def wait_once(self) -> None:
+        """``wait``, unless the program has: then the program knows the error."""
+        if not self.is_over:
+            self.wait()
 
     def give_up(self, *, after: float = _GRACE) -> None:
         """Complete the checkpoint only if all ranks have written within ``after`` seconds. Waits for nobody.
@@ -131,6 +127,16 @@ class PendingSave:
         For programs that end by an error and cannot call ``wait`` together with the other ranks.
         """
         self._until = min(self._until, time.monotonic() + after)
+
+    def finish(self) -> None:
+        """Write and complete: in this thread, or in the background by waiting for the thread's steps.
+
+        Collective; raises on all ranks alike.
+        """
+        write, complete = [end.result for end in self._ends] or (self._write, self._complete)
+        self._ranks.run_on_all_ranks(write, f"the writing of checkpoint '{self.path}'")
+        self._appears_by = time.monotonic() + _DELAY
+        self._ranks.run_on_all_ranks(complete, f"the completion of checkpoint '{self.path}'")
 
     def _write(self) -> None:
         parts, self._parts = self._parts, {}  # also after an error no memory is held
@@ -155,11 +161,6 @@ class PendingSave:
             write_manifest(folder, self._encoded)
             self._staging.complete()
 
-    def _finish(self, write: Callable[[], None], complete: Callable[[], None]) -> None:
-        self._ranks.run_on_all_ranks(write, f"the writing of checkpoint '{self.path}'")
-        self._appears_by = time.monotonic() + _DELAY
-        self._ranks.run_on_all_ranks(complete, f"the completion of checkpoint '{self.path}'")
-
     @torch.no_grad()
     def _run(self) -> None:
         for end, step in zip(self._ends, (self._write, self._complete), strict=True):
@@ -174,37 +175,37 @@ class PendingSave:
             self.give_up()
         if time.monotonic() > self._until:
             # After another error than this no rank is writing any more, and ``Staging`` can delete the files.
-            some_write = self._error is None or isinstance(self._error, CollectiveError)
-            kind = CollectiveError if some_write else RuntimeError
+            kind = CollectiveError if isinstance(self._error, CollectiveError | None) else RuntimeError
             raise kind(f"the save to '{self.path}' was given up: not all ranks have written")
         return time.monotonic() < self._appears_by
 
 
 def finish_pending(model: nn.Module) -> None:
-    """Wait for the model's save under way, if there is one that the program has not waited for. Raises its error.
-
-    Before, wait for the thread of ``reserve_memory``, if there is one.
-    """
-    reserving = _reserving.pop(model, None)
-    if reserving is not None:
-        reserving.join()
-    pending = _pending.get(model)  # not removed before its end: Ctrl-C may end the waiting, but not the save
-    if pending is not None and not pending.is_over:
-        pending.wait()
+    """Wait for the model's thread: of ``reserve_memory``, or of a save that the program has not waited for. Raises the
+    save's error."""
+    wait = _under_way.get(model)  # not removed before its end: Ctrl-C may end the waiting, but not the save
+    if wait:
+        wait()
 
 
 def reserve_memory(model: nn.Module, parts: Parts) -> None:
     """Start a thread that takes the host memory for copies of ``parts``, and leaves it to torch's cache."""
-    on_devices = [
-        (part.box.sizes, dtype)
-        for part, each in parts.items()
-        for section, dtype in part.dtypes
-        if not each[section].is_cpu
-    ]
 
     def take_and_free() -> None:
         with suppress(RuntimeError):  # no memory: the save itself says so
-            _ = [torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True) for shape, dtype in on_devices]
+            list(_host_memory(parts))
 
-    _reserving[model] = thread = threading.Thread(target=take_and_free, name="memory of saves")
+    thread = threading.Thread(target=take_and_free, name="memory of saves")
+    _under_way[model] = thread.join
     thread.start()
+
+
+def _host_memory(parts: Parts) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:
+    """Memory for copies: for each tensor of ``parts`` the part's tensors, its section there, and the memory.
+
+    A device copies to page-locked memory by itself. Torch keeps the memory for the next save.
+    """
+    for part, each in parts.items():
+        for section, dtype in part.dtypes:
+            memory = torch.empty(part.box.sizes, dtype=dtype, device="cpu", pin_memory=not each[section].is_cpu)
+            yield each, section, memory

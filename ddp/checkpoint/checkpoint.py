@@ -4,7 +4,7 @@
     extra = load_checkpoint("runs/step-100", model, optimizer)
 
 Each rank writes a safetensors file of its own slices. Follow a save: the wrapper says what this rank holds
-(``source.py``, ``wrapper_source.py``); every rank makes ``Part``s of it (``model.py``, ``optimizer.py``); where several
+(``source.py``, ``wrapper_source.py``); every rank makes ``Part``s of it (``_look_at``, below); where several
 ranks hold the same elements, the first rank says which rank writes them (``files/manifest.py``); the ranks write
 (``files/rank_file.py``), perhaps in a thread (``background.py``); the first rank adds the manifest
 (``files/manifest.py``) and renames the folder (``files/folder.py``). A load goes the other way: it opens the files and
@@ -12,36 +12,27 @@ checks all it can before it changes the model, and then each rank reads its part
 """
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives.failure_report import CollectiveError, with_more_text
+from ..collectives.failure_report import CollectiveError, gather, with_more_text
 from ..plan.owned_params import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory
-from .files.boxes import Part, Parts
+from .files.boxes import Part, Parts, part_of_whole, parts_of_range
 from .files.folder import Staging
-from .files.manifest import Manifest, SavedOptimizer, assign
+from .files.manifest import Manifest, SavedOptimizer, SavedTensor, assign, dtype_name, new_id, saved_tensors, to_json
 from .files.opened import open_checkpoint
-from .model import (
-    ExpertSets,
-    Notes,
-    check_same_call,
-    make_manifest,
-    make_notes,
-    misfit_of,
-    parts_of_model,
-    parts_to_fill,
-)
-from .on_demand import with_on_demand
 from .optimizer import describe_optimizer, plan_optimizer
-from .source import CheckpointSource
+from .source import CheckpointRanks, CheckpointSource, Holding
 from .wrapper_source import source_of
 
-__all__ = ["load_checkpoint", "prepare_background_saves", "save_checkpoint"]
+__all__ = ["Notes", "check_same_call", "load_checkpoint", "prepare_background_saves", "save_checkpoint"]
 
 
 @torch.no_grad()
@@ -81,13 +72,20 @@ def save_checkpoint(
     target, save_id, sets = check_same_call(path, optimizer, source, "save_checkpoint")
 
     with Staging(target) as staging:
-        mine, writers, notes, saved = _list_saved(source, optimizer, sets, f"the preparation of checkpoint '{target}'")
+        mine, writers, notes = _list_saved(source, optimizer, sets, f"the preparation of checkpoint '{target}'")
 
         def plan() -> PendingSave:
             manifest = None
-            if ranks.leads:
+            if ranks.grid.is_first:
                 staging.begin()
-                manifest = make_manifest(writers, notes, sets, saved, extra, save_id)
+                manifest = Manifest(
+                    save_id,
+                    saved_tensors(writers, (item for each in notes for item in each.tensors.items())),
+                    {alias: first for each in notes for alias, first in each.tied.items()},
+                    sets.number,
+                    notes[0].optimizer,
+                    extra,
+                )
             pending = PendingSave(staging, ranks, save_id, mine, manifest)
             if background:
                 pending.copy_to_host()
@@ -97,7 +95,7 @@ def save_checkpoint(
         if background:
             pending.start(model)
         else:
-            pending.write_now()
+            pending.finish()
     return pending
 
 
@@ -126,21 +124,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         held = source.hold(optimizer, saving=False)
 
         def choose(manifest: Manifest) -> Parts:
-            entries = sets.here_of(manifest.tensors)
-            holding, adopt = with_on_demand(held, source.module, entries)
-            misfit = misfit_of(manifest.num_expert_sets, entries, holding, sets)
-            if misfit is not None:
-                raise ValueError(
-                    f"checkpoint '{target}' does not fit this model: {misfit}; load it into a model that is built as "
-                    f"the saved one was, or begin a new run in another folder"
-                )
-            parts = parts_to_fill(entries, holding)
-            at_the_end[:] = [adopt]
-            if holding.optimizer is not None:
-                moments, install = plan_optimizer(manifest.optimizer, entries, holding, holding.optimizer)
-                parts |= moments
-                at_the_end.append(install)
-            stored = sets.here_of({name: name for name in manifest.tensors})
+            stored = sets.here_of(manifest.tensors)
+            entries = {name: manifest.tensors[there] for name, there in stored.items()}
+            holding, adopts = _with_on_demand(held, source.module, entries)
+            _check_fits(target, manifest, entries, holding, sets)
+            moments, install = plan_optimizer(manifest.optimizer, entries, holding)
+            at_the_end[:] = [*adopts, install]
+            parts = _parts_to_fill(entries, holding, moments)
             return {part._replace(name=stored[part.name]): data for part, data in parts.items()}
 
         return choose
@@ -173,30 +163,228 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     """
     finish_pending(model)
     source = source_of(model)
-    anywhere = os.sep  # a path that is one on all ranks
-    *_, sets = check_same_call(anywhere, optimizer, source, "prepare_background_saves")
+    *_, sets = check_same_call(os.sep, optimizer, source, "prepare_background_saves")  # a path that all ranks have
     mine, *_ = _list_saved(source, optimizer, sets, "the listing of what is saved")
     reserve_memory(model, mine)
 
 
-def _list_saved(
-    source: CheckpointSource, optimizer: object, sets: ExpertSets, what: str
-) -> tuple[Parts, dict[Part, int], list[Notes], SavedOptimizer | None]:
-    """What this rank writes; and for the manifest the writer of each part, all ranks' notes, and the optimizer.
+# ---- The call, alike on all ranks. ----
 
-    what  name of the step, for errors
+
+class ExpertSets(NamedTuple):
+    """The sets of experts that different ranks hold under the same names: each is stored under names of its own."""
+
+    own: str
+    """Suffix of the stored names of this rank's experts; empty where all ranks hold the same."""
+    suffixes: Sequence[str]
+    """Those of all sets, where there are several."""
+
+    @property
+    def number(self) -> int:
+        """Number of different sets, 1 for a model without experts."""
+        return len(self.suffixes) or 1
+
+    def here_of(self, stored: Iterable[str]) -> dict[str, str]:
+        """Names in the model -> stored names, without the experts that only other ranks hold."""
+        others = tuple(suffix for suffix in self.suffixes if suffix != self.own)
+        return {name.removesuffix(self.own): name for name in stored if not name.endswith(others)}
+
+
+def check_same_call(
+    path: str | os.PathLike[str], optimizer: object, source: CheckpointSource, what: str
+) -> tuple[Path, str, ExpertSets]:
+    """The absolute path, an id that no other call has, and the sets of experts.
+
+    Raises ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none.
+
+    what  name of the call, for errors
 
     Collective over the source's ranks.
     """
     ranks = source.ranks
+    experts = -1  # else the smallest rank that holds the same
+    if ranks.experts is not None:
+        experts = min(gather(None, ranks.experts.axes, ranks.failures, "the comparison of experts between ranks"))
 
-    def look() -> tuple[Parts, SavedOptimizer | None, Notes]:
-        holding = source.hold(optimizer, saving=True)
-        stored = sets.naming(holding)
-        parts = parts_of_model(holding, ranks, stored)
-        return parts, describe_optimizer(holding.optimizer), make_notes(parts, holding, stored)
+    def call() -> tuple[str, bool, str, int]:
+        if not os.fspath(path):
+            raise ValueError(f"{what} was given '' as its path: name a folder")
+        return os.path.realpath(path), optimizer is not None, new_id(), experts
 
-    (parts, saved, _), notes = ranks.run_and_gather(look, lambda seen: seen[-1], what)
+    _, calls = ranks.run_and_gather(call, lambda said: said, f"the beginning of {what}")
+    paths, has_optimizer, ids, all_experts = zip(*calls, strict=True)
+    if len(set(paths)) > 1:
+        raise ValueError(f"all ranks save to and load from one folder, and were given {sorted(set(paths))[:2]}")
+    if len(set(has_optimizer)) > 1:
+        raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
+    known = sorted({*all_experts} - {-1})
+    suffixes = {each: f"@expert_set_{index}_of_{len(known)}" for index, each in enumerate(known) if len(known) > 1}
+    return Path(paths[0]), ids[0], ExpertSets(suffixes.get(experts, ""), [*suffixes.values()])
+
+
+# ---- What is saved. Buckets and shards show only in the ``Part``s of each rank. ----
+
+
+class Notes(NamedTuple):
+    """What a rank tells the first rank, which writes the manifest; by names in the files."""
+
+    parts: Sequence[Part]
+    """What this rank could write."""
+    optimizer: SavedOptimizer | None
+    tensors: Mapping[str, Mapping[str, Any]]
+    """By name, fields of its ``SavedTensor``. A rank that holds no element of a parameter has no scalars of it."""
+    tied: Mapping[str, str]
+
+
+def _list_saved(
+    source: CheckpointSource, optimizer: object, sets: ExpertSets, what: str
+) -> tuple[Parts, dict[Part, int], list[Notes]]:
+    """What this rank writes; and for the manifest the writer of each part, and all ranks' notes.
+
+    what  name of the step, for errors
+
+    Collective over the source's ranks. Raises ``ValueError`` on all of them for a set of experts that no rank writes.
+    """
+    ranks = source.ranks
+    (parts, _), notes = ranks.run_and_gather(
+        lambda: _look_at(source.hold(optimizer, saving=True), ranks, sets), lambda seen: seen[1], what
+    )
     writers = assign([each.parts for each in notes])
-    mine = {part: data for part, data in parts.items() if writers[part] == ranks.place}
-    return mine, writers, notes, saved
+    for expert_set, suffix in enumerate(sets.suffixes):
+        if not any(part.name.endswith(suffix) for part in writers):
+            raise ValueError(
+                f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
+                f"all"
+            )
+    return {part: data for part, data in parts.items() if writers[part] == ranks.place}, writers, notes
+
+
+def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tuple[Parts, Notes]:
+    """This rank's parameters, masters, moments and buffers to save, by their names in the files: views of memory. And
+    what the rank tells of them.
+
+    Whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may differ between
+    ranks: the first one's are saved, as ``broadcast_params`` copies them.
+    """
+    tensors = holding.tensors
+
+    def stored(name: str) -> str:
+        return name + sets.own if name in tensors.experts else name
+
+    parts: Parts = {}
+    told: dict[str, dict[str, Any]] = {stored(name): {"is_buffer": True} for name in tensors.buffers}
+    for turn, (name, tensor) in [*enumerate(holding.whole.items()), *((0, each) for each in tensors.buffers.items())]:
+        if name in tensors.experts or turn % ranks.num_writers == ranks.place:
+            parts |= _dense(stored(name), tensor)
+    for name, held in holding.slices.items():
+        there = stored(name)
+        sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state.items()}}
+        if held.master.dtype is not held.dtype:
+            sections["master"] = held.master
+        parts |= parts_of_range(there, held.shape, held.start, sections, model=held.dtype)
+        told[there] = {"shape": held.shape, "group": held.group}
+        if held.scalars:
+            told[there]["scalars"] = {
+                key: to_json(value, f"state '{key}' of parameter '{name}'")
+                for key, value in held.scalars.items()
+                if value is not None
+            }
+    if ranks.place >= ranks.num_writers:
+        parts = {}
+    tied = {stored(alias): stored(first) for alias, first in tensors.tied.items()}
+    return parts, Notes([*parts], describe_optimizer(holding.optimizer), told, tied)
+
+
+def _dense(stored: str, tensor: Tensor) -> Parts:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise ValueError(
+            f"'{stored}' is {what}, and a checkpoint has dense tensors only: register its parts (indices and values, "
+            f"integers and scales) as buffers, or register it with persistent=False"
+        )
+    return part_of_whole(stored, "model", tensor.detach())
+
+
+# ---- What is loaded. ----
+
+
+def _with_on_demand(
+    holding: Holding, root: nn.Module, stored: Mapping[str, SavedTensor]
+) -> tuple[Holding, list[Callable[[], None]]]:
+    """``holding``, with memory to read into in place of buffers that modules make when they need them; and functions
+    for the end of the load, which give this memory to the modules.
+
+    A checkpoint may hold such buffers or lack them, and so may the model. A load makes them where the checkpoint has
+    them. Where it has none, they begin anew. The modules have ``on_demand_buffers``, ``fits_stored`` and
+    ``adopt_stored``. What does not fit its module is left to ``_check_fits``.
+    """
+    buffers, adopts = dict(holding.tensors.buffers), list[Callable[[], None]]()
+    for prefix, module in root.named_modules():
+        if hasattr(module, "on_demand_buffers"):
+            theirs: Any = module
+            names = {name: f"{prefix}.{name}".lstrip(".") for name in theirs.on_demand_buffers()}
+            fits = theirs.fits_stored({name: stored[full].shape for name, full in names.items() if full in stored})
+            memory: dict[str, Tensor] = {}
+            for name, full in names.items():
+                buffers.pop(full, None)
+                if fits:
+                    buffers[full] = memory[name] = torch.empty(stored[full].shape)
+            adopts.append(partial(theirs.adopt_stored, memory))
+    return holding._replace(tensors=holding.tensors._replace(buffers=buffers)), adopts
+
+
+def _parts_to_fill(
+    entries: Mapping[str, SavedTensor], holding: Holding, moments: Mapping[str, Mapping[str, Tensor]]
+) -> Parts:
+    """The memory into which a model's values, and ``moments`` of ``plan_optimizer``, are read. Call ``_check_fits``
+    before."""
+    parts: Parts = {}
+    for name, tensor in {**holding.tensors.buffers, **holding.whole}.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                f"'{name}' is expanded: several of its elements are one place in memory, which cannot take the "
+                f"checkpoint's; make it a tensor of its own with clone()"
+            )
+        parts |= _dense(name, tensor)
+    for name, held in holding.slices.items():
+        # The parameter follows from its master.
+        section = "master" if "master" in entries[name].dtypes and held.master.dtype is torch.float32 else "model"
+        master = {} if holding.reads_whole else {section: held.master}
+        parts |= parts_of_range(name, held.shape, held.start, {**master, **moments.get(name, {})})
+    return parts
+
+
+def _check_fits(
+    path: Path, manifest: Manifest, entries: Mapping[str, SavedTensor], holding: Holding, sets: ExpertSets
+) -> None:
+    """Raise ``ValueError`` where model and checkpoint differ. The error names the first parameters or buffers."""
+    # By name, what the saved tensor may be.
+    present = {
+        name: [_described(name in holding.tensors.buffers, tensor.shape, tensor.dtype)]
+        for name, tensor in {**holding.whole, **holding.tensors.buffers}.items()
+    }
+    for name, held in holding.slices.items():
+        either = (_described(False, held.shape, dtype) for dtype in (held.dtype, held.param.dtype))
+        present[name] = [*dict.fromkeys(either)]
+    saved = {name: _described(entry.is_buffer, entry.shape, entry.dtypes["model"]) for name, entry in entries.items()}
+    misfits = [
+        f"'{name}' is {' or '.join(present.get(name, ['missing']))} in the model and {saved.get(name, 'missing')} in "
+        f"the checkpoint"
+        for name in {**present, **saved}
+        if saved.get(name) not in present.get(name, [])
+    ]
+    if manifest.num_expert_sets != sets.number:
+        misfits = [
+            f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
+            f"ranks have {sets.number}: experts do not move between ranks"
+        ]
+    if misfits:
+        more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
+        raise ValueError(
+            f"checkpoint '{path}' does not fit this model: {'; '.join(misfits[:3])}{more}; load it into a model that "
+            f"is built as the saved one was, or begin a new run in another folder"
+        )
+
+
+def _described(is_buffer: bool, shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"a {'buffer' if is_buffer else 'parameter'} of {dtype_name(dtype)} {list(shape)}"

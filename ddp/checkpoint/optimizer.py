@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .files.boxes import Parts, parts_of_range
-from .files.manifest import SavedOptimizer, SavedTensor
-from .files.typed_json import dtype_name, from_json, to_json
-from .source import HeldSlice, Holding
+from .files.manifest import SavedOptimizer, SavedTensor, dtype_name, from_json, to_json
+from .source import Holding
 
-__all__ = ["describe_optimizer", "plan_optimizer", "scalars_of"]
+__all__ = ["describe_optimizer", "plan_optimizer"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
@@ -41,23 +39,17 @@ def _class_name(optimizer: Optimizer) -> str:
     return kind.__name__
 
 
-def scalars_of(name: str, held: HeldSlice) -> dict[str, Any]:
-    """The state of a parameter that is not elementwise."""
-    return {
-        key: to_json(value, f"state '{key}' of parameter '{name}'")
-        for key, value in held.scalars().items()
-        if value is not None
-    }
-
-
 def plan_optimizer(
-    saved: SavedOptimizer | None, entries: Mapping[str, SavedTensor], holding: Holding, optimizer: Optimizer
-) -> tuple[Parts, Callable[[], None]]:
-    """The memory into which this rank's moments are read; and a function for the end of the load, which installs the
-    state and the hyperparameters.
+    saved: SavedOptimizer | None, entries: Mapping[str, SavedTensor], holding: Holding
+) -> tuple[dict[str, dict[str, Tensor]], Callable[[], None]]:
+    """The memory into which this rank's moments are read, by parameter and "state.KEY"; and a function for the end of
+    the load, which installs the state and the hyperparameters.
 
     Raises ``ValueError`` where the saved state does not fit the optimizer.
     """
+    optimizer = holding.optimizer
+    if optimizer is None:
+        return {}, lambda: None
     if saved is None:
         raise ValueError(
             "the checkpoint was saved without an optimizer: load_checkpoint(path, model) takes its weights, and "
@@ -73,12 +65,12 @@ def plan_optimizer(
         _check_options(here, saved.groups[there], optimizer.param_groups[here])
     state: dict[Tensor, dict[str, Any]] = {}
     first: dict[Tensor, str] = {}
-    parts: Parts = {}
+    moments: dict[str, dict[str, Tensor]] = {}
     for name, held in holding.slices.items():
         entry, updated = entries[name], held.updated
         if held.group is None or updated is None:
             continue
-        width = torch.float32 if entry.has_master else entry.dtype
+        width = entry.dtypes.get("master", entry.dtypes["model"])
         if held.master.dtype is not width:
             raise ValueError(
                 f"the optimizer updates parameter '{name}' in {dtype_name(held.master.dtype)}, and the saved one "
@@ -95,10 +87,8 @@ def plan_optimizer(
                 f"different states of them: {one}, and {another}; some steps left one of them out. A fully "
                 f"sharded model goes on from it; here, {_ALONE}"
             )
-        if entry.state:
-            place = slice(held.offset, held.offset + held.master.numel())
-            flat = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
-            parts |= parts_of_range(name, entry.shape, held.start, flat)
+        place = slice(held.offset, held.offset + held.master.numel())
+        moments[name] = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
     for group in optimizer.param_groups:  # tensors without elements are not saved, but step with the others
         likes = {updated.dtype: entries[first[updated]] for updated in group["params"] if updated in first}
         for updated in group["params"]:
@@ -118,7 +108,7 @@ def plan_optimizer(
                 else:
                     group[key] = list(loaded) if isinstance(current, list) else loaded
 
-    return parts, install
+    return moments, install
 
 
 def _check_options(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
@@ -139,8 +129,9 @@ def _kind_of(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     # A number of NumPy's is a float too: a learning rate that was computed with it.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return math.isfinite(value) if is_number else type(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return math.isfinite(value)
+    return type(value)
 
 
 def _match_groups(

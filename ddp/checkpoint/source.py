@@ -5,94 +5,149 @@ A wrapper has a method ``checkpoint_source()``, which returns a ``CheckpointSour
 ``Holding`` from the source: names, shapes and dtypes of the whole model, and views of this rank's memory.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .ranks import CheckpointRanks
+from ..collectives.failure_report import FailureReporter, run_and_gather
+from ..collectives.rank_grid import RankGrid
+from ..plan.owned_params import buffers_of_experts, is_marked_expert
 
-__all__ = ["CheckpointSource", "HeldParam", "HeldSlice", "Holding"]
+__all__ = [
+    "CheckpointRanks",
+    "CheckpointSource",
+    "HeldSlice",
+    "Holding",
+    "ModelTensors",
+    "model_tensors",
+]
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
-class HeldParam(NamedTuple):
-    """A whole parameter of the model, whichever ranks hold its elements."""
+class CheckpointRanks(NamedTuple):
+    """The ranks that save and load together; without a grid, this process alone."""
 
+    grid: RankGrid = RankGrid(None, None, None)
+    failures: FailureReporter | None = None
+    """Names the rank that is gone, in errors."""
+    instances_alike: bool = True
+    """Whether each instance holds all of the model and the optimizer: then the first one writes."""
+    experts: RankGrid | None = None
+    """The ranks that hold the same experts as this one; None: all ranks do."""
+
+    @property
+    def place(self) -> int:
+        """Index of this rank in the order in which ``run_and_gather`` returns what the ranks tell."""
+        return self.grid.outer_rank * self.grid.inner_size + self.grid.inner_rank
+
+    @property
+    def num_writers(self) -> int:
+        """The first so many ranks write; the others hold the same values."""
+        return self.grid.inner_size if self.instances_alike else self.grid.size
+
+    def run_on_all_ranks(self, action: Callable[[], T], what: str) -> T:
+        """Run ``action`` on every rank. Where it raises on one rank, all raise; see ``agreement.alike``."""
+        return self.run_and_gather(action, lambda _: None, what)[0]
+
+    def run_and_gather(self, action: Callable[[], T], telling: Callable[[T], U], what: str) -> tuple[T, list[U]]:
+        """``alike``, and return what every rank tells of its result; see ``agreement.run_and_gather``."""
+        return run_and_gather(action, telling, self.grid.axes, self.failures, what)
+
+
+class ModelTensors(NamedTuple):
+    """The tensors of a module, each once, under its first name. Names are equal on all ranks, except for experts."""
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    """The persistent buffers: those in ``state_dict``."""
+    tied: dict[str, str]
+    """Further names of parameters -> their first name."""
+    experts: set[str]
+    """All names of the parameters of experts, and of their modules' buffers: other ranks hold others under these."""
+
+
+def model_tensors(module: nn.Module, is_expert: Callable[[nn.Parameter], bool] = is_marked_expert) -> ModelTensors:
+    """Parameters and persistent buffers of a module that is not wrapped."""
+    first: dict[nn.Parameter, str] = {}
+    tied, experts = dict[str, str](), set[str]()
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(param, name) != name:
+            tied[name] = first[param]
+        if is_expert(param):
+            experts.add(name)
+    buffers: dict[int, tuple[str, Tensor]] = {}
+    of_experts = buffers_of_experts(module, is_expert)
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix, recurse=False, remove_duplicate=False):
+            # A buffer may have several names, and its first name may be a non-persistent one.
+            if name.rpartition(".")[-1] not in owner._non_persistent_buffers_set:
+                buffers.setdefault(id(buffer), (name, buffer))
+            if id(buffer) in of_experts:
+                experts.add(name)
+    return ModelTensors({name: param for param, name in first.items()}, dict(buffers.values()), tied, experts)
+
+
+class HeldSlice(NamedTuple):
+    """Consecutive elements of a flattened parameter that this rank holds, with their optimizer state."""
+
+    start: int
+    """First element."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     dtype: torch.dtype
-    """Dtype that the model computes with, and of the file's ``model`` entry."""
-    kept: torch.dtype
-    """Dtype that ranks keep between steps: wider than ``dtype`` where they keep only masters. Both can be loaded."""
-
-
-class HeldSlice(Protocol):
-    """Consecutive elements of a flattened parameter that this rank holds, with their optimizer state."""
-
-    @property
-    def start(self) -> int:
-        """First element."""
-
-    @property
-    def param(self) -> Tensor:
-        """[elements here], which a save rounds to the dtype that the model computes with. The master, where the rank
-        keeps nothing else."""
-
-    @property
-    def master(self) -> Tensor:
-        """[elements here] in the dtype that the optimizer updates: a load writes into it."""
-
-    @property
-    def group(self) -> int | None:
-        """Index of the optimizer's parameter group; None: the optimizer does not update the parameter."""
-
-    @property
-    def updated(self) -> Tensor | None:
-        """The optimizer's tensor that holds these elements, perhaps with others: the key of their state. None: the
-        optimizer keeps no state of them on this rank."""
-
-    @property
-    def offset(self) -> int:
-        """Place of the first element in ``updated``."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Elementwise state: views, [elements here] each. Empty before the first step."""
-
-    def scalars(self) -> dict[str, Any]:
-        """The rest of the state, such as the number of steps."""
+    """Dtype that the model computes with, and to which a save rounds. A load also takes the dtype of ``param``,
+    which is wider where the rank keeps only masters."""
+    param: Tensor
+    """[elements here]; the master, where the rank keeps nothing else."""
+    master: Tensor
+    """[elements here] in the dtype that the optimizer updates: a load writes into it."""
+    group: int | None
+    """Index of the optimizer's parameter group; None: the optimizer does not update the parameter."""
+    updated: Tensor | None
+    """The optimizer's tensor that holds these elements, perhaps with others: the key of their state. None: there is no
+    state of them on this rank."""
+    offset: int
+    """Place of the first element in ``updated``."""
+    state: Mapping[str, Tensor]
+    """For a save: elementwise state, views, [elements here] each. Empty before the first step."""
+    scalars: Mapping[str, Any]
+    """For a save: the rest of the state, such as the number of steps."""
 
 
 class Holding(NamedTuple):
     """A model and perhaps its optimizer, as one rank holds them for one save or load."""
 
-    params: Mapping[str, HeldParam]
-    """Every parameter, trainable or frozen, by first name; equal on all ranks, except for experts."""
-    buffers: Mapping[str, Tensor]
-    """The persistent buffers, which are whole on every rank."""
-    tied: Mapping[str, str]
-    """Further names of parameters -> their first name."""
-    whole: Mapping[str, Tensor]
-    """Parameters without a slice: the model's own tensors, whole on this rank."""
+    tensors: ModelTensors
     slices: Mapping[str, HeldSlice]
-    """A slice of each other parameter, empty where this rank holds no element."""
+    """By first name: a slice of each sharded parameter and of each in the optimizer, empty where this rank holds no
+    element."""
     optimizer: Optimizer | None
     """A load writes hyperparameters into ``param_groups``, and into ``state`` that of each ``HeldSlice.updated``."""
-    experts: Collection[str]
-    """Names of parameters and buffers of which other ranks hold others under the same names."""
+    reads_whole: bool = False
+    """A load reads whole parameters, which are their own masters, in place of ``HeldSlice.master``."""
+
+    @property
+    def whole(self) -> dict[str, nn.Parameter]:
+        """The parameters that are saved or loaded whole on this rank: those without a slice, or all."""
+        return {
+            name: param
+            for name, param in self.tensors.parameters.items()
+            if self.reads_whole or name not in self.slices
+        }
 
 
 class CheckpointSource(Protocol):
     """A model that can be saved and loaded by parameter, by all its ranks together."""
 
-    @property
-    def ranks(self) -> CheckpointRanks:
-        """The ranks that save and load together."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The module whose names the entries have."""
+    ranks: CheckpointRanks
+    """The ranks that save and load together."""
+    module: nn.Module
+    """The module whose names the entries have."""
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds. All ranks call it.

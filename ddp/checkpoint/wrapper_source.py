@@ -1,18 +1,11 @@
 """The ``CheckpointSource`` of modules with whole parameters: in ``DistributedDataParallel``, or in no wrapper."""
 
-from itertools import chain
-from typing import cast
-
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
-from ..plan.owned_params import is_marked_expert
 from ..wrapper.data_parallel import DistributedDataParallel
-from .model import experts_of, model_tensors
-from .ranks import CheckpointRanks
-from .source import CheckpointSource, HeldParam, HeldSlice, Holding
+from .source import CheckpointRanks, CheckpointSource, HeldSlice, Holding, model_tensors
 
 __all__ = ["WrapperSource", "source_of"]
 
@@ -23,9 +16,8 @@ def source_of(model: nn.Module) -> CheckpointSource:
     Raises ``ValueError`` for a whole module that contains sharded modules or DTensors, of which one rank's part would
     be saved as all; for tensors on the meta device, which have no values; and for a model in torch's wrapper.
     """
-    own = getattr(model, "checkpoint_source", None)
-    if own is not None:
-        return cast(CheckpointSource, own())
+    if hasattr(model, "checkpoint_source"):
+        return model.checkpoint_source()  # type: ignore[no-any-return, operator]
     if isinstance(model, TorchDDP):
         raise ValueError(
             "the model is in torch's DistributedDataParallel, which each rank would save by itself: on one rank, "
@@ -37,7 +29,7 @@ def source_of(model: nn.Module) -> CheckpointSource:
                 f"module '{name}' is sharded, and the model around it is not: call fully_shard on the model too, or "
                 f"save and load the module alone"
             )
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(
                 f"'{name}' is on the meta device, which keeps no values: give the model memory first "
@@ -64,37 +56,10 @@ class WrapperSource:
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds: the optimizer's slices; all elements of frozen parameters, and without an optimizer."""
-        held = self._checked(optimizer)
         if saving and isinstance(self._model, DistributedDataParallel):
             self._model.steps.read()  # weights of ranks that have taken different steps are not saved
-        tensors, slices, read_whole = model_tensors(self.module), dict[str, HeldSlice](), False
-        if held is not None:
-            held.prepare_state()
-            if saving:
-                held.refresh_masters()
-            slices |= {part.name: part for part in held.full_slices(to_load=not saving)}
-            read_whole = not saving and _are_on_cpu_without_masters(held)
-        return Holding(
-            params={
-                name: HeldParam(tuple(param.shape), param.dtype, param.dtype)
-                for name, param in tensors.parameters.items()
-            },
-            buffers=tensors.buffers,
-            tied=tensors.tied,
-            whole={name: param for name, param in tensors.parameters.items() if read_whole or name not in slices},
-            slices=slices,
-            optimizer=held,
-            experts=experts_of(self.module, tensors, is_marked_expert),
-        )
-
-    def loaded(self, optimizer: object) -> None:
-        """Make parameters follow the masters."""
-        if isinstance(optimizer, DistributedOptimizer):
-            optimizer.mark_loaded(whole=_are_on_cpu_without_masters(optimizer), from_full=True)
-
-    def _checked(self, optimizer: object) -> DistributedOptimizer | None:
         if optimizer is None:
-            return None
+            return Holding(model_tensors(self.module), {}, None)
         if not isinstance(optimizer, DistributedOptimizer):
             raise TypeError(
                 f"a checkpoint holds the state of a DistributedOptimizer, got {type(optimizer).__name__}: save the "
@@ -102,13 +67,30 @@ class WrapperSource:
             )
         if optimizer.model is not self._model:
             raise ValueError("this optimizer belongs to another model")
-        return optimizer
+        optimizer.prepare_state()
+        if saving:
+            optimizer.refresh_masters()
+        slices, parts = {}, optimizer.full_slices(to_load=not saving)
+        # To read parameters on the CPU takes less time than to gather shards over gloo. Alike on all ranks.
+        self._reads_whole = not saving and all(
+            part.param.is_cpu and part.master.dtype is part.param.dtype for part in parts
+        )
+        for part in parts:
+            slices[part.name] = HeldSlice(
+                start=part.start,
+                shape=part.shape,
+                dtype=part.param.dtype,
+                param=part.param,
+                master=part.master,
+                group=part.group,
+                updated=part.updated,
+                offset=part.offset,
+                state=part.state() if saving else {},
+                scalars=part.scalars() if saving else {},
+            )
+        return Holding(model_tensors(self.module), slices, optimizer, self._reads_whole)
 
-
-def _are_on_cpu_without_masters(optimizer: DistributedOptimizer) -> bool:
-    """Whether every rank should read whole parameters: they are their own masters and lie in CPU memory.
-
-    Reading them is then cheaper than gathering shards over gloo. The answer is the same on all ranks.
-    """
-    params = [entry.owned.param for entry in optimizer.model.bucket_params]
-    return all(param.is_cpu and param.dtype not in (torch.bfloat16, torch.float16) for param in params)
+    def loaded(self, optimizer: object) -> None:
+        """Make parameters follow the masters."""
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.mark_loaded(whole=self._reads_whole, from_full=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..torch_internals import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
 
-__all__ = ["StaticInputs", "detached_copies", "signature"]
+__all__ = ["StaticInputs", "check_outputs", "detached_copies", "signature"]
 
 
 class StaticInputs:
@@ -103,18 +103,19 @@ def _is_value(leaf: Any) -> bool:
     return by_value or callable(leaf)
 
 
-def detached_copies(outputs: Any, function: str) -> Any:
-    """A copy of every tensor in ``outputs``, which the next replay would overwrite.
-
-    Raises ``TypeError`` for what is neither a tensor nor None: a replay could not compute it again.
-    """
-    leaves, spec = tree_flatten(outputs)
-    for leaf in leaves:
+def check_outputs(outputs: Any, function: str) -> None:
+    """Raise ``TypeError`` for what is neither a tensor nor None: a replay could not compute it again."""
+    for leaf in tree_flatten(outputs)[0]:
         if not isinstance(leaf, Tensor) and leaf is not None:
             raise TypeError(
                 f"{function} returned a {type(leaf).__name__}, which the host has computed once, and every replay "
                 f"would return again: return tensors, and read them afterwards"
             )
+
+
+def detached_copies(outputs: Any) -> Any:
+    """A copy of every tensor in ``outputs``, which the next replay would overwrite."""
+    leaves, spec = tree_flatten(outputs)
     return tree_unflatten([None if leaf is None else leaf.detach().clone() for leaf in leaves], spec)
 
 

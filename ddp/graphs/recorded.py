@@ -2,8 +2,8 @@
 
 It records each operation of a block with its tensors, and a replay runs the operations again on the same memory. No
 Python around them runs again, no version counter rises, and no hook is called: what a CUDA graph does not replay, this
-does not either. Different from a CUDA graph in two ways. The recorded block has run once. And memory that the block has
-freed is kept, where a CUDA graph gives it to a later graph of its pool.
+does not either. Different from a CUDA graph in two ways. The recorded block has run once: if it raises, what it wrote
+is written back. And memory that the block has freed is kept, where a CUDA graph gives it to a later graph of its pool.
 """
 
 import threading
@@ -36,11 +36,14 @@ class RecordedGraph:
         if getattr(recording, "graph", None) is not None:
             raise RuntimeError("a capture within a capture")
         recording.graph = self
+        written, generator = _Written(), torch.get_rng_state()
         try:
-            with _compiled_code_runs_eagerly(), _Recorder(self):
+            with _compiled_code_runs_eagerly(), _Recorder(self, written):
                 yield
         except BaseException:
             self.calls.clear()
+            written.restore()
+            torch.set_rng_state(generator)
             raise
         finally:
             recording.graph = None
@@ -106,10 +109,46 @@ def record_launch(start: Callable[[], Any]) -> RecordedLaunch | None:
     return None if graph is None else RecordedLaunch(graph, start)
 
 
+class _Written:
+    """Memory from before the block that its operations write, as it was: nothing of a failed capture has run."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own: set[int] = set()
+
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Before an operation: keep the memory that it writes."""
+        if func.namespace == "c10d":  # whose schemas do not say what they write
+            tensors = tree_leaves((args, kwargs))
+        else:
+            arguments = func._schema.arguments
+            places = [at for at, argument in enumerate(arguments) if argument.is_write]
+            tensors = [args[at] if at < len(args) else kwargs.get(arguments[at].name) for at in places]
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                memory = _memory(tensor)
+                if memory and memory not in self._own and memory not in self._kept:
+                    with DisableTorchFunctionSubclass():
+                        storage = tensor.data.untyped_storage()
+                    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                    self._kept[memory] = (whole, whole.clone())
+
+    def note_made(self, result: Any) -> None:
+        """After an operation: its results are the block's own."""
+        self._own |= {_memory(tensor) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)} - set(self._kept)
+
+    def restore(self) -> None:
+        """Write everything back."""
+        with torch.no_grad():
+            for whole, before in self._kept.values():
+                whole.copy_(before)
+
+
 class _Recorder(TorchDispatchMode):
-    def __init__(self, graph: RecordedGraph) -> None:
+    def __init__(self, graph: RecordedGraph, written: _Written) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._graph = graph
+        self._written = written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -119,7 +158,10 @@ class _Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if name in _HOST_READS:
             raise RuntimeError(f"operation not permitted when capturing: {func} reads a value on the host")
+        self._written.note(func, args, kwargs)
         result = func(*args, **kwargs)
+        if not func.is_view:  # a view's memory was there before
+            self._written.note_made(result)
         if not func.is_view and name not in _MAKE_NO_VALUES:
             self._record(func, *tree_map(_plain, (args, kwargs, result)))
         return result

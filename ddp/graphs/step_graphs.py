@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,17 @@ from ..collectives.timeline import Observer
 from ..gathers.gathered_models import GatheredModel, gathered_models
 from ..torch_internals import tree_map_only
 from .capture import CapturedGraph, GraphPool
-from .inputs import StaticInputs, detached_copies, signature
+from .inputs import StaticInputs, check_outputs, detached_copies, signature
+from .model_masks import ModelMasks
 from .step_options import StepOptions
 from .surroundings import surroundings
 
-__all__ = ["StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks", "counted_steps"]
+__all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks", "counted_steps"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Kind: TypeAlias = tuple[Hashable, tuple[Hashable, ...], tuple[Hashable, ...], Hashable]
+"""Signature of the arguments, options of the optimizer, what is around the call, what else a caller has asked for."""
 
 
 class Variant:
@@ -88,8 +91,11 @@ class StepGraphs(ABC, Generic[P, T, V]):
         self._max_graphs = max_graphs
         self._name = getattr(train_step, "__qualname__", type(train_step).__name__)
         self._options = StepOptions(optimizer, device)
+        self._masks = ModelMasks(module)
         self._pool = GraphPool(device)
-        self._variants: dict[tuple[Any, ...], V] = {}
+        self._variants: dict[Kind, V] = {}
+        self.after_capture: Callable[[], None] = lambda: None
+        """Called when a capture has gone well. If this raises, the capture has failed."""
 
     def reset(self) -> None:
         """Free all graphs and their memory, but for cuBLAS's workspaces. Later calls warm up and capture anew."""
@@ -107,12 +113,13 @@ class StepGraphs(ABC, Generic[P, T, V]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one iteration."""
         call = (args, kwargs)
-        self._begin_call()
-        key = (signature(call), self._options.key(), self._around())
-        variant = self._variants.get(key)
-        self._check_startable(known=variant is not None and variant.graph.is_captured)
-        if variant is None:
-            variant = self._add_variant(key, call)
+        kind = self.kind_of(call)
+        self.check_startable(kind)
+        return self.run(kind, call, self._num_warmup_steps)
+
+    def run(self, kind: Kind, call: Any, num_warmup_steps: int) -> T:
+        """Run one iteration: eagerly as long as fewer calls of this kind were, then captured, then replayed."""
+        variant = self._variants.get(kind) or self._add_variant(kind, call)
         with self._pool.on_stream():
             for model in gathered_models():  # a replay may read others (a teacher), and waits for none
                 if model is not self._gathers:
@@ -122,13 +129,13 @@ class StepGraphs(ABC, Generic[P, T, V]):
             self._options.load()
             if variant.graph.is_captured:
                 self._replay(variant)
-            elif variant.num_eager < self._num_warmup_steps:
+            elif variant.num_eager < num_warmup_steps:
                 variant.outputs = self._run(variant)
                 variant.num_eager += 1
                 self._options.record_state()
             else:
                 self._capture(variant)
-            outputs: T = detached_copies(variant.outputs, self._name)
+            outputs: T = detached_copies(variant.outputs)
             variant.inputs.hand_back(call)
         if not variant.graph.is_captured:
             variant.outputs = None
@@ -136,10 +143,55 @@ class StepGraphs(ABC, Generic[P, T, V]):
 
     # ---- Which graph serves a call. ----
 
+    def kind_of(self, call: Any, host: Hashable = None) -> Kind:
+        """What calls must have in common that one graph serves.
+
+        host  what else decides it
+
+        Raises ``TypeError`` and ``ValueError`` for arguments that no graph can have.
+        """
+        self._begin_call()
+        return signature(call), self._options.key(), self._around(), host
+
+    def check_startable(self, kind: Kind) -> None:
+        """Raise ``RuntimeError``, ``TypeError`` or ``ValueError`` where this call cannot be one of a graph."""
+        self._check_startable(known=self.is_captured(kind))
+
+    def is_captured(self, kind: Kind) -> bool:
+        """Whether calls of this kind are replays."""
+        variant = self._variants.get(kind)
+        return variant is not None and variant.graph.is_captured
+
+    def has_room(self, kind: Kind) -> bool:
+        """Whether this kind has a graph, or may have one."""
+        return kind in self._variants or len(self._variants) < self._max_graphs
+
+    def forget(self, host: Hashable) -> None:
+        """Free the graphs of kinds that were asked for with this ``host``."""
+        for kind in [kind for kind in self._variants if kind[3] == host]:
+            self._free(self._variants.pop(kind))
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around an eager iteration beside the graphs, on the stream of captures: autograd's nodes belong to it."""
+        with self._pool.on_stream(), self._masks.answered():
+            try:
+                self._options.load()  # what was loaded since, into the memory that kernels read
+            except RuntimeError:  # of other shapes
+                self.reset()
+            yield
+            self._options.record_state()
+
+    @contextmanager
+    def one_iteration(self) -> Iterator[None]:
+        """Around the function: raise ``RuntimeError`` at the end unless it was one whole iteration."""
+        with self._one_iteration():
+            yield
+
     def _around(self) -> tuple[Hashable, ...]:
         return (*surroundings(self._module, self._params, self._device.type), *self._hooks())
 
-    def _add_variant(self, key: tuple[Any, ...], call: Any) -> V:
+    def _add_variant(self, key: Kind, call: Any) -> V:
         if len(self._variants) == self._max_graphs:
             raise RuntimeError(
                 f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs from the "
@@ -148,9 +200,9 @@ class StepGraphs(ABC, Generic[P, T, V]):
         variant = self._variants[key] = self.variant_type(call, self._device, self._pool)
         return variant
 
-    def _difference(self, key: tuple[Any, ...]) -> str:
+    def _difference(self, key: Kind) -> str:
         """What makes a call with this key another kind, and what to do."""
-        arguments, options, _ = list(self._variants)[-1]
+        arguments, options, *_ = list(self._variants)[-1]
         if key[0] != arguments:
             return "its arguments: give numbers that change as tensors, pad batches to few shapes"
         if key[1] != options:
@@ -165,9 +217,10 @@ class StepGraphs(ABC, Generic[P, T, V]):
     def _run(self, variant: V) -> Any:
         """Call the function, and check that it was one iteration."""
         args, kwargs = variant.inputs.args
-        with self._one_iteration():
+        with self._one_iteration(), self._masks.answered():
             outputs = self._train_step(*args, **kwargs)
             variant.inputs.record_effects()
+        check_outputs(outputs, self._name)
         return outputs
 
     def _capture(self, variant: V) -> None:
@@ -182,6 +235,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
                 self._begin_capture()
                 with self._surroundings_kept(variant):
                     variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant))
+            self.after_capture()
         except BaseException:
             variant.graph.reset()
             self._capture_failed()

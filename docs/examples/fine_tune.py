@@ -49,17 +49,24 @@ try:
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
 
-for step in range(saved["step"], min(STEPS, args.stop_after)):
+
+def train_step(batch):  # a whole iteration: on a GPU a CUDA graph for each of the most frequent lengths
     sums = torch.zeros(2, device=device)  # of losses, and of tokens
-    for index, (tokens, labels) in enumerate(microbatches(step)):
+    for index, (tokens, labels) in enumerate(batch):
         with nullcontext() if index == MICROBATCHES - 1 else model.no_sync():
             loss = model(input_ids=tokens, labels=labels, num_items_in_batch=1).loss  # the sum over tokens
             loss.backward()
         sums += torch.stack([loss.detach(), (labels[:, 1:] != -100).sum()])
     model.set_num_tokens(sums[1])  # gradients are divided by the tokens of all ranks and microbatches
     optimizer.step()
-    schedule.step()
     optimizer.zero_grad()
+    return sums
+
+
+train_step = maingrad.graphed(train_step, model, optimizer)
+for step in range(saved["step"], min(STEPS, args.stop_after)):
+    sums = train_step([*microbatches(step)])
+    schedule.step()
     dist.all_reduce(sums)
     if rank == 0:
         print(f"step {step + 1} loss {(sums[0] / sums[1]).item():.6f} tokens {int(sums[1])}", flush=True)
@@ -68,4 +75,5 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
         maingrad.save_checkpoint(args.folder / "checkpoint", model, optimizer, extra=extra)
 if rank == 0:
     model.module.save_pretrained(args.folder / "model")
+train_step.reset()  # graphs hold the process group's collectives
 dist.destroy_process_group()

@@ -21,10 +21,8 @@ parser.add_argument("folder", type=Path, help="of the checkpoint")
 parser.add_argument("--stop-after", type=int, default=40, help="leave the other steps to the next start")
 args = parser.parse_args()
 STEPS, WARMUP, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH = 40, 5, 10, 2, 4, 64
-
 device, rank, ranks = maingrad.init_process_group()
 torch.manual_seed(0)
-
 sources = sorted(Path(os.__file__).parent.glob("*.py"))  # the data: Python's standard library, as bytes
 data = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
 
@@ -54,20 +52,28 @@ try:
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
 
-for step in range(saved["step"], min(STEPS, args.stop_after)):
+
+def train_step(batch):  # a whole iteration: on a GPU the third call captures it as one CUDA graph
     means = torch.zeros(2, device=device)  # loss; how unevenly experts are used, 1 at best
-    for index, tokens in enumerate(microbatches(step)):
+    for index, tokens in enumerate(batch):
         with nullcontext() if index == MICROBATCHES - 1 else model.no_sync():
             outputs = model(input_ids=tokens, labels=tokens)
             (outputs.loss / MICROBATCHES).backward()  # the last one reduces each bucket as soon as it is complete
         means += torch.stack([outputs.loss, outputs.aux_loss]).detach() / (MICROBATCHES * ranks)
     optimizer.step()  # clips, updates this rank's part, and gathers parameters under the next forward
-    schedule.step()
     optimizer.zero_grad()
+    return means
+
+
+train_step = maingrad.graphed(train_step, model, optimizer)
+for step in range(saved["step"], min(STEPS, args.stop_after)):
+    means = train_step([*microbatches(step)])
+    schedule.step()
     dist.all_reduce(means)
     if rank == 0:
         print(f"step {step + 1} loss {means[0].item():.6f} balance {means[1].item() / 2:.3f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
         extra = {"step": step + 1, "schedule": schedule.state_dict()}
         maingrad.save_checkpoint(args.folder, model, optimizer, extra=extra)
+train_step.reset()  # graphs hold the process group's collectives
 dist.destroy_process_group()

@@ -45,7 +45,7 @@ mesh = init_device_mesh(device.type, (args.replicas, ranks // args.replicas), me
 blocks = {"units": Block, "recompute": True, "compile": device.type == "cuda"}
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 model = maingrad.parallelize(model, "hsdp", mesh=mesh, param_dtype=dtype, device=device, **blocks)  # initialises it too
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, cycle_momentum=False)
 parts = {}  # of a checkpoint
 complete = sorted(args.folder.glob("*/.metadata"), key=lambda path: int(path.parent.name))
@@ -54,20 +54,26 @@ if complete:
     dcp.load(parts | {"schedule": schedule}, checkpoint_id=complete[-1].parent)  # in place
     set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
 
-for step in range(schedule.last_epoch, min(STEPS, args.stop_after)):
-    torch.manual_seed(step * ranks + rank)  # of data and dropout: a resumed run goes on with the same
-    tokens = torch.randint(1, 4, (SEQUENCES, LENGTH + 1)).cumsum(-1).to(device) % 61  # at best the loss is log 3
+
+def train_step(tokens):  # a whole iteration, on a GPU one CUDA graph; at best the loss is log 3
     loss = nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    schedule.step()
     optimizer.zero_grad()
-    mean = loss.detach() / ranks
+    return loss.detach() / ranks, norm
+
+
+train_step = maingrad.graphed(train_step, model, optimizer)
+for step in range(schedule.last_epoch, min(STEPS, args.stop_after)):
+    torch.manual_seed(step * ranks + rank)  # of data and dropout: a resumed run goes on with the same
+    mean, norm = train_step(torch.randint(1, 4, (SEQUENCES, LENGTH + 1)).cumsum(-1).to(device) % 61)
+    schedule.step()
     dist.all_reduce(mean)
     if rank == 0:
         print(f"step {step + 1} loss {mean.item():.6f} norm {norm.item():.4f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
         parts["model"], parts["optimizer"] = get_state_dict(model, optimizer)
         dcp.save(parts | {"schedule": schedule}, checkpoint_id=args.folder / str(step + 1))
+train_step.reset()  # graphs hold the process group's collectives
 dist.destroy_process_group()

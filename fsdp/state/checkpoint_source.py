@@ -11,15 +11,13 @@ So a file can be loaded by any number of ranks, with any placements, and by ``Di
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...ddp.checkpoint.model import experts_of, model_tensors
-from ...ddp.checkpoint.ranks import CheckpointRanks
-from ...ddp.checkpoint.source import HeldParam, Holding
+from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors
 from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.optimizer.steps import MASTER
 from ..tensors.parameter import ShardedParameter
@@ -30,39 +28,6 @@ from .sharded_adam import ShardedAdam, ShardedAdamW
 __all__ = ["ShardedSource"]
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class ShardSlice(NamedTuple):
-    """This rank's elements of one flattened parameter; a ``HeldSlice``."""
-
-    start: int
-    param: Tensor
-    """[elements here], a view of the rank's shard: the master too, because whole parameters are freed."""
-    master: Tensor
-    """``param``, or a copy with the remainders of compact state."""
-    group: int | None
-    """Index of the optimizer's parameter group; None: in no group."""
-    updated: Tensor | None
-    """The parameter in the optimizer; None if it is in no group, or has no elements."""
-    optimizer_state: Mapping[Any, Any]
-    counters: frozenset[str]
-    """Keys of state that is one number for the whole parameter."""
-    offset: int = 0
-
-    def state(self) -> dict[str, Tensor]:
-        """Elementwise state by key, in the shape of ``master``, views. Empty before the first step."""
-        if self.updated is None:
-            return {}
-        elementwise = elementwise_of(self.updated.shape, self._known(), self.counters)
-        return {key: value.view(-1) for key, value in elementwise.items()}
-
-    def scalars(self) -> dict[str, Any]:
-        """The other state by key, such as the number of steps."""
-        elementwise = self.state()
-        return {key: value for key, value in self._known().items() if key not in elementwise}
-
-    def _known(self) -> Mapping[str, Any]:
-        return {} if self.updated is None else self.optimizer_state.get(self.updated, {})
 
 
 class ShardedSource:
@@ -83,7 +48,7 @@ class ShardedSource:
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """See ``CheckpointSource``. Sharded parameters, and parameters in the optimizer, have a slice each."""
-        tensors = model_tensors(self.module)
+        tensors = model_tensors(self.module, self._is_experts)
         gathered = {id(param) for param in self._whole.values()}
         for name, param in tensors.parameters.items():
             if id(param) in gathered:
@@ -103,22 +68,12 @@ class ShardedSource:
         # A frozen parameter without state counts as in no group.
         groups = {param: group for param, group in groups.items() if param.requires_grad or state.get(param)}
         counters: frozenset[str] = frozenset() if checked is None else counters_of(checked)
-        sliced = {
-            name: param
+        slices = {
+            name: self._slice(param, groups.get(param), state.get(param, {}), counters, masters)
             for name, param in tensors.parameters.items()
             if isinstance(param, ShardedParameter) or param in groups
         }
-        return Holding(
-            params={name: self._describe(param) for name, param in tensors.parameters.items()},
-            buffers=tensors.buffers,
-            tied=tensors.tied,
-            whole={name: param for name, param in tensors.parameters.items() if name not in sliced},
-            slices={
-                name: self._slice(param, groups.get(param), state, counters, masters) for name, param in sliced.items()
-            },
-            optimizer=checked,
-            experts=experts_of(self.module, tensors, self._is_experts),
-        )
+        return Holding(tensors, slices, checked)
 
     def loaded(self, optimizer: object) -> None:
         """Mark the shards as changed on every rank, so that whole parameters at rest are gathered again."""
@@ -132,19 +87,36 @@ class ShardedSource:
         self,
         param: nn.Parameter,
         group: int | None,
-        state: Mapping[Any, Any],
+        state: Mapping[str, Any],
         counters: frozenset[str],
         masters: Mapping[Tensor, Tensor],
-    ) -> ShardSlice:
-        numel: int = math.prod(self._describe(param).shape)
-        return ShardSlice(
-            start=param.shard.elements.start if isinstance(param, ShardedParameter) else 0,
-            param=param.detach().view(-1),
-            master=masters[param] if param in masters else param.detach().view(-1),
+    ) -> HeldSlice:
+        """This rank's elements of a parameter: the master too, because whole parameters are freed.
+
+        group  index of the optimizer's parameter group; None: in no group
+        """
+        start, shape, dtype = 0, tuple(param.shape), param.dtype
+        if isinstance(param, ShardedParameter):
+            start, shape = param.shard.elements.start, param.shard.shape
+            computing = self._whole[param].dtype
+            if dtype is torch.float32 and computing in _HALF:
+                dtype = computing  # a save rounds
+        elements = param.detach().view(-1)
+        numel: int = math.prod(shape)
+        updated = param if group is not None and numel else None
+        state = {} if updated is None else state
+        elementwise = elementwise_of(param.shape, state, counters)
+        return HeldSlice(
+            start=start,
+            shape=shape,
+            dtype=dtype,
+            param=elements,
+            master=masters.get(param, elements),
             group=group,
-            updated=param if group is not None and numel else None,
-            optimizer_state=state,
-            counters=counters,
+            updated=updated,
+            offset=0,
+            state={key: value.view(-1) for key, value in elementwise.items()},
+            scalars={key: value for key, value in state.items() if key not in elementwise},
         )
 
     def _is_experts(self, param: nn.Parameter) -> bool:
@@ -152,13 +124,6 @@ class ShardedSource:
         if experts is None or not isinstance(param, ShardedParameter):
             return False
         return param.shard.grid[:2] == experts[:2]
-
-    def _describe(self, param: nn.Parameter) -> HeldParam:
-        if not isinstance(param, ShardedParameter):
-            return HeldParam(tuple(param.shape), param.dtype, param.dtype)
-        computing, kept = self._whole[param].dtype, param.dtype
-        rounds = kept is torch.float32 and computing in _HALF
-        return HeldParam(param.shard.shape, computing if rounds else kept, kept)
 
 
 def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer | None:

@@ -80,13 +80,11 @@ class Config:
         remedy = "does not go with model.num_experts: ranks have different experts; use another recipe"
         settings.require(settings.recipe != "float8_delayed" or not model.num_experts, "recipe", remedy)
         compact = self.optimizer.state == "compact"
-        remedy = (
-            f'"compact" is for AdamW and Adam without moments of 8 bits under parallel = "{self.parallel}": set "full"'
-        )
+        remedy = f'"compact" is for AdamW and Adam under parallel = "{self.parallel}": set "full"'
         self.optimizer.require(self.optimizer.fits_shards or not self.fully_sharded, "state", remedy)
         remedy = '"compact" steps on the GPU, and does not go with fsdp.offload_to_cpu: set "full", or leave that out'
         self.optimizer.require(not (compact and self.fsdp.offload_to_cpu), "state", remedy)
-        if settings.cuda_graph:
+        if settings.cuda_graph is True:
             self._check_graph()
         # Raise for values that contradict ``parallel``.
         check_ddp(self.ddp, self.parallel)
@@ -107,12 +105,16 @@ class Config:
         settings.require(not reads, "cuda_graph", remedy)
         remedy = 'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step'
         settings.require(self.data.documents == "join", "cuda_graph", remedy)
-        draws = self.model.dropout > 0.0 or self.model.hugging_face is not None
         remedy = (
             "does not go with train.cuda_graph where the model may have dropout (model.dropout, model.hugging_face): "
             "a captured graph cannot draw a mask again"
         )
-        settings.require(settings.recompute == "none" or not draws, "recompute", remedy)
+        settings.require(settings.recompute == "none" or not self.may_draw, "recompute", remedy)
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the model's forward may draw random numbers."""
+        return self.model.dropout > 0.0 or self.model.hugging_face is not None
 
     @property
     def fully_sharded(self) -> bool:

@@ -56,10 +56,11 @@ class TrainConfig(Table):
     of attention."""
     recompute_every: Count = 1
     """Recompute every so many-th block, beginning with the first; 1: each."""
-    cuda_graph: bool = False
-    """Capture each step as one CUDA graph (``GraphedTrainingStep``), after two eager steps. Not with
+    cuda_graph: Literal["auto", True, False] = "auto"
+    """Capture each step as one CUDA graph, after two eager steps. ``auto``: on a GPU, where that is right; a line of
+    the log says why not (``maingrad.graphed``). True: or raise an error (``GraphedTrainingStep``); not with
     ``fsdp.offload_to_cpu``, ``fsdp.copy_engine_gather``, ``ddp.check_for_nan_in_grad`` or ``ddp.check_replicas_every``.
-    On a CPU recorded operations stand in for the graph, for tests."""
+    On a CPU recorded operations then stand in for the graph, for tests."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA if there is a GPU."""
     out_dir: str = "runs/default"

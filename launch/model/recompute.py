@@ -52,7 +52,8 @@ def recompute_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
             remedy = f'{type(block).__name__} has no module {" or ".join(_ATTENTION)}; use "blocks" or "operators"'
             settings.require(len(found) == 1, "recompute", remedy)
             region = found[0]
-        how: dict[str, Any] = {"preserve_rng_state": not settings.cuda_graph}
+        # A graph cannot restore the state of a generator.
+        how: dict[str, Any] = {"preserve_rng_state": config.may_draw or settings.cuda_graph is False}
         if settings.recompute == "operators":
             how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS)
         recompute(region, **how)

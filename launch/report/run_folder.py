@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_type_hints
 
-from ...ddp.checkpoint.files.small_file import open_small_file
+from ...ddp.checkpoint.files.whole_file import open_small_file
 from ..config.file import flat, structure_of_run
 from ..config.run import Config, ConfigError
 from ..plan.model_flops import flops_per_token, peak_tflops

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from ...ddp.checkpoint.files.small_file import open_small_file
+from ...ddp.checkpoint.files.whole_file import open_small_file
 from ...ddp.collectives.timeline import (
     BackwardSpan,
     BucketSpan,

@@ -35,6 +35,7 @@ _FIXED = ("model.", "data.", "optimizer.", "train.global_batch_size", "train.seq
 _MAY_DIFFER = frozenset(
     {
         "model.fuse_wgrad_accumulation",
+        "model.fused_loss",
         "model.delay_wgrad_layers",
         "model.save_hugging_face",
         "model.trust_remote_code",
@@ -113,9 +114,9 @@ class RunSaver:
         self._deletion: threading.Thread | None = None
 
     def prepare(self) -> None:
-        """After the first step: take the memory of background saves, so that they are short. Collective."""
+        """Once steps run as they will: take the memory of background saves, so that they are short. Collective."""
         on_gpu = any(param.is_cuda for param in self._wrapped.model.parameters())
-        if self._config.checkpoint.background and on_gpu and not self._config.train.cuda_graph:
+        if self._config.checkpoint.background and on_gpu:
             prepare_background_saves(self._wrapped.model, self._wrapped.optimizer)
 
     def save(self, pace: Pace, schedule: LRScheduler, data: Mapping[str, Digest], *, validated: bool) -> None:

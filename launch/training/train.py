@@ -120,7 +120,7 @@ class _Trainer:
         self.scheduler = LambdaLR(self.wrapped.optimizer, lambda step: lr_factor(config.optimizer, step, pace.fraction))
         self.saver = RunSaver(config, self.wrapped, is_main=runtime.is_main, say=display.message)
         self.profiler = StepProfiler(config, runtime)
-        self.graphed = self.wrapped.graphed(self._iteration) if settings.cuda_graph else None
+        self.graphed = self.wrapped.graphed(self._iteration, settings.cuda_graph)
         self.validated = True
         """False if an interrupted run ended before the validation that was due."""
         if resume_from is not None:
@@ -162,7 +162,8 @@ class _Trainer:
             with self.profiler.step(pace.step):
                 self.loss_sum += self._step(pace.step)
             pace.step += 1
-            if pace.step == first_step + 1 and self.saves:
+            # Nothing may stop the device while a step is captured, which is the third one.
+            if pace.step == first_step + (1 if settings.cuda_graph is False else 4) and self.saves:
                 self.saver.prepare()
             self.validated = False
             if pace.step % settings.log_every == 0 or pace.step == settings.steps:

@@ -11,7 +11,7 @@ fsdp, hsdp             the module itself, after ``fully_shard``        the optim
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from ...fsdp import FSDPModule
 from ...fsdp.module import root_of, unit_of
 from ..config.run import Config, ConfigError, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
+from ..parallelizing.graphed import graphed
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.parallelize import shard_units
 from .units import units_of
@@ -95,18 +96,29 @@ class Wrapped:
             self.optimizer.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
         self.optimizer.step()
 
-    def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """``iteration``, which runs one whole iteration of two tensors, as one CUDA graph."""
-        if isinstance(self.model, DistributedDataParallel):
-            return GraphedTrainingStep(iteration, self.model, self.optimizer)
+    def graphed(
+        self, iteration: Callable[..., Tensor], how: Literal["auto", True, False]
+    ) -> Callable[..., Tensor] | None:
+        """``iteration``, which runs one whole iteration, as one CUDA graph; None where it is none."""
+        if how is False:
+            return None
+        sharded = not isinstance(self.model, DistributedDataParallel)
 
-        def train_step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            return iteration(inputs, targets), self.optimizer.grad_norm
+        def train_step(*args: Tensor) -> tuple[Tensor, Tensor | None]:
+            return iteration(*args), self.optimizer.grad_norm if sharded else None
 
-        step = fsdp.GraphedTrainingStep(train_step, self.model, self.optimizer)
+        step: Any
+        if how == "auto":
+            step = graphed(train_step, self.model, self.optimizer)
+        else:
+            kind: Any = fsdp.GraphedTrainingStep if sharded else GraphedTrainingStep
+            step = kind(train_step, self.model, self.optimizer)
 
-        def run(inputs: Tensor, targets: Tensor) -> Tensor:
-            loss, self.optimizer.grad_norm = step(inputs, targets)
+        def run(*args: Tensor) -> Tensor:
+            loss: Tensor
+            loss, norm = step(*args)
+            if sharded:
+                self.optimizer.grad_norm = norm
             return loss
 
         return run

@@ -84,7 +84,8 @@ class _InForward(torch.autograd.Function):
         ctx.found = found.hidden, None if bias is None or found.bias is None else cast(found.bias, bias.dtype)
         ctx.announced, ctx.targets, ctx.ignore_index = announced, targets, terms.ignore_index
         assert found.losses is not None, "no log-sum-exp was given"
-        return found.losses
+        losses: Tensor = found.losses
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

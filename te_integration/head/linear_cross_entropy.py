@@ -130,10 +130,21 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
             return self.logits(hidden)
         ignored = self.ignore_index if ignore_index is None else ignore_index
         terms = LossTerms(ignored, self.label_smoothing, self.z_loss, self.logit_softcap, self.logit_scale)
-        how = reduction or self.reduction
+        return self.loss(hidden, targets, terms, reduction or self.reduction, num_tokens, grad_scale)
+
+    def loss(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        terms: LossTerms,
+        how: Reduction,
+        num_tokens: Count | None = None,
+        grad_scale: Count | None = None,
+    ) -> Tensor:
+        """The loss by ``terms``, in place of the module's own options."""
         _check_call(self.describe(), hidden, self.weight, targets, how, self.mode, num_tokens)
         rows, flat = _rows(hidden, targets)
-        count = _count(flat, ignored, num_tokens) if how == "mean" else None
+        count = _count(flat, terms.ignore_index, num_tokens) if how == "mean" else None
         announced = _announced(rows, grad_scale, count) if self.mode == "in_forward" else None
         if in_transform():
             losses = _plain_losses(rows, self.weight, self.bias, flat, terms)

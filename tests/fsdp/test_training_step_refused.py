@@ -135,7 +135,6 @@ def unshard(job: Job) -> None:
     ("change", "message"),
     [(hook_optimizer, "hooks"), (leave_gradients, "zero_grad"), (unfuse, "fused=True"), (unshard, r"reshard\(\)")],
 )
-@pytest.mark.sampled(1)
 def test_what_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
     def program() -> None:
         job = Job()

@@ -69,6 +69,11 @@ _ADAM = {
     "divisor": "*fp32", "found_inf": "*fp32", "GRAD": "=fp32", "EXP_AVG": "=fp32", "EXP_AVG_SQ": "=fp32",
     "PARAM": "=bf16", "RULE": "=adamw", "MAXIMIZE": False, "ALIGNED": True, "TILE_BLOCKS": 2, "CHUNK_TILES": 4,
 }  # fmt: skip
+_PRODUCT = {
+    "a_desc": "tensordesc<fp16[128,64]>", "b_desc": "tensordesc<fp16[128,64]>", "addend": "*fp16/16", "out": "*fp16/16",
+    "tiles": "*i32/16", "M": "i32/16", "N": "i32/16", "K": "i32/16", "stride_row": "i32/16", "stride_matrix": "i32/16",
+    "alpha": "fp32", "beta": "fp32", "CONFIG": "=ProductConfig(128, 128, 64, 4, 3)", "SYMMETRIC": True,
+}  # fmt: skip
 _HEAD = {
     "logits": "*bf16/16", "targets": "*i64/16", "grads": None, "lses": "*fp32/16", "losses": "*fp32/16", "V": "i32/16",
     "stride": "i32/16", "stride_grads": "i32", "ignore_index": "i32", "smoothing": None, "z_loss": None, "cap": None,

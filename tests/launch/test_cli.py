@@ -144,7 +144,6 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["simulate", "CONFIG", "--ranks", "5"], 2, "must be a multiple of"),
     ],
 )
-@pytest.mark.sampled(4)
 def test_mistakes_are_answered_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
 ):

@@ -171,7 +171,6 @@ def load_and_say(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", MISFITS)
-@pytest.mark.sampled(3)
 def test_a_file_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path, name: str) -> None:
     change, message = MISFITS[name]
     path = tmp_path / "model.safetensors"

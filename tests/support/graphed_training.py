@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import maingrad
 from maingrad.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -143,6 +144,8 @@ class Program:
     per_token: bool = False
     scaler: bool = False
     steps: int = 7
+    auto: bool = False
+    """By ``maingrad.graphed``, which would stay eager without an error."""
     device: str = "cpu"
 
 
@@ -194,7 +197,11 @@ class _Job:
         )
         self.scaler = GradScaler(self.device.type, init_scale=2.0**10, growth_interval=2) if program.scaler else None
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
-        self.graphed = GraphedTrainingStep(self.train_step, self.model, self.optimizer) if graphed else None
+        self.graphed: Any = None
+        if graphed and program.auto:
+            self.graphed = maingrad.graphed(self.train_step, self.model, self.optimizer, record_on_cpu=True)
+        elif graphed:
+            self.graphed = GraphedTrainingStep(self.train_step, self.model, self.optimizer)
         self.step = self.graphed or self.train_step
         self.queue = WgradQueue()
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -265,7 +272,7 @@ class _Job:
             "generator": torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device),
         }
         if self.graphed is not None:
-            assert self.graphed.num_graphs >= 1, "the program never got to its capture"
+            assert self.graphed.num_graphs >= 1, getattr(self.graphed, "why_eager", "it never got to its capture")
         return seen
 
     def _events(self, number: int, first: dict[str, Tensor], averaged: dict[str, Tensor]) -> None:

@@ -49,12 +49,8 @@ class Box(NamedTuple):
 
     def view_of(self, inner: "Box", data: Tensor) -> Tensor:
         """The elements of ``inner``, which is in this box, as a view of this box's elements ``data``."""
-        return data[
-            tuple(
-                slice(start - offset, start - offset + size)
-                for offset, start, size in zip(self.offsets, inner.offsets, inner.sizes, strict=True)
-            )
-        ]
+        starts, ends = (map(operator.sub, places, self.offsets) for places in (inner.offsets, inner.ends))
+        return data[tuple(map(slice, starts, ends))]
 
 
 class Part(NamedTuple):
@@ -82,7 +78,7 @@ def parts_of_range(
     """
     kinds = tuple((section, dtypes.get(section, data.dtype)) for section, data in flat.items())
     parts, at = {}, 0
-    for box in boxes_of_range(shape, start, start + max(data.numel() for data in flat.values())):
+    for box in boxes_of_range(shape, start, start + max(map(Tensor.numel, flat.values()), default=0)):
         views = {section: data[at : at + box.numel].view(box.sizes) for section, data in flat.items()}
         parts[Part(name, shape, box, kinds)] = views
         at += box.numel
@@ -111,9 +107,9 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
     while start < end:
         # The box extends along the outermost dim of which a whole step starts at ``start`` and ends in the range.
         dim = next(dim for dim, stride in enumerate(strides) if start % stride == 0 and start + stride <= end)
-        steps = min((end - start) // strides[dim], shape[dim] - start // strides[dim] % shape[dim])
         offsets = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
-        boxes.append(Box(offsets, (*(1 for _ in shape[:dim]), steps, *shape[dim + 1 :])))
+        steps = min((end - start) // strides[dim], shape[dim] - offsets[dim])
+        boxes.append(Box(offsets, (*[1] * dim, steps, *shape[dim + 1 :])))
         start += boxes[-1].numel
     return boxes
 
@@ -125,8 +121,9 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     of weights add up to the tensor's where they tile it, and else with a chance of 1 in 2^55 (Schwartz 1980).
     """
     for box in boxes:
-        sides = zip(box.offsets, box.sizes, shape, strict=True)
-        if not all(0 <= at <= at + size <= length for at, size, length in sides):
+        if not all(
+            0 <= at <= at + size <= length for at, size, length in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
             raise ValueError(f"offsets {list(box.offsets)} and sizes {list(box.sizes)} are not in shape {list(shape)}")
     missing = math.prod(shape) - sum(box.numel for box in boxes)
     if missing:

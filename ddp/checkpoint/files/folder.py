@@ -17,13 +17,13 @@ What is deleted are regular files with the names that a save gives. No link is f
 
 import fcntl
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from ...collectives.failure_report import CollectiveError
 from .manifest import MANIFEST_FILE
-from .rank_file import FILE_NAME
 from .whole_file import TEMPORARY
 
 __all__ = [
@@ -40,6 +40,9 @@ __all__ = [
 
 MARK_FILE = "maingrad.saving"
 """Marks a folder that a save has made beside the checkpoint's path, and one that is being deleted."""
+_FILES = rf"{re.escape(MANIFEST_FILE)}|{re.escape(MARK_FILE)}|rank-[0-9]{{5,9}}\.safetensors"
+_OURS = re.compile(f"({_FILES})({re.escape(TEMPORARY)})?")
+"""Names of files that a save writes; data files have those of ``rank_file.file_name``."""
 
 
 def _beside(path: Path) -> tuple[Path, Path]:
@@ -53,10 +56,9 @@ def find(path: Path) -> Path:
     This is ``path`` itself, unless nothing is there and a save died between two renames: then it is the newest complete
     folder beside ``path``.
     """
-    if not _is_free(path):
-        return path
-    found = next((folder for folder in _beside(path) if is_complete(folder) and _is_marked(folder)), path)
-    return found if _is_free(path) else path  # a save may have taken its second step meanwhile: that one is newer
+    found = [folder for folder in _beside(path) if is_complete(folder) and (folder / MARK_FILE).is_file()]
+    # Looked at last: a save may have taken its second step meanwhile, and that one is newer.
+    return found[0] if found and _is_free(path) else path
 
 
 class Staging:
@@ -139,9 +141,10 @@ class Staging:
             self._mark = path.open("a")
             try:
                 fcntl.flock(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if isinstance(error, BlockingIOError):
-                    raise  # else the file system has no locks; ids must do there
+            except BlockingIOError:
+                raise
+            except OSError:
+                pass  # the file system has no locks; ids must do there
             # The save that held the lock before may have renamed the folder since the mark was opened.
             if not os.path.samestat(os.fstat(self._mark.fileno()), path.stat()):
                 raise BlockingIOError
@@ -178,10 +181,6 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST_FILE).is_file()
 
 
-def _is_marked(folder: Path) -> bool:
-    return (folder / MARK_FILE).is_file()
-
-
 def _is_free(path: Path) -> bool:
     """Whether there is nothing, or an empty folder, which a save may replace. A link is something."""
     try:
@@ -212,8 +211,7 @@ def _is_written_by_a_save(entry: Path) -> bool:
 
 def belongs_to_checkpoint(name: str) -> bool:
     """Whether a save writes files of this name."""
-    own = name.removesuffix(TEMPORARY)
-    return own in (MANIFEST_FILE, MARK_FILE) or FILE_NAME.fullmatch(own) is not None
+    return _OURS.fullmatch(name) is not None
 
 
 def remove(path: Path) -> None:
@@ -233,7 +231,7 @@ def remove(path: Path) -> None:
 
 def is_left_to_delete(path: Path) -> bool:
     """Whether a ``remove`` that did not end has left this folder. An empty one may be somebody's own."""
-    return not path.is_symlink() and _is_marked(path) and not is_complete(path)
+    return not path.is_symlink() and (path / MARK_FILE).is_file() and not is_complete(path)
 
 
 def is_being_deleted(path: Path) -> bool:
@@ -259,7 +257,7 @@ def _remove(folder: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Write the folder's entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

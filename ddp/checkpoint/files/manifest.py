@@ -14,37 +14,36 @@ Version 4 is the only one that is read. docs/upgrade_checkpoint.py rewrites vers
 
 import json
 import math
+import operator
 import reprlib
 import sys
 import uuid
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .boxes import Box, Part, check_tiling
-from .small_file import open_small_file
-from .typed_json import dtype_name, dtype_named, from_json, integers, typed
-from .whole_file import whole_file
+from .whole_file import open_small_file, whole_file
 
 __all__ = [
     "MANIFEST_FILE",
     "Manifest",
     "SavedOptimizer",
     "SavedTensor",
-    "StoredBox",
-    "agreed",
     "assign",
+    "dtype_name",
+    "from_json",
     "new_id",
-    "stored_tensors",
+    "saved_tensors",
+    "to_json",
     "write_manifest",
 ]
-
-T = TypeVar("T")
 
 MANIFEST_FILE = "maingrad.json"
 FORMAT = "maingrad.checkpoint"
@@ -60,31 +59,18 @@ def new_id() -> str:
     return f"maingrad-{uuid.uuid4().hex}"
 
 
-class StoredBox(NamedTuple):
-    """A box of a tensor in a data file."""
-
-    rank: int
-    """The rank, in the group that wrote: ``rank_file.file_name`` says in which file."""
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def box(self) -> Box:
-        """Where in the tensor the elements are."""
-        return Box(self.offsets, self.sizes)
-
-
 @dataclass(frozen=True)
 class SavedTensor:
     """A parameter or buffer, with its master and optimizer state."""
 
     shape: tuple[int, ...]
-    dtypes: dict[str, torch.dtype]
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """"model": the tensor itself. "master": in fp32, beside a parameter in half precision. "state.KEY": elementwise
     state of the optimizer; none before the first step."""
-    boxes: tuple[StoredBox, ...]
-    """The boxes of each of these: all are cut alike."""
-    is_buffer: bool
+    boxes: tuple[tuple[int, Box], ...] = ()
+    """The boxes of each of these, which are cut alike: the rank, in the group that wrote, whose file has the box
+    (``rank_file.file_name``), and where in the tensor its elements are."""
+    is_buffer: bool = False
     group: int | None = None
     """Index of the parameter group; None without an optimizer, and for buffers and frozen parameters."""
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -95,20 +81,10 @@ class SavedTensor:
             raise ValueError(f"a tensor of shape {reprlib.repr(self.shape)}")
         if "model" not in self.dtypes:
             raise ValueError("a tensor is not stored")
-        check_tiling(self.shape, [each.box for each in self.boxes])
-        if not all(0 <= each.rank < _MOST_RANKS for each in self.boxes):
+        check_tiling(self.shape, [box for _, box in self.boxes])
+        if not all(0 <= rank < _MOST_RANKS for rank, _ in self.boxes):
             raise ValueError("a box is in the file of a rank that cannot be")
         from_json([*self.scalars.values()])  # raises for a value that a load could not read
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the tensor itself."""
-        return self.dtypes["model"]
-
-    @property
-    def has_master(self) -> bool:
-        """Whether there is an fp32 master beside the parameter, which is in half precision."""
-        return "master" in self.dtypes
 
     @property
     def state(self) -> dict[str, torch.dtype]:
@@ -141,7 +117,7 @@ class Manifest:
     extra: Any
 
     def __post_init__(self) -> None:
-        num_groups = 0 if self.optimizer is None else len(self.optimizer.groups)
+        num_groups = len(self.optimizer.groups) if self.optimizer else 0
         for name, entry in self.tensors.items():
             if entry.group is not None and not 0 <= entry.group < num_groups:
                 raise ValueError(f"'{name}' is in group {reprlib.repr(entry.group)} of {num_groups}")
@@ -155,8 +131,8 @@ class Manifest:
         nbytes = Counter[int]()
         for entry in self.tensors.values():
             itemsize = sum(dtype.itemsize for dtype in entry.dtypes.values())
-            for each in entry.boxes:
-                nbytes[each.rank] += math.prod(each.sizes) * itemsize
+            for rank, box in entry.boxes:
+                nbytes[rank] += box.numel * itemsize
         return nbytes
 
     def encoded(self) -> str:
@@ -198,7 +174,17 @@ class Manifest:
             raise ValueError(f"'{path}' is truncated or damaged ({error})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
-        _check_version(path, content.get("version"))
+        version = content.get("version")
+        if version != VERSION:
+            said = (
+                f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
+            )
+            if version in range(VERSION):
+                raise ValueError(
+                    f"{said}: docs/upgrade_checkpoint.py rewrites version 3, and torch.distributed.checkpoint.load "
+                    f"reads the tensors of all before (model.NAME, master.NAME, optimizer.state.NAME.KEY)"
+                )
+            raise ValueError(f"{said}: a newer maingrad has written it, or it is damaged")
         try:
             written, found = content.pop("checksum"), _checksum(content)
             if written is not None and found != written:
@@ -216,32 +202,74 @@ class Manifest:
 def _manifest_of(content: Mapping[str, Any]) -> Manifest:
     """The manifest, from values of any type. Raises an error of some kind where one is of another type than ours."""
     tensors = {}
-    for name, entry in typed(dict, content["tensors"]).items():
+    for name, entry in content["tensors"].items():
         try:
-            tensors[name] = _tensor_of(entry)
+            group, boxes = entry["group"], entry["boxes"]
+            tensors[name] = SavedTensor(
+                _integers(entry["shape"]),
+                {section: _dtype_named(dtype) for section, dtype in entry["dtypes"].items()},
+                tuple([(operator.index(rank), Box(_integers(at), _integers(sizes))) for rank, at, sizes in boxes]),
+                entry["is_buffer"],
+                None if group is None else operator.index(group),
+                entry["scalars"],
+            )
         except Exception as error:  # wrong values raise nearly anything
             raise ValueError(f"{error!r} in manifest.tensors['{name}']") from error
     optimizer = content["optimizer"]
     if optimizer is not None:
-        groups = tuple(typed(dict, group) for group in optimizer["groups"])
-        from_json([[*group.values()] for group in groups])  # raises for a value that a load could not read
-        optimizer = SavedOptimizer(typed(str, optimizer["optimizer_class"]), groups)
-    tied = {alias: typed(str, first) for alias, first in content["tied"].items()}
-    num_sets = typed(int, content["num_expert_sets"])
-    return Manifest(typed(str, content["save_id"]), tensors, tied, num_sets, optimizer, content["extra"])
-
-
-def _tensor_of(entry: Mapping[str, Any]) -> SavedTensor:
-    boxes = [StoredBox(typed(int, rank), integers(at), integers(sizes)) for rank, at, sizes in entry["boxes"]]
-    group = entry["group"]
-    return SavedTensor(
-        integers(entry["shape"]),
-        {section: dtype_named(name) for section, name in entry["dtypes"].items()},
-        tuple(boxes),
-        typed(bool, entry["is_buffer"]),
-        None if group is None else typed(int, group),
-        typed(dict, entry["scalars"]),
+        optimizer = SavedOptimizer(optimizer["optimizer_class"], tuple(optimizer["groups"]))
+        # Raises for a value that a load could not read.
+        from_json([[*group.values()] for group in optimizer.groups])
+    return Manifest(
+        content["save_id"],
+        tensors,
+        content["tied"],
+        operator.index(content["num_expert_sets"]),
+        optimizer,
+        content["extra"],
     )
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    """A list of JSON, of integers."""
+    return tuple(map(operator.index, value))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without ``torch.``: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_named(name: Any) -> torch.dtype:
+    """The dtype that ``dtype_name`` gives this name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{reprlib.repr(name)} is no dtype")
+    return dtype
+
+
+def to_json(value: Any, what: str) -> Any:
+    """A hyperparameter or scalar state as a value of JSON.
+
+    Takes None, numbers, strings, tensors of one element, and lists and tuples of these. Raises ``ValueError`` for
+    anything else; ``what`` names the value in the error.
+    """
+    if isinstance(value, int | float | str | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [to_json(each, what) for each in value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
+    raise ValueError(f"{what} is a {type(value).__name__}, which a checkpoint cannot hold as JSON")
+
+
+def from_json(value: Any) -> Any:
+    """The value that ``to_json`` was given; tensors are on the CPU, lists come back as tuples."""
+    if isinstance(value, list):
+        return tuple(from_json(each) for each in value)
+    if isinstance(value, dict):
+        return torch.scalar_tensor(value["tensor"], dtype=_dtype_named(value["dtype"]), device="cpu")
+    return value
 
 
 def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
@@ -249,10 +277,10 @@ def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
 
     A part that several ranks hold alike is written by the one with the least to write so far.
     """
-    holders: dict[Part, list[int]] = {}
+    holders: dict[Part, list[int]] = defaultdict(list)
     for rank, parts in enumerate(held):
         for part in parts:
-            holders.setdefault(part, []).append(rank)
+            holders[part].append(rank)
     writers: dict[Part, int] = {}
     nbytes = [0] * len(held)
     for part, ranks in holders.items():
@@ -261,28 +289,34 @@ def assign(held: Sequence[Sequence[Part]]) -> dict[Part, int]:
     return writers
 
 
-def agreed(what: str, told: Iterable[Mapping[str, T]]) -> dict[str, T]:
-    """All that ranks tell, by name. Raises ``ValueError`` where two tell different things of one name."""
-    found: dict[str, T] = {}
-    for each in told:
-        for name, value in each.items():
-            if found.setdefault(name, value) != value:
-                raise ValueError(
-                    f"ranks disagree on '{name}': its {what} are {found[name]} on one, and {value} on another"
-                )
-    return found
+def saved_tensors(
+    writers: Mapping[Part, int], told: Iterable[tuple[str, Mapping[str, Any]]] = ()
+) -> dict[str, SavedTensor]:
+    """All tensors, from the rank that writes each part, and what ranks tell: names, and other fields of the tensors.
 
-
-def stored_tensors(writers: Mapping[Part, int]) -> dict[str, tuple[Any, Any, tuple[StoredBox, ...]]]:
-    """Shape, dtypes and boxes of what is written of each tensor.
-
-    Raises ``ValueError`` where ranks hold different tensors under one name.
+    Raises ``ValueError`` where ranks tell different things of one name, and for elements that no rank holds.
     """
-    kinds = agreed("shape and dtypes", ({part.name: (part.shape, part.dtypes)} for part in writers))
-    boxes: dict[str, list[StoredBox]] = {}
+    boxes: dict[str, list[tuple[int, Box]]] = defaultdict(list)
     for part, rank in writers.items():
-        boxes.setdefault(part.name, []).append(StoredBox(rank, *part.box))
-    return {name: (shape, dict(dtypes), tuple(boxes[name])) for name, (shape, dtypes) in kinds.items()}
+        boxes[part.name].append((rank, part.box))
+    of_parts = [(part.name, {"shape": part.shape, "dtypes": dict(part.dtypes)}) for part in writers]
+    fields: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, about in [*of_parts, *told]:
+        for key, value in about.items():
+            if fields[name].setdefault(key, value) != value:
+                raise ValueError(
+                    f"ranks disagree on '{name}': its {key.rstrip('s')}s are {fields[name][key]} on one, and {value} "
+                    f"on another"
+                )
+    tensors = {}
+    for name, known in fields.items():
+        try:
+            tensors[name] = SavedTensor(**known, boxes=tuple(boxes[name]))
+        except ValueError as error:
+            raise ValueError(
+                f"'{name}' of shape {list(known['shape'])} is not held by all ranks together: {error}"
+            ) from None
+    return tensors
 
 
 def write_manifest(folder: Path, encoded: str) -> None:
@@ -291,20 +325,9 @@ def write_manifest(folder: Path, encoded: str) -> None:
         file.write(encoded.encode())
 
 
-def _check_version(path: Path, version: Any) -> None:
-    """Raise ``ValueError`` for another version than ours; the error names a remedy."""
-    if type(version) is int and version == VERSION:
-        return
-    found = f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
-    if type(version) is int and 1 <= version < VERSION:
-        raise ValueError(
-            f"{found}: docs/upgrade_checkpoint.py rewrites version 3, and torch.distributed.checkpoint.load reads the "
-            f"tensors of all before (model.NAME, master.NAME, optimizer.state.NAME.KEY)"
-        )
-    raise ValueError(f"{found}: a newer maingrad has written it, or it is damaged")
-
-
 def _as_json(value: Any) -> Any:
+    if isinstance(value, SavedTensor):
+        return {**vars(value), "boxes": [(rank, *box) for rank, box in value.boxes]}
     return dtype_name(value) if isinstance(value, torch.dtype) else vars(value)
 
 

@@ -7,11 +7,12 @@ changes nothing for this load.
 import os
 import resource
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..ranks import CheckpointRanks
+from ..source import CheckpointRanks
 from .boxes import Box, Parts
 from .folder import describe_missing, find
 from .manifest import MANIFEST_FILE, Manifest
@@ -43,7 +44,8 @@ def open_checkpoint(
 ) -> OpenedCheckpoint:
     """Open the checkpoint at ``path`` to read what ``prepare()`` makes of its manifest.
 
-    ranks  all of them open the same checkpoint, or raise alike: collective. None: this process alone
+    prepare  may be collective: all ranks call it before they look at files
+    ranks    all of them open the same checkpoint, or raise alike: collective. None: this process alone
 
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint. Where a save replaces
     the checkpoint meanwhile, the new one is opened.
@@ -64,7 +66,7 @@ def open_checkpoint(
         opened, ids = (ranks or CheckpointRanks()).run_and_gather(
             attempt, lambda opened: opened and opened.manifest.save_id, f"the opening of checkpoint '{path}'"
         )
-        if opened is not None and len(set(ids)) == 1:
+        if opened and len(set(ids)) == 1:
             return opened
     raise ValueError(f"'{path}' was replaced {_MOST_TRIES} times while it was opened: load it when nothing saves there")
 
@@ -72,11 +74,10 @@ def open_checkpoint(
 def _look(path: Path) -> tuple[Path, object]:
     """The folder to read for ``path``, and what differs between the manifests of two saves; None: no manifest."""
     folder = find(path)
-    try:
+    with suppress(OSError):
         found = os.stat(folder / MANIFEST_FILE)
-    except OSError:
-        return folder, None
-    return folder, (found.st_dev, found.st_ino, found.st_mtime_ns)
+        return folder, (found.st_ino, found.st_mtime_ns)
+    return folder, None
 
 
 def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint:
@@ -89,12 +90,16 @@ def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint
     sizes = manifest.nbytes
     for rank, nbytes in sizes.items():
         check_size(folder / file_name(rank), nbytes)
-    _allow_open_files(len(sizes))
+    wanted_files = 2 * len(sizes)  # 1024 are usual, and each rank has written a file
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted_files:
+        with suppress(ValueError, OSError):  # the process may have no more
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted_files, hard))
     file_of = cache(lambda rank: RankFile(folder / file_name(rank), manifest.save_id))
     entries: dict[tuple[str, str, Box], Entry] = {}
     for part, wanted in choose(manifest).items():
         saved = manifest.tensors[part.name]
-        for rank, box in ((each.rank, each.box) for each in saved.boxes):
+        for rank, box in saved.boxes:
             both = box.intersect(part.box)
             if both is None:
                 continue
@@ -103,10 +108,3 @@ def _open(folder: Path, choose: Callable[[Manifest], Parts]) -> OpenedCheckpoint
                 entry = entries.setdefault((part.name, section, box), found)
                 entry.wanted.append((both, part.box.view_of(both, data)))
     return OpenedCheckpoint(manifest, sorted(entries.values(), key=lambda entry: (entry.file.path, entry.position)))
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise the process's limit of open files, where it allows this: 1024 are usual, and a rank writes one each."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 2 * count and (hard == resource.RLIM_INFINITY or 2 * count <= hard):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * count, hard))

@@ -12,7 +12,6 @@ Files of two saves have the same names and sizes. Ids tell them apart before a l
 import json
 import operator
 import os
-import re
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from .boxes import Box, Part, Parts
 from .whole_file import whole_file
 
 __all__ = [
-    "FILE_NAME",
     "TYPE_NAMES",
     "Entry",
     "RankFile",
@@ -54,8 +52,6 @@ TYPE_NAMES = {
 }
 """The format's names of dtypes. Elements of other dtypes are stored as their bytes, along one more dim."""
 
-FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors", re.ASCII)
-"""Names of data files."""
 _OF, _CHECKSUMS = "maingrad.of", "maingrad.crc32"
 _ALIGNMENT = 64
 _BLOCK = 2**18
@@ -87,7 +83,7 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
         position = entry["data_offsets"][1]
     checksums = dict.fromkeys(entries, 0)
     with whole_file(path) as file:
-        file.write(_head(save_id, path, entries, checksums))
+        file.write(_head(f"{save_id} {path.name}", entries, checksums))
         begun = 0
         for name, (part, section, dtype) in zip(entries, in_order, strict=True):
             for block in _blocks(parts[part][section].to(dtype)):
@@ -100,7 +96,7 @@ def write_rank_file(path: Path, save_id: str, parts: Parts) -> None:
                     begun = position
             block = None  # before the next tensor is copied or rounded, the memory of this one is free
         file.seek(0)
-        file.write(_head(save_id, path, entries, checksums))
+        file.write(_head(f"{save_id} {path.name}", entries, checksums))
 
 
 def check_size(path: Path, nbytes: int) -> None:
@@ -131,12 +127,13 @@ class RankFile:
             found = metadata[_OF]
             self._checksums = dict(zip(sorted(entries), metadata[_CHECKSUMS].split(), strict=True))
             self._entries: dict[str, Any] = entries
+            self._starts = {name: operator.index(entry["data_offsets"][0]) for name, entry in entries.items()}
             end = self._begin + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"the data file '{path}' is truncated or damaged ({error!r})") from None
-        if not end <= size:
+        if end > size:
             raise ValueError(f"the data file '{path}' is truncated: {size} bytes of {end}")
-        expected = _of(save_id, path)
+        expected = f"{save_id} {path.name}"
         if found != expected:
             raise ValueError(
                 f"the data file '{path}' is '{found}', and the manifest beside it belongs to '{expected}': files of "
@@ -146,14 +143,12 @@ class RankFile:
     def find(self, part: Part, section: str, box: Box, dtype: torch.dtype) -> "Entry":
         """The entry of a box of the tensor of which ``part`` is wanted."""
         name = _entry_name(part, section, box)
-        try:
-            found = self._entries[name]
-            start = operator.index(found["data_offsets"][0])
-            expected = _described(box, dtype, start)
-            if found != expected or start < 0:
-                raise ValueError(f"it is {found} there, and {expected} in the manifest")
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"'{self.path}' is damaged where '{name}' lies ({error!r})") from None
+        start, found = self._starts.get(name, 0), self._entries.get(name)
+        expected = _described(box, dtype, start)
+        if found != expected or start < 0:
+            raise ValueError(
+                f"'{self.path}' is damaged where '{name}' lies (it is {found} there, and {expected} in the manifest)"
+            )
         return Entry(self, name, box, dtype, self._begin + start, self._checksums[name], [])
 
 
@@ -178,23 +173,16 @@ class Entry(NamedTuple):
 
         Raises ``ValueError`` unless the bytes are those that were written.
         """
-        both, view = self.wanted[0]
-        is_odd = view.is_inference() or view.is_conj() or view.is_neg()
+        (both, view), *others = self.wanted
+        is_odd = view.is_conj() or view.is_neg()
         as_stored = both == self.box and view.dtype is self.dtype and view.is_cpu and view.is_contiguous()
-        if len(self.wanted) == 1 and as_stored and not is_odd:
+        in_place = as_stored and not others and not is_odd
+        elements = view if in_place else torch.empty(self.box.sizes, dtype=self.dtype, device="cpu")
+        if in_place:
             torch.autograd.graph.increment_version(view)  # optimizers compare versions
-            self._fill(view)
-            return
-        elements = torch.empty(self.box.sizes, dtype=self.dtype, device="cpu")
-        self._fill(elements)
-        for both, view in self.wanted:
-            view.copy_(self.box.view_of(both, elements))
-
-    def _fill(self, memory: Tensor) -> None:
-        """Read all bytes into ``memory``. Raises ``ValueError`` unless they are those that were written."""
         checksum = 0
         self.file.content.seek(self.position)
-        for block in _blocks(memory):
+        for block in _blocks(elements):
             if self.file.content.readinto(block) < len(block):
                 raise ValueError(f"'{self.file.path}' is truncated where '{self.name}' lies")
             checksum = zlib.crc32(block, checksum)
@@ -203,6 +191,8 @@ class Entry(NamedTuple):
                 f"'{self.file.path}' is damaged where '{self.name}' lies: its bytes have checksum {checksum:08x}, and "
                 f"{self.checksum} when they were written"
             )
+        for both, view in () if in_place else self.wanted:
+            view.copy_(self.box.view_of(both, elements))
 
 
 def _entry_name(part: Part, section: str, box: Box) -> str:
@@ -213,10 +203,6 @@ def _entry_name(part: Part, section: str, box: Box) -> str:
     return f"{name}[{','.join(map(str, box.offsets))}]"
 
 
-def _of(save_id: str, path: Path) -> str:
-    return f"{save_id} {path.name}"
-
-
 def _described(box: Box, dtype: torch.dtype, start: int) -> dict[str, Any]:
     """What the header says of a box whose first byte is at ``start``."""
     shape = [*box.sizes] if dtype in TYPE_NAMES else [*box.sizes, dtype.itemsize]
@@ -224,11 +210,10 @@ def _described(box: Box, dtype: torch.dtype, start: int) -> dict[str, Any]:
     return {"dtype": TYPE_NAMES.get(dtype, "U8"), "shape": shape, "data_offsets": place}
 
 
-def _head(save_id: str, path: Path, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:
+def _head(of: str, entries: dict[str, Any], checksums: dict[str, int]) -> bytes:
     """The header: as many bytes whatever the checksums are."""
-    in_order = " ".join(f"{checksums[each]:08x}" for each in sorted(checksums))
-    metadata = {_OF: _of(save_id, path), _CHECKSUMS: in_order}
-    header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    metadata = {_OF: of, _CHECKSUMS: " ".join(f"{checksums[each]:08x}" for each in sorted(checksums))}
+    header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return len(header).to_bytes(8, "little") + header
 

@@ -24,7 +24,8 @@ from ....te_integration import convert_linears
 from ...parallelizing.dtypes import policy_of
 from ...parallelizing.parallelize import parallelize
 from .accelerator import ModelLeavingAccelerator
-from .refused import check_accelerator, check_arguments, check_model, check_optimizer, check_options
+from .refused import check_accelerator, check_arguments, check_fused_loss, check_model, check_optimizer, check_options
+from .step_graph import StepGraph
 from .whole import read_as_whole
 from .wrapping import (
     config_of,
@@ -52,7 +53,10 @@ class Trainer(transformers.Trainer):
     fsdp_units    for "fsdp": names of the classes whose modules are gathered together; None: the model's blocks, as its
                   class names them (``_no_split_modules``)
     fsdp_options  for "fsdp": arguments of ``fully_shard``, such as ``{"placements": "zero2"}``
+    cuda_graph    "auto": on a GPU a step becomes one CUDA graph where that is right (``maingrad.graphed``), and a line
+                  of the log says why not. False: no graphs. True: on a CPU too, by recorded operations, for tests
     fuse_linears  ``convert_linears``: weight gradients of linear layers, experts and embeddings go into the buckets
+    fused_loss    ``convert_linears(model, fused_loss=True)``: training computes the loss without the logits in memory
 
     All other arguments are ``transformers.Trainer``'s, and ``TrainingArguments`` mean what they mean there. Raises
     ``ValueError`` for arguments, models and optimizers that do not fit, with a remedy. docs/hugging_face.md tells
@@ -77,13 +81,18 @@ class Trainer(transformers.Trainer):
         fsdp_units: Sequence[str] | None = None,
         fsdp_options: Mapping[str, Any] | None = None,
         fuse_linears: bool = True,
+        fused_loss: bool = False,
+        cuda_graph: Literal["auto", True, False] = "auto",
         **options: Any,
     ) -> None:
-        self.parallel, self.fuse_linears = parallel, fuse_linears
+        self.parallel, self.fuse_linears, self.fused_loss = parallel, fuse_linears, fused_loss
+        self._graph = StepGraph(self, cuda_graph)
         self.ddp_config, self.fsdp_units, self.fsdp_options = ddp_config, fsdp_units, dict(fsdp_options or {})
         check_options(parallel, ddp_config, fsdp_units, self.fsdp_options)
         args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args, parallel, has_ddp_config=ddp_config is not None)
+        if fused_loss:
+            check_fused_loss(args, fuse_linears=fuse_linears)
         if model is not None:
             check_model(model)
         # By name: another Trainer between this class and transformers' may have an order of its own, as TRL's have.
@@ -135,15 +144,21 @@ class Trainer(transformers.Trainer):
                 dtype = torch.bfloat16 if self.args.bf16 else None
                 policy = self.fsdp_options.get("mixed_precision") or policy_of(self.model, dtype)
                 units = unit_names(self.model, self.fsdp_units)
-                if self.fuse_linears:
-                    convert_linears(self.model)
+                self._convert()
                 self.model = shard(self.model, units, self.fsdp_options, policy)
             self.model_wrapped = self.model
         elif self.model_wrapped is self.model:
             self._check_no_optimizer()
             options = config_of(self.args) if self.ddp_config is None else {"config": self.ddp_config}
+            self._convert()  # before accelerate replaces the model's forward
             prepared = self.accelerator.prepare_model(self.model)
             self.model_wrapped = parallelize(prepared, self.parallel, units=(), fuse=self.fuse_linears, **options)
+
+    def _convert(self) -> None:
+        if self.fuse_linears:
+            reasons = convert_linears(self.model, fused_loss=self.fused_loss).unfused_losses
+            if reasons:
+                raise ValueError(f"fused_loss=True: {'; '.join(reasons.values())}")
 
     def _check_no_optimizer(self) -> None:
         """Raise ``ValueError`` where a program or a ``create_optimizer`` of its own has made one too early."""
@@ -184,24 +199,40 @@ class Trainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward of one microbatch; the last one of a step reduces gradients."""
         last = self.accelerator.sync_gradients
+        if self._graph.is_active:
+            return self._graph.microbatch(inputs, num_items_in_batch, last=last)
         # The last microbatch of a stream may be in the middle of a step, which transformers' loop takes for its end.
         with contextlib.nullcontext() if last else model.no_sync():  # type: ignore[operator]
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return self.run_microbatch(model, inputs, num_items_in_batch)
+
+    def run_microbatch(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Forward and backward of one microbatch, as transformers has it. Returns the loss without a graph."""
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """As in ``transformers``."""
+        try:
+            return super().train(*args, **options)
+        finally:
+            self._graph.reset()
 
     def get_batch_samples(self, *loop: Any) -> tuple[list[Any], Tensor | int | None]:
         """A step's microbatches. All ranks begin it with the first rank's buffers, as torch's wrapper has it."""
         if self.args.ddp_broadcast_buffers is not False and self.args.world_size > 1:
             share_buffers(written_buffers(self.model))
-        return super().get_batch_samples(*loop)
+        samples, num_items = super().get_batch_samples(*loop)
+        self._graph.begin(len(samples))
+        return samples, num_items
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self._norm(model, self.args.max_grad_norm)
+        return self.clipped_norm(model, self.args.max_grad_norm) if self._graph.norm is None else self._graph.norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        return self._norm(model, float("inf")) if grad_norm is None else grad_norm
+        found = self._graph.norm if grad_norm is None else grad_norm
+        return self.clipped_norm(model, float("inf")) if found is None else found
 
-    def _norm(self, model: nn.Module, max_norm: float) -> Tensor:
+    def clipped_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """The norm of a step's gradients, which this waits for: ``training_step`` may be a subclass's own."""
         if isinstance(model, FSDPModule) or not model.is_reduced:
             model.finish_grad_sync()  # type: ignore[operator]

@@ -360,7 +360,6 @@ def test_programs_have_the_same_bits(name: str) -> None:
     "name", ["three microbatches", "second backwards", "unused", "reads .grad", "whole parameters"]
 )
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.sampled(3)
 def test_the_same_bits_on_other_numbers_of_ranks(name: str, ranks: int) -> None:
     check_same(PROGRAMS[name], ranks)
 

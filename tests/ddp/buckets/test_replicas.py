@@ -260,7 +260,6 @@ def drifting(rank: int, iteration: int) -> nn.Module:
         ("ZeRO-1", 2, 2, 2),  # in the same iteration: the gather after the update makes replicas equal again
     ],
 )
-@pytest.mark.sampled(1)
 def test_replicas_that_part_are_found_in_their_turn(way: str, iteration: int, every: int, found: int) -> None:
     def on_each_rank() -> None:
         model, optimizer = wrap(drifting(1, iteration), way, check_replicas_every=every)

@@ -324,7 +324,6 @@ def live_and_let_go(
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("live", LIVES)
-@pytest.mark.sampled(3)
 def test_all_memory_goes_with_the_last_name(live: Callable[..., None], overlap: bool, dtype: torch.dtype) -> None:
     config = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
     assert simulate(live_and_let_go, 2, live, config, dtype) == [[], []]

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint import background
 from maingrad.ddp.checkpoint.background import PendingSave
+from maingrad.ddp.checkpoint.checkpoint import Notes
 from maingrad.ddp.checkpoint.files.boxes import Parts, parts_of_range
 from maingrad.ddp.checkpoint.files.folder import Staging
 from maingrad.fsdp import fully_shard
@@ -257,7 +258,6 @@ def load_misfit(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", MISFITS)
-@pytest.mark.sampled(4)
 def test_what_does_not_fit_is_named(pristine: Path, name: str) -> None:
     with pytest.raises(ValueError, match=MISFITS[name][1]):
         load_checkpoint(pristine, *MISFITS[name][0]())
@@ -341,7 +341,6 @@ TROUBLE = {
         ),
     ],
 )
-@pytest.mark.sampled(4)
 def test_trouble_on_one_rank_is_an_error_on_all(tmp_path: Path, run: Callable[..., list[str]], trouble: str) -> None:
     errors = run(save_with_trouble_on_rank_1, 2, tmp_path / "c", trouble)
     assert errors[0] == errors[1]
@@ -576,12 +575,13 @@ def test_elements_that_no_rank_holds_are_missed_on_all_ranks(
 ) -> None:
     """A wrapper's mistake."""
 
-    def incomplete(*args: Any) -> Parts:
+    def incomplete(*args: Any) -> tuple[Parts, Notes]:
         rank, data = dist.get_rank(), torch.arange(12.0)
         start, end = (0, 5) if rank == 0 else (5, 5) if lost == "end" else (7, 12)
-        return parts_of_range("w", (3, 4), start, {"model": data[start:end]})
+        parts = parts_of_range("w", (3, 4), start, {"model": data[start:end]})
+        return parts, Notes([*parts], None, {}, {})
 
-    monkeypatch.setattr("maingrad.ddp.checkpoint.checkpoint.parts_of_model", incomplete)
+    monkeypatch.setattr("maingrad.ddp.checkpoint.checkpoint._look_at", incomplete)
     errors = simulate(errors_of, 2, lambda: save_checkpoint(tmp_path / "c", wrap(nn.Linear(2, 2))))
     assert errors[0] == errors[1]
     assert f"'w' of shape [3, 4] is not held by all ranks together: {missing} elements are missing" in errors[0]

@@ -62,7 +62,6 @@ FOREIGN = ["weights.safetensors", "rank-7.safetensors", "__7_0.distcp", "notes.t
         *((name, a_link) for name in [*FOREIGN, "rank-00007.safetensors", "rank-00007.safetensors.tmp"]),
     ],
 )
-@pytest.mark.sampled(1)
 def test_a_file_of_somebody_elses_is_kept(name: str, make, tmp_path: Path) -> None:
     saved(tmp_path / "c", 1)
     make(tmp_path / "c" / name)

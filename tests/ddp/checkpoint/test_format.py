@@ -24,10 +24,9 @@ from maingrad.ddp.checkpoint.files.boxes import Part, boxes_of_range
 from maingrad.ddp.checkpoint.files.manifest import (
     MOST_BYTES,
     Manifest,
-    SavedTensor,
     assign,
     new_id,
-    stored_tensors,
+    saved_tensors,
 )
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -181,8 +180,7 @@ def test_the_manifest_of_a_thousand_ranks_can_be_read_again() -> None:
             for box in boxes_of_range(shape, low, high) if low < high else ():
                 held[-1].append(Part(name, shape, box, dtypes))
             first += size
-    tensors = {name: SavedTensor(*stored, is_buffer=False) for name, stored in stored_tensors(assign(held)).items()}
-    manifest = Manifest(new_id(), tensors, {}, 1, None, None)
+    manifest = Manifest(new_id(), saved_tensors(assign(held)), {}, 1, None, None)
     nbytes = len(manifest.encoded())
     assert 80 * nbytes < MOST_BYTES, nbytes
     assert sum(manifest.nbytes.values()) == numel * 14

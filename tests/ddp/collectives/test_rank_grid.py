@@ -219,7 +219,6 @@ def refused(make: Callable[[], dict[str, Any]], message: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.sampled(4)
 def test_wrong_ranks_are_refused_by_name(wrong: str) -> None:
     make, message = WRONG[wrong]
     simulate(refused, 4, make, message)

@@ -231,7 +231,6 @@ def reduce_inside_into(
         ("hybrid", 2, 2, None, torch.float32, False),  # so are instances of one rank
     ],
 )
-@pytest.mark.sampled(1)
 def test_a_collective_may_write_into_other_memory(
     form: str, instances: int, ranks: int, wire: torch.dtype | None, dtype: torch.dtype, used: bool
 ) -> None:

@@ -109,7 +109,6 @@ def each_skips_another_batch(kind: str, how: str) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize(("how", "kind"), CASES)
-@pytest.mark.sampled(1)
 def test_ranks_that_skip_different_batches(how: str, kind: str) -> None:
     (first, done), (second, _) = simulate(each_skips_another_batch, 2, kind, how)
     assert first == second

@@ -104,7 +104,6 @@ def wrap(model: nn.Module, config: DistributedDataParallelConfig) -> tuple[Distr
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("segment", SEGMENTS)
-@pytest.mark.sampled(4)
 def test_gradients_are_the_plain_models_and_buckets_launch_once_and_last(
     segment: str, find_unused: bool, num_microbatches: int, fused: bool, reentrant: bool
 ) -> None:

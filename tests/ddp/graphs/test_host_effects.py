@@ -258,7 +258,6 @@ class Batch:
     ],
     ids=["object", "iterator", "graph", "parameter"],
 )
-@pytest.mark.sampled(1)
 def test_arguments_that_a_replay_could_not_follow(argument: Callable[[], Any], message: str) -> None:
     model = Model({})
     step = GraphedTrainingStep(model.train, model.ddp, model.optimizer)

@@ -144,7 +144,6 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool) -> None:
     ids=["hook", "begun", "unfused", "new parameter", "storage", "other optimizer", "master written"],
 )
 @torch.no_grad()
-@pytest.mark.sampled(1)
 def test_what_an_eager_step_or_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
     def program() -> None:
         job = Job(config={"use_distributed_optimizer": True})

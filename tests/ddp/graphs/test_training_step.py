@@ -42,6 +42,17 @@ def test_what_programs_do_between_steps(event: str, config: str) -> None:
     check(Program(config=config, events=(event,), form="dropout" if event == "mode" else "fused"))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(3)
+def test_graphed_captures_every_form(form: str) -> None:
+    check(Program(form=form, auto=True, events=("evaluate",)))
+
+
+def test_graphed_with_a_scaler_and_everything_between_steps() -> None:
+    check(Program(auto=True, dtype=torch.float16, scaler=True))
+    check(Program(auto=True, state="compact", events=tuple(event for event in EVENTS if event != "mode")))
+
+
 def test_a_module_that_is_switched_to_evaluation() -> None:
     check(Program(events=("mode",), form="dropout"))
 

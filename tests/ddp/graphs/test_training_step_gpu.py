@@ -24,6 +24,8 @@ PROGRAMS = {
     **{f"{config}, {form}": Program(config=config, form=form) for config, form in itertools.product(CONFIGS, FORMS)},
     **{event: Program(events=(event,)) for event in EVENTS},
     "copy engines": Program(config="ZeRO-1, copy engines", events=("evaluate",)),
+    **{f"graphed, {form}": Program(form=form, auto=True, events=("evaluate", "EMA")) for form in FORMS},
+    "graphed, everything": Program(auto=True, steps=9, events=EVENTS_BUT_MODE),
     "per token": Program(per_token=True),
     "loss scale": Program(dtype=torch.float16, scaler=True),
     "SGD": Program(optimizer="SGD"),

@@ -251,7 +251,6 @@ WHOLE: dict[str, tuple[Callable[[torch.dtype], nn.Module], Case]] = {
 )
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.sampled(4)
 def test_whole_parameters_take_classes_of_matrices(name: str, dtype: torch.dtype, ranks: int) -> None:
     make, (cls, options) = WHOLE[name]
     expected = stock_whole(make, dtype, ranks, cls, options)

@@ -110,7 +110,6 @@ def test_momentum_goes_on(name: str, after: str, groups: str, folder: Path) -> N
 @pytest.mark.parametrize("before", ["alone", "ZeRO-1", "whole"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.sampled(1)
 def test_every_class_goes_on_everywhere(name: str, groups: str, before: str, after: str, folder: Path) -> None:
     check(name, groups, before, after, folder)
 

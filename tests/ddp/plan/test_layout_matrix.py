@@ -105,7 +105,6 @@ def plan(
 @pytest.mark.parametrize("shared_embedding", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.sampled(1)
 def test_bucket_sizes(size: int | None, bias: bool, shared_embedding: bool) -> None:
     """Sharded over 1, 2, 4 and 8 ranks, and not sharded: the same buckets."""
     expected = EXPECTED[bias, shared_embedding][size]

@@ -58,7 +58,6 @@ def parts(unit: PublishedUnit) -> list[Shapes]:
     ("degree", "norms_in_fp32"), [*itertools.product(DEGREES, (False, True)), (6, False), (96, False), (1000, False)]
 )
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.sampled(1)
 def test_element_atoms_pad_published_models_by_less_than_a_thousandth(
     name: str, degree: int, norms_in_fp32: bool
 ) -> None:

@@ -310,7 +310,6 @@ def step_scaled(fused: bool, unscale: bool) -> tuple[list[float], Tensor, Tensor
 
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.sampled(1)
 def test_ranks_that_update_nothing_scale_and_clip_with_the_others(fused: bool, unscale: bool) -> None:
     results = simulate(step_scaled, 8, fused, unscale)
     for scales, weight, norm in results:

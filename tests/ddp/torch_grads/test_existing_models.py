@@ -68,7 +68,6 @@ def check_stock_training(model: nn.Module, make_optimizer: Callable[..., torch.o
 
 @pytest.mark.parametrize("build", [Odd, lambda: Odd(torch.float64), lambda: Odd(torch.complex64), Convolution])
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.sampled(1)
 def test_stock_adamw(build: Callable[[], nn.Module], foreach: bool) -> None:
     check_stock_training(build(), lambda parameters: torch.optim.AdamW(parameters, lr=0.05, foreach=foreach))
 

@@ -70,7 +70,6 @@ def test_sizes_are_those_of_the_parameter_and_copies_keep_them() -> None:
 
 
 @pytest.mark.parametrize("name", [*WRITES, *WRITES_TO_VIEWS])
-@pytest.mark.sampled(5)
 def test_writes_that_need_other_ranks_are_refused_by_name(name: str) -> None:
     def check() -> None:
         model = zero1()

@@ -137,7 +137,6 @@ def test_a_skipped_step_leaves_no_trace(name: str, skipped: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["SGD, momentum", "SGD, dampening", "SGD, dampening in one group"])
-@pytest.mark.sampled(2)
 def test_under_every_placement(name: str, place: str) -> None:
     ranks, config = PLACES[place]
     with stale_empty():
@@ -177,7 +176,6 @@ def skip_without_sync(options: dict[str, Any], steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD, momentum", "SGD, Nesterov", "AdamW"])
-@pytest.mark.sampled(2)
 def test_fused_classes_skip_their_first_step_without_a_read(name: str) -> None:
     simulate(skip_without_sync, 2, OPTIONS[name], 3)
 
@@ -243,7 +241,6 @@ def go_on(how: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["a state dict", "another state", "a checkpoint", "no fused kernel", "no scaler"])
-@pytest.mark.sampled(2)
 def test_the_next_step_is_the_first(how: str, tmp_path: Path) -> None:
     """Dampening spares the first gradient that is not skipped."""
     with stale_empty():

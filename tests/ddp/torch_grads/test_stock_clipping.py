@@ -135,7 +135,6 @@ def test_where_there_is_no_gradient_nothing_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.sampled(4)
 def test_other_models_and_those_whose_wrapper_is_gone_are_left_alone(name: str) -> None:
     ours = make_model(fuse=False)
     ddp = wrap(ours)

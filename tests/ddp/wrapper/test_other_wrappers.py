@@ -132,7 +132,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.sampled(1)
 def test_two_wrappers_of_one_model_are_refused_by_name(case: str) -> None:
     combine, message = REFUSED[case]
     with pytest.raises(SimulatedRankError) as raised:
@@ -183,7 +182,6 @@ def entered(wrap: Callable[[nn.Module], nn.Module], trains: bool) -> None:
 @pytest.mark.parametrize(
     ("wrap", "trains"), [(DistributedDataParallel, True), (fully_shard, True), (fully_shard, False)]
 )
-@pytest.mark.sampled(2)
 def test_the_first_forward_finds_what_construction_has_missed(
     wrap: Callable[[nn.Module], nn.Module], trains: bool
 ) -> None:

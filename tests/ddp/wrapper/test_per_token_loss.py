@@ -97,7 +97,6 @@ def grads_and_reference(variants: int, delayed: bool, config: dict[str, Any]) ->
         (4, 1, "hybrid", True),
     ],
 )
-@pytest.mark.sampled(1)
 def test_gradients_are_those_of_a_mean_over_all_ranks_tokens(
     ranks: int, variants: int, placed: str, delayed: bool
 ) -> None:
@@ -142,7 +141,6 @@ NUMBERS: dict[str, tuple[Any, float]] = {
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("config", [{}, PLACED["sharded"]], ids=["whole", "sharded"])
-@pytest.mark.sampled(4)
 def test_tokens_come_as_any_kind_of_number(name: str, config: dict[str, Any]) -> None:
     """Three ranks with the gradients 1, 2 and 3."""
     num_tokens, expected = NUMBERS[name]
@@ -151,7 +149,6 @@ def test_tokens_come_as_any_kind_of_number(name: str, config: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("config", PLACED.values(), ids=PLACED)
-@pytest.mark.sampled(3)
 def test_an_iteration_without_a_token_has_zeros(config: dict[str, Any]) -> None:
     values = torch.cat(simulate(reduced, 2, 0, config, scale=0.0))
     assert not values.any()

@@ -365,7 +365,6 @@ def in_bf16(form: Form) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.sampled(1)
 def test_a_gradient_of_the_parameters_dtype_takes_the_place_of_one_in_fp32(form: str) -> None:
     torch.manual_seed(0)
     for steps in simulate(in_bf16, 2, FORMS[form]):

@@ -65,9 +65,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.manifest",
-                "agreed",
-                "if found.setdefault(name, value) != value:",
-                'if found.setdefault(name, value) != value and what != "groups":',
+                "saved_tensors",
+                "if fields[name].setdefault(key, value) != value:",
+                'if fields[name].setdefault(key, value) != value and key != "group":',
             ),
         ],
     ),
@@ -79,8 +79,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.model",
-                "parts_to_fill",
+                "maingrad.ddp.checkpoint.checkpoint",
+                "_parts_to_fill",
                 "if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):",
                 "if False:",
             ),

@@ -26,9 +26,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.manifest",
-                "_check_version",
-                "version == VERSION:",
-                "version >= VERSION:",
+                "Manifest.read",
+                "if version != VERSION:",
+                "if version < VERSION:",
             ),
         ],
     ),

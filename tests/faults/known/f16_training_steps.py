@@ -78,7 +78,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs.__call__",
+                "StepGraphs.run",
                 """
                 if model is not self._gathers:
                     model.finish()
@@ -96,7 +96,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs.__call__",
+                "StepGraphs.run",
                 "variant.inputs.hand_back(call)",
                 "",
             ),
@@ -172,7 +172,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs.__call__",
+                "StepGraphs.run",
                 "self._options.load()",
                 """
                 if not variant.graph.is_captured:
@@ -268,9 +268,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs.__call__",
-                "key = (signature(call), self._options.key(), self._around())",
-                "key = (signature(call), self._around())",
+                "StepGraphs.kind_of",
+                "self._options.key()",
+                "()",
             ),
         ],
     ),

@@ -35,10 +35,10 @@ FAULTS = [
         tests=["tests/fsdp/state/test_buffers_of_experts.py::test_a_checkpoint_of_one_wrapper_is_read_under_another"],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.model",
-                "experts_of",
-                "if id(buffer) in buffers}",
-                "if not getattr(buffer, 'allreduce', True)}",
+                "maingrad.ddp.checkpoint.source",
+                "model_tensors",
+                "if id(buffer) in of_experts:",
+                "if not getattr(buffer, 'allreduce', True):",
             )
         ],
     ),

@@ -55,10 +55,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.model",
-                "experts_of",
-                "if id(buffer) in buffers}",
-                "if not buffers}",
+                "maingrad.ddp.checkpoint.source",
+                "model_tensors",
+                "if id(buffer) in of_experts:",
+                "if not of_experts:",
             ),
         ],
     ),

@@ -41,8 +41,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.folder",
                 "Staging._hold",
-                "if isinstance(error, BlockingIOError):",
-                "if False:",
+                "except BlockingIOError:",
+                "except ZeroDivisionError:",
             ),
         ],
     ),
@@ -54,7 +54,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.model",
+                "maingrad.ddp.checkpoint.source",
                 "model_tensors",
                 "dict(buffers.values())",
                 "{name: each for name, each in buffers.values() if name in dict(module.named_buffers())}",
@@ -86,7 +86,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.manifest",
                 "SavedTensor.__post_init__",
-                "check_tiling(self.shape, [each.box for each in self.boxes])",
+                "check_tiling(self.shape, [box for _, box in self.boxes])",
                 "pass",
             ),
         ],
@@ -101,7 +101,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.files.rank_file",
-                "Entry._fill",
+                "Entry.read",
                 'if f"{checksum:08x}" != self.checksum:',
                 "if checksum < 0:",
             ),
@@ -297,8 +297,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.background",
                 "PendingSave.copy_to_host",
-                "memory.copy_(data.to(dtype), non_blocking=True)",
-                "data",
+                "memory.copy_(each[section].to(memory.dtype), non_blocking=True)",
+                "each[section]",
             ),
         ],
     ),
@@ -311,9 +311,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.background",
-                "finish_pending",
-                "if pending is not None and not pending.is_over:",
-                "if pending is not None and pending.done():",
+                "PendingSave.wait_once",
+                "if not self.is_over:",
+                "if self.done():",
             ),
         ],
     ),
@@ -363,8 +363,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.opened",
                 "open_checkpoint",
-                "if opened is not None and len(set(ids)) == 1:",
-                "if opened is not None:",
+                "if opened and len(set(ids)) == 1:",
+                "if opened:",
             ),
         ],
     ),
@@ -378,8 +378,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.files.boxes",
                 "Box.view_of",
-                "slice(start - offset, start - offset + size)",
-                "slice(max(0, start - offset - 1), max(0, start - offset - 1) + size)",
+                "tuple(map(slice, starts, ends))",
+                "tuple(slice(max(0, start - 1), end - min(1, start)) for start, end in zip(starts, ends, strict=True))",
             ),
         ],
     ),

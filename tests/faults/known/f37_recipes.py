@@ -335,8 +335,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.checkpoint",
                 "load_checkpoint",
-                "at_the_end[:] = [adopt]",
-                "at_the_end[:] = []",
+                "at_the_end[:] = [*adopts, install]",
+                "at_the_end[:] = [install]",
             ),
         ],
     ),

@@ -32,8 +32,8 @@ FAULTS = [
             Change(
                 "maingrad.launch.training.hugging_face.trainer",
                 "Trainer._clip_grad_norm",
-                "return self._norm(model, self.args.max_grad_norm)",
-                'return self._norm(model, float("inf"))',
+                "self.clipped_norm(model, self.args.max_grad_norm)",
+                'self.clipped_norm(model, float("inf"))',
             ),
         ],
     ),

@@ -44,7 +44,7 @@ FAULTS = [
             Change(
                 _FOLDER,
                 "belongs_to_checkpoint",
-                "FILE_NAME.fullmatch(own) is not None",
+                "_OURS.fullmatch(name) is not None",
                 'name.endswith((".safetensors", ".tmp"))',
             )
         ],

@@ -373,7 +373,6 @@ def sums_of_bf16(placements: str, fused: bool, low: bool) -> tuple[torch.dtype, 
 @every_placement
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("low", [True, False], ids=["fp32 masters", "bf16"])
-@pytest.mark.sampled(3)
 def test_18_small_bf16_gradients_survive_between_large_ones(placements: str, fused: bool, low: bool) -> None:
     found = simulate(sums_of_bf16, 2 * PLACEMENTS[placements], placements, fused, low)
     assert {dtype for dtype, _ in found} == {torch.float32 if low else torch.bfloat16}
@@ -442,7 +441,6 @@ def split_by_hand(placements: str, fused: bool) -> tuple[Tensor, Tensor, str]:
 
 @every_placement
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
-@pytest.mark.sampled(1)
 def test_19_gradients_that_are_asked_for_one_after_the_other(placements: str, fused: bool) -> None:
     for missing, dx, message in simulate(split_by_hand, 2 * PLACEMENTS[placements], placements, fused):
         assert missing.norm() < 1e-5

@@ -31,7 +31,6 @@ def sums_nbytes(model: FSDPModule) -> int:
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)
-@pytest.mark.sampled(1)
 def test_the_next_forward_has_the_memory(placements: str):
     def run() -> list[bool]:
         model = build(placements)
@@ -58,7 +57,6 @@ def test_the_next_forward_has_the_memory(placements: str):
 @pytest.mark.parametrize("size", [None, 1])
 @pytest.mark.parametrize("at_once", [False, True], ids=["", "both forwards first"])
 @pytest.mark.parametrize("placements", PLACEMENTS)
-@pytest.mark.sampled(2)
 def test_who_keeps_a_gradient_keeps_its_values(placements: str, at_once: bool, size: int | None):
     """The next reduction goes into new memory, and ``.grad`` shows the new memory."""
 
@@ -127,7 +125,6 @@ def test_the_first_round_is_summed_in_place(kept_dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)
-@pytest.mark.sampled(2)
 def test_microbatches_are_summed_over_any_number_of_forwards(placements: str):
     def run() -> tuple[list[Tensor], list[Tensor]]:
         sums = []

@@ -125,6 +125,7 @@ def test_a_program_that_catches_it_goes_on(kind: str) -> None:
         fully_shard(model, placements=kind)
         if mixes:
             assert "different units" in refusal(lambda: train(model, 1))
+            model.finish_grad_sync()  # nothing is left to be sent
             assert all(param.grad is None for param in model.parameters())
         train(model, 2)
         return [param.detach().clone() for param in model.parameters()]
@@ -201,7 +202,6 @@ def each_leaves_out_an_update(kind: str, how: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "how"), [("zero3", "update"), ("zero2", "update"), ("zero2", "forward")])
-@pytest.mark.sampled(1)
 def test_ranks_that_skip_different_steps(kind: str, how: str) -> None:
     first, second = simulate(each_leaves_out_an_update, 2, kind, how)
     assert first == second

@@ -72,7 +72,6 @@ KINDS: dict[str, tuple[str, bool | None]] = {
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("microbatches", [3, 1])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(1)
 def test_shards_agree_to_the_bit(kind: str, microbatches: int, fused: bool, delay: str, ranks: int) -> None:
     placements, reshard = KINDS[kind]
     options = {"fused": fused, "delay": delay, "microbatches": microbatches, "reshard": reshard}

@@ -184,7 +184,6 @@ BEHIND: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", ["alone, once"])
 @pytest.mark.parametrize("change", BEHIND)
-@pytest.mark.sampled(4)
 def test_what_cannot_be_refused_is_noticed_by_the_last_microbatch(change: str, kind: str) -> None:
     """The last microbatch raises. The next iteration is right."""
 

@@ -206,7 +206,6 @@ def test_real_ranks_save_what_simulated_ones_save(
 
 
 @pytest.mark.parametrize("placement", ["zero3", "hsdp", "hsdp_zero1"])
-@pytest.mark.sampled(1)
 def test_every_element_is_written_once_and_work_is_shared(
     saved: Callable[[str, torch.dtype | None], Path], placement: str
 ) -> None:
@@ -641,3 +640,26 @@ def test_a_save_rounds_one_tensor_at_a_time(tmp_path: Path) -> None:
         return copies.most
 
     assert simulate(most, 2) == [1, 1]
+
+
+def load_what_one_rank_cannot_open(folder: Path) -> str:
+    """The state of Adagrad is there before the first step, and a load compares it between ranks."""
+    model = fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    with pytest.raises(ValueError, match="a file system of its own") as error:
+        load_checkpoint(folder, model, optimizer)
+    return str(error.value)
+
+
+def test_all_ranks_hear_of_one_that_cannot_open_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "c", nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    original = Manifest.read
+
+    def read(folder: Path) -> Manifest:
+        if dist.get_rank() == 0:
+            raise ValueError("a file system of its own")
+        return original(folder)
+
+    monkeypatch.setattr(Manifest, "read", read)
+    said = simulate(load_what_one_rank_cannot_open, 3, tmp_path / "c")
+    assert said == ["a file system of its own (on rank 0)"] * 3

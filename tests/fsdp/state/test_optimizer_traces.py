@@ -115,7 +115,6 @@ def check_skips(name: str, place: str, skipped: Iterable[int]) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", [f"SGD, {name}, fused" for name in MOMENTA])
-@pytest.mark.sampled(1)
 def test_a_first_step_that_is_skipped_leaves_no_trace(name: str, place: str) -> None:
     with stale_empty():
         simulate(check_skips, PLACES[place][0], name, place, (0, 1))

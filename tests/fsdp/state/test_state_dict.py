@@ -207,7 +207,6 @@ def round_trip(placement: str) -> None:
 
 
 @pytest.mark.parametrize("placement, ranks", [("zero3", 1), ("zero3", 3), ("zero2", 2), ("hsdp", 4), ("hsdp_zero1", 6)])
-@pytest.mark.sampled(1)
 def test_what_is_loaded_is_used(placement: str, ranks: int) -> None:
     simulate(round_trip, ranks, placement)
 

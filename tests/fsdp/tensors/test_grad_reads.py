@@ -222,7 +222,6 @@ MADE = (halved, cloned, plain_of_this_rank, through_data, noisy, masked)
 
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("made", MADE)
-@pytest.mark.sampled(3)
 def test_what_is_put_into_grad_is_clipped_and_stepped_as_the_whole(made: Callable[[Any], None], foreach: Any) -> None:
     def train(model: Any) -> tuple[list[float], list[Tensor]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

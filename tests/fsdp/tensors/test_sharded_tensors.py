@@ -153,7 +153,6 @@ def one(shape: tuple[int, ...] = (4, 3), start: int = 3, end: int = 9, requires_
         ((0, 4), 0, 0, (0, 4)),
     ],
 )
-@pytest.mark.sampled(1)
 def test_shards_keep_the_number_of_dims(shape: Any, start: int, end: int, expected: Any) -> None:
     info = info_of(shape, start, end)
     assert local_shape(info) == expected
@@ -281,7 +280,6 @@ def test_a_function_of_autograd_refuses_what_leads_to_values(
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.sampled(1)
 def test_use_outside_its_unit_is_refused_by_name(name: str, requires_grad: bool) -> None:
     what, use = USES[name]
     param = one(requires_grad=requires_grad)
@@ -339,7 +337,6 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-@pytest.mark.sampled(1)
 def test_questions_about_a_shard_are_answered(name: str) -> None:
     plain, param = nn.Parameter(one().detach().clone()), one()
     expected, answer = QUESTIONS[name](plain), QUESTIONS[name](param)
@@ -519,7 +516,6 @@ def test_lists_of_several_grids_and_plain_tensors() -> None:
     ],
 )
 @every_layout
-@pytest.mark.sampled(5)
 def test_norms_of_rows_and_of_matrices_name_the_whole_gradient(ranks: Ranks, norm: Callable[[Any], Tensor]) -> None:
     matrix = torch.arange(12.0).view(3, 4)
 
@@ -554,7 +550,6 @@ def clipped(
 
 @every_layout
 @pytest.mark.parametrize("norm_type", [1, 2, 3, INF])
-@pytest.mark.sampled(2)
 def test_clipping_is_that_of_one_process(ranks: Ranks, norm_type: float) -> None:
     for foreach, apart, max_norm in ((None, False, 0.5), (True, True, 0.5), (False, False, 1e6)):
         reference = plain_params(wholes(), wholes())
@@ -609,7 +604,6 @@ def clipped_with_nan(bad: float) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("bad", [math.nan, INF])
-@pytest.mark.sampled(1)
 def test_real_ranks_clip_and_find_nan_as_one_process(bad: float) -> None:
     expected = get_total_norm(wholes()).item()
     for total, largest, found_inf in run_ranks(clipped_with_nan, 2, bad):
@@ -696,7 +690,6 @@ def stepped(ranks: Ranks, name: str) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled(1)
 def test_optimizers_update_shards_as_whole_parameters(name: str) -> None:
     reference = plain_params(wholes(), wholes())
     optimizer = OPTIMIZERS[name](reference)

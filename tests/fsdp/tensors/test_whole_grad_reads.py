@@ -45,7 +45,6 @@ def test_what_needs_rows_positions_or_all_elements_names_the_whole_gradient(name
 
 
 @pytest.mark.parametrize("name", [*WRITES, *WRITES_TO_VIEWS])
-@pytest.mark.sampled(1)
 def test_writes_that_need_other_ranks_are_refused_by_name(name: str) -> None:
     def check() -> None:
         model = sharded()

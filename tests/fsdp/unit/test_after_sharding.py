@@ -95,7 +95,6 @@ def wrap_a_module(model: nn.Module) -> None:
     ],
 )
 @pytest.mark.parametrize("placements", ["zero3", "zero1"])
-@pytest.mark.sampled(4)
 def test_changes_of_the_model_are_seen_in_the_next_iteration(
     placements: str, change: Callable[[nn.Module], None], match: str
 ) -> None:

@@ -385,7 +385,6 @@ class OtherOrder(nn.Module):
         differs("class", lambda rank: (nn.Linear, nn.Bilinear)[rank](*[3] * (2 + rank)), "Linear's 'bias'"),
     ],
 )
-@pytest.mark.sampled(1)
 def test_models_that_differ_between_ranks(make: Callable[[int], nn.Module], found: str, options: Any) -> None:
     def on_each_rank() -> None:
         with pytest.raises(ValueError, match=rf"the model differs between ranks .*rank 0 has .*{found}.* where rank 1"):

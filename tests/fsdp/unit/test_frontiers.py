@@ -154,7 +154,6 @@ def test_shards_take_constants() -> None:
 
 @pytest.mark.parametrize("name", INITIALISERS)
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-@pytest.mark.sampled(1)
 def test_shards_are_not_initialised_by_draws(name: str) -> None:
     """Ranks of one seed would draw equal numbers for different rows, with bounds from the shard's shape."""
 

@@ -187,7 +187,6 @@ def test_an_ignored_parameter_that_has_no_memory_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "packed GroupedMLP"])
-@pytest.mark.sampled(4)
 def test_our_modules(name: str) -> None:
     """Modules delay after ``fully_shard`` too: the marks on parameters are kept."""
 

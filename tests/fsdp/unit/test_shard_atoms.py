@@ -41,7 +41,6 @@ def train(atoms: ShardAtoms, size: int | None = None) -> tuple[list[Tensor], lis
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("atoms", ["row", "whole", 2, {"*.weight": "row", "0.bias": "whole"}], ids=str)
-@pytest.mark.sampled(3)
 def test_atoms_stay_together_and_training_is_the_same(atoms: ShardAtoms, world_size: int):
     wanted, _ = simulate(lambda: train("element"), world_size)[0]
     for weights, places in simulate(lambda: train(atoms), world_size):

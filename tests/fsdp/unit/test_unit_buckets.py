@@ -65,7 +65,6 @@ def test_buckets_are_closed_in_the_order_of_backward() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.sampled(1)
 def test_a_bucket_is_closed_where_it_has_enough_and_as_much_follows(seed: int) -> None:
     """Except if less than half a bucket is left, or the next parameter is too small to open a bucket."""
     rng = random.Random(seed)
@@ -126,7 +125,6 @@ def test_a_tied_parameter_has_one_place() -> None:
 
 @pytest.mark.parametrize("degree", [8, 64, 256, 1024])
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.sampled(1)
 def test_published_models_are_padded_by_less_than_a_thousandth(name: str, degree: int) -> None:
     """With default options, and with experts in the layer's unit or in a unit of their own."""
     for unit in PUBLISHED[name]():

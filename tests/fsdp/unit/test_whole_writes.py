@@ -145,7 +145,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize(
     ("way", "kind"), [*(("zero3", kind) for kind in MODULES), ("zero2", "clamp_"), ("hsdp", "clamp_")]
 )
-@pytest.mark.sampled(1)
 def test_writes_that_are_not_declared_are_refused_by_name(way: str, kind: str) -> None:
     make_layer, local = MODULES[kind]
 

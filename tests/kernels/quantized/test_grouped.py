@@ -100,7 +100,6 @@ def test_each_expert_has_the_bits_of_its_rows_alone(name: str, splits: str, tran
 
 
 @pytest.mark.parametrize("name", GROUPED)
-@pytest.mark.sampled(1)
 def test_what_is_not_finite_stays_with_its_expert(name: str) -> None:
     spec = GROUPED[name]
     x, offsets = rows_of(*SPLITS["uneven"])

@@ -10,7 +10,6 @@ from maingrad.kernels.quantized import dequantize, quantize, scaled_product, sca
 
 
 @pytest.mark.parametrize(("left", "right"), list(itertools.combinations_with_replacement(SPECS, 2)))
-@pytest.mark.sampled(6)
 def test_products(left: str, right: str) -> None:
     draws = torch.Generator().manual_seed(0)
     a = quantize(torch.randn(33, 170, generator=draws), SPECS[left])

@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,75 @@ def test_rows_of_a_dataset_on_disk(tmp_path: Path):
     assert found.tokens[:].tolist() == TOKENS[:52]
     assert found.tokens[5:22].tolist() == TOKENS[5:22]
     assert found.starts is not None and found.starts.tolist() == [0, 7, 8, 21, 25]
+
+
+class Numbers:
+    """Integers of Arrow, as a dataset's column has them."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = np.array(values, dtype=np.int64)
+
+    def to_numpy(self, *, zero_copy_only: bool) -> np.ndarray:
+        assert not zero_copy_only, "Arrow copies what it holds in another form"
+        return self.values
+
+
+class Chunk(list[list[int]]):
+    """Lists of Arrow, one for each row."""
+
+    def value_lengths(self) -> Numbers:
+        return Numbers([len(row) for row in self])
+
+    def flatten(self) -> Numbers:
+        return Numbers([value for row in self for value in row])
+
+
+class Dataset:
+    """A dataset of the package, whose rows lie in chunks."""
+
+    def __init__(self, *chunks: list[list[int]]) -> None:
+        self.chunks = [Chunk(chunk) for chunk in chunks]
+        self.data, self.column_names = self, ["ids", "other"]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.chunks))
+
+    def column(self, name: str) -> "Dataset":
+        assert name == "ids"
+        return self
+
+
+def test_a_dataset_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for ``datasets``: rows in several chunks, one of which is empty, and all that is refused."""
+    folders: dict[str, Any] = {
+        "whole": Dataset(DOCUMENTS[:2], [], [*DOCUMENTS[2:4], []], DOCUMENTS[4:]),
+        "split": {"train": Dataset(DOCUMENTS)},
+        "empty": Dataset([]),
+    }
+
+    def load_from_disk(path: str) -> Any:
+        if path not in folders:
+            raise FileNotFoundError(f"{path} is not there")
+        return folders[path]
+
+    package: Any = types.ModuleType("datasets")
+    package.Dataset, package.load_from_disk = Dataset, load_from_disk
+    monkeypatch.setitem(sys.modules, "datasets", package)
+
+    def opened(path: str, column: str = "ids") -> Body:
+        return open_body(DataConfig(source="hugging_face", paths=(path,), column=column), path, None)
+
+    body = opened("whole")
+    assert body.tokens[:].tolist() == TOKENS
+    assert body.starts is not None and body.starts.tolist() == [0, 7, 8, 21, 25]
+    for path, column, message in (
+        ("split", "ids", "'split' holds several splits: name one, such as 'split/train'"),
+        ("whole", "text", "'whole' has no column 'text', but ids, other; set data.column"),
+        ("empty", "ids", "'empty' is empty"),
+        ("none", "ids", r"'none' is no dataset of save_to_disk \(none is not there\)"),
+    ):
+        with pytest.raises(DataError, match=message):
+            opened(path, column)
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -69,7 +69,6 @@ def test_stored_values_are_those_of_from_pretrained(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.sampled(2)
 def test_new_values_follow_from_the_seed(tmp_path: Path, name: str):
     config_of(name).save_pretrained(tmp_path)
     settings = ModelConfig(hugging_face=str(tmp_path), pretrained=False)

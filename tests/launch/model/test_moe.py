@@ -157,7 +157,6 @@ def test_balancing_lowers_the_probability_of_the_fullest():
     ids=str,
 )
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.sampled(1)
 def test_the_block_is_its_definition(changes: dict[str, Any], fused: bool):
     """Compares the output and every gradient, the router's included; in fp64, so that any difference is a fault."""
     ffn = mixture(**changes, fuse_wgrad_accumulation=fused)

@@ -96,7 +96,6 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
     "mode, attentions, kept_less",
     [({}, 2, False), (MODES[0], 4, True), (MODES[1], 3, True), (MODES[2], 4, True), (MODES[3], 2, True)],
 )
-@pytest.mark.sampled(1)
 def test_what_is_computed_again(mode: dict[str, Any], attentions: int, kept_less: bool, tmp_path: Path):
     """In forward and backward of two blocks; and that less is kept from one to the other."""
     config = tiny_config(tmp_path, model={"fuse_wgrad_accumulation": False}, train=mode)

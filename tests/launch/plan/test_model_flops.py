@@ -87,6 +87,5 @@ def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
         ("", None),
     ],
 )
-@pytest.mark.sampled(1)
 def test_peaks(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak

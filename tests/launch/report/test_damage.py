@@ -216,7 +216,6 @@ def endless(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", REFUSED)
-@pytest.mark.sampled(1)
 def test_a_folder_without_any_record_is_refused(run: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     apply, message = REFUSED[damage]
     apply(run)

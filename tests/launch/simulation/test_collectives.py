@@ -53,7 +53,6 @@ def on_ranks(world_size: int, fn: Callable[[int], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.sampled(3)
 def test_reductions(op: str, world_size: int):
     expected = OPS[op](all_brought(world_size, 3, 2))
     reduce_op = getattr(dist.ReduceOp, op)
@@ -79,7 +78,6 @@ def test_reductions(op: str, world_size: int):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.sampled(3)
 def test_gathers(world_size: int):
     def run(rank: int) -> list[Tensor]:
         mine, everyone = brought(rank, 2, 3), all_brought(world_size, 2, 3)
@@ -106,7 +104,6 @@ def test_gathers(world_size: int):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.sampled(4)
 def test_from_one_rank(world_size: int):
     root = world_size // 2
 
@@ -122,7 +119,6 @@ def test_from_one_rank(world_size: int):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.sampled(3)
 def test_all_to_all(world_size: int):
     def run(rank: int) -> None:
         places = [torch.empty(2) for _ in range(world_size)]
@@ -142,7 +138,6 @@ def test_all_to_all(world_size: int):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.sampled(3)
 def test_objects(world_size: int):
     root = world_size - 1
 
@@ -165,7 +160,6 @@ def test_objects(world_size: int):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-@pytest.mark.sampled(3)
 def test_point_to_point(world_size: int):
     def run(rank: int) -> list[int]:
         after, before = (rank + 1) % world_size, (rank - 1) % world_size
@@ -239,7 +233,6 @@ def test_premultiplied():
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.sampled(3)
 def test_coalesced(world_size: int):
     total = world_size * (world_size - 1) / 2
 
@@ -291,7 +284,6 @@ def test_functional_collectives_go_through_cpp():
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.sampled(4)
 def test_output_and_input_may_share_memory(world_size: int):
     def run(rank: int) -> None:
         grads = brought(rank, world_size, 3)

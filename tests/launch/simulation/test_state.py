@@ -331,7 +331,6 @@ def train(data_parallel: str, dtype: torch.dtype = torch.float64) -> list[float]
 
 @pytest.mark.parametrize("data_parallel", ["loop", "torch ddp", "torch fsdp"])
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.sampled(1)
 def test_data_parallel_training_equals_one_process(data_parallel: str, world_size: int):
     expected = train("none")
     for seed in range(3):

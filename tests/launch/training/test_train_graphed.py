@@ -86,7 +86,8 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu(count=2)
 def test_a_graphed_run_of_two_gpus_ends(tmp_path: Path) -> None:
     """NCCL waits for ever for a communicator that a living graph has captured."""
-    options = ["--train.device", "cuda", "--train.steps", "6", "--optimizer.warmup_steps", "2", "--train.cuda_graph"]
+    options = ["--train.device", "cuda", "--train.steps", "6", "--optimizer.warmup_steps", "2"]
+    options += ["--train.cuda_graph", "True"]
     done = run_python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "maingrad", "train"),
         *(ROOT / "launch" / "configs" / "stdlib.toml", *options, "--train.out_dir", tmp_path / "run"),

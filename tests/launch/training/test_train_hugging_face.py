@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_run import tiny_config
+from torch import nn
 
-from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp import DistributedDataParallel, save_checkpoint
 from maingrad.launch import simulate
 from maingrad.launch.cli import main
 from maingrad.launch.config.run import Config, ConfigError
@@ -146,6 +147,10 @@ def test_a_checkpoint_of_another_model_becomes_no_folder(tmp_path: Path, capsys:
     assert main(["export", str(checkpoint), str(tmp_path / "folder")]) == 2
     assert "is not of a run with model.hugging_face" in capsys.readouterr().err
     assert main(["export", str(checkpoint), str(tmp_path / "weights.safetensors")]) == 0
+    for extra in (["notes"], None, {}):  # of a program of somebody else's
+        save_checkpoint(tmp_path / "other", nn.Linear(2, 2), extra=extra)
+        assert main(["export", str(tmp_path / "other"), str(tmp_path / "folder")]) == 2
+        assert "is not of a run with model.hugging_face" in capsys.readouterr().err
 
 
 def test_bf16_parameters_and_tied_embeddings(tmp_path: Path):

@@ -1,7 +1,8 @@
 """`maingrad tune`: which configuration is chosen, what a cold start costs, and the table that is written."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,36 @@ def _parsed(gpu: str, problem: Problem) -> dict[str, int]:
     found = tuned_config(gpu, problem)
     assert isinstance(found, dict)
     return found
+
+
+def test_the_three_fastest_and_the_library_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that is given: of three more rounds the median counts, and the others keep their first time."""
+    clock = {
+        "first": [1.0, 7.0, 1.0, 6.0],
+        "second": [2.0, 2.0, 3.0, 2.5],
+        "third": [3.0, 3.0, 3.0, 3.0],
+        "fourth": [4.0],
+        CUBLAS: [9.0, 8.0, 9.0, 7.0],
+    }
+    running: list[str] = []
+
+    def do_bench(run: Callable[[], None], *, warmup: int, rep: int, return_mode: str) -> float:
+        run()
+        return clock[running[-1]].pop(0)
+
+    monkeypatch.setattr("triton.testing.do_bench", do_bench)
+    said: list[str] = []
+    runs = {name: partial(running.append, name) for name in ("third", "first", CUBLAS, "fourth", "second")}
+    timings = tune_kernels._time_all(DENSE, runs, said.append)
+    assert {timing.config: timing.ms for timing in timings} == {
+        "first": 6.0,
+        "second": 2.5,
+        "third": 3.0,
+        "fourth": 4.0,
+        CUBLAS: 8.0,
+    }
+    assert not any(clock.values()) and {timing.problem for timing in timings} == {DENSE}
+    assert len(said) == 1 and said[0].endswith("2.5000 ms, second")
 
 
 @pytest.mark.parametrize("shape", ["4x64x32x16", "1x64x32x16"])

@@ -61,7 +61,6 @@ def check_like_plain(model: nn.Module, x: Tensor, plain: nn.Module, times: int =
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("blocks", ["forward", "backward", "both", "neither"])
 @pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.sampled(1)
 def test_a_block_around_either_pass(kind: str, blocks: str, shape: tuple[int, ...]) -> None:
     model, x, queue = make(kind), input_of(shape), WgradQueue()
     plain = copy.deepcopy(model)

@@ -77,7 +77,6 @@ def test_a_compiled_forward_notices_the_block_it_runs_in(kind: str, fuse: bool) 
 
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize("shape", [(3, FEATURES), (2, 3, FEATURES)], ids=str)
-@pytest.mark.sampled(1)
 def test_a_gradient_that_autograd_hands_on_is_not_shared_with_what_waits(kind: str, shape: tuple[int, ...]) -> None:
     """A leaf that is added to the output gets the same gradient tensor, and adds the next microbatch's to it."""
     delayed, plain = make(kind, fuse=False, delay=True), make(kind, fuse=False)

@@ -58,7 +58,6 @@ def assert_fp64s(mlp: LayerNormMLP, dtype: torch.dtype = torch.float32) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.sampled(1)
 def test_every_activation_is_fp64s(activation: str, fuse: bool, dtype: torch.dtype) -> None:
     mlp = make("LayerNormMLP", fuse=fuse, activation=activation, params_dtype=dtype)
     if "re" in activation and dtype is torch.bfloat16:

@@ -116,7 +116,6 @@ def watch(output: Tensor, weight: nn.Parameter, seen: list[tuple[Seen | None, An
 @pytest.mark.parametrize("input_needs_grad", [True, False])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
-@pytest.mark.sampled(1)
 def test_every_row_for_every_weight(kind: str, name: str, row: Row, input_needs_grad: bool) -> None:
     module = make(kind, fuse=row.fuse, delay=row.delay)
     weight = getattr(module, name)
@@ -176,7 +175,6 @@ def _main_grad_of(provider: Any, weight: Tensor) -> Tensor | None:
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("provider", ["ours", "foreign", "lazy", "none"])
 @pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
-@pytest.mark.sampled(1)
 def test_the_frozen_row_for_every_weight(kind: str, name: str, provider: str, fuse: bool, delay: bool) -> None:
     """Nothing is returned, written or flagged for it; its bias, the input and every other parameter get theirs."""
     if provider == "none" and fuse and kind not in ("Linear", "LayerNormLinear", "packed GroupedLinear"):
@@ -213,7 +211,6 @@ def test_the_frozen_row_for_every_weight(kind: str, name: str, provider: str, fu
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("provider", ["ours", "lazy"])
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
-@pytest.mark.sampled(1)
 def test_08_a_module_used_twice_overwrites_once_in_each_backward(
     kind: str, provider: str, delay: bool, reentrant: bool
 ) -> None:
@@ -243,7 +240,6 @@ def test_08_a_module_used_twice_overwrites_once_in_each_backward(
 @pytest.mark.parametrize("provider", ["ours", "foreign", "lazy", "no flag"])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
-@pytest.mark.sampled(4)
 def test_autograd_passes_over_a_fused_weights_gradient_nowhere(
     kind: str, name: str, delay: bool, provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +272,6 @@ def test_autograd_passes_over_a_fused_weights_gradient_nowhere(
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
-@pytest.mark.sampled(4)
 def test_the_count_of_passes_sees_those_of_an_unfused_module(kind: str, name: str) -> None:
     module = make(kind, fuse=False)
     ddp = wrap(module)

@@ -53,7 +53,6 @@ def test_ties_and_frozen_weights_too(around: str, variant: dict[str, bool], how:
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("how", ["now", "module"])
 @pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.sampled(3)
 def test_an_mlp_that_recomputes_itself_inside_all_of_them(around: str, how: str, fuse: bool) -> None:
     twice = "reentrant" not in around
     plain = train(Stack("LayerNormMLP", fuse=fuse, twice=twice), 2, "now")
@@ -83,7 +82,6 @@ def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: 
 @pytest.mark.parametrize("around", ["save_on_cpu", "fresh tensors"])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("provider", [ForeignProvider, LazyForeignProvider])
-@pytest.mark.sampled(1)
 def test_20_flag_and_overwrite_bit_are_the_weights_own(
     kind: str, name: str, around: str, delay: bool, provider: type[ForeignProvider]
 ) -> None:

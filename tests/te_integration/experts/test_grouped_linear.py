@@ -245,7 +245,6 @@ def test_it_is_a_loop_of_linear(packed: bool, fuse: bool, delay: bool) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("which", ["input", "weights", "neither"])
-@pytest.mark.sampled(1)
 def test_the_input_without_a_gradient_and_the_weights_with_and_the_reverse(form: str, delay: bool, which: str) -> None:
     module = make(4, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, **FORMS[form])
     for name in module.weight_names:

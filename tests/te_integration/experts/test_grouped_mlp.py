@@ -197,7 +197,6 @@ def as_sequential(mlp: GroupedMLP, activation: torch.nn.Module, **options: Any) 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
-@pytest.mark.sampled(1)
 def test_three_modules_give_the_same_bits(device: str, layout: str, fuse: bool, delay: bool, activation: str) -> None:
     options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay, "device": device, **LAYOUTS[layout]}
     params = {"limit": 0.3} if activation == "clamped_swiglu" else {}

@@ -61,7 +61,6 @@ def weights_of(module: GroupedMLP) -> list[str]:
 @FUSED_OR_NOT
 @pytest.mark.parametrize("frozen", [("fc1_weight",), ("fc2_weight",), ("fc1_weight", "fc2_weight"), ("bias",), ()])
 @pytest.mark.parametrize("input_needs_it", [False, True])
-@pytest.mark.sampled(4)
 def test_07_what_is_frozen_takes_nothing_along(
     layout: str, delay: bool, fuse: bool, frozen: tuple[str, ...], input_needs_it: bool
 ) -> None:

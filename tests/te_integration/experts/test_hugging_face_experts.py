@@ -424,7 +424,6 @@ def test_a_compiled_layer_is_one_graph(name: str) -> None:
 
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling, MXFP8BlockScaling])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-@pytest.mark.sampled(1)
 def test_experts_under_a_recipe(name: str, recipe: type) -> None:
     """Quantised gradients are near those of bf16, and no nearer than elements of 8 bits can be."""
     plain, model = tiny(name, layers=1).bfloat16(), tiny(name, layers=1).bfloat16()

@@ -49,7 +49,6 @@ def delay(kind: str, fuse: bool, own_queue: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("own_queue", [True, False])
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
-@pytest.mark.sampled(2)
 def test_delayed_weight_gradients_are_refused_in_forward(kind: str, own_queue: bool, fuse: bool):
     for error, difference in run_ranks(delay, RANKS, kind, fuse, own_queue):
         assert error.startswith("RuntimeError: the layer")
@@ -103,7 +102,6 @@ def use_outside_its_unit() -> str:
         (use_outside_its_unit, "RuntimeError: .* mixed torch.Tensor and DTensor"),
     ],
 )
-@pytest.mark.sampled(2)
 def test_what_cannot_be_is_an_error(attempt: Callable[[], str], text: str):
     for error in run_ranks(attempt, RANKS):
         assert re.match(text, error, re.DOTALL), error

@@ -78,7 +78,6 @@ def warmed_up(kind: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["module", "queue"])
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
-@pytest.mark.sampled(4)
 def test_a_delayed_gradient_is_refused_where_the_module_ran_before_it_was_wrapped(kind: str, how: str) -> None:
     simulate(warmed_up, 2, kind, how)
 
@@ -108,7 +107,6 @@ def recomputed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
-@pytest.mark.sampled(4)
 def test_a_delayed_gradient_is_refused_in_reentrant_recompute(kind: str) -> None:
     simulate(recomputed, 2, kind)
 
@@ -154,7 +152,6 @@ def test_a_delayed_gradient_is_refused_where_fsdp2_came_after_the_first_forward(
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
-@pytest.mark.sampled(4)
 def test_a_module_that_ran_before_is_reduced_by_our_wrapper(kind: str, fuse: bool) -> None:
     """In its first forward the module had no main_grad; our wrapper gives it one afterwards."""
 

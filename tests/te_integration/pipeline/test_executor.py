@@ -91,7 +91,6 @@ def test_every_order_gives_bitwise_the_gradients_of_the_plain_order(make_linear,
 
 
 @pytest.mark.parametrize("make_linear", [stand_in, unfused, fused])
-@pytest.mark.sampled(1)
 def test_the_real_interleaved_order(make_linear):
     schedule = parse_order(orders.INTERLEAVED_3_CHUNKS_8_MICROBATCHES, num_layers_per_chunk=[3, 9, 6])
     compare(schedule, make_linear, [[True], [True, False, True], [False, True]])
@@ -99,7 +98,6 @@ def test_the_real_interleaved_order(make_linear):
 
 @pytest.mark.parametrize("make_linear", [stand_in, unfused, fused])
 @pytest.mark.parametrize("lag", range(5))
-@pytest.mark.sampled(4)
 def test_wgrads_may_lag_any_number_of_dgrads_behind(make_linear, lag):
     order = [1] * 6 + [-1] * lag + [-1, -1.5] * (6 - lag) + [-1.5] * lag
     compare(parse_order(order), make_linear, [[True, True]])

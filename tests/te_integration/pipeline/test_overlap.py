@@ -181,7 +181,6 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("order, how", SEQUENCES, ids="-".join)
-@pytest.mark.sampled(4)
 def test_a_chunk_launches_when_it_is_complete(order: str, how: str) -> None:
     numbers, expected = SEQUENCES[order, how]
     assert simulate(launched_by_then, 2, numbers, how) == [expected, expected]

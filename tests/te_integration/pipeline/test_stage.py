@@ -244,7 +244,6 @@ def split_by_torch(kind: str) -> str:
     ],
     ids=["ours", "foreign", "plain"],
 )
-@pytest.mark.sampled(2)
 def test_19_a_backward_split_by_torch_is_refused(kind: str, named: str) -> None:
     (message,) = simulate(split_by_torch, 1, kind)
     if OLD_TORCH and kind != "plain":

@@ -107,7 +107,6 @@ def in_turn(kind: str, counts: list[int]) -> list[Grads]:
 
 @pytest.mark.parametrize("counts", [[2, 4, 2, 2], [4, 2, 4, 3]], ids=str)
 @pytest.mark.parametrize("kind, ranks", [("ZeroBubble", 1), ("ZeroBubble", 2), ("1F1B", 2), ("GPipe", 2)])
-@pytest.mark.sampled(3)
 def test_schedules_in_turn_have_each_its_own_mean(kind: str, ranks: int, counts: list[int]) -> None:
     check(simulate(in_turn, ranks, kind, counts), [plain_grads(count) for count in counts])
 
@@ -188,7 +187,6 @@ def evaluated(kind: str, config: dict[str, Any], inside: bool) -> tuple[list[Gra
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("kind, ranks", [("ZeroBubble", 1), ("ZeroBubble", 2), ("1F1B", 2)])
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.sampled(2)
 def test_an_evaluation_leaves_gradients_and_reductions_alone(
     kind: str, ranks: int, sharded: bool, inside: bool
 ) -> None:

@@ -769,7 +769,6 @@ def test_state_dicts() -> None:
 
 @pytest.mark.parametrize("given", ["parameters", "a copy from before"])
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.sampled(1)
 def test_weights_that_are_loaded_for_an_evaluation_leave_the_state_alone(given: str, strict: bool) -> None:
     """As averages are swapped in. Their state has no buffers where they were copied before the first forward."""
     early = towers()

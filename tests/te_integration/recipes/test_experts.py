@@ -224,7 +224,6 @@ def test_random_rounding_is_near_bf16() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.sampled(1)
 def test_scaled_biases_and_buffers(recipe: str) -> None:
     """``bias_scales``, ``out`` and ``grad_input``: as without a recipe, but for the products."""
     layer = layer_of(scale_bias=True, single_grouped_bias=True)

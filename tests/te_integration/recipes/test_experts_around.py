@@ -70,7 +70,6 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.sampled(1)
 def test_three_modules_give_the_bits_of_one(recipe: str, packed: bool) -> None:
     mlp = experts(single_grouped_weight=packed)
     options: dict[str, Any] = {
@@ -98,7 +97,6 @@ def test_three_modules_give_the_bits_of_one(recipe: str, packed: bool) -> None:
 
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("recipe", [*RECIPES, "NVFP4, random"])
-@pytest.mark.sampled(1)
 def test_gradients_are_near_those_of_bf16(recipe: str, delay: bool) -> None:
     found = []
     for low in (RECIPES.get(recipe, NVFP4BlockScaling()), None):
@@ -123,7 +121,6 @@ def test_gradients_are_near_those_of_bf16(recipe: str, delay: bool) -> None:
 
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.sampled(1)
 def test_what_is_computed_again_has_the_recipe(recipe: str, outside: bool) -> None:
     found = []
     for recomputed in (False, True):

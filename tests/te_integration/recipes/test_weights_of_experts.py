@@ -89,7 +89,6 @@ def counted() -> Iterator[list[tuple[bool, bool]]]:
 
 @FORMS
 @ALL
-@pytest.mark.sampled(1)
 def test_weights_are_quantised_once_an_iteration(recipe: Any, packed: bool) -> None:
     _, model = wrapped(packed=packed)
     for _ in range(2):
@@ -121,7 +120,6 @@ def test_every_step_is_seen(recipe: Any, packed: bool) -> None:
 
 @FORMS
 @ALL
-@pytest.mark.sampled(1)
 def test_a_change_of_any_expert_before_the_first_gradient(recipe: Any, packed: bool) -> None:
     layer, model = wrapped(packed=packed)
     for expert in (0, 2):

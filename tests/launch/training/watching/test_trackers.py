@@ -1,7 +1,9 @@
 """``[logging]``: the numbers of ``metrics.jsonl`` reach TensorBoard and Weights & Biases."""
 
+import importlib.machinery
 import re
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import train
+from maingrad.launch.training.watching.trackers import check_packages, trackers_of
 
 
 def config_of(folder: Path, logging: dict[str, Any], **train_settings: Any) -> Config:
@@ -54,6 +57,51 @@ def test_weights_and_biases_gets_a_run_offline(tmp_path: Path, monkeypatch: pyte
     content = file.read_bytes()
     assert b"train/loss" in content and b"validation/loss" in content
     assert file.stem == f"run-{(tmp_path / 'run' / 'wandb_id').read_text().strip()}"
+
+
+def test_what_weights_and_biases_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package: settings of the run, each number once, and the same run after a resume."""
+    calls: list[tuple[str, Any]] = []
+
+    class Run:
+        id = "id-of-the-run"
+
+        def log(self, numbers: dict[str, float], *, step: int) -> None:
+            calls.append(("log", (step, numbers)))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    def init(**settings: Any) -> Run:
+        calls.append(("init", settings))
+        return Run()
+
+    package: Any = types.ModuleType("wandb")
+    package.init, package.__spec__ = init, importlib.machinery.ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name, resumed_at, known in ((None, None, None), ("named", 4, Run.id), ("named", None, None)):
+        logging = {"wandb_project": "tiny", "wandb_mode": "offline", **({"wandb_name": name} if name else {})}
+        config = config_of(tmp_path, logging)
+        check_packages(config)
+        calls.clear()
+        (tracker,) = trackers_of(config, resumed_at)
+        tracker.add("step", {"step": 5, "loss": 2.0, "skipped": True, "what": "text"})
+        tracker.add("note", {"step": 5, "loss": 2.0})
+        tracker.close()
+        (_, settings), *rest = calls
+        assert settings.pop("config")["logging.wandb_project"] == "tiny"
+        assert settings == {
+            "project": "tiny",
+            "name": name or "run",
+            "dir": str(folder),
+            "mode": "offline",
+            "id": known,
+            "resume": "allow" if known else None,
+        }
+        assert rest == [("log", (5, {"train/loss": 2.0, "step": 5})), ("finish", None)]
+        assert (folder / "wandb_id").read_text() == f"{Run.id}\n"
 
 
 @pytest.mark.parametrize(

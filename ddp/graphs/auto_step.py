@@ -1,0 +1,292 @@
+"""``AutoStep``: a training step that becomes a CUDA graph where that is right, and stays eager where not.
+
+::
+
+    eager    the function, with its own arguments, on the stream of captures. Afterwards: has anything changed that a
+             replay would not change?  Twice not, for calls of one kind: the next of that kind is
+    capture  of which nothing has run if it fails; then the same call runs eagerly, and all later ones
+    replay   as long as arguments, model, options and all that Python reads are those of the capture
+
+Ranks decide together. An eager iteration has collectives that a replay lacks (ranks compare their steps), so where one
+rank must run eagerly, all do.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable, Hashable
+from typing import Any, Generic
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..collectives.rank_grid import RankGrid, backends_of
+from ..torch_internals import tree_flatten, tree_map_only
+from .host_state import HostState, is_installed, is_torch_or_ours
+from .inputs import check_outputs
+from .step_graphs import Kind, P, StepGraphs, T
+
+__all__ = ["AutoStep"]
+
+logger = logging.getLogger(__name__)
+
+_NUM_WARMUP = 2
+_MOST_CHANGES = 4
+"""Eager calls in which something has changed, between two replays. The first ones make caches and counters."""
+_MOST_EAGER = 32
+"""Eager calls between two replays: after so many, no kind of call seems to come again."""
+_MOST_CAPTURES, _REPLAYS_OF_A_CAPTURE = 8, 50
+"""Captures beyond the first eight must have had fifty replays each: a capture takes as long as some fifty."""
+_MOST_KINDS = 256
+"""Whose eager calls are counted."""
+_STOP, _EAGER, _GRAPH = -1, 0, 1
+
+
+class AutoStep(Generic[P, T]):
+    """What ``maingrad.graphed`` returns.
+
+    train_step  the function
+    graphs      captures and replays it; None: it stays eager, and nobody is told
+    module      the trained model
+    grid        the ranks that decide together
+    device      where the model trains
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[P, T],
+        graphs: StepGraphs[P, T, Any] | None,
+        module: nn.Module,
+        grid: RankGrid,
+        device: torch.device,
+    ) -> None:
+        self.__wrapped__ = train_step
+        self.why_eager: str | None = None
+        """Why all later calls run eagerly; None: they do not, or there is no GPU."""
+        self._train_step = train_step
+        self._name = getattr(train_step, "__qualname__", type(train_step).__name__)
+        self._module, self._device = module, device
+        self._graphs = graphs
+        self._groups = [] if graphs is None else [_on_host(group, device) for group in grid.axes]
+        self._speaks = grid.is_first
+        self._hosts: list[HostState] = []
+        """The latest first; a captured kind of call names its own by ``id``."""
+        self._num_clean: dict[Kind, int] = {}
+        self._since_replay: list[str | None] = []
+        """For each eager call since the last replay, what has changed in it."""
+        self._reason = ""
+        self._num_captures = self._num_replays = 0
+        self._confirmed = False
+        if graphs is not None:
+            graphs.after_capture = self._confirm
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of kinds of calls that are replayed."""
+        return 0 if self._graphs is None else self._graphs.num_graphs
+
+    def reset(self) -> None:
+        """Free all graphs and their memory; later calls may be captured anew. Before ``destroy_process_group``."""
+        self._hosts.clear()
+        self._num_clean.clear()
+        if self._graphs is not None:
+            self._graphs.reset()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one step."""
+        if self._graphs is None:
+            return self._train_step(*args, **kwargs)
+        call = (args, kwargs)
+        kind = self._kind_of(self._graphs, call)
+        decided = self._agree(self._choice(self._graphs, kind))
+        if decided == _STOP:
+            self.stop(self.why_eager or self._reason or "another rank does")
+            return self._train_step(*args, **kwargs)
+        if decided == _GRAPH and kind is not None:
+            return self._run_graph(self._graphs, kind, call)
+        return self._run_eagerly(self._graphs, kind, call)
+
+    # ---- Which way. ----
+
+    def _kind_of(self, graphs: StepGraphs[P, T, Any], call: Any) -> Kind | None:
+        """The kind of a call; None where the call can have no graph, and ``_reason`` says why."""
+        self._reason = ""
+        host = self._host()
+        try:
+            if host.lost is not None:
+                self.why_eager = f"it {host.lost}, which no replay would"
+                return None
+            kind = graphs.kind_of(call, id(host))
+            graphs.check_startable(kind)
+        except (RuntimeError, TypeError, ValueError) as error:
+            self._reason = str(error)
+            return None
+        return kind
+
+    def _host(self) -> HostState:
+        """What Python reads now: as it was in one of the latest calls, or as nobody has seen it."""
+        changed = None
+        for at, host in enumerate(self._hosts):
+            change = host.change()
+            if change is None:
+                self._hosts.insert(0, self._hosts.pop(at))
+                return host
+            changed = changed or change
+        if changed is not None:
+            self._reason = f"'{changed}' has changed since the call before"
+        host = HostState(self._train_step, self._module, self._device)
+        self._hosts.insert(0, host)
+        if len(self._hosts) > _MOST_CAPTURES:
+            self._forget(self._hosts.pop())
+        return host
+
+    def _forget(self, host: HostState) -> None:
+        """Free the graphs of calls in which Python has read this."""
+        self._num_clean = {kind: number for kind, number in self._num_clean.items() if kind[3] != id(host)}
+        if self._graphs is not None:
+            self._graphs.forget(id(host))
+
+    def _choice(self, graphs: StepGraphs[P, T, Any], kind: Kind | None) -> int:
+        """What this rank would do."""
+        if self.why_eager is not None:
+            return _STOP
+        if kind is not None and graphs.is_captured(kind):
+            return _GRAPH
+        changes = [change for change in self._since_replay if change is not None]
+        if len(changes) >= _MOST_CHANGES:
+            self.why_eager = changes[-1]
+        elif len(self._since_replay) >= _MOST_EAGER:
+            self.why_eager = self._reason or "no kind of call comes often enough"
+        elif self._num_captures >= _MOST_CAPTURES + self._num_replays // _REPLAYS_OF_A_CAPTURE:
+            self.why_eager = f"it was captured {self._num_captures} times, for few calls each: {self._reason}"
+        if self.why_eager is not None:
+            return _STOP
+        if kind is None or self._num_clean.get(kind, 0) < _NUM_WARMUP:
+            return _EAGER
+        if not graphs.has_room(kind):
+            self._reason = "calls have more shapes and options than there may be graphs (max_graphs)"
+            return _EAGER
+        return _GRAPH
+
+    def _agree(self, choice: int) -> int:
+        """The least choice of all ranks."""
+        if not self._groups:
+            return choice
+        least = torch.tensor(choice)
+        for group in self._groups:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+        return int(least)
+
+    def _confirm(self) -> None:
+        """After a capture that has gone well. Raises ``RuntimeError`` where another rank's has not."""
+        self._confirmed = True
+        if self._agree(_GRAPH) != _GRAPH:
+            raise RuntimeError("another rank's capture has failed")
+
+    def stop(self, why: str) -> None:
+        """Run eagerly from now on."""
+        self.why_eager = why
+        if self._graphs is not None:
+            self._graphs.reset()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # what eager calls have left on the stream of captures
+        self._graphs = None
+        self._hosts.clear()
+        level = logging.WARNING if self._speaks else logging.INFO
+        logger.log(level, "%s stays eager, and is no CUDA graph: %s", self._name, " ".join(why.split()))
+
+    # ---- Eager, or a graph. ----
+
+    def _run_eagerly(self, graphs: StepGraphs[P, T, Any], kind: Kind | None, call: Any) -> T:
+        args, kwargs = call
+        host = self._hosts[0]
+        host.begin_call()
+        given = _shape_of(call)
+        finished, change, result = False, None, None
+        with graphs.beside():
+            try:
+                with graphs.one_iteration():
+                    result = self._train_step(*args, **kwargs)
+                    finished = True
+            except RuntimeError as error:
+                if not finished:
+                    raise
+                change = str(error)
+        change = change or self._change_in_call(host, result, given, call)
+        self._since_replay.append(change)
+        if change is not None or kind is None:
+            return result  # type: ignore[return-value]
+        if len(self._num_clean) > _MOST_KINDS:
+            self._num_clean.clear()
+        self._num_clean[kind] = self._num_clean.get(kind, 0) + 1
+        detached: T = tree_map_only(Tensor, Tensor.detach, result)
+        return detached  # as from a replay; and a kept loss keeps no activations
+
+    def _change_in_call(self, host: HostState, result: Any, given: Hashable, call: Any) -> str | None:
+        """What a replay would not have done; None: it would have done all."""
+        if (drawn := host.draws()) is not None:
+            return f"it draws from {drawn}, and replays would see the numbers of the capture"
+        if (changed := host.change()) is not None:
+            return f"it changes '{changed}', which no replay would"
+        if _shape_of(call) != given:
+            return "it changes its arguments: a list or dict in them has other items after the call"
+        try:
+            check_outputs(result, self._name)
+        except TypeError as error:
+            return str(error)
+        return None
+
+    def _run_graph(self, graphs: StepGraphs[P, T, Any], kind: Kind, call: Any) -> T:
+        if graphs.is_captured(kind):
+            result = graphs.run(kind, call, 0)
+            self._num_replays += 1
+        else:
+            self._confirmed, why = False, None
+            try:
+                result = graphs.run(kind, call, 0)
+            except Exception as error:
+                if graphs.is_captured(kind):  # it was the replay
+                    raise
+                why = f"{_place_of(error)}{type(error).__name__}: {error}"
+            if why is not None:  # outside of the handler, whose error holds the capture's tensors
+                if not self._confirmed:
+                    self._agree(_STOP)
+                self.stop(why)
+                args, kwargs = call
+                return self._train_step(*args, **kwargs)
+            self._num_captures += 1
+            logger.info("%s is a CUDA graph from here on", self._name)
+            change = self._hosts[0].change()
+            if change is not None:  # Python has run once, and the device's work too: as in an eager call
+                self._forget(self._hosts[0])
+                self._since_replay.append(f"it changes '{change}', which no replay would")
+                return result
+        self._since_replay.clear()
+        return result
+
+
+def _on_host(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of the same ranks whose collectives run between hosts. Collective."""
+    if device.type == "cpu":
+        return group
+    if "gloo" in backends_of([group], torch.device("cpu")):
+        return group
+    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "this rank is in the group"
+    return made
+
+
+def _shape_of(call: Any) -> Hashable:
+    """The arguments' structure, with the identity of what is no tensor."""
+    leaves, spec = tree_flatten(call)
+    return spec, *map(id, leaves)
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of the program in which ``error`` was raised, and that of a library of models behind it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not is_installed(frame.filename)]
+    models = [frame for frame in frames if is_installed(frame.filename) and not is_torch_or_ours(frame.filename)]
+    found = own[-1:] + [frame for frame in models[-1:] if not own or frames.index(frame) > frames.index(own[-1])]
+    lines = (f" ({frame.line})" if frame.line else "" for frame in found)
+    return "".join(f"{frame.filename}:{frame.lineno}{line}: " for frame, line in zip(found, lines, strict=True))
