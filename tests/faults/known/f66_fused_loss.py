@@ -33,7 +33,7 @@ FAULTS = [
         sentence="Logits that are read after the step are those of the new weights, and nothing says so.",
         tests=[f"{TESTS}::test_logits_are_refused_once_the_weight_may_have_changed"],
         changes=[
-            Change(DEFERRED, "DeferredLogits._check_weight", "self._state != _state_of(weight)", "False"),
+            Change(DEFERRED, "DeferredLogits._check_weight", "self._made.weight != _state_of(weight)", "False"),
         ],
     ),
     Fault(
