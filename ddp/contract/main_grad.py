@@ -352,7 +352,8 @@ def open_for_write(weight: Tensor, record: GradRecord | None, backward: int, *, 
     """
     if record is not None:
         overwrite = record.open_for_write(ahead=ahead)
-        record.num_fused_writes += 1
+        if ahead is None:  # else ``come`` counts
+            record.num_fused_writes += 1
         return overwrite
     return getattr(weight, "overwrite_main_grad", False) and _first_write_of(backward, weight)
 

@@ -165,6 +165,7 @@ class GradRecord:
             )
         self.ahead.remove(mine)
         self.keeps = True
+        self.num_fused_writes += 1
 
     def check_all_came(self) -> None:
         """Raise ``RuntimeError`` where ``view`` holds what a forward has written, and no backward has come for."""

@@ -9,8 +9,9 @@ Legend: T tokens, H features, V classes.
 """
 
 import builtins
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,30 +27,53 @@ __all__ = ["DeferredLogits"]
 _Step = tuple[str, Any]
 
 
+class _Made(NamedTuple):
+    """What a forward ran with: its logits are of these modes, whenever they are read."""
+
+    weight: tuple[Any, ...]
+    """State of the head's weight."""
+    grad_enabled: bool
+    autocast: torch.dtype | None
+    """Dtype of products under autocast; None: none was on."""
+
+    @contextlib.contextmanager
+    def modes(self, device: str) -> Iterator[None]:
+        """The modes of the forward."""
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(self.grad_enabled),
+            torch.autocast(device, self.autocast, enabled=self.autocast is not None),
+        ):
+            yield
+
+
 class DeferredLogits:
     """``hidden W^T``, and what is done to it, to be computed when something reads it.
 
     head     computes the product, ``head(hidden, defer=False)``, or the loss, ``head(hidden, targets=...)``
     hidden   [..., H], of which a step that reshapes makes another
     steps    in order: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), ("add", bias)
-    state    of the head's weight at the forward, which tells whether the weight is still the same; None: nothing does
+    made     what the forward ran with; None, in compiled code: it is not known
 
     A model's output holds one where logits would be. It has the methods, operators and attributes of a tensor, and is
     an argument of any torch function. It is no instance of ``Tensor``.
     """
 
-    def __init__(self, head: Any, hidden: Tensor, steps: tuple[_Step, ...], state: tuple[Any, ...] | None) -> None:
+    def __init__(self, head: Any, hidden: Tensor, steps: tuple[_Step, ...], made: _Made | None) -> None:
         self._head = head
         self._hidden = hidden
         self._steps = steps
-        self._state = state
+        self._made = made
         self._values: Tensor | None = None
 
     @classmethod
     def of_forward(cls, head: Any, hidden: Tensor) -> "DeferredLogits":
         """Those of the head's forward of ``hidden``, which runs."""
         # A compiler would guard what tells of changes, and compile again in each step.
-        return cls(head, hidden, (), None if torch.compiler.is_compiling() else _state_of(head.weight))
+        if torch.compiler.is_compiling():
+            return cls(head, hidden, (), None)
+        made = _Made(_state_of(head.weight), torch.is_grad_enabled(), _autocast_dtype(hidden))
+        return cls(head, hidden, (), made)
 
     # ---- What is known without logits. ----
 
@@ -64,8 +88,8 @@ class DeferredLogits:
         casts = [value for kind, value in self._steps if kind == "to"]
         if casts:
             return casts[-1]  # type: ignore[no-any-return]
-        device = self._hidden.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self._hidden.dtype
+        autocast = _autocast_dtype(self._hidden) if self._made is None else self._made.autocast
+        return autocast or self._hidden.dtype
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +104,8 @@ class DeferredLogits:
     @property
     def requires_grad(self) -> bool:
         """Whether the logits will have a graph."""
-        return torch.is_grad_enabled() and (self._hidden.requires_grad or self._head.weight.requires_grad)
+        enabled = torch.is_grad_enabled() if self._made is None else self._made.grad_enabled
+        return enabled and (self._hidden.requires_grad or self._head.weight.requires_grad)
 
     def dim(self) -> int:
         """Number of dims."""
@@ -157,11 +182,11 @@ class DeferredLogits:
         """After one more step."""
         if self._values is not None:
             return _do(self._values, kind, value)
-        return DeferredLogits(self._head, self._hidden, (*self._steps, (kind, value)), self._state)
+        return DeferredLogits(self._head, self._hidden, (*self._steps, (kind, value)), self._made)
 
     def _of(self, hidden: Tensor) -> "DeferredLogits":
         """The same of other rows."""
-        return DeferredLogits(self._head, hidden, self._steps, self._state)
+        return DeferredLogits(self._head, hidden, self._steps, self._made)
 
     def _reshaped(self, method: str, *sizes: Any) -> Any:
         given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list | torch.Size) else sizes
@@ -172,7 +197,7 @@ class DeferredLogits:
     # ---- The loss, and the logits. ----
 
     def values(self) -> Tensor:
-        """The logits, by the operations of the model: computed once.
+        """The logits, by the operations of the model, in the modes of its forward (grad, autocast): computed once.
 
         Raises ``RuntimeError`` outside the model's forward if the forward was compiled, if a backward has reached the
         head since, or if the head's weight has changed or is sharded.
@@ -180,9 +205,10 @@ class DeferredLogits:
         if self._values is None:
             if not self._head.defers:  # else the model's forward runs
                 self._check_weight()
-            values: Tensor = self._head(self._hidden, defer=False)
-            for kind, value in self._steps:
-                values = _do(values, kind, value)
+            with contextlib.nullcontext() if self._made is None else self._made.modes(self.device.type):
+                values: Tensor = self._head(self._hidden, defer=False)
+                for kind, value in self._steps:
+                    values = _do(values, kind, value)
             self._values = values
         return self._values
 
@@ -190,9 +216,9 @@ class DeferredLogits:
         weight = self._head.weight
         if is_sharded(weight):
             why = "outside the forward, which alone has the head's whole weight"
-        elif self._state is None:
+        elif self._made is None:
             why = "outside the forward, which was compiled"
-        elif self._state != _state_of(weight):
+        elif self._made.weight != _state_of(weight):
             why = "after a backward, or after the head's weight has changed"
         else:
             return
@@ -211,8 +237,8 @@ class DeferredLogits:
         reduction: str = "mean",
         label_smoothing: builtins.float = 0.0,
     ) -> Tensor:
-        """As ``F.cross_entropy`` of the logits, whose arguments these are."""
-        form = _form_of(self._steps) if self._values is None else None
+        """``F.cross_entropy`` of the logits, whose arguments these are; outside the model's forward it reads them."""
+        form = _form_of(self._steps) if self._values is None and self._head.defers else None
         if form is not None and form[2] is not None and self._head.bias is not None:
             form = None  # two biases
         of_rows = self.ndim == 2 and isinstance(target, Tensor) and target.shape == self.shape[:1]
@@ -222,15 +248,17 @@ class DeferredLogits:
             options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
             return F.cross_entropy(self.values(), target, *options)
         scale, cap, bias = form
+        autocasts = torch.is_autocast_enabled(self.device.type)  # which runs losses in fp32
+        dtype = torch.promote_types(self.dtype, torch.float32) if autocasts else self.dtype
         loss: Tensor = self._head(
             self._hidden,
             target,
             terms=LossTerms(ignore_index, label_smoothing, 0.0, cap, scale),
             reduction=reduction,
             bias=bias,
+            dtype=dtype,
         )
-        autocasts = torch.is_autocast_enabled(self.device.type)  # which runs losses in fp32
-        return loss.to(torch.promote_types(self.dtype, torch.float32) if autocasts else self.dtype)
+        return loss.to(dtype)
 
     # ---- All else that a tensor does. ----
 
@@ -249,14 +277,23 @@ class DeferredLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"DeferredLogits has no attribute '{name}'")
+        if name in _OF_GRADIENTS:
+            raise RuntimeError(
+                f"logits.{name}: the fused loss has no logits whose gradient backward could give; have them computed "
+                f"in forward, model(..., skip_logits=False)"
+            )
         return getattr(self.values(), name)
 
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={list(self.shape)}, dtype={self.dtype})"
 
 
+_OF_GRADIENTS = ("retain_grad", "register_hook")
 _TANH = (torch.tanh, F.tanh, Tensor.tanh)
-_OPERATORS = "sub rsub pow neg abs eq ne lt le gt ge matmul rmatmul rtruediv len iter bool float int"
+_OPERATORS = (
+    "sub rsub pow rpow mod rmod floordiv rfloordiv neg pos abs eq "
+    "ne lt le gt ge matmul rmatmul rtruediv len iter bool float int"
+)
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -276,6 +313,11 @@ def _state_of(weight: Tensor) -> tuple[Any, ...]:
     if record is None:
         return (weight._version,)
     return weight._version, record.num_fused_writes + record.num_hook_writes, record.closed
+
+
+def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _values_of(value: Any) -> Any:

@@ -52,18 +52,22 @@ class LossHead(LinearCrossEntropy):
         terms: LossTerms | None = None,
         reduction: Reduction = "mean",
         bias: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Any:
         """[..., K] -> [..., V]; with ``targets`` the loss of rows [T, K], as ``LinearCrossEntropy`` computes it.
 
         defer  False: the product itself, also where the model defers it
         terms  what the architecture has done to logits, and the arguments of its loss
         bias   [V], in place of the head's own, which is None
+        dtype  to which the caller casts the loss: backward rounds the gradient to it
         """
         if targets is None or terms is None:
             if self.defers and defer:
                 return DeferredLogits.of_forward(self, hidden)
             return self.multiply(hidden, (self.weight,), self.bias, None)
         announced = self.grad_of_sum if reduction == "sum" else self.grad_of_mean
+        if announced is not None and dtype.itemsize < torch.float32.itemsize:
+            announced = torch.as_tensor(announced, dtype=dtype, device=hidden.device)
         if bias is None:
             return self.loss(hidden, targets, terms, reduction, None, announced)
         options: dict[str, Any] = terms._asdict() | {

@@ -3,6 +3,7 @@
 from fault import Change, Fault
 
 TESTS = "tests/te_integration/head/test_fused_loss.py"
+LATER = "tests/te_integration/head/test_deferred_logits.py"
 WRAPPED = "tests/te_integration/head/test_fused_loss_wrappers.py"
 DEFERRED = "maingrad.te_integration.conversion.deferred_logits"
 FUSED = "maingrad.te_integration.conversion.fused_loss"
@@ -33,7 +34,7 @@ FAULTS = [
         sentence="Logits that are read after the step are those of the new weights, and nothing says so.",
         tests=[f"{TESTS}::test_logits_are_refused_once_the_weight_may_have_changed"],
         changes=[
-            Change(DEFERRED, "DeferredLogits._check_weight", "self._state != _state_of(weight)", "False"),
+            Change(DEFERRED, "DeferredLogits._check_weight", "self._made.weight != _state_of(weight)", "False"),
         ],
     ),
     Fault(
@@ -68,5 +69,13 @@ FAULTS = [
         sentence="copy.deepcopy of a model loses its fused loss, or fails.",
         tests=[f"{TESTS}::test_names_files_and_copies_are_as_before[mixtral]"],
         changes=[Change(FUSED, "_new_model", "cls = _fused_class(base)", "cls = base")],
+    ),
+    Fault(
+        "66i-a-metric-takes-the-graph-from-logits",
+        sentence="Logits that a metric reads first, under no_grad, give no gradient to a term that takes them later.",
+        tests=[f"{LATER}::test_logits_that_are_read_later_are_of_the_modes_of_the_forward"],
+        changes=[
+            Change(DEFERRED, "_Made.modes", "torch.set_grad_enabled(self.grad_enabled)", "contextlib.nullcontext()"),
+        ],
     ),
 ]

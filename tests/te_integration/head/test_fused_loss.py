@@ -173,6 +173,8 @@ def test_logits_are_refused_once_the_weight_may_have_changed() -> None:
     assert torch.equal(outputs.logits + 0, read)  # they were computed before
     with pytest.raises(RuntimeError, match=r"read after a backward.*skip_logits=False"):
         kept.logits.argmax(-1)
+    with pytest.raises(RuntimeError, match="read after a backward"):
+        F.cross_entropy(kept.logits.view(-1, VOCABULARY), batch()["labels"].view(-1))
     plain = language_model("llama")  # no wrapper at all
     convert_linears(plain, fused_loss=True)
     outputs = plain(**batch())
@@ -315,6 +317,8 @@ def test_logits_in_functions_that_no_loss_needs() -> None:
         lambda z: z.transpose(1, 2),
         lambda z: torch.cat([z, z]),
         lambda z: z.tanh().tanh(),
+        lambda z: z // 2,
+        lambda z: 2 ** (z % 3),
         lambda z: z * torch.arange(VOCABULARY),
         lambda z: F.cross_entropy(z.flatten(0, 1), torch.full((24, VOCABULARY), 1 / VOCABULARY)),
         lambda z: F.cross_entropy(z.transpose(1, 2), batch()["labels"]),
