@@ -103,9 +103,10 @@ def fully_shard(
                              sums them, as with placements that keep gradients whole ('zero1'). None: True
     bucket_size              number of elements at which a bucket of the unit is closed; gradients of different buckets
                              take memory one after the other. None: max(40e6, 1e6 * number of shards)
-    shard_atoms              what no border between shards may cut: "element" (no restriction), "row" (an entry of
-                             dim 0), "whole" (a parameter; for optimizers of matrices), or a number of rows. One value
-                             for all parameters, or a dict from patterns of names. Larger atoms need more padding
+    shard_atoms              what no border between shards may cut: "element" (no restriction), "block" (256 elements
+                             from the parameter's start; for moments in 8 bits), "row" (an entry of dim 0), "whole" (a
+                             parameter; for optimizers of matrices), or a number of rows. One value for all parameters,
+                             or a dict from patterns of names. Larger atoms need more padding
     offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
     copy_engine_gather       True on the outermost unit: all gathers run on copy engines (NCCL 2.28). Ranks that cannot
                              map each other's memory gather by kernels. The mapped memory of four units stays until

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .compat import HAS_TRITON
-from .reference import wgrad_accumulate_reference
+from .grouped.reference import wgrad_accumulate_reference
 from .tuning import Problem, gpu_name, tuned_config
 
 if HAS_TRITON:

@@ -5,10 +5,10 @@ from .conversion.convert import convert_linears as convert_linears
 from .conversion.convert import unconvert as unconvert
 from .dense import compiled_linear as compiled_linear  # how layers run in traced code
 from .dense import quantized_linear as quantized_linear  # and under recipes
+from .dense.embedding import Embedding as Embedding
 from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .dense.layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .dense.linear import Linear as Linear
-from .embedding import Embedding as Embedding
 from .experts.grouped_linear import GroupedLinear as GroupedLinear
 from .experts.grouped_mlp import GroupedMLP as GroupedMLP
 from .experts.moe_permutation import moe_permute as moe_permute
@@ -18,6 +18,8 @@ from .experts.scaled_activations import ScaledClampedQGeGLU as ScaledClampedQGeG
 from .experts.scaled_activations import ScaledSwiGLU as ScaledSwiGLU
 from .graphs.chunks import graphed_chunks as graphed_chunks
 from .graphs.make_graphed_callables import make_graphed_callables as make_graphed_callables
+from .head.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+from .head.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .recipes import DelayedScaling as DelayedScaling
 from .recipes import Float8BlockScaling as Float8BlockScaling
 from .recipes import Float8CurrentScaling as Float8CurrentScaling
@@ -42,6 +44,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "LinearCrossEntropy",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "Recipe",
@@ -53,6 +56,7 @@ __all__ = [
     "convert_linears",
     "delayed_wgrad",
     "graphed_chunks",
+    "linear_cross_entropy",
     "make_graphed_callables",
     "moe_permute",
     "moe_permute_with_probs",

@@ -76,29 +76,38 @@ Opaque: Any = _opaque_class if _HAS_EFFECTS else object
 _library = torch.library.Library("maingrad", "FRAGMENT")
 
 
-def make_effectful_op(name: str, arguments: str, run: Callable[..., None]) -> Callable[..., Any] | None:
+def make_effectful_op(
+    name: str,
+    arguments: str,
+    run: Callable[..., Any],
+    *,
+    returns: str = "Tensor",
+    fake: Callable[..., Any] | None = None,
+) -> Callable[..., Any] | None:
     """Define the operator ``maingrad::name``, which a compiler must run once for each call, in the order of the calls.
 
     arguments  of the schema; the first is a list of tensors
     run        called with the operator's arguments
+    returns    of the schema: what ``run`` returns, if there is a ``fake``
+    fake       makes results with the shapes of those of ``run``; None: the operator returns an empty tensor, because
+               one with an effect must return something
 
-    Returns the operator, which returns an empty tensor: an operator with an effect must return something. None where
-    this torch lacks the names. ``torch.library.custom_op`` takes twice the host time of a call (36 us for 16 us on the
-    CPU of an H200's host).
+    Returns the operator; None where this torch lacks the names. ``torch.library.custom_op`` takes twice the host time
+    of a call (36 us for 16 us on the CPU of an H200's host).
     """
     if not _HAS_EFFECTS:
         return None
-    _library.define(f"{name}({arguments}) -> Tensor")
+    _library.define(f"{name}({arguments}) -> {returns}")
 
-    def fake(operands: list[Tensor], *rest: Any) -> Tensor:
+    def nothing(operands: list[Tensor], *rest: Any) -> Tensor:
         return operands[0].new_empty(0)
 
-    def call(operands: list[Tensor], *rest: Any) -> Tensor:
-        run(operands, *rest)
-        return fake(operands)
+    def call(operands: list[Tensor], *rest: Any) -> Any:
+        found = run(operands, *rest)
+        return nothing(operands) if fake is None else found
 
     _library.impl(name, call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"maingrad::{name}", fake, lib=_library)
+    torch.library.register_fake(f"maingrad::{name}", fake or nothing, lib=_library)
     op = getattr(torch.ops.maingrad, name).default
     try:
         _give_effect(op, _effect_type.ORDERED)

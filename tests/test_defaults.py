@@ -18,6 +18,15 @@ FOLDERS = {
     "launch": "maingrad.launch",
 }
 
+_LOSS = {
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "logit_scale": 1.0,
+    "reduction": "mean",
+    "mode": "recompute",
+    "chunk_tokens": 2048,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ddp.DistributedDataParallel": {"init_sync": True},
     "ddp.DistributedDataParallelConfig": {
@@ -120,6 +129,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "return_bias": False,
         "save_original_input": False,
     },
+    "te_integration.LinearCrossEntropy": _LOSS | {"bias": False, "fuse_wgrad_accumulation": True},
+    "te_integration.linear_cross_entropy": _LOSS,
     "te_integration.MXFP8BlockScaling": {"emulate": False},
     "te_integration.NVFP4BlockScaling": {
         "emulate": False,
@@ -136,6 +147,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "te_integration.ScaledSwiGLU": {"activation_recompute_in_mlp": False},
     "te_integration.autocast": {"enabled": True, "calibrating": False},
+    "te_integration.convert_linears": {"fused_loss": False},
     "te_integration.make_graphed_callables": {"num_warmup_iters": 3},
     "pipeline.PipelineStage": {"average_microbatches": True},
     "kernels.grouped_linear": {"transposed": False},
@@ -146,7 +158,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels.wgrad_accumulate": {"overwrite": False},
     "launch.graphed": {"max_graphs": 8, "record_on_cpu": False},
     "launch.make_optimizer": {"optimizer_class": torch.optim.AdamW},
-    "launch.parallelize": {"units": "auto", "fuse": True, "recompute": False, "compile": False},
+    "launch.parallelize": {"units": "auto", "fuse": True, "fused_loss": False, "recompute": False, "compile": False},
     "launch.simulate": {"seed": 0},
     "launch.verify": {"ranks": 2, "num_microbatches": 2, "seed": 0},
 }

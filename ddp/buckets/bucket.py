@@ -139,6 +139,8 @@ class Bucket:
 
     def begin_reduction(self) -> None:
         """The reduction is launched, and owns the memory."""
+        for record in self.records:
+            record.check_all_came()
         self.phase = Phase.REDUCING
 
     def end_reduction(self) -> None:

@@ -343,13 +343,15 @@ def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> T
     return main_grad
 
 
-def open_for_write(weight: Tensor, record: GradRecord | None, backward: int) -> bool:
+def open_for_write(weight: Tensor, record: GradRecord | None, backward: int, *, ahead: Tensor | None = None) -> bool:
     """Call once before each write. Returns whether that write overwrites (beta = 0) or adds (beta = 1).
 
     Our own record decides. A foreign provider's ``overwrite_main_grad`` holds for the first write of a backward only.
+
+    ahead  the token of a write in forward, under our own provider: see ``GradRecord.open_for_write``
     """
     if record is not None:
-        overwrite = record.open_for_write()
+        overwrite = record.open_for_write(ahead=ahead)
         record.num_fused_writes += 1
         return overwrite
     return getattr(weight, "overwrite_main_grad", False) and _first_write_of(backward, weight)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["GradRecord", "PendingWgrad", "check_accumulator"]
 
@@ -75,6 +76,11 @@ class GradRecord:
         """The version of ``view`` when the iteration began: a write by the program raises it."""
         self.written = False
         """``view`` holds a contribution of this iteration."""
+        self.ahead: list[StorageWeakRef] = []
+        """Contributions that forwards have written, and whose backward has not come: a weak reference to the token of
+        each, which lives as long as the forward's graph."""
+        self.keeps = False
+        """``view`` holds a contribution whose backward has come."""
         self.closed: str | None = None
         """Why ``view`` is closed to writes: its bucket was launched or reduced. None while it is open."""
         self.ready = False
@@ -115,14 +121,17 @@ class GradRecord:
             self.view.zero_()
             self.record_version()
 
-    def open_for_write(self, *, written_already: bool = False) -> bool:
+    def open_for_write(self, *, written_already: bool = False, ahead: Tensor | None = None) -> bool:
         """Call before each write to ``view``. Returns whether the write overwrites (beta = 0) or adds.
 
         written_already  a foreign module has written ``view``, and says so now
+        ahead            the token of a write in forward: ``come`` takes it in backward
 
         Raises ``RuntimeError`` where the bucket was launched already, and before the first write of an iteration where
         the program has put values into ``view``: some modules would overwrite them, and others add to them.
         """
+        if self.ahead:
+            self._drop_abandoned()
         is_empty = not (self.written or written_already or self.closed) and self.make_room is None
         # A module of others that shares the weight with ours may have written, and says so only to the hook.
         is_of_ours = self.first_write_overwrites or not self.shared
@@ -136,7 +145,53 @@ class GradRecord:
             raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
         overwrite = self.first_write_overwrites and not self.written
         self.written = True
+        if ahead is None:
+            self.keeps = True
+        else:
+            self.ahead.append(StorageWeakRef(ahead.untyped_storage()))
         return overwrite
+
+    def come(self, ahead: Tensor, owner: str) -> None:
+        """In backward: the contribution with this token, which the forward wrote, is one of this iteration.
+
+        Raises ``RuntimeError`` where gradients were cleared after the forward.
+        """
+        mine = StorageWeakRef(ahead.untyped_storage())
+        if mine not in self.ahead:
+            raise RuntimeError(
+                f"{owner}: its forward wrote the gradient of parameter '{self.name}', as mode='in_forward' does, and "
+                f"gradients were cleared or reduced before the backward came: call zero_grad() before the forward, and "
+                f"each backward before the next iteration; or use mode='recompute'"
+            )
+        self.ahead.remove(mine)
+        self.keeps = True
+
+    def check_all_came(self) -> None:
+        """Raise ``RuntimeError`` where ``view`` holds what a forward has written, and no backward has come for."""
+        if self.ahead:
+            self._drop_abandoned()
+            if self.ahead:
+                raise self._no_backward()
+
+    def _drop_abandoned(self) -> None:
+        """Take back what forwards wrote whose graphs are gone, if ``view`` holds nothing else."""
+        gone = [each for each in self.ahead if each.expired()]
+        if not gone:
+            return
+        if self.keeps or len(gone) < len(self.ahead):
+            raise self._no_backward()
+        self.ahead.clear()
+        self.written = False
+        if not self.first_write_overwrites:
+            self.view.zero_()
+        self.record_version()
+
+    def _no_backward(self) -> RuntimeError:
+        return RuntimeError(
+            f"parameter '{self.name}': a forward with mode='in_forward' has added its gradient, and its backward has "
+            f"not come: run forwards without a backward under torch.no_grad(), call zero_grad() after a forward that "
+            f"failed, or use mode='recompute'"
+        )
 
     def _check_zero(self) -> None:
         """Raise ``RuntimeError`` unless ``view`` holds zeros: a program may clear it by hand."""
@@ -175,7 +230,8 @@ class GradRecord:
     def reset(self) -> None:
         """Start a new iteration."""
         self.record_version()
-        self.written = self.ready = self.awaits_delayed = False
+        self.written = self.keeps = self.ready = self.awaits_delayed = False
+        self.ahead.clear()
         self.closed = self.of_weight = None
 
 

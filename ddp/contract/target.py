@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ...kernels.wgrad import wgrad_accumulate
-from ..torch_internals import has_tensor_hooks, will_execute
+from ..torch_internals import NO_BACKWARD, has_tensor_hooks, will_execute
 from . import capturing
 from .capturing import BackwardCapture, Delivery
 from .delayed import DelayedWgrad, Operands, absorb_late_sum, live_queue
@@ -216,6 +216,37 @@ class WgradTarget:
             entry = DelayedWgrad(compute, tuple(operands), known, self._owner, backward, alive)
             live_queue(self._queue, self._owner).put(entry)
         return [place and hand_over(place.weight, record_of(place.weight), fused=self._fused) for place in places]
+
+    def write_ahead(self, operands: Operands) -> Tensor:
+        """In forward, of a product with one weight: ``main_grad (+)= dW``. Returns the token of this contribution.
+
+        The provider is ours, and the weight has no hooks. The graph keeps the token until backward hands it to
+        ``deliver_written``.
+        """
+        (place,) = self.resolve([True])
+        assert place is not None, "the caller asks is_fusable"
+        ahead = torch.empty(1, dtype=torch.uint8, device="cpu")
+        overwrite = open_for_write(place.weight, record_of(place.weight), NO_BACKWARD, ahead=ahead)
+        self._product.accumulate([place.accumulator], [overwrite], *operands)
+        return ahead
+
+    def deliver_written(self, ahead: Tensor, poison: Tensor) -> Tensor | None:
+        """In backward, after ``write_ahead``: the flag; returns what autograd gets.
+
+        poison  [1]: 0, or NaN where what was written is no gradient: it is added to one element
+
+        Raises ``RuntimeError`` where gradients were cleared meanwhile, and where a hook must see the gradient.
+        """
+        (place,) = self.resolve([True])
+        record = None if place is None else record_of(place.weight)
+        if place is None or place.accumulator is None or record is None:
+            raise RuntimeError(
+                f"{self._owner}: its forward wrote the weight's gradient, and since then the weight got a hook, was "
+                f'frozen, or left its wrapper; change these before the forward, or use mode="recompute"'
+            )
+        record.come(ahead, self._owner)
+        place.accumulator.view(-1)[:1].add_(poison)
+        return hand_over(place.weight, record, fused=self._fused)
 
     def gradients(self, wanted: Sequence[bool], dtype: torch.dtype, operands: Operands) -> list[Tensor | None]:
         """``dW`` of each wanted weight as a new tensor: for autograd."""

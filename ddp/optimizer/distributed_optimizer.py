@@ -16,10 +16,10 @@ from ..buckets.iteration_ends import record_step
 from ..buckets.nan_check import unscale
 from ..collectives.failure_report import run_on_all_ranks
 from ..collectives.streams import is_capturing
+from ..torch_grads.around_optimizer import AroundOptimizer
 from ..torch_grads.master_param import StateByMaster, WatchedMasters, late_grad
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
-from .around_optimizer import AroundOptimizer
 from .fit import check_fits, check_optimizer_over_slices, check_storage, layout_key, refuse_scaler, shard_of_how_many
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
@@ -110,7 +110,7 @@ class DistributedOptimizer(AroundOptimizer):
         dtypes = [(entry.owned.name, entry.owned.param.dtype) for entry in model.bucket_params]
         form.check(optimizer_class, dtypes, [options, *param_groups])
         if moment_dtype is torch.uint8:
-            check_blocks(model.plan)
+            check_blocks(model.plan.buckets, "wrap the model with DistributedDataParallelConfig(shard_atom=256)")
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model, form.is_compact, form.place), key=lambda flat: flat.bucket.index)

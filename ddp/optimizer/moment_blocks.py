@@ -1,7 +1,8 @@
 """8-bit moments of flat shards: which blocks of 256 elements have a scale, and where the scales lie.
 
 Blocks are counted from a parameter's start (``kernels/optimizer/eight_bits.py``), so that shards and ranks change no
-bit of training. A border between shards must then cut no block: ``DistributedDataParallelConfig(shard_atom=256)``.
+bit of training. A border between shards must then cut no block: ``DistributedDataParallelConfig(shard_atom=256)``, and
+``fully_shard(shard_atoms="block")``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 from ...kernels.optimizer.eight_bits import BLOCK, blocks_of, dequantize_moment, quantize_moment
 from ..plan.atoms import cuts_an_atom
 from ..plan.cut import Range
-from ..plan.layout import GradPlan
+from ..plan.layout import BucketLayout
 from .flat_params import ParamSlice, Segment
 
 __all__ = ["MomentBlocks", "check_blocks", "scale_key"]
@@ -23,16 +24,15 @@ def scale_key(key: str) -> str:
     return f"{key}_scale"
 
 
-def check_blocks(plan: GradPlan) -> None:
-    """Raise ``ValueError``, on all ranks, where a border between shards cuts a block."""
-    for bucket in plan.buckets:
+def check_blocks(buckets: Iterable[BucketLayout], remedy: str) -> None:
+    """Raise ``ValueError`` where a border between shards cuts a block, on all ranks, whose layouts are equal."""
+    for bucket in buckets:
         shard_numel = bucket.numel // bucket.shard_degree
         for slot in bucket.slots:
             if cuts_an_atom(slot.start - bucket.start, slot.spec.numel, BLOCK, shard_numel):
                 raise ValueError(
                     f"moment_dtype=torch.uint8 has a scale for each {BLOCK} elements of a parameter, and a border "
-                    f"between shards cuts such a block of '{slot.spec.name}': wrap the model with "
-                    f"DistributedDataParallelConfig(shard_atom={BLOCK})"
+                    f"between shards cuts such a block of '{slot.spec.name}': {remedy}"
                 )
 
 

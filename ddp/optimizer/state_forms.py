@@ -11,7 +11,7 @@ State dicts and checkpoints see the full form alone: ``full`` gives it, and ``ta
 into it. Moments are those of AdamW and Adam; SGD and Lion have one.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ...kernels.compat import runs_on_triton
 from ...kernels.optimizer.reference import join_master, split_master
-from ..collectives.streams import OnStream, current_stream, is_capturing
-from ..plan.cut import Range
 from .flat_params import FlatBucket, ParamSlice, Segment
+from .host_state import HostState, Member
 from .moment_blocks import MomentBlocks, scale_key
 from .steps import (
     IN_ONE_PASS,
@@ -36,7 +35,7 @@ from .steps import (
     check_decay,
 )
 
-__all__ = ["StateCopies", "StateForm", "knows_options"]
+__all__ = ["StateForm", "knows_options"]
 
 
 class CompactSteps(OnePassSteps):
@@ -141,28 +140,17 @@ class CompactSteps(OnePassSteps):
 
 
 class _OnHost(OnePassSteps):
-    """Masters, remainders and moments live in page-locked memory; the device has memory for those of two buckets.
-
-    Copies of the next bucket's state to the device, and of the last one's back, run beside an update, on two streams.
-    """
+    """Masters, remainders and moments live in page-locked memory; a step visits them bucket by bucket."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._device = self.flats[0].params.device
-        self._turns = {flat.bucket.index: place % 2 for place, flat in enumerate(self.flats)}
-        """The turn of each bucket, the same in every step: a captured step finds the tables of eager ones."""
-        self._memory: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        """By turn: device memory for a bucket's state, [elements] by key."""
-        self._places: dict[tuple[Tensor, str], Tensor] = {}
-        """Views of this memory, by segment's master and key."""
-        self._to_device, self._to_host = StateCopies(self._device), StateCopies(self._device)
-        self._free: list[torch.cuda.Event | None] = [None, None]
-        """By turn: its state is back on the host."""
-        self._returned: dict[int, torch.cuda.Event | None] = {}
-        """By bucket: the same."""
-        self._was_captured = False
-        self._is_eager = False
-        """Whether an eager step's copies may be under way."""
+        self._segment_of: dict[Tensor, Segment] = {segment.master: segment for segment in self.segments}
+        members = [
+            Member(each.master, each.flat.bucket.index, self.blocks.scales_of(each).numel if self.blocks else 0)
+            for each in sorted(self.segments, key=lambda segment: segment.flat.bucket.index)
+        ]
+        self._host = HostState(self._device, members)
 
     def _fits(self, groups: Sequence[Mapping[str, Any]], divisor: Tensor | None) -> bool:
         return knows_options(type(self.inner), groups, 'offload_state="host"')
@@ -170,61 +158,26 @@ class _OnHost(OnePassSteps):
     @torch.no_grad()
     def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """As ``TorchSteps.update``, bucket by bucket."""
-        captured = is_capturing()
-        self._was_captured, self._is_eager = self._was_captured or captured, not captured
-        if self._was_captured:  # a replay's copies run on the current stream; events of a capture mean nothing outside
-            self._to_device.follow()
-            self._free, self._returned = [None, None], {}
-        for flat in flats:
-            turn = self._turns[flat.bucket.index]
-            pairs = [pair for segment in self.segments if segment.flat is flat for pair in self._pairs(segment)]
-            before = self._free[turn], self._returned.get(flat.bucket.index)
-            self._to_device.start([(place, home) for home, place in pairs], before)
-            self._to_device.join()
-            super().update([flat], divisor, found_inf)
-            self._to_host.follow()
-            self._free[turn] = self._returned[flat.bucket.index] = self._to_host.start(pairs)
-        if self._was_captured:
-            self._to_host.join()
+        by_bucket: dict[Hashable, FlatBucket] = {flat.bucket.index: flat for flat in flats}
+        owners = [segment.master for segment in self.segments if segment.flat.bucket.index in by_bucket]
+        for bucket, _ in self._host.visits(owners, self._homes_of):
+            super().update([by_bucket[bucket]], divisor, found_inf)
 
     def prepare_replay(self) -> None:
-        """Before the replay of a captured step: wait on the host for an eager step's copies.
+        """See ``HostState``."""
+        self._host.prepare_replay()
 
-        The replay reads this state, and the host takes it to the memory of the capture where a load has replaced it.
-        """
-        if self._is_eager:
-            self._to_host.wait()
-            self._is_eager = False
-
-    def _pairs(self, segment: Segment) -> list[tuple[Tensor, Tensor]]:
-        """The segment's tensors on the host, each with its place on the device."""
-        homes = super()._tensors_of(segment)
-        return [
-            (homes[key].detach(), place) for key, place in self._tensors_of(segment).items() if place is not homes[key]
-        ]
-
-    def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
-        homes = super()._tensors_of(segment)
+    def _homes_of(self, master: Tensor) -> dict[str, Tensor]:
+        """The state of a segment that lies on the host."""
+        segment = self._segment_of[master]
         is_copy = segment.flat.master is not segment.flat.owned_params
         on_host = {REMAINDER, *MOMENTS, *SCALES, *([MASTER] if is_copy else [])}
-        return {key: self._place(segment, key, home) if key in on_host else home for key, home in homes.items()}
+        return {key: home.detach() for key, home in super()._tensors_of(segment).items() if key in on_host}
 
-    def _place(self, segment: Segment, key: str, home: Tensor) -> Tensor:
-        here = segment.master, key
-        if here not in self._places:
-            memory = self._memory[self._turns[segment.flat.bucket.index]]
-            if key not in memory:
-                most = max(self._range_of(each, key).end for each in self.segments)
-                memory[key] = torch.empty(most, dtype=home.dtype, device=self._device)
-                self._to_device.follow()  # whatever had this memory before, on the current stream
-            self._places[here] = memory[key][slice(*self._range_of(segment, key))].view(home.shape)
-        return self._places[here]
-
-    def _range_of(self, segment: Segment, key: str) -> Range:
-        """The place of a tensor of the state among those of its bucket."""
-        if self.blocks is not None and key in SCALES:
-            return self.blocks.scales_of(segment)
-        return Range(segment.start, segment.end)
+    def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
+        homes = self._homes_of(segment.master)
+        places = {key: self._host.place(segment.master, key, home) for key, home in homes.items()}
+        return super()._tensors_of(segment) | places
 
     def _zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(like.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
@@ -234,23 +187,23 @@ class _OnHost(OnePassSteps):
 
     def take_written(self, held: ParamSlice) -> None:
         """As in the other forms, once the last step's state is on the host."""
-        self._to_host.wait()
+        self._host.wait()
         super().take_written(held._replace(param=held.param.cpu()))
 
     def full(self, *, to_load: bool = False) -> FullState:
         """As in the other forms, once the last step's state is on the host."""
-        self._to_host.wait()
+        self._host.wait()
         return super().full(to_load=to_load)
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """As in the other forms, once the last step's copies are over, which would overwrite what is loaded."""
-        self._to_host.wait()
+        self._host.wait()
         super().load(state_dict)
 
     @torch.no_grad()
     def take_loaded(self, written: Collection[Tensor], *, from_full: bool) -> None:
         """After a load: state lies in page-locked memory again."""
-        self._to_host.wait()
+        self._host.wait()
         super().take_loaded(written, from_full=from_full)
         for segment in self.segments:
             state = self.inner.state[segment.master]
@@ -265,46 +218,6 @@ class HostSteps(_OnHost, OnePassSteps):
 
 class CompactHostSteps(_OnHost, CompactSteps):
     """Compact state on the host."""
-
-
-class StateCopies:
-    """Copies on a CUDA stream of their own; on CPUs at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def follow(self) -> None:
-        """What comes next waits for the current stream."""
-        if self._stream is not None:
-            self._stream.wait_stream(current_stream(self._stream.device))
-
-    def join(self) -> None:
-        """The current stream waits for these copies."""
-        if self._stream is not None:
-            current_stream(self._stream.device).wait_stream(self._stream)
-
-    def wait(self) -> None:
-        """The host waits for these copies, and for the current stream, on which those of a replay run."""
-        if self._stream is not None:
-            self.join()
-            current_stream(self._stream.device).synchronize()
-
-    def start(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[torch.cuda.Event | None] = ()
-    ) -> torch.cuda.Event | None:
-        """Copy into the first tensor of each pair from the second. Returns an event behind the copies."""
-        if self._stream is None:
-            for target, source in pairs:
-                target.copy_(source)
-            return None
-        for event in after:
-            if event is not None:
-                self._stream.wait_event(event)
-        with OnStream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        behind: torch.cuda.Event = self._stream.record_event()
-        return behind
 
 
 def _full_copy(tensor: Tensor) -> Tensor:

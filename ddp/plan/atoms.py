@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from ...kernels.optimizer.eight_bits import BLOCK
 from .cut import PARAM_ALIGNMENT, round_up, stack_whole
 
 __all__ = [
@@ -169,22 +170,25 @@ class Arrangement(NamedTuple):
     """Elements of each shard, padding included."""
 
 
-def atom_of(shape: Sequence[int], atom: Literal["element", "row", "whole"] | int) -> int:
+def atom_of(shape: Sequence[int], atom: Literal["element", "block", "row", "whole"] | int) -> int:
     """``ParamSpec.atom`` in elements, for a parameter of this shape.
 
-    atom  where borders may lie. "element": anywhere; "row": between entries of dim 0; "whole": nowhere; an integer:
-          between blocks of this many rows, of which the last block may be shorter
+    atom  where borders may lie. "element": anywhere; "block": between blocks of 256 elements, as moments in 8 bits
+          have; "row": between entries of dim 0; "whole": nowhere; an integer: between blocks of this many rows. The
+          last block may be shorter
 
     A row of a 1-D parameter is one element, and a scalar is one element. Raises ``ValueError`` for any other atom.
     """
     if atom == "element":
         return 1
+    if atom == "block":
+        return BLOCK
     if atom == "whole":
         return max(1, math.prod(shape))
     if atom == "row":
         return max(1, math.prod(shape[1:]))
     if not isinstance(atom, int) or isinstance(atom, bool):
-        raise ValueError(f"an atom is 'element', 'row', 'whole' or a number of rows, got {atom!r}")
+        raise ValueError(f"an atom is 'element', 'block', 'row', 'whole' or a number of rows, got {atom!r}")
     if atom < 1:
         raise ValueError(f"an atom of rows has at least one row, got {atom}")
     return max(1, atom * math.prod(shape[1:]))

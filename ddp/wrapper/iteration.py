@@ -229,6 +229,7 @@ class BucketIteration(AroundModule):
         if self.has_failed:
             self._reduce_given_up()
         elif self.shown.active and not self._finished and self.ddp_config.overlap_grad_reduce:
+            self._forget_ahead()
             self._launcher.launch_rest()  # other ranks may have launched more of the buckets that nobody wants
             self._launcher.wait()
         self._discard()
@@ -300,10 +301,16 @@ class BucketIteration(AroundModule):
     def _reduce_given_up(self) -> None:
         """Other ranks may have launched more buckets, or have come to their step: bring all ranks to one point."""
         self.steps.record_given_up()
+        self._forget_ahead()
         if self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()
             self.steps.start()
         self._launcher.wait()
+
+    def _forget_ahead(self) -> None:
+        """What is reduced next is discarded: no backward need have come for what forwards have written."""
+        for record in self.records:
+            record.ahead.clear()
 
     def record_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""

@@ -6,7 +6,7 @@ have a class each, with these members:
     name, rank, num_ranks, device, tokens()
     make(dtype)                the whole model, with the same weights for every row and rank
     units(model, split_ends)   the modules that are compiled, and that sharded wrappers make units of
-    loss_of(model)             a function of one microbatch of tokens
+    loss_of(model)             a function of one microbatch of tokens; further arguments are the model's
     compiling, compile_loss()  arguments of ``torch.compile``; compiles a model's loss
     ours                       options of the command line for all our rows; sharded units use ``bucket_size`` alone
     about(name, row), rates()  columns of the table: what was measured, and what follows from the ranks' times
@@ -99,7 +99,7 @@ def wrap(
         options |= {**stored, "bucket_size": case.ours.get("bucket_size")}
     else:
         options |= case.ours
-    if compiled:
+    if compiled and "fused_loss" not in options:
         case.compile_loss(model)
     units = case.units(model, split_ends)
     wrapped = maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and case.compiling, **options)
@@ -135,7 +135,10 @@ def ours(case, form, *, graphed=False, recipe=None, optimizer_options=None, **ho
     """A step of maingrad; ``how`` the model is wrapped: see ``wrap``; the other options are those of ``train``."""
     model = wrap(case, form, **how)
     options = {"graphed": graphed, "recipe": recipe, "optimizer_options": optimizer_options}
-    return train(model, case.loss_of, case.tokens(), **options)
+    tokens, loss_of = case.tokens(), case.loss_of
+    if how.get("fused_loss") == "in_forward":
+        loss_of = partial(loss_of, grad_scale=1 / len(tokens))  # as ``accumulate`` divides
+    return train(model, loss_of, tokens, **options)
 
 
 def refuse_copy_engines(case):

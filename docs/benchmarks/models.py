@@ -94,8 +94,8 @@ class Case:
         if self.bench.compile_loss:
             model.loss_function = torch.compile(model.loss_function, backend=self.bench.backend)
 
-    def loss_of(self, model):
-        return lambda tokens: model(input_ids=tokens, labels=tokens).loss  # the model shifts the labels itself
+    def loss_of(self, model, **given):
+        return lambda tokens: model(input_ids=tokens, labels=tokens, **given).loss  # the model shifts the labels itself
 
     def tokens(self):
         return self.architecture.tokens(self.shape, self.bench.num_microbatches, self.rank, self.device)
@@ -225,6 +225,12 @@ def _less(name, words, *, release_grads=False, **optimizer_options):
     return _zero1(f"zero1_{name}", label, options=options, optimizer_options=optimizer_options, **how)
 
 
+def _no_logits(row, name, label, *, options, mode, **how):
+    """A row whose head computes the loss; see ``fused_loss`` of ``parallelize``."""
+    named, words = name + ("_in_forward" if mode == "in_forward" else "_fused_loss"), f'fused_loss="{mode}"'
+    return row(named, f"{label}, {words}", options=f"{options}; {words}", fused_loss=mode, **how)
+
+
 def _symmetric(stage, reshard):
     return _fsdp2(
         f"fsdp2_zero{stage}_symm_mem",
@@ -241,6 +247,8 @@ ROWS: dict[str, Row] = {
     **_graphed(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
     **_plain_embedding(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
     **_zero1("zero1_linear", "maingrad ZeRO-1, nn.Linear", options=f"{_ZERO1}; not converted", fused=False),
+    **_no_logits(_zero1, "zero1", "maingrad ZeRO-1", options=_ZERO1, mode="recompute"),
+    **_no_logits(_zero1, "zero1", "maingrad ZeRO-1", options=_ZERO1, mode="in_forward"),
     **_less("released", "gradients released", release_grads=True),
     **_less("compact", "compact state", state="compact"),
     **_less("compact_released", "compact state, gradients released", state="compact", release_grads=True),
@@ -263,6 +271,26 @@ ROWS: dict[str, Row] = {
         options="bf16 shards with remainders, fp32 main_grad; reduce_every_microbatch=False; ShardedAdamW",
         compact=True,
         optimizer_options={"state": "compact"},
+    ),
+    **_zero3(
+        "zero3_compact8",
+        "maingrad ZeRO-3, compact state, moments in 8 bits",
+        options="as zero3_compact, shard_atoms='block', moment_dtype=torch.uint8",
+        compact=True,
+        shard_atoms="block",
+        optimizer_options={"state": "compact", "moment_dtype": torch.uint8},
+    ),
+    **_no_logits(_zero3, "zero3", "maingrad ZeRO-3", options=_ZERO3, mode="recompute"),
+    **_no_logits(_zero3, "zero3", "maingrad ZeRO-3", options=_ZERO3, mode="in_forward"),
+    **_no_logits(
+        _zero3,
+        "zero3_compact8",
+        "maingrad ZeRO-3, compact state, moments in 8 bits",
+        options="as zero3_compact8",
+        mode="in_forward",
+        compact=True,
+        shard_atoms="block",
+        optimizer_options={"state": "compact", "moment_dtype": torch.uint8},
     ),
     **_zero3("zero3_linear", "maingrad ZeRO-3, nn.Linear", options=f"{_ZERO3}; not converted", fused=False),
     **_fsdp2("fsdp2_zero2", "FSDP2 ZeRO-2", options=f"{_FSDP2}; reshard_after_forward=False", reshard=False),

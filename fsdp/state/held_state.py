@@ -6,21 +6,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ddp.optimizer.steps import MASTER, REMAINDER
+from ...ddp.optimizer.moment_blocks import scale_key
+from ...ddp.optimizer.steps import MASTER, REMAINDER, SECOND_MOMENT
 from ...ddp.torch_internals import DisableTorchFunctionSubclass
+from ...kernels.optimizer.eight_bits import dequantize_moment, quantize_moment
 from ...kernels.optimizer.reference import join_master, split_master
 
 __all__ = ["MOMENTS", "STEP", "HeldState", "flat_of"]
 
 STEP = "step"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", SECOND_MOMENT)
 
 
 class HeldState(NamedTuple):
     """State of one parameter, at the same addresses for ever: loads copy into it, and graphs replay updates of it."""
 
     tensors: dict[str, Tensor]
-    """By torch's keys, and ``"remainder"``."""
+    """By torch's keys, and ``"remainder"``. Moments in 8 bits have scales beside them, by ``scale_key``."""
     plain: Tensor
     """The parameter as a plain tensor of one dim, with the parameter's version."""
     on_device: dict[str, Tensor]
@@ -37,6 +39,7 @@ class HeldState(NamedTuple):
 
     def take(self, given: Mapping[str, Any]) -> None:
         """Copy state in either form. What ``given`` lacks begins anew. The parameter follows a ``"master"``."""
+        given = {**given, **self._coded(given)}
         for key, mine in self.tensors.items():
             value = given.get(key)
             if value is None:
@@ -52,6 +55,16 @@ class HeldState(NamedTuple):
             self.tensors[REMAINDER].view(-1).copy_(remainder)
         self.plain.copy_(values)
 
+    def _coded(self, given: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Codes and scales of moments that are kept in 8 bits and that ``given`` has as numbers."""
+        coded: dict[str, Tensor] = {}
+        for key in MOMENTS:
+            values = given.get(key)
+            if self.tensors[key].dtype is torch.uint8 and values is not None and values.dtype is not torch.uint8:
+                codes, scales = quantize_moment(values.reshape(-1).float(), signed=key != SECOND_MOMENT)
+                coded |= {key: codes.view(values.shape), scale_key(key): scales}
+        return coded
+
     def forget_remainder(self) -> None:
         """A program has written the parameter, which is the master now."""
         if self.is_compact:
@@ -59,10 +72,18 @@ class HeldState(NamedTuple):
 
     def full(self) -> dict[str, Tensor]:
         """torch's state with fp32 moments, and the ``"master"`` of a compact parameter; copies in host memory."""
-        full = {key: self.tensors[key].to("cpu", torch.float32, copy=True) for key in MOMENTS}
+        full = {key: self._moment(key) for key in MOMENTS}
         if self.is_compact:
             full[MASTER] = self.master().view(self.tensors[REMAINDER].shape)
         return {STEP: self.tensors[STEP].clone(), **full}
+
+    def _moment(self, key: str) -> Tensor:
+        """A moment in fp32, a copy in host memory."""
+        mine = self.tensors[key]
+        if mine.dtype is not torch.uint8:
+            return mine.to("cpu", torch.float32, copy=True)
+        values = dequantize_moment(mine.view(-1), self.tensors[scale_key(key)], signed=key != SECOND_MOMENT)
+        return values.cpu().view(mine.shape)
 
     def master(self) -> Tensor:
         """The fp32 master [elements here] of a compact parameter, a copy in host memory."""

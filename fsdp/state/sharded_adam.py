@@ -6,6 +6,7 @@ What a rank keeps of each of its elements, between steps::
     torch.optim.AdamW         fp32     exp_avg, exp_avg_sq fp32               16 bytes
     state="compact"           bf16     int16 remainder, moments bf16          12
     ... moment_dtype=fp32     bf16     int16 remainder, moments fp32          16
+    ... moment_dtype=uint8    bf16     int16 remainder, moments in 8 bits     10.03
     offload_state="host"      either   in page-locked memory
 
 A bf16 shard and its remainder are the 32 bits of an fp32 master (``kernels.optimizer.reference.split_master``). So
@@ -15,7 +16,6 @@ gathers send what shards hold, without a cast, and no fp32 master exists. A step
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -23,16 +23,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...ddp.collectives.streams import is_capturing
+from ...ddp.optimizer.host_state import HostState, Member
+from ...ddp.optimizer.moment_blocks import check_blocks, scale_key
 from ...ddp.optimizer.state_forms import StateForm, knows_options
 from ...ddp.optimizer.steps import MASTER, REMAINDER, adam_options
 from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ...kernels.optimizer.adamw import AdamUpdate
+from ...kernels.optimizer.eight_bits import blocks_of
 from ...kernels.optimizer.reference import AdamTensors
 from ..tensors.parameter import ShardedParameter
 from .held_state import MOMENTS, STEP, HeldState, flat_of
-from .host_state import HostState
 from .optimizer_state import params_of, translate_state_dicts
-from .optimizer_watch import buckets_of
+from .optimizer_watch import bucket_of, buckets_of
 from .state_dict import is_kept
 
 __all__ = ["ShardedAdam", "ShardedAdamW", "sharded_class"]
@@ -112,11 +114,11 @@ class _ShardedAdam(Optimizer):
             if param not in self._held:
                 self._begin(param)
         divisor, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
-        for chosen in [stepping] if self._host is None else self._host.by_bucket(stepping):
+        parts = [(None, stepping)] if self._host is None else self._host.visits(stepping, self._homes_of)
+        for _, chosen in parts:  # their state is on the device
             flat = [flat_of(grads[param]) for param in chosen]
             update = self._update_of(chosen, flat, index_of)
-            with self._on_device(chosen):
-                update(options, grads=flat, divisor=divisor, found_inf=found_inf)
+            update(options, grads=flat, divisor=divisor, found_inf=found_inf)
         self._note()
         return loss
 
@@ -188,7 +190,7 @@ class _ShardedAdam(Optimizer):
         """Before a captured step is replayed: what changed parameters and state bring to the step."""
         self.refresh_masters()
         if self._host is not None:
-            self._host.join()
+            self._host.prepare_replay()
 
     def written_since(self) -> list[Tensor]:
         """Parameters that a program has written since the step."""
@@ -201,6 +203,11 @@ class _ShardedAdam(Optimizer):
 
     # ---- What is kept. ----
 
+    @property
+    def _in_blocks(self) -> bool:
+        """Whether moments have 8 bits, and a scale for each block of 256 elements."""
+        return self._form.moment_dtype is torch.uint8
+
     def _note(self) -> None:
         self._versions = {param: held.plain._version for param, held in self._held.items()}
 
@@ -212,10 +219,6 @@ class _ShardedAdam(Optimizer):
     def _adopt_params(self) -> None:
         """Check the parameters, and have their gradients shown in the dtype of the sums."""
         params = params_of(self)
-        if self._form.moment_dtype is torch.uint8:
-            raise ValueError(
-                "moment_dtype=torch.uint8: shards end within blocks of 256: torch.bfloat16 or torch.float32"
-            )
         named = [(_name_of(param), param.dtype) for param in params]
         self._form.check(self.optimizer_class, named, self.param_groups)
         for param in params:
@@ -230,6 +233,8 @@ class _ShardedAdam(Optimizer):
                     f"shard the module in fp32, with MixedPrecisionPolicy(param_dtype={dtype})"
                 )
         buckets = buckets_of(self)
+        if self._in_blocks:
+            check_blocks((bucket.layout for bucket in buckets), 'shard the module with shard_atoms="block"')
         for bucket in buckets:
             if bucket.shard.device != bucket.device:
                 raise ValueError(
@@ -240,7 +245,17 @@ class _ShardedAdam(Optimizer):
             bucket.show_grad_sums()
         if self._form.offload_state is not None and params:
             self._wait_for_host()
-            self._host = HostState(params)
+            members: dict[Any, list[Tensor]] = {}  # those that are not sharded are one more bucket
+            for param in params:
+                members.setdefault(bucket_of(param), []).append(param)
+            self._host = HostState(
+                params[0].device,
+                (
+                    Member(param, place, blocks_of(param.numel()) if self._in_blocks else 0)
+                    for place, each in enumerate(members.values())
+                    for param in each
+                ),
+            )
             self._updates.clear()
             for param, held in self._held.items():
                 self._held[param] = held._replace(on_device=self._places(param, held.tensors))
@@ -255,6 +270,10 @@ class _ShardedAdam(Optimizer):
         where: dict[str, Any] = {"device": "cpu", "pin_memory": param.is_cuda} if on_host else {"device": param.device}
         tensors = {STEP: torch.zeros((), dtype=torch.float32, device=param.device)}
         tensors |= {key: torch.zeros(param.shape, dtype=dtype, **where) for key, dtype in dtypes.items()}
+        if self._in_blocks:
+            tensors |= {
+                scale_key(key): torch.zeros(blocks_of(param.numel()), dtype=torch.float32, **where) for key in MOMENTS
+            }
         self._held[param] = held = HeldState(tensors, flat_of(param), self._places(param, tensors))
         self._versions[param] = held.plain._version
         self.state[param] = dict(tensors)
@@ -265,6 +284,10 @@ class _ShardedAdam(Optimizer):
             return tensors
         host = self._host
         return {key: home if key == STEP else host.place(param, key, home) for key, home in tensors.items()}
+
+    def _homes_of(self, param: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter that lies on the host."""
+        return {key: home for key, home in self._held[param].tensors.items() if key != STEP}
 
     def _settle(self) -> None:
         """Copy state that was loaded or assigned to where it is kept. State that was removed begins anew."""
@@ -284,14 +307,6 @@ class _ShardedAdam(Optimizer):
             self.state[param] = dict(held.tensors)
 
     # ---- The pass. ----
-
-    def _on_device(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Around an update: the state of these parameters is on the device."""
-        if self._host is None or not params:
-            return nullcontext()
-        held = [self._held[param] for param in params]
-        pairs = [(home, each.on_device[key]) for each in held for key, home in each.tensors.items() if key != STEP]
-        return self._host.visit(params[0], pairs)
 
     def _update_of(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], group_of: Mapping[Tensor, int]
@@ -326,6 +341,8 @@ class _ShardedAdam(Optimizer):
             master=held.plain if remainder is None else None,
             param=None if remainder is None else held.plain,
             remainder=remainder,
+            exp_avg_scale=mine.get(scale_key("exp_avg")),
+            exp_avg_sq_scale=mine.get(scale_key("exp_avg_sq")),
             first=param.shard.start if isinstance(param, ShardedParameter) else 0,
             key=zlib.crc32(_name_of(param).encode()),
             group=group,
@@ -341,7 +358,9 @@ class ShardedAdamW(_ShardedAdam, torch.optim.AdamW):
     state          "compact": bf16 shards and 16 bits of remainder are fp32 masters, and moments are bf16. A shard is
                    the master rounded half away from zero. fp32 shards are their own masters. "full": fp32 shards with
                    fp32 moments, as torch keeps them, for ``offload_state``
-    moment_dtype   of compact moments: ``torch.bfloat16`` (None), rounded stochastically, or ``torch.float32``
+    moment_dtype   of compact moments: ``torch.bfloat16`` (None), rounded stochastically; ``torch.float32``; or
+                   ``torch.uint8``, codes with a scale for 256 elements, for which units are sharded with
+                   ``fully_shard(shard_atoms="block")``
     offload_state  "host": remainders and moments lie in page-locked host memory, and pass through the device bucket by
                    bucket in each step, which has the same bits
     options        of torch's class: ``betas``, ``eps``, ``weight_decay``
@@ -354,7 +373,8 @@ class ShardedAdamW(_ShardedAdam, torch.optim.AdamW):
     ``load_state_dict`` takes them, and what torch's classes have saved.
 
     Raises ``ValueError`` for parameters that are neither bf16 nor fp32, for ``amsgrad``, ``maximize`` and
-    ``differentiable``, and under ``offload_to_cpu``, whose shards no GPU updates.
+    ``differentiable``, under ``offload_to_cpu``, whose shards no GPU updates, and for moments in 8 bits where a border
+    between shards cuts one of their blocks.
     """
 
     optimizer_class = torch.optim.AdamW

@@ -13,8 +13,9 @@ from .mixed_precision import MixedPrecisionPolicy
 
 __all__ = ["Atom", "ShardAtoms", "UnitOptions", "plan_unit", "shard_degree"]
 
-Atom: TypeAlias = Literal["element", "row", "whole"] | int
-"""The elements between which no border of shards lies: one, a row (entry of dim 0), a parameter, a number of rows."""
+Atom: TypeAlias = Literal["element", "block", "row", "whole"] | int
+"""The elements between which no border of shards lies: one, 256, a row (entry of dim 0), a parameter, a number of
+rows."""
 ShardAtoms: TypeAlias = Atom | Mapping[str, Atom]
 """One atom for all parameters of a unit, or a dict from patterns of their names in the unit. The first pattern that
 matches a name counts; without a match the atom is "element"."""
@@ -55,7 +56,7 @@ def plan_unit(
     owned        the unit's parameters, in registration order
     degree       number of equal shards of each bucket
     atoms        what no border between shards may cut. Parameters are not cut into several buckets by size if one of
-                 them has an atom larger than an element
+                 them has an atom larger than a block of 256 elements
     bucket_size  number of elements at which a bucket is closed. A small parameter still joins, and so does the rest if
                  it has less than half of ``bucket_size``. None: ``default_bucket_numel(degree)``
 
@@ -83,7 +84,8 @@ def plan_unit(
             )
             for entry, atom in with_atoms
         ]
-        for run in _runs(specs, size):
+        small = all(spec.atom == 1 or atom == "block" for spec, (_, atom) in zip(specs, with_atoms, strict=True))
+        for run in _runs(specs, size) if small else [specs]:
             plan = plan_gradients(
                 run,
                 shard_degree=degree,
@@ -96,9 +98,6 @@ def plan_unit(
 
 def _runs(specs: Sequence[ParamSpec], size: int) -> Iterator[Sequence[ParamSpec]]:
     """Cut the parameters into runs, one for each bucket, by size."""
-    if any(spec.atom != 1 for spec in specs):
-        yield specs
-        return
     first = size_of_run = 0
     left = sum(spec.numel for spec in specs)
     for place, spec in enumerate(specs):

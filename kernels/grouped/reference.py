@@ -1,4 +1,6 @@
-"""The reference implementation of every grouped operation: a loop over experts, correct on any device.
+"""The reference implementation of the dense weight gradient, and of every grouped operation: a loop over experts.
+
+Slow, simple, and correct on any device.
 
 Legend: E experts, T rows, N output features, K input features. Expert e has the rows offsets[e] to offsets[e + 1];
 rows from offsets[E] on are padding. The host reads the split sizes, so it waits for a GPU.
@@ -10,14 +12,37 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..reference import wgrad_accumulate_reference
-
 __all__ = [
     "grouped_bias_grad_reference",
     "grouped_linear_reference",
     "grouped_scale_grad_reference",
     "grouped_wgrad_accumulate_reference",
+    "wgrad_accumulate_reference",
 ]
+
+
+def wgrad_accumulate_reference(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: bool = False) -> None:
+    """``main_grad = dy^T x`` or ``main_grad += dy^T x``: one product, then one addition.
+
+    dy         [T, N]  gradient of the output
+    x          [T, K]  input of the forward
+    main_grad  [N, K]  accumulator, written in place
+
+    The product is computed in the widest dtype of operands and accumulator: bf16 operands are summed over T in fp32,
+    and are not rounded to bf16 before an fp32 accumulator. If all dtypes are fp32, the result equals, bit for bit, the
+    product of autograd plus the addition of a hook.
+    """
+    dtype = torch.promote_types(torch.promote_types(dy.dtype, x.dtype), main_grad.dtype)
+    dy, x = dy.to(dtype), x.to(dtype)
+    if torch.is_autocast_enabled(dy.device.type):  # autocast would round the product
+        with torch.autocast(dy.device.type, enabled=False):
+            product = dy.t() @ x
+    else:
+        product = dy.t() @ x
+    if overwrite:
+        main_grad.copy_(product)
+    else:
+        main_grad.add_(product)
 
 
 def _rows(offsets: Tensor) -> Iterator[slice]:

@@ -19,7 +19,7 @@ import torch
 import tyro
 
 from ...ddp.checkpoint.files.whole_file import open_small_file
-from .ddp import what_parallel_decides
+from .ddp import FULLY_SHARDED, what_parallel_decides
 from .error import ConfigError, require
 from .run import Config
 
@@ -71,6 +71,9 @@ def structure(document: Mapping[str, Any]) -> Config:
         parallel, optimizer = document.get("parallel", "zero1"), document.get("optimizer")
         moments = optimizer.get("moment_dtype") if isinstance(optimizer, Mapping) else None
         document = {**document, "ddp": what_parallel_decides(parallel, given, moments) | given}
+        units = document.get("fsdp", {})
+        if moments == "uint8" and parallel in FULLY_SHARDED and isinstance(units, Mapping):
+            document["fsdp"] = {"shard_atoms": "block", **units}
     return typing.cast(Config, _table(Config, document, ""))
 
 

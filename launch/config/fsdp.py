@@ -42,8 +42,9 @@ class FsdpConfig(Table):
     bucket_size: Count | None = None
     """Elements at which a bucket of a unit is closed. Memory for gradients is allocated and freed by buckets. None:
     max(40e6, 1e6 x number of shards), which uses the full bandwidth."""
-    shard_atoms: Literal["element", "row", "whole"] = "element"
-    """What the border between two shards must not cut. ``row`` and ``whole`` need padding."""
+    shard_atoms: Literal["element", "block", "row", "whole"] = "element"
+    """What the border between two shards must not cut. ``block``: 256 elements, counted from the parameter's start; the
+    default where ``optimizer.moment_dtype = "uint8"``. ``row`` and ``whole`` need padding."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients of bf16 parameters are accumulated and summed."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None

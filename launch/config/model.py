@@ -19,7 +19,8 @@ class ModelConfig(Table):
 
     hugging_face: str | None = None
     """Folder with the ``config.json`` of a causal language model of Hugging Face; it gives the shape, and ``[model]``
-    may only have the next four keys, ``param_dtype`` and ``fuse_wgrad_accumulation`` beside it. None: the GPT."""
+    may only have the next four keys, ``param_dtype``, ``fuse_wgrad_accumulation`` and ``fused_loss`` beside it. None:
+    the GPT."""
     pretrained: bool = True
     """Load the weights in the folder ``hugging_face`` (safetensors). False: draw new ones."""
     attention: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = None
@@ -55,6 +56,9 @@ class ModelConfig(Table):
     """Dtype of the parameters; their ``main_grad`` follows ``ddp.grad_reduce_in_fp32``."""
     fuse_wgrad_accumulation: bool = True
     """Write weight gradients to ``main_grad`` from the GEMM."""
+    fused_loss: bool = False
+    """Compute the loss by the head, chunk by chunk, without the logits in memory: for large vocabularies. Backward
+    computes the logits again."""
     delay_wgrad_layers: Natural = 0
     """The head and the last ``delay_wgrad_layers`` blocks compute their weight gradients after each backward, in bucket
     order, while buckets are reduced. ``num_layers``: all blocks, so that backward computes input gradients only."""
@@ -96,6 +100,11 @@ class ModelConfig(Table):
         self.require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", remedy)
         remedy = f"must lie between 0 and model.num_layers = {self.num_layers}"
         self.require(self.delay_wgrad_layers <= self.num_layers, "delay_wgrad_layers", remedy)
+        remedy = "has no effect on a head that delays its weight gradient, which takes the logits' gradient"
+        self.require(not (self.fused_loss and self.delay_wgrad_layers), "fused_loss", remedy)
+        remedy = "needs model.fuse_wgrad_accumulation beside model.hugging_face"
+        converted = self.hugging_face is None or self.fuse_wgrad_accumulation
+        self.require(converted or not self.fused_loss, "fused_loss", remedy)
         if self.num_experts:
             self._check_experts()
         else:
@@ -135,4 +144,4 @@ _OF_EXPERTS = (
     "single_grouped_weight",
 )
 _OF_HUGGING_FACE = frozenset({"pretrained", "attention", "trust_remote_code", "save_hugging_face"})
-_BESIDE_HUGGING_FACE = _OF_HUGGING_FACE | {"hugging_face", "param_dtype", "fuse_wgrad_accumulation"}
+_BESIDE_HUGGING_FACE = _OF_HUGGING_FACE | {"hugging_face", "param_dtype", "fuse_wgrad_accumulation", "fused_loss"}

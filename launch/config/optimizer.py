@@ -62,7 +62,7 @@ class OptimizerConfig(Table):
     moments have ``moment_dtype``. Shards of ``fsdp`` and ``hsdp``, of ``adamw`` and Adam alone, are then bf16."""
     moment_dtype: Literal["bfloat16", "float32", "uint8"] = "bfloat16"
     """Moments of ``state = "compact"``. ``uint8``: codes of 8 bits, with a scale for 256 elements; sets
-    ``ddp.shard_atom`` to 256."""
+    ``ddp.shard_atom`` to 256, and ``fsdp.shard_atoms`` to ``block``."""
     decay_vectors: bool = True
     """True: decay also parameters with fewer than two dims (norms, biases, scalars). False: matrices only."""
     max_grad_norm: Positive | None = 1.0
@@ -108,8 +108,7 @@ class OptimizerConfig(Table):
     @property
     def fits_shards(self) -> bool:
         """Whether models under ``fully_shard`` have this form of state, or full state."""
-        is_adam = self.optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
-        return self.state == "full" or (is_adam and self.moment_dtype != "uint8")
+        return self.state == "full" or self.optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
 
     @property
     def class_options(self) -> dict[str, Any]:

@@ -80,9 +80,7 @@ class Config:
         remedy = "does not go with model.num_experts: ranks have different experts; use another recipe"
         settings.require(settings.recipe != "float8_delayed" or not model.num_experts, "recipe", remedy)
         compact = self.optimizer.state == "compact"
-        remedy = (
-            f'"compact" is for AdamW and Adam without moments of 8 bits under parallel = "{self.parallel}": set "full"'
-        )
+        remedy = f'"compact" is for AdamW and Adam under parallel = "{self.parallel}": set "full"'
         self.optimizer.require(self.optimizer.fits_shards or not self.fully_sharded, "state", remedy)
         remedy = '"compact" steps on the GPU, and does not go with fsdp.offload_to_cpu: set "full", or leave that out'
         self.optimizer.require(not (compact and self.fsdp.offload_to_cpu), "state", remedy)

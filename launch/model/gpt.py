@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...te_integration import Embedding, autocast
+from ...te_integration import Embedding, Linear, LinearCrossEntropy, autocast
 from ..config.run import ModelConfig
 from .feed_forward import FeedForward, make_linear
-from .loss import find_padding, mean_loss
+from .loss import count_targets, find_padding, mean_loss
 from .moe import MixtureOfExperts, RouterLoss
 
 __all__ = [
@@ -157,7 +157,7 @@ class GPT(nn.Module):
             for index in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(config.dim, eps=1e-6, device=device, dtype=dtype)
-        self.head = make_linear(config, config.dim, config.vocab_size, device, config.delay_wgrad_layers > 0)
+        self.head = _make_head(config, device)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
             self.head.mark_delayed_weights()
@@ -219,15 +219,31 @@ class GPT(nn.Module):
             if router_loss is not None:
                 router_losses.append(router_loss)
         with autocast(enabled=False):  # recipes leave the head as it is: its errors are the loss's
-            logits: Tensor = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        loss = mean_loss(logits, targets)
+            if targets is None:
+                logits: Tensor = self.head(self.norm(x))
+                return logits
+            if self.config.fused_loss:
+                loss: Tensor = self.head(self.norm(x), targets, num_tokens=count_targets(targets))
+            else:
+                loss = mean_loss(self.head(self.norm(x)), targets)
         if router_losses:
             weighted, balance, z, max_load = map(torch.stack, zip(*router_losses, strict=True))
             self.loss_parts = LossParts(loss.detach(), balance.mean(), z.mean(), max_load.max())
             loss = loss + weighted.sum()
         return loss
+
+
+def _make_head(config: ModelConfig, device: torch.device | None) -> Linear | LinearCrossEntropy:
+    """The last layer, ``weight`` [V, D]."""
+    if not config.fused_loss:
+        return make_linear(config, config.dim, config.vocab_size, device, config.delay_wgrad_layers > 0)
+    return LinearCrossEntropy(
+        config.dim,
+        config.vocab_size,
+        fuse_wgrad_accumulation=config.fuse_wgrad_accumulation,
+        device=device,
+        dtype=config.dtype("param_dtype"),
+    )
 
 
 def _within_documents(positions: Tensor) -> Tensor:

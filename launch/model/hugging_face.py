@@ -35,12 +35,13 @@ _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 class HuggingFaceModel(nn.Module):
     """Gives a model of ``transformers`` the interface of ``GPT``.
 
-    model  any ``AutoModelForCausalLM``; its parameters keep their names, after ``model.``
-    pads   whether rows end with padding. The model then gets an ``attention_mask``, by which its own auxiliary loss of
-           routers leaves padding out; attention may take a slower kernel
+    model       any ``AutoModelForCausalLM``; its parameters keep their names, after ``model.``
+    pads        whether rows end with padding. The model then gets an ``attention_mask``, by which its own auxiliary
+                loss of routers leaves padding out; attention may take a slower kernel
+    fuses_loss  ``model`` was converted with ``fused_loss``
     """
 
-    def __init__(self, model: Any, *, pads: bool = False) -> None:
+    def __init__(self, model: Any, *, pads: bool = False, fuses_loss: bool = False) -> None:
         super().__init__()
         self.model = model
         self.loss_parts = None
@@ -49,6 +50,7 @@ class HuggingFaceModel(nn.Module):
         if not self.blocks:
             raise ConfigError(f"{_KEY}: {type(model).__name__} has no nn.ModuleList of decoder layers to make units of")
         self.pads = pads
+        self.fuses_loss = fuses_loss
 
     @property
     def vocab_size(self) -> int:
@@ -69,7 +71,10 @@ class HuggingFaceModel(nn.Module):
         In training, the loss includes the model's own auxiliary loss, if ``config.json`` asks for router logits.
         """
         mask = find_padding(targets).logical_not().long() if self.pads and targets is not None else None
-        outputs = self.model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+        if targets is not None and self.fuses_loss:
+            inputs["skip_logits"] = True
+        outputs = self.model(**inputs)
         if targets is None:
             logits: Tensor = outputs.logits
             return logits
@@ -125,12 +130,14 @@ def build_language_model(
         remedy = "; model.pretrained = false draws new weights from config.json" if config.pretrained else ""
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
     if config.fuse_wgrad_accumulation:
-        convert_linears(model)
+        conversion = convert_linears(model, fused_loss=config.fused_loss)
+        if conversion.unfused_losses:
+            raise ConfigError(f"model.fused_loss = true: {'; '.join(conversion.unfused_losses.values())}")
         head = model.get_output_embeddings()
         for module in () if head is None else head.modules():
             if isinstance(module, LinearModule):
                 module.ignores_recipes = True  # as the head of the GPT: its errors are the loss's own
-    return HuggingFaceModel(model.train(), pads=pads)
+    return HuggingFaceModel(model.train(), pads=pads, fuses_loss=config.fused_loss)
 
 
 def _build(config: ModelConfig, folder: str, seed: int, device: torch.device, *, placeholder: bool) -> Any:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["find_padding", "mean_loss"]
+__all__ = ["count_targets", "find_padding", "mean_loss"]
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -14,7 +14,12 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """
     flat = targets.reshape(-1)
     total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), flat, ignore_index=-100, reduction="sum")
-    return total / (flat >= 0).sum().clamp(min=1)
+    return total / count_targets(flat)
+
+
+def count_targets(targets: Tensor) -> Tensor:
+    """Number of ``targets`` that are not negative, at least 1; on their device."""
+    return (targets >= 0).sum().clamp(min=1)
 
 
 def find_padding(targets: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from ...ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ...ddp.collectives.rank_grid import Ranks
 from ...fsdp import FSDPModule, MixedPrecisionPolicy, Placements, fully_shard
 from ...te_integration import convert_linears
+from ...te_integration.conversion.fused_loss import FusedLoss, is_language_model, mode_of, why_no_fused_loss
 from .blocks import Units, add_recompute, find_units
 from .dtypes import compute_in, policy_of, store_in_fp32
 
@@ -36,6 +37,7 @@ def parallelize(
     mesh: Ranks = ...,
     units: Units = ...,
     fuse: bool = ...,
+    fused_loss: FusedLoss = ...,
     param_dtype: torch.dtype | None = ...,
     recompute: bool = ...,
     compile: bool | Mapping[str, Any] = ...,
@@ -49,6 +51,7 @@ def parallelize(
     mesh: Ranks = ...,
     units: Units = ...,
     fuse: bool = ...,
+    fused_loss: FusedLoss = ...,
     param_dtype: torch.dtype | None = ...,
     recompute: bool = ...,
     compile: bool | Mapping[str, Any] = ...,
@@ -62,6 +65,7 @@ def parallelize(
     mesh: Ranks = ...,
     units: Units = ...,
     fuse: bool = ...,
+    fused_loss: FusedLoss = ...,
     param_dtype: torch.dtype | None = ...,
     recompute: bool = ...,
     compile: bool | Mapping[str, Any] = ...,
@@ -74,6 +78,7 @@ def parallelize(
     mesh: Ranks = None,
     units: Units = "auto",
     fuse: bool = True,
+    fused_loss: FusedLoss = False,
     param_dtype: torch.dtype | None = None,
     recompute: bool = False,
     compile: bool | Mapping[str, Any] = False,
@@ -93,6 +98,8 @@ def parallelize(
                  ``nn.Sequential``s if it has no list. The logger ``maingrad.launch.parallelizing.blocks`` says which
     fuse         weight gradients of linear layers, experts and embeddings are written into the gradient buffers by
                  their kernels (``convert_linears``)
+    fused_loss   a language model of Hugging Face that is given ``labels`` computes its loss by its head, without the
+                 logits in memory. True or "recompute", "in_forward": see ``convert_linears``
     param_dtype  floating-point dtype of parameters in computation, to which floating-point inputs of the model are
                  cast; master weights are fp32. None: the dtype that the parameters have. Under "ddp" and "zero1"
                  masters begin with the weights as ``param_dtype`` rounds them
@@ -109,6 +116,8 @@ def parallelize(
     or ``fully_shard`` refuses. Everything that the arguments alone decide is refused before the model is changed.
     """
     _check(model, parallel, mesh, param_dtype, options)
+    if mode_of(fused_loss) is not None:
+        _check_fused_loss(model, fuse)
     found = find_units(model, units, gathers=parallel in _SHARDED)
     if (recompute or compile) and not found:
         raise ValueError(
@@ -118,7 +127,7 @@ def parallelize(
     own_policy: MixedPrecisionPolicy | None = options.get("mixed_precision")
     policy = None if parallel in _WRAPPED else own_policy or policy_of(model, param_dtype)
     if fuse:
-        convert_linears(model)
+        convert_linears(model, fused_loss=fused_loss)
     if recompute:
         add_recompute(model, found)
     if compile:
@@ -200,6 +209,20 @@ def _check(
             '"hsdp"'
         )
     _check_options(parallel, param_dtype, options)
+
+
+def _check_fused_loss(model: nn.Module, fuse: bool) -> None:
+    if not fuse:
+        raise ValueError("fused_loss needs fuse=True: the head's weight gradient is written where it is reduced")
+    models = [module for module in model.modules() if is_language_model(module)]
+    reasons = [why_no_fused_loss(module) for module in models]
+    if not models:
+        reasons = [
+            f"{type(model).__name__} has no language model of Hugging Face, whose forward takes labels; elsewhere the "
+            f"head is a te_integration.LinearCrossEntropy"
+        ]
+    if None not in reasons:
+        raise ValueError(f"fused_loss has no effect: {'; '.join(filter(None, reasons))}")
 
 
 def _check_options(parallel: str, param_dtype: torch.dtype | None, options: Mapping[str, Any]) -> None:

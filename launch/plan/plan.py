@@ -113,12 +113,12 @@ def _peak_of_grads(config: Config, model: nn.Module, units: Sequence[PlacedUnit]
 
 def _alternatives(config: Config) -> dict[Parallel, Config]:
     """The run's configuration under each kind of parallelism, with what has no meaning there left out."""
-    in_blocks = config.optimizer.moment_dtype == "uint8" and not config.ddp.keep_params_whole
+    in_blocks = config.optimizer.moment_dtype == "uint8"
     sharded = dataclasses.replace(
         config.ddp,
         use_distributed_optimizer=True,
         num_distributed_optimizer_instances=1,
-        shard_atom=BLOCK if in_blocks else config.ddp.shard_atom,
+        shard_atom=BLOCK if in_blocks and not config.ddp.keep_params_whole else config.ddp.shard_atom,
     )
     whole = dataclasses.replace(
         sharded,
@@ -135,6 +135,8 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
     else:
         units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
+    if in_blocks and units.shard_atoms == "element":
+        units = dataclasses.replace(units, shard_atoms="block")
     full = dataclasses.replace(config.optimizer, state="full", moment_dtype="bfloat16")
     of_shards = config.optimizer if config.optimizer.fits_shards else full
     unused = DistributedDataParallelConfig(use_distributed_optimizer=True)

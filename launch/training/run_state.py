@@ -35,6 +35,7 @@ _FIXED = ("model.", "data.", "optimizer.", "train.global_batch_size", "train.seq
 _MAY_DIFFER = frozenset(
     {
         "model.fuse_wgrad_accumulation",
+        "model.fused_loss",
         "model.delay_wgrad_layers",
         "model.save_hugging_face",
         "model.trust_remote_code",

@@ -8,14 +8,16 @@ from torch.nn.parameter import is_lazy
 from ...ddp.contract.main_grad import has_main_grad
 from ...ddp.contract.module import is_sharded
 from ..dense.conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
+from ..dense.embedding import Embedding, calls_embedding_forward, fused_embedding_class, why_autograd
 from ..dense.layer_norm_linear import LayerNormLinear
 from ..dense.layer_norm_mlp import LayerNormMLP
 from ..dense.linear import Linear
 from ..dense.linear_module import LinearModule
-from ..embedding import Embedding, calls_embedding_forward, fused_embedding_class, why_autograd
 from ..experts.grouped_linear import GroupedLinear
 from ..experts.grouped_mlp import GroupedMLP
 from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts
+from ..head.linear_cross_entropy import Mode
+from .fused_loss import FusedLoss, fuse_loss, is_language_model, mode_of, unfuse_loss, why_no_fused_loss
 from .report import Conversion, linear_weights
 
 __all__ = ["Conversion", "convert_linears", "unconvert"]
@@ -23,7 +25,7 @@ __all__ = ["Conversion", "convert_linears", "unconvert"]
 _KNOWN = (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP, nn.Embedding, Embedding)
 
 
-def convert_linears(model: nn.Module) -> Conversion:
+def convert_linears(model: nn.Module, *, fused_loss: FusedLoss = False) -> Conversion:
     """Fuse the weight gradient of every linear layer and embedding of ``model`` into ``main_grad``; then wrap it.
 
     Converted are modules whose type is exactly ``nn.Linear`` or ``nn.Embedding``, maingrad modules that were built
@@ -46,12 +48,22 @@ def convert_linears(model: nn.Module) -> Conversion:
     ``nn.TransformerEncoderLayer``). That weight then has an ordinary gradient, which the hook adds.
     ``num_fused_writes`` in ``DistributedDataParallel.records`` counts what fused GEMMs wrote to each weight.
 
+    fused_loss  a language model of Hugging Face that is given ``labels`` in training computes its loss by the head,
+                whose logits are in memory a chunk at a time. True or "recompute", "in_forward": the modes of
+                ``LinearCrossEntropy``. All that the model does to logits before the loss stays: scale, cap, shift,
+                ``num_items_in_batch``, losses of routers. ``logits`` of its output are computed if something reads
+                them before backward. The model's forward has two more arguments: ``skip_logits`` (False: logits and
+                loss as they were, in this call; True: no logits in evaluation either), and ``grad_scale``, for
+                "in_forward": the gradient that backward will bring to the loss (1 without). Recipes leave such a head
+                as it is. Models whose loss stays as it was are in ``unfused_losses``, with the reason
+
     A converted model needs a provider of ``main_grad`` by its first backward; ``unconvert`` undoes the conversion.
     ``torch.fx`` traces into fused layers: trace first, then convert the ``GraphModule``.
 
     Raises ``TypeError`` if ``model`` is not a module. Raises ``ValueError``, with the model unchanged, if the model is
     wrapped already: the wrapper has then decided how each gradient is stored.
     """
+    mode = mode_of(fused_loss)
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_linears takes an nn.Module, got {type(model).__name__}")
     for name, parameter in model.named_parameters():
@@ -72,7 +84,24 @@ def convert_linears(model: nn.Module) -> Conversion:
             converted.append(name)
         else:
             skipped[name] = reason
-    return Conversion.of(model, converted, skipped)
+    unfused_losses = {} if mode is None else _fuse_losses(model, mode)
+    return Conversion.of(model, converted, skipped, unfused_losses)
+
+
+def _fuse_losses(model: nn.Module, mode: Mode) -> dict[str, str]:
+    """Fuse the losses of all language models in ``model``. Returns name -> why not, of the others."""
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not is_language_model(module):
+            continue
+        reason = why_no_fused_loss(module)
+        if reason is None and not isinstance(module.get_output_embeddings(), LinearModule):
+            reason = f"{type(module).__name__}'s head was not converted: see skipped"
+        if reason is None:
+            fuse_loss(module, mode)
+        else:
+            reasons[name] = reason
+    return reasons
 
 
 def unconvert(model: nn.Module) -> tuple[str, ...]:
@@ -95,6 +124,7 @@ def unconvert(model: nn.Module) -> tuple[str, ...]:
     }
     for name, module in fused.items():
         _check_free(name or type(module).__name__, module)
+    unfuse_loss(model)
     for module in fused.values():
         _unfuse(module)
     return tuple(fused)

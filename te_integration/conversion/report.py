@@ -27,6 +27,8 @@ class Conversion:
     """Names of the modules that became fused, in ``named_modules`` order."""
     skipped: dict[str, str]
     """Module name -> why the module, a linear layer or an embedding, was not converted."""
+    unfused_losses: dict[str, str]
+    """Name of a language model -> why its loss was not fused with its head; empty without ``fused_loss=True``."""
     left_out: dict[str, str]
     """Parameter name -> whose it is: parameters with two dims or more that no module known to ``convert_linears``
     multiplies, such as routers, convolutions and learnt positions. Their gradients reach ``main_grad`` through the
@@ -38,7 +40,13 @@ class Conversion:
     ``left_out`` count like weights; lookups and frozen parameters take none. 1 for a model without trained weights."""
 
     @classmethod
-    def of(cls, model: nn.Module, converted: Iterable[str], skipped: Mapping[str, str]) -> "Conversion":
+    def of(
+        cls,
+        model: nn.Module,
+        converted: Iterable[str],
+        skipped: Mapping[str, str],
+        unfused_losses: Mapping[str, str],
+    ) -> "Conversion":
         """The report on a converted model."""
         known: set[int] = set()
         fused = total = 0.0
@@ -57,7 +65,13 @@ class Conversion:
             total += parameter.numel() * parameter.requires_grad
             left_out[name] = f"{type(owner).__name__} uses it by itself, shape {tuple(parameter.shape)}"
         share = fused / total if total else 1.0
-        return cls(converted=tuple(converted), skipped=dict(skipped), left_out=left_out, fused_share=share)
+        return cls(
+            converted=tuple(converted),
+            skipped=dict(skipped),
+            unfused_losses=dict(unfused_losses),
+            left_out=left_out,
+            fused_share=share,
+        )
 
 
 def linear_weights(module: nn.Module) -> tuple[str, ...]:

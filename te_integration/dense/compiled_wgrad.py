@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.contract.main_grad import is_foreign, is_fusable, record_of
 from ...ddp.contract.module import forms_of
+from ...ddp.contract.target import WgradProduct, WgradTarget
 from ...ddp.torch_internals import current_backward, will_execute
 from ...kernels.quantized import Quantized, restored
 from .. import recipes
@@ -37,7 +38,18 @@ from .fused_linear import dtype_of_products, in_transform
 from .linear_module import LinearModule, brought
 from .quantized_linear import HALF, QuantizedWgrad, warn_of_dtype
 
-__all__ = ["ExecutionMode", "WgradHandle", "can_compile", "mode_and_recipe", "mode_of", "run_outside_graph", "wgrad"]
+__all__ = [
+    "ExecutionMode",
+    "WgradHandle",
+    "can_compile",
+    "handle_in_backward",
+    "handle_of",
+    "mode_and_recipe",
+    "mode_of",
+    "refuse_graphs_of_torch",
+    "run_outside_graph",
+    "wgrad",
+]
 
 ExecutionMode: TypeAlias = Literal["graph", "break", "autograd"]
 """How a product runs in traced code: in the graph with a ``wgrad`` operator, in a graph break, or by plain autograd."""
@@ -99,7 +111,7 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         if not all(name in own for name in names):
             return "break"
         needing = {_grad_receiver(own[name]) for name in names} - {"nobody"}
-        if not needing or "autograd" in needing:
+        if not needing or "autograd" in needing or ("unknown" in needing and not self.module.needs_provider):
             return "autograd"
         if not can_compile() or "foreign" in needing or (delayed and "unknown" in needing):
             return "break"
@@ -144,18 +156,40 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         recipe    by which both are quantised, and transposed; -1: none
         """
         module = self.module
-        own, names = module.__dict__["_parameters"], module.weights_of(product)
-        registered = [own[name] for name in names]
-        wanted = self._weights_wanted(registered, product * len(names))
-        weights = [param if weight is None else weight for param, weight in zip(registered, wanted, strict=True)]
-        # Without a queue the forward was fused, whatever the option says by now: only such a forward leads here.
-        fused = module.fuse_wgrad_accumulation or module.wgrad_queue is None
-        computed_by = module.wgrad_product if recipe < 0 else QuantizedWgrad
-        target = module.use(product, weights, fused, module.wgrad_queue, computed_by=computed_by).target
-        assert target is not None, "the forward was fused or delayed"
         dy, x, *offsets = operands
         left, right = (x, dy) if module.transposed else (dy, x)
-        target.deliver_in_graph([weight is not None for weight in wanted], (left, right, *offsets), current_backward())
+        computed_by = module.wgrad_product if recipe < 0 else QuantizedWgrad
+        self.deliver_by(computed_by, product, (left, right, *offsets))
+
+    def deliver_by(self, computed_by: type[WgradProduct], product: int, operands: Sequence[Any]) -> None:
+        """``deliver`` for what the class ``computed_by`` makes of its ``operands``."""
+        registered = self._registered(product)
+        wanted = self._weights_wanted(registered, product * len(registered))
+        weights = [param if weight is None else weight for param, weight in zip(registered, wanted, strict=True)]
+        target = self._target(computed_by, product, weights)
+        target.deliver_in_graph([weight is not None for weight in wanted], operands, current_backward())
+
+    def write_ahead(self, computed_by: type[WgradProduct], operands: Sequence[Any]) -> Tensor:
+        """In a compiled forward: ``WgradTarget.write_ahead`` for the module's only weight."""
+        return self._target(computed_by, 0, self._registered(0)).write_ahead(operands)
+
+    def deliver_written(self, computed_by: type[WgradProduct], ahead: Tensor, poison: Tensor) -> None:
+        """In a compiled backward: ``WgradTarget.deliver_written``, if this backward accumulates the gradient."""
+        (weight,) = self._weights_wanted(self._registered(0), 0)
+        if weight is not None:
+            self._target(computed_by, 0, [weight]).deliver_written(ahead, poison)
+
+    def _registered(self, product: int) -> list[Tensor]:
+        own = self.module.__dict__["_parameters"]
+        return [own[name] for name in self.module.weights_of(product)]
+
+    def _target(self, computed_by: type[WgradProduct], product: int, weights: Sequence[Tensor]) -> WgradTarget:
+        module = self.module
+        # Without a queue the forward was fused, whatever the option says by now: only such a forward leads here.
+        fused = module.fuse_wgrad_accumulation or module.wgrad_queue is None
+        target = module.use(product, weights, fused, module.wgrad_queue, computed_by=computed_by).target
+        assert target is not None, "the forward was fused or delayed"
+        return target
 
     def _weights_wanted(self, registered: Sequence[Tensor], first: int) -> list[Tensor | None]:
         """Return, for each parameter of a product, the weight whose gradient this backward accumulates, or None.
@@ -287,24 +321,40 @@ run_outside_graph: Callable[..., Any] = torch.compiler.disable(_run)
 
 
 def _deliver(operands: Sequence[Tensor], key: Tensor, product: int, recipe: int = -1, columns: int = 0) -> None:
-    if operands[0].is_cuda and torch.cuda.is_current_stream_capturing() and not is_capturing():
+    refuse_graphs_of_torch(operands[0])
+    handle_in_backward(key).deliver(product, operands if recipe < 0 else _quantized(operands, recipe, columns), recipe)
+
+
+def refuse_graphs_of_torch(operand: Tensor) -> None:
+    """Raise ``RuntimeError`` where ``torch.compile`` captures what writes a weight gradient."""
+    if operand.is_cuda and torch.cuda.is_current_stream_capturing() and not is_capturing():
         raise RuntimeError(
             "torch.compile's own CUDA graphs (mode='reduce-overhead' or 'max-autotune') would replay a fused layer's "
             "weight gradient without the provider's flags: compile without them (mode='max-autotune-no-cudagraphs'), "
             "and capture the whole step with maingrad.ddp.GraphedTrainingStep"
         )
+
+
+def handle_in_backward(key: Tensor) -> WgradHandle:
+    """The handle of a compiled backward's ``key``. Raises ``RuntimeError`` under ``create_graph=True``."""
+    handle = handle_of(key)
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{handle.module.describe()}: backward(create_graph=True) through a compiled fused layer; call the layer "
+            f"outside torch.compile, or build it with fuse_wgrad_accumulation=False"
+        )
+    return handle
+
+
+def handle_of(key: Tensor) -> WgradHandle:
+    """The handle with this ``key``. Raises ``RuntimeError`` where the module is gone."""
     handle = _handles.get(int(key.item()))
     if handle is None or not handle.is_live:
         raise RuntimeError(
             "a module was freed between its compiled forward and the backward, and its weight gradients have no place: "
             "keep the model until the last backward"
         )
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{handle.module.describe()}: backward(create_graph=True) through a compiled fused layer; call the layer "
-            f"outside torch.compile, or build it with fuse_wgrad_accumulation=False"
-        )
-    handle.deliver(product, operands if recipe < 0 else _quantized(operands, recipe, columns), recipe)
+    return handle
 
 
 def _quantized(tensors: Sequence[Tensor], recipe: int, columns: int) -> list[Quantized]:

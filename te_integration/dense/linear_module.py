@@ -60,6 +60,8 @@ class LinearModule(ScaledModule, DelayedWgradModule):
     """The single weight is stored [K, N]."""
     ignores_recipes = False
     """Computes without a recipe, whatever ``autocast`` is around: for heads, whose errors are the loss's own."""
+    needs_provider = True
+    """A fused product raises where no provider gave the weight a ``main_grad``. False: autograd delivers there."""
     wgrad_product: type[WgradProduct] = DenseWgrad
     """Computes the weight gradients of a product."""
     _wgrad_handle: Any

@@ -63,6 +63,11 @@ def _check_module(module: nn.Module, where: str) -> None:
             f"{where} has hooks on its forward or backward, which a replay would not call: remove them, or hook the "
             f"callable that make_graphed_callables returns"
         )
+    if getattr(module, "writes_in_forward", False):
+        raise ValueError(
+            f'{where} writes main_grad in its forward (mode="in_forward"), which these graphs replay without a '
+            f'backward of their own: build it with mode="recompute", or capture the whole step'
+        )
     passes_on = any(isinstance(inner, DelayedWgradModule) for inner in list(module.modules())[1:])
     if has_backward_dw(module) and not passes_on and not isinstance(module, DelayedWgradModule | Ours | AroundModule):
         raise ValueError(

@@ -74,7 +74,30 @@ _PRODUCT = {
     "tiles": "*i32/16", "M": "i32/16", "N": "i32/16", "K": "i32/16", "stride_row": "i32/16", "stride_matrix": "i32/16",
     "alpha": "fp32", "beta": "fp32", "CONFIG": "=ProductConfig(128, 128, 64, 4, 3)", "SYMMETRIC": True,
 }  # fmt: skip
+_HEAD = {
+    "logits": "*bf16/16", "targets": "*i64/16", "grads": None, "lses": "*fp32/16", "losses": "*fp32/16", "V": "i32/16",
+    "stride": "i32/16", "stride_grads": "i32", "ignore_index": "i32", "smoothing": None, "z_loss": None, "cap": None,
+    "scale": "fp32", "HAS_LSE": False, "BLOCK": 4096,
+}  # fmt: skip
+_HEAD_TERMS = {"smoothing": "fp32", "z_loss": "fp32", "cap": "fp32"}
+_PRODUCT = {
+    "a_desc": "tensordesc<fp16[128,64]>", "b_desc": "tensordesc<fp16[128,64]>", "addend": "*fp16/16", "out": "*fp16/16",
+    "tiles": "*i32/16", "M": "i32/16", "N": "i32/16", "K": "i32/16", "stride_row": "i32/16", "stride_matrix": "i32/16",
+    "alpha": "fp32", "beta": "fp32", "CONFIG": "=ProductConfig(128, 128, 64, 4, 3)", "SYMMETRIC": True,
+}  # fmt: skip
 KERNELS = {
+    "cross_entropy.triton_kernels._cross_entropy_kernel#losses": _HEAD,
+    "cross_entropy.triton_kernels._cross_entropy_kernel#losses_of_terms": {**_HEAD, **_HEAD_TERMS},
+    "cross_entropy.triton_kernels._cross_entropy_kernel#both": {**_HEAD, "grads": "*fp32"},
+    "cross_entropy.triton_kernels._cross_entropy_kernel#both_of_terms": {
+        **_HEAD, **_HEAD_TERMS, "grads": "*fp32",
+    },
+    "cross_entropy.triton_kernels._cross_entropy_kernel#grads": {
+        **_HEAD, "grads": "*fp32", "losses": None, "HAS_LSE": True,
+    },
+    "cross_entropy.triton_kernels._cross_entropy_kernel#grads_of_terms": {
+        **_HEAD, **_HEAD_TERMS, "grads": "*fp32", "losses": None, "HAS_LSE": True,
+    },
     "optimizer.orthogonal.product_triton._product_kernel": _PRODUCT,
     "optimizer.orthogonal.product_triton._product_kernel#rectangular": {
         **_PRODUCT, "a_desc": "tensordesc<fp16[1,128,64]>", "b_desc": "tensordesc<fp16[1,64,256]>", "addend": None,

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,10 @@ def plain_iteration(model: nn.Module, loss: Loss, *, dtype: torch.dtype | None =
     return {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
 
 
-def converted_iteration(model: nn.Module, loss: Loss) -> Iteration:
-    """``main_grad`` of a copy of ``model``, converted and wrapped."""
+def converted_iteration(model: nn.Module, loss: Loss, **options: Any) -> Iteration:
+    """``main_grad`` of a copy of ``model``, converted with ``options`` and wrapped."""
     model = copy.deepcopy(model)
-    conversion = convert_linears(model)
+    conversion = convert_linears(model, **options)
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True))
     for index in range(MICROBATCHES):
         torch.manual_seed(index)

@@ -11,7 +11,15 @@ from transformers import TrainingArguments
 from ....ddp import DistributedDataParallelConfig
 from ....ddp.optimizer.param_groups import why_not_over
 
-__all__ = ["PARALLEL", "check_accelerator", "check_arguments", "check_model", "check_optimizer", "check_options"]
+__all__ = [
+    "PARALLEL",
+    "check_accelerator",
+    "check_arguments",
+    "check_fused_loss",
+    "check_model",
+    "check_optimizer",
+    "check_options",
+]
 
 PARALLEL = ("ddp", "zero1", "fsdp")
 
@@ -84,6 +92,14 @@ def check_arguments(args: TrainingArguments, parallel: str, *, has_ddp_config: b
             f"this process sees {args.n_gpu} GPUs and has no launcher: start one process for each by torchrun, or "
             f"choose one by CUDA_VISIBLE_DEVICES"
         )
+
+
+def check_fused_loss(args: TrainingArguments, *, fuse_linears: bool) -> None:
+    """Raise ``ValueError`` where ``fused_loss=True`` would have no effect."""
+    if not fuse_linears:
+        raise ValueError("fused_loss=True needs fuse_linears=True: the head's weight gradient goes into the buckets")
+    if args.label_smoothing_factor:
+        raise ValueError("fused_loss=True: label_smoothing_factor takes logits, so that nothing is fused; drop one")
 
 
 def check_accelerator(accelerator: Any) -> None:

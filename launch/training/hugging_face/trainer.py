@@ -24,7 +24,7 @@ from ....te_integration import convert_linears
 from ...parallelizing.dtypes import policy_of
 from ...parallelizing.parallelize import parallelize
 from .accelerator import ModelLeavingAccelerator
-from .refused import check_accelerator, check_arguments, check_model, check_optimizer, check_options
+from .refused import check_accelerator, check_arguments, check_fused_loss, check_model, check_optimizer, check_options
 from .step_graph import StepGraph
 from .whole import read_as_whole
 from .wrapping import (
@@ -56,6 +56,7 @@ class Trainer(transformers.Trainer):
     cuda_graph    "auto": on a GPU a step becomes one CUDA graph where that is right (``maingrad.graphed``), and a line
                   of the log says why not. False: no graphs. True: on a CPU too, by recorded operations, for tests
     fuse_linears  ``convert_linears``: weight gradients of linear layers, experts and embeddings go into the buckets
+    fused_loss    ``convert_linears(model, fused_loss=True)``: training computes the loss without the logits in memory
 
     All other arguments are ``transformers.Trainer``'s, and ``TrainingArguments`` mean what they mean there. Raises
     ``ValueError`` for arguments, models and optimizers that do not fit, with a remedy. docs/hugging_face.md tells
@@ -80,15 +81,18 @@ class Trainer(transformers.Trainer):
         fsdp_units: Sequence[str] | None = None,
         fsdp_options: Mapping[str, Any] | None = None,
         fuse_linears: bool = True,
+        fused_loss: bool = False,
         cuda_graph: Literal["auto", True, False] = "auto",
         **options: Any,
     ) -> None:
-        self.parallel, self.fuse_linears = parallel, fuse_linears
+        self.parallel, self.fuse_linears, self.fused_loss = parallel, fuse_linears, fused_loss
         self._graph = StepGraph(self, cuda_graph)
         self.ddp_config, self.fsdp_units, self.fsdp_options = ddp_config, fsdp_units, dict(fsdp_options or {})
         check_options(parallel, ddp_config, fsdp_units, self.fsdp_options)
         args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args, parallel, has_ddp_config=ddp_config is not None)
+        if fused_loss:
+            check_fused_loss(args, fuse_linears=fuse_linears)
         if model is not None:
             check_model(model)
         # By name: another Trainer between this class and transformers' may have an order of its own, as TRL's have.
@@ -140,15 +144,21 @@ class Trainer(transformers.Trainer):
                 dtype = torch.bfloat16 if self.args.bf16 else None
                 policy = self.fsdp_options.get("mixed_precision") or policy_of(self.model, dtype)
                 units = unit_names(self.model, self.fsdp_units)
-                if self.fuse_linears:
-                    convert_linears(self.model)
+                self._convert()
                 self.model = shard(self.model, units, self.fsdp_options, policy)
             self.model_wrapped = self.model
         elif self.model_wrapped is self.model:
             self._check_no_optimizer()
             options = config_of(self.args) if self.ddp_config is None else {"config": self.ddp_config}
+            self._convert()  # before accelerate replaces the model's forward
             prepared = self.accelerator.prepare_model(self.model)
             self.model_wrapped = parallelize(prepared, self.parallel, units=(), fuse=self.fuse_linears, **options)
+
+    def _convert(self) -> None:
+        if self.fuse_linears:
+            reasons = convert_linears(self.model, fused_loss=self.fused_loss).unfused_losses
+            if reasons:
+                raise ValueError(f"fused_loss=True: {'; '.join(reasons.values())}")
 
     def _check_no_optimizer(self) -> None:
         """Raise ``ValueError`` where a program or a ``create_optimizer`` of its own has made one too early."""

@@ -25,14 +25,14 @@ FAULTS = [
                 "open_for_write",
                 """
                 if record is not None:
-                    overwrite = record.open_for_write()
+                    overwrite = record.open_for_write(ahead=ahead)
                     record.num_fused_writes += 1
                     return overwrite
                 return getattr(weight, "overwrite_main_grad", False) and _first_write_of(backward, weight)
                 """,
                 """
                 if record is not None:
-                    overwrite = record.open_for_write()
+                    overwrite = record.open_for_write(ahead=ahead)
                     record.num_fused_writes += 1
                     return _BITS.setdefault(backward, overwrite)
                 return _BITS.setdefault(

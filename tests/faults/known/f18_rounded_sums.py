@@ -31,7 +31,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.kernels.reference",
+                "maingrad.kernels.grouped.reference",
                 "wgrad_accumulate_reference",
                 "main_grad.add_(product)",
                 "main_grad.copy_(main_grad.bfloat16() + product.bfloat16())",

@@ -54,7 +54,12 @@ FAULTS = [
         sentence="A bucket's updated state is not copied back to the host: each step begins with the first one's.",
         tests=[f"{COMPACT}::test_state_on_the_host_has_the_same_bits"],
         changes=[
-            Change(FORMS, "_OnHost.update", "self._to_host.start(pairs)", "self._to_host.start([])"),
+            Change(
+                "maingrad.ddp.optimizer.host_state",
+                "HostState.visits",
+                "self._to_host.start(pairs)",
+                "self._to_host.start([])",
+            ),
         ],
     ),
     Fault(

@@ -57,8 +57,8 @@ FAULTS = [
         tests=[f"{COMPACT}::test_state_on_the_host_has_the_same_bits"],
         changes=[
             Change(
-                "maingrad.fsdp.state.host_state",
-                "HostState.visit",
+                "maingrad.ddp.optimizer.host_state",
+                "HostState.visits",
                 "self._to_host.start(pairs)",
                 "self._to_host.start([])",
             ),

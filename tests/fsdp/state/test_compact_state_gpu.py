@@ -16,7 +16,9 @@ HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 FORMS: dict[str, dict[str, Any]] = {
     "bf16 moments": {},
     "fp32 moments": {"moment_dtype": torch.float32},
+    "8-bit moments": {"moment_dtype": torch.uint8},
     "on the host": {"offload_state": "host"},
+    "8-bit moments on the host": {"moment_dtype": torch.uint8, "offload_state": "host"},
 }
 BF16 = torch.bfloat16
 WIDTH, LAYERS = 1024, 6
@@ -54,14 +56,15 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(master, other[name]), name
 
 
-def test_bytes_at_rest() -> None:
+@pytest.mark.parametrize(("form", "nbytes"), [("bf16 moments", 8.0), ("8-bit moments", 6 + 8 / 256)])
+def test_bytes_at_rest(form: str, nbytes: float) -> None:
     first = make_model()
     train(first, ShardedAdamW(first.parameters(), **HYPER), range(1))  # workspaces of cuBLAS
     del first
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = make_model()
-    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    optimizer = ShardedAdamW(model.parameters(), **HYPER, **FORMS[form])
     train(model, optimizer, range(2))
     numel = sum(param.numel() for param in model.parameters())
     with torch.no_grad():
@@ -70,7 +73,7 @@ def test_bytes_at_rest() -> None:
     held = torch.cuda.memory_allocated() - before
     root = 2**21  # tables, counters, the last unit's whole parameters are below it
     whole = sum(bucket.gathered.nbytes for unit in model.units for bucket in unit.buckets if bucket.gathered.resident)
-    assert 8 * numel <= held - whole <= 8 * numel + root
+    assert nbytes * numel <= held - whole <= nbytes * numel + root
     model(batch(3)).float().square().mean().backward()
     assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in model.parameters())
 
@@ -125,11 +128,12 @@ def test_graphed_steps_have_the_same_bits(form: str) -> None:
     assert_same(*found)
 
 
-def test_the_same_bits_on_the_host_and_two_buckets_on_the_device() -> None:
+@pytest.mark.parametrize(("form", "nbytes"), [("bf16 moments", 6.0), ("8-bit moments", 4 + 8 / 256)])
+def test_the_same_bits_on_the_host_and_two_buckets_on_the_device(form: str, nbytes: float) -> None:
     models = [make_model(), make_model()]
     optimizers = [
-        ShardedAdamW(model.parameters(), **HYPER, **form)
-        for model, form in zip(models, ({}, FORMS["on the host"]), strict=True)
+        ShardedAdamW(model.parameters(), **HYPER, **FORMS[form], offload_state=place)
+        for model, place in zip(models, (None, "host"), strict=True)
     ]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, range(4))
@@ -139,7 +143,7 @@ def test_the_same_bits_on_the_host_and_two_buckets_on_the_device() -> None:
     host = optimizers[1]._host
     assert host is not None
     placed = sum(memory.nbytes for turn in host._memory for memory in turn.values())
-    assert placed <= 2 * 6 * (WIDTH * WIDTH + 2 * WIDTH)
+    assert placed <= 2 * nbytes * (WIDTH * WIDTH + 2 * WIDTH)
 
 
 def test_a_load_behind_a_step_stays() -> None:

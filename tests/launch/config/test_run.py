@@ -216,6 +216,21 @@ def test_parallel_decides_the_rest(
     assert structure(json.loads(json.dumps(config_to_dict(config)))) == config
 
 
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp", "hsdp"])
+def test_moments_in_8_bits_decide_what_shards_may_cut(parallel: str):
+    optimizer = {"state": "compact", "moment_dtype": "uint8"}
+    config = structure({"parallel": parallel, "optimizer": optimizer})
+    assert (config.ddp.shard_atom, config.fsdp.shard_atoms) == (
+        (256, "element") if parallel == "zero1" else (1, "block")
+    )
+    assert structure(json.loads(json.dumps(config_to_dict(config)))) == config
+    if parallel != "zero1":
+        own = structure({"parallel": parallel, "optimizer": optimizer, "fsdp": {"shard_atoms": "whole"}})
+        assert own.fsdp.shard_atoms == "whole"
+    plain = structure({"parallel": parallel, "optimizer": {"state": "compact"}})
+    assert (plain.ddp.shard_atom, plain.fsdp.shard_atoms) == (1, "element")
+
+
 def test_dtypes_are_words():
     config = structure({"ddp": {"grad_reduce_wire_dtype": "bfloat16"}})
     assert config.ddp.grad_reduce_wire_dtype is torch.bfloat16

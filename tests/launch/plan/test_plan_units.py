@@ -114,11 +114,12 @@ def test_plan_is_what_training_holds_and_sends(
         ("fsdp", {}, {"param_dtype": "float32"}, 2),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize("moments", ["bfloat16", "uint8"])
+@pytest.mark.sampled(4)
 def test_plan_of_compact_state_is_what_training_holds(
-    tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict[str, Any], ranks: int
+    tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict[str, Any], ranks: int, moments: str
 ):
-    model, optimizer = {"param_dtype": "bfloat16"} | model, {"state": "compact"}
+    model, optimizer = {"param_dtype": "bfloat16"} | model, {"state": "compact", "moment_dtype": moments}
     config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp, model=model, optimizer=optimizer)
     planned, held = plan_run(config, ranks).rank_bytes, simulate(train_two_steps, ranks, config)
     assert {(rank.parameters, rank.gradients) for rank in held} == {planned[:2]}

@@ -277,3 +277,21 @@ def test_other_trainers_take_part_by_inheritance(tmp_path: Path) -> None:
     assert isinstance(trainer.model_wrapped, DistributedDataParallel)
     fused = {record.name for record in trainer.model_wrapped.records if record.num_fused_writes}
     assert "lm_head.weight" in fused and len(fused) == 16
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sampled(3)
+def test_a_fused_loss_logs_what_the_plain_trainer_logs(form: str, model: str, tmp_path: Path) -> None:
+    """Two microbatches a step, divided by the tokens of both; evaluation takes logits."""
+    options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    plain = train("plain", tmp_path / "plain", options, MODELS[model])
+    assert_alike(train(form, tmp_path / form, options, MODELS[model], fused_loss=True), plain)
+
+
+def test_a_fused_loss_that_has_no_effect_is_refused(tmp_path: Path) -> None:
+    with as_launched():
+        with pytest.raises(ValueError, match="label_smoothing_factor takes logits"):
+            build("zero1", tmp_path, {"label_smoothing_factor": 0.1}, language_model(), fused_loss=True)
+        with pytest.raises(ValueError, match="needs fuse_linears=True"):
+            build("zero1", tmp_path, {}, language_model(), fused_loss=True, fuse_linears=False)

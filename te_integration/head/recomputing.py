@@ -1,0 +1,148 @@
+"""``recomputed_losses``: the head's losses, whose backward computes the logits again.
+
+Legend: T tokens, K features, V classes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ddp.torch_internals import current_backward
+from ...kernels.cross_entropy.chunks import Head, HeadGrads, head_grads, head_losses
+from ...kernels.cross_entropy.reference import LossTerms
+from ..dense.fused_linear import ProductUse, cast, wanted_and_places, weight_grads
+from ..torch_internals import watch_prehooks
+
+__all__ = ["HeadWgrad", "HeadWork", "head_of", "recomputed_losses", "refuse_create_graph"]
+
+
+class HeadWork:
+    """The products of a head's backward. A pass over the chunks computes ``dx`` and ``db`` beside ``dW``."""
+
+    def __init__(self, head: Head, grads: Tensor, lse: Tensor | None, *, needs_hidden: bool, needs_bias: bool) -> None:
+        self._head, self._grads, self._lse = head, grads, lse
+        self._needs_hidden, self._needs_bias = needs_hidden, needs_bias
+        self._found: HeadGrads | None = None
+
+    def run(self, main_grad: Tensor | None = None, *, overwrite: bool = False) -> HeadGrads:
+        """``main_grad (+)= dW``. ``dx`` and ``db`` come of the first pass; without ``main_grad`` they are all it does.
+
+        A captured backward runs the second pass, for ``dW`` alone.
+        """
+        if self._found is None:
+            self._found = head_grads(
+                self._head,
+                self._grads,
+                self._lse,
+                needs_hidden=self._needs_hidden,
+                needs_bias=self._needs_bias,
+                main_grad=main_grad,
+                overwrite=overwrite,
+            )
+        elif main_grad is not None:
+            head_grads(self._head, self._grads, self._lse, needs_hidden=False, main_grad=main_grad, overwrite=overwrite)
+        return self._found
+
+    def weight_grad(self, dtype: torch.dtype) -> Tensor:
+        """``dW`` as a new tensor, whose chunks are summed in fp32 (fp64 for fp64)."""
+        weight = self._head.weight
+        total = weight.new_empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self.run(total, overwrite=True)
+        return total.to(dtype)
+
+
+class HeadWgrad:
+    """The ``WgradProduct`` of a head: its operand is a ``HeadWork``."""
+
+    rows_apart = False
+
+    def __init__(self, weights: Sequence[Tensor]) -> None: ...
+
+    def fits(self, weights: Sequence[Tensor]) -> bool:
+        """See ``WgradProduct``."""
+        return len(weights) == 1
+
+    def accumulate(self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], work: HeadWork) -> None:
+        """See ``WgradProduct``."""
+        work.run(main_grads[0], overwrite=overwrite[0])
+
+    def gradients(self, wanted: Sequence[bool], dtype: torch.dtype, work: HeadWork) -> list[Tensor | None]:
+        """See ``WgradProduct``."""
+        return [work.weight_grad(dtype) if wanted[0] else None]
+
+
+def recomputed_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    terms: LossTerms,
+    chunk_tokens: int,
+    use: ProductUse,
+) -> Tensor:
+    """Loss of each token: [T, K], [V, K], [V], [T] -> [T], fp32 (fp64 for fp64).
+
+    Weight and bias are cast to the dtype of ``hidden``. Backward takes any gradient [T], and delivers ``dW`` as ``use``
+    says.
+    """
+    losses: Tensor = _apply_directly(hidden, weight, bias, targets, terms, chunk_tokens, use)
+    return losses
+
+
+def head_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, terms: LossTerms, chunk_tokens: int
+) -> Head:
+    """The head with weight and bias in the dtype of ``hidden``."""
+    dtype = hidden.dtype
+    bias = None if bias is None else cast(bias, dtype)
+    return Head(hidden, cast(weight, dtype), bias, targets, terms, chunk_tokens)
+
+
+class _Recomputed(torch.autograd.Function):
+    """See ``recomputed_losses``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        terms: LossTerms,
+        chunk_tokens: int,
+        use: ProductUse,
+    ) -> Tensor:
+        losses, lse = head_losses(head_of(hidden, weight, bias, targets, terms, chunk_tokens))
+        ctx.save_for_backward(hidden, weight, bias, targets, lse)
+        ctx.terms, ctx.chunk_tokens, ctx.use = terms, chunk_tokens, use
+        ctx.outer_backward = current_backward()  # as in ``_FusedLinear``
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph(ctx.use.owner)
+        hidden, weight, bias, targets, lse = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        wanted, places = wanted_and_places(ctx, [needs_dw])
+        head = head_of(hidden, weight, bias, targets, ctx.terms, ctx.chunk_tokens)
+        work: Any = HeadWork(head, grads[0], lse, needs_hidden=needs_dx, needs_bias=needs_db)
+        (dw,) = weight_grads(ctx, wanted, places, (work,))
+        found = work.run()
+        db = None if found.bias is None else cast(found.bias, ctx.bias_dtype)
+        return found.hidden, dw, db, None, None, None, None
+
+
+_apply_directly = super(torch.autograd.Function, _Recomputed).apply  # as in ``fused_linear.py``
+watch_prehooks(_Recomputed)
+
+
+def refuse_create_graph(owner: str) -> None:
+    """Raise ``RuntimeError`` in a backward whose gradients must be differentiable."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{owner}: backward(create_graph=True) through a loss whose logits are not kept; use "
+            f"torch.nn.functional.cross_entropy of logits(hidden) for second derivatives"
+        )

@@ -1,0 +1,108 @@
+"""Cross-entropy in place of the logits: the reference implementation and the Triton kernel against fp64 autograd."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton_devices import LAUNCHER_DTYPES, nan_filled_memory
+
+from maingrad.kernels.cross_entropy.cross_entropy import cross_entropy_in_place
+from maingrad.kernels.cross_entropy.reference import LossTerms
+
+pytest.importorskip("triton", reason="the launcher is Triton's")
+from maingrad.kernels.cross_entropy.triton_kernels import cross_entropy_triton
+
+TERMS = [
+    LossTerms(ignore_index, *terms)
+    for ignore_index, terms in zip(
+        itertools.cycle((-100, 3)), itertools.product((0.0, 0.2), (0.0, 0.05), (None, 1.7), (1.0, 0.6)), strict=False
+    )
+]
+SIZES = [(1, 1), (3, 5), (4, 33), (2, 4100)]
+
+
+def exact(logits: Tensor, targets: Tensor, grads: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, log-sum-exps and gradients of the logits, by autograd in fp64 over F.cross_entropy."""
+    raw = logits.double().requires_grad_()
+    z = raw * terms.logit_scale
+    z = z if terms.logit_softcap is None else terms.logit_softcap * torch.tanh(z / terms.logit_softcap)
+    options = {"ignore_index": terms.ignore_index, "label_smoothing": terms.label_smoothing, "reduction": "none"}
+    lse = z.logsumexp(1)
+    losses = F.cross_entropy(z, targets, **options)
+    losses = losses + torch.where(targets == terms.ignore_index, 0.0, terms.z_loss * lse.square())
+    (gradient,) = torch.autograd.grad(losses, raw, grads.double())
+    return losses.detach(), lse.detach(), gradient
+
+
+def operands(rows: int, classes: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * classes)
+    logits = 3 * torch.randn(rows, classes + 3, generator=generator)
+    targets = torch.randint(classes, (rows,), generator=generator)
+    if rows > 1:
+        targets[1] = -100 if classes < 10 else 3
+    grads = torch.randn(rows, generator=generator)
+    # Rows that are apart, as the columns of a larger buffer.
+    return logits.to(device, dtype)[:, :classes], targets.to(device), grads.to(device)
+
+
+def valid(targets: Tensor, terms: LossTerms) -> Tensor:
+    """Targets of which each is a class or ignored."""
+    return torch.where(targets == -100, terms.ignore_index, targets)
+
+
+@pytest.mark.parametrize("run", [cross_entropy_in_place, cross_entropy_triton])
+@pytest.mark.parametrize(("device", "dtype"), LAUNCHER_DTYPES)
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.sampled(8)
+def test_against_fp64(run: object, device: str, dtype: torch.dtype, terms: LossTerms) -> None:
+    assert callable(run)
+    for rows, classes in SIZES:
+        if terms.ignore_index == 3 and classes < 10:
+            continue
+        logits, targets, grads = operands(rows, classes, dtype, device)
+        targets = valid(targets, terms)
+        losses, lse, gradient = exact(logits, targets, grads, terms)
+        eps = torch.finfo(dtype).eps
+        with nan_filled_memory():
+            only_losses, only_lse = run(logits, targets, terms)
+            again = logits.clone()
+            both_losses, both_lse = run(again, targets, terms, grads=grads)
+            nothing, same = run(logits, targets, terms, lse=only_lse, grads=grads)
+        for found, expected in ((only_losses, losses), (only_lse, lse)):
+            torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+        assert torch.equal(both_losses, only_losses)
+        assert torch.equal(both_lse, only_lse)
+        assert nothing is None
+        assert same is only_lse
+        assert torch.equal(again, logits), "the order of the sums is the same"
+        # One rounding of the stored gradient, beside the fp32 arithmetic.
+        torch.testing.assert_close(logits.double(), gradient, rtol=eps, atol=2e-5 * float(grads.abs().max()))
+
+
+def test_a_gradient_for_all_tokens_has_no_memory_of_its_own() -> None:
+    logits, targets, _ = operands(4, 33, torch.float32, "cpu")
+    one, each = logits.clone(), logits.clone()
+    cross_entropy_in_place(one, targets, LossTerms(), grads=torch.tensor(0.25).expand(4))
+    cross_entropy_in_place(each, targets, LossTerms(), grads=torch.full((4,), 0.25))
+    assert torch.equal(one, each)
+
+
+def test_logits_of_ignored_tokens_may_be_anything() -> None:
+    logits = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [0.0, 0.0]])
+    targets = torch.tensor([-100, -100, 1])
+    losses, _ = cross_entropy_in_place(logits, targets, LossTerms(), grads=torch.tensor([float("nan"), 1.0, 1.0]))
+    assert losses is not None
+    torch.testing.assert_close(losses, torch.tensor([0.0, 0.0, 2.0]).log1p().clamp(max=0.6931472))
+    torch.testing.assert_close(logits, torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.5, -0.5]]))
+
+
+def test_refused_arguments() -> None:
+    logits, targets = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"needs logits \[T, V\] with adjacent columns"):
+        cross_entropy_in_place(logits.t(), torch.zeros(4, dtype=torch.int64), LossTerms())
+    with pytest.raises(ValueError, match=r"needs logits \[T, V\]"):
+        cross_entropy_in_place(logits, targets[:2], LossTerms())
+    with pytest.raises(TypeError, match="needs int64 targets"):
+        cross_entropy_in_place(logits, targets.int(), LossTerms())

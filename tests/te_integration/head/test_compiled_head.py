@@ -1,0 +1,97 @@
+"""``LinearCrossEntropy`` under ``torch.compile(fullgraph=True)``: eager's gradients, and each write once."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from loops import wrap
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.te_integration import LinearCrossEntropy, linear_cross_entropy
+
+K, V = 8, 33
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Model(nn.Module):
+    """A layer and a head, which a compiler traces together."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(K, K)
+        self.head = LinearCrossEntropy(K, V, chunk_tokens=4, **options)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.layer(x), targets)
+        return loss
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randint(V, (3, 7), generator=generator)
+    targets[:, 0] = -100
+    return torch.randn(3, 7, K, generator=generator), targets
+
+
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.sampled(4)
+def test_whole_graphs_have_the_gradients_of_eager_code(mode: Any, bias: bool, wrapped: bool) -> None:
+    options = {"mode": mode, "bias": bias, "label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 3.0}
+    eager, compiled = Model(**options), Model(**options)
+    compiled.forward = torch.compile(compiled.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+    one, other = (wrap(model) if wrapped else model for model in (eager, compiled))
+    for _ in range(2):
+        losses = []
+        for model in (one, other):
+            model.zero_grad()
+            loss = model(*batch())
+            loss.backward()
+            losses.append(loss)
+        assert torch.equal(*losses)
+        for parameter, same in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter.grad, same.grad)
+    if wrapped:
+        assert {record.name: record.num_fused_writes for record in other.records}["head.weight"] == 2
+
+
+def test_a_compiled_forward_without_a_backward() -> None:
+    eager, compiled = wrap(Model(mode="in_forward")), wrap(Model(mode="in_forward"))
+    compiled.module.forward = torch.compile(compiled.module.forward, backend="aot_eager", fullgraph=True)
+    eager(*batch()).backward()
+    compiled(*batch())
+    compiled(*batch()).backward()
+    for parameter, same in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(parameter.grad, same.grad)
+    compiled.zero_grad()
+    with pytest.raises(RuntimeError, match="was told another gradient"):
+        (2 * compiled(*batch())).backward()
+
+
+def test_a_compiled_forward_in_a_checkpointed_region_is_refused() -> None:
+    model = wrap(Model(mode="in_forward"))
+    model.module.forward = torch.compile(model.module.forward, backend="aot_eager", fullgraph=True)
+    x, targets = batch()
+    with pytest.raises(RuntimeError, match=r"inside torch\.utils\.checkpoint writes main_grad twice"):
+        checkpoint(model, x.requires_grad_(), targets, use_reentrant=False)
+
+
+def test_the_function_of_a_plain_weight_is_in_the_graph() -> None:
+    weight = torch.randn(V, K, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    same = copy.deepcopy(weight)
+    x, targets = batch()
+    linear_cross_entropy(x, weight, targets).backward()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    compiled(x, same, targets).backward()
+    assert torch.equal(weight.grad, same.grad)

@@ -1,0 +1,335 @@
+"""``convert_linears(model, fused_loss=True)``: Hugging Face's language models compute their losses without logits."""
+
+import copy
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conversion import assert_close_to_exact, converted_iteration, plain_iteration
+from language_models import ARCHITECTURES, VOCABULARY, batch, language_model
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.te_integration import convert_linears, unconvert
+
+
+def wrapped(name: str = "llama", *, fused_loss: Any = True, **changed: Any) -> Any:
+    """The model of ``language_model``, converted, under our wrapper."""
+    model = language_model(name, **changed)
+    convert_linears(model, fused_loss=fused_loss)
+    return DistributedDataParallel(model)
+
+
+def iteration(model: Any, *arguments: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of the microbatches, and gradients of their sum."""
+    losses = []
+    for number, each in enumerate(arguments):
+        with model.no_sync() if number < len(arguments) - 1 else torch.enable_grad():
+            loss = model(**each).loss
+            loss.backward()
+        losses.append(loss.item())
+    model.finish_grad_sync()
+    return losses, {name: param.main_grad.clone() for name, param in model.module.named_parameters()}
+
+
+def assert_alike(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> None:
+    """Up to rounding in fp32: of sums over up to 96 classes, 22 tokens and two layers."""
+    assert one[0] == pytest.approx(other[0], rel=1e-6)
+    for name, grad in one[1].items():
+        torch.testing.assert_close(grad, other[1][name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_has_its_own_loss(name: str) -> None:
+    """Gradients are as close to fp64's as the plain model's, and no logits were computed."""
+
+    def loss(model: Any, index: int) -> Tensor:
+        outputs = model(**batch(index))
+        assert isinstance(outputs.logits, Tensor) == (model in plain_models)
+        return outputs.loss
+
+    class Everything:
+        def __contains__(self, model: Any) -> bool:
+            return True
+
+    plain_models: Any = Everything()
+    model = language_model(name)
+    plain, exact = plain_iteration(model, loss), plain_iteration(model, loss, dtype=torch.float64)
+    plain_models = ()
+    done = converted_iteration(model, loss, fused_loss=True)
+    assert done.conversion.unfused_losses == {}
+    assert_close_to_exact(done.grads, plain, exact)
+    head = done.model.get_output_embeddings().weight
+    writes = {name: done.fused_writes[name] for name, param in done.model.named_parameters() if param is head}
+    assert list(writes.values()) in ([2], [4], [6])  # one in each microbatch, and one of each tied embedding
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "mixtral", "bart", "t5"])
+@pytest.mark.sampled(6)
+def test_logits_are_the_plain_models_if_they_are_read(name: str) -> None:
+    """Bit for bit, with all that the architecture does to them; so are other outputs."""
+    reference, model = wrapped(name, fused_loss=False), wrapped(name)
+    plain = reference(**batch())
+    outputs = model(**batch())
+    logits = outputs.logits
+    assert (logits.shape, logits.dtype, logits.device) == (plain.logits.shape, plain.logits.dtype, plain.logits.device)
+    assert torch.equal(logits.argmax(-1), plain.logits.argmax(-1))
+    assert torch.equal(torch.softmax(logits, -1), torch.softmax(plain.logits, -1))
+    assert torch.equal(logits[0, 3:], plain.logits[0, 3:]) and torch.equal(2 - logits, 2 - plain.logits)
+    for key, value in plain.items():
+        if key not in ("loss", "logits") and isinstance(value, Tensor):
+            assert torch.equal(outputs[key], value), key
+
+
+def test_a_loss_of_logits_beside_the_models_own() -> None:
+    """A program's term takes logits: gradients flow through both."""
+
+    def run(model: Any) -> tuple[list[float], dict[str, Tensor]]:
+        outputs = model(**batch())
+        loss = outputs.loss + 0.1 * outputs.logits.float().logsumexp(-1).square().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        return [loss.item()], {name: param.main_grad.clone() for name, param in model.module.named_parameters()}
+
+    assert_alike(run(wrapped()), run(wrapped(fused_loss=False)))
+
+
+FORMS_OF_LABELS: dict[str, dict[str, Any]] = {
+    "num_items_in_batch, a number": {"num_items_in_batch": 33},
+    "num_items_in_batch, a tensor": {"num_items_in_batch": torch.tensor(33)},
+    "shift_labels": {"shift_labels": batch(7)["labels"]},
+    "logits_to_keep": {"logits_to_keep": 5, "shift_labels": batch(7)["labels"][:, -5:].contiguous()},
+    "logits_to_keep, places": {"logits_to_keep": torch.tensor([1, 6]), "shift_labels": batch(7)["labels"][:, [1, 6]]},
+    "ignore_index": {"ignore_index": 17},
+    "nothing counts": {"labels": torch.full((2, 12), -100), "num_items_in_batch": 1},
+    "a tuple": {"return_dict": False},
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_LABELS)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(8)
+def test_arguments_of_the_loss(name: str, form: str) -> None:
+    given = FORMS_OF_LABELS[form]
+
+    def run(model: Any) -> tuple[list[float], dict[str, Tensor]]:
+        arguments = {**batch(), **given}
+        if "ignore_index" in given:
+            arguments["labels"] = arguments["labels"].clamp(min=0)
+        outputs = model(**arguments)
+        loss = outputs[0]
+        loss.backward()
+        model.finish_grad_sync()
+        return [loss.item()], {name: param.main_grad.clone() for name, param in model.module.named_parameters()}
+
+    assert_alike(run(wrapped(name)), run(wrapped(name, fused_loss=False)))
+
+
+def test_accumulation_tied_and_frozen() -> None:
+    for name, frozen in (("llama, tied", False), ("llama", True)):
+        models = [wrapped_with_frozen_head(name, frozen, fused) for fused in (True, False)]
+        one, other = (iteration(model, batch(0), batch(1), batch(2)) for model in models)
+        assert_alike(one, other)
+
+
+def wrapped_with_frozen_head(name: str, frozen: bool, fused_loss: bool) -> Any:
+    model = language_model(name)
+    model.lm_head.requires_grad_(not frozen)
+    convert_linears(model, fused_loss=fused_loss)
+    ddp = DistributedDataParallel(model)
+    if frozen:
+        ddp.module.lm_head.weight.main_grad = torch.zeros(())  # for ``iteration``
+    return ddp
+
+
+def test_without_labels_in_evaluation_and_when_asked_everything_is_as_before() -> None:
+    plain, fused = wrapped(fused_loss=False).module, wrapped().module
+    tokens = {"input_ids": batch()["input_ids"]}
+    assert torch.equal(fused(**tokens).logits, plain(**tokens).logits)
+    one, other = fused(**batch(), skip_logits=False), plain(**batch())
+    assert torch.equal(one.logits, other.logits) and torch.equal(one.loss, other.loss)
+    fused.eval(), plain.eval()
+    with torch.no_grad():
+        one, other = fused(**batch()), plain(**batch())
+        assert isinstance(one.logits, Tensor) and torch.equal(one.logits, other.logits)
+        assert torch.equal(one.loss, other.loss)
+        skipped = fused(**batch(), skip_logits=True)
+        assert not isinstance(skipped.logits, Tensor)
+        torch.testing.assert_close(skipped.loss, other.loss)
+        generated = [model.generate(**tokens, max_new_tokens=4, do_sample=False) for model in (fused, plain)]
+    assert torch.equal(*generated)
+
+
+def test_logits_are_refused_once_the_weight_may_have_changed() -> None:
+    model = wrapped()
+    outputs, kept = model(**batch()), model(**batch())
+    read = outputs.logits + 0
+    outputs.loss.backward()
+    assert torch.equal(outputs.logits + 0, read)  # they were computed before
+    with pytest.raises(RuntimeError, match=r"read after a backward.*skip_logits=False"):
+        kept.logits.argmax(-1)
+    plain = language_model("llama")  # no wrapper at all
+    convert_linears(plain, fused_loss=True)
+    outputs = plain(**batch())
+    with torch.no_grad():
+        plain.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="after the head's weight has changed"):
+        outputs.logits.sum()
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "mixtral"])
+def test_names_files_and_copies_are_as_before(name: str, tmp_path: Any) -> None:
+    plain, model = language_model(name), language_model(name)
+    convert_linears(model, fused_loss=True)
+    assert type(model).__name__ == type(plain).__name__ and isinstance(model, type(plain))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.save_pretrained(tmp_path)
+    again = type(plain).from_pretrained(tmp_path)
+    assert type(again) is type(plain)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+    expected = plain(**batch()).loss
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        outputs = copied(**batch())
+        torch.testing.assert_close(outputs.loss, expected)
+        assert not isinstance(outputs.logits, Tensor)
+    if name == "llama, tied":
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head" in unconvert(model)
+    assert type(model) is type(plain) and type(model.lm_head) is nn.Linear
+    assert torch.equal(model(**batch()).loss, expected)
+
+
+class Doubled(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * 2
+        return outputs
+
+
+def test_other_losses_stay_and_the_report_says_why() -> None:
+    def mine(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
+        return logits.logsumexp(-1).mean()
+
+    model = language_model("llama")
+    model.loss_function = mine
+    reasons = convert_linears(model, fused_loss=True).unfused_losses
+    assert list(reasons) == [""] and "loss_function is" in reasons[""] and "mine" in reasons[""]
+    assert isinstance(model(**batch()).logits, Tensor)
+
+    doubled = Doubled(language_model("llama").config)
+    assert "forward is not transformers' own" in convert_linears(doubled, fused_loss=True).unfused_losses[""]
+
+    patched = language_model("llama")
+    patched.forward = patched.forward
+    assert "forward was replaced" in convert_linears(patched, fused_loss=True).unfused_losses[""]
+
+    normed = language_model("llama")
+    nn.utils.parametrizations.weight_norm(normed.lm_head)
+    assert "head is a Parametrized" in convert_linears(normed, fused_loss=True).unfused_losses[""]
+
+    late = wrapped()  # a loss that comes after the conversion is the program's too
+    late.module.loss_function = mine
+    outputs = late(**batch())
+    assert torch.equal(outputs.loss, outputs.logits.logsumexp(-1).mean())
+
+    inside = nn.ModuleDict({"policy": language_model("llama"), "value": nn.Linear(4, 1)})
+    assert convert_linears(inside, fused_loss=True).unfused_losses == {}
+    assert not isinstance(inside["policy"](**batch()).logits, Tensor)
+    with pytest.raises(ValueError, match="fused_loss is True, False or one of recompute, in_forward; got 'always'"):
+        convert_linears(inside, fused_loss="always")  # type: ignore[arg-type]
+
+
+def test_autocast_and_bf16_follow_the_plain_model() -> None:
+    """In bf16, logits have 8 bits: 4 roundings of a loss near 4.6."""
+    for dtype, autocasts in ((torch.float32, True), (torch.bfloat16, False)):
+        found = []
+        for fused in (True, False):
+            model = wrapped(fused_loss=fused).module.to(dtype)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                found.append(model(**batch()).loss)
+        assert found[0].dtype == found[1].dtype == torch.float32
+        assert abs(found[0] - found[1]).item() < 4 * 2**-8
+
+
+@pytest.mark.parametrize("count", [None, 33, torch.tensor(33)], ids=["mean", "number", "tensor"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.sampled(3)
+def test_in_forward(name: str, count: Any) -> None:
+    """``grad_scale`` announces what backward brings to the loss; the losses of routers are added behind it."""
+    arguments = [batch(index) | ({} if count is None else {"num_items_in_batch": count}) for index in range(2)]
+
+    def run(fused_loss: Any) -> tuple[list[float], dict[str, Tensor]]:
+        model = wrapped(name, fused_loss=fused_loss)
+        announced = {"grad_scale": 0.5} if fused_loss == "in_forward" else {}
+        losses = []
+        for number, each in enumerate(arguments):
+            with model.no_sync() if number == 0 else torch.enable_grad():
+                loss = model(**each, **announced).loss
+                (loss / 2).backward()
+            losses.append(loss.item())
+        model.finish_grad_sync()
+        return losses, {name: param.main_grad.clone() for name, param in model.module.named_parameters()}
+
+    assert_alike(run("in_forward"), run(False))
+
+
+def test_compiled_layers_and_recomputed_ones() -> None:
+    expected = iteration(wrapped(fused_loss=False), batch())
+    compiled = wrapped()
+    for layer in compiled.module.model.layers:
+        layer.compile(backend="aot_eager")
+    assert_alike(iteration(compiled, batch()), expected)
+    recomputed = wrapped()
+    recomputed.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_alike(iteration(recomputed, batch()), expected)
+
+
+def test_a_whole_compiled_model() -> None:
+    expected = iteration(wrapped("gemma2", fused_loss=False), batch())
+    model = wrapped("gemma2")
+    model.module.compile(backend="aot_eager")
+    assert_alike(iteration(model, batch()), expected)
+    with pytest.raises(RuntimeError, match="outside the forward, which was compiled"):
+        model(**batch()).logits.sum()
+
+
+def test_logits_in_functions_that_no_loss_needs() -> None:
+    """A step that is not known computes the logits: the result is a tensor."""
+    model = wrapped().module
+    plain = language_model("llama")(**batch()).logits
+    assert torch.equal(
+        model(**batch()).logits[..., :-1, :].contiguous().view(-1, VOCABULARY) + 0,
+        plain[..., :-1, :].reshape(-1, VOCABULARY),
+    )
+    for function in (
+        lambda z: z[..., -1],
+        lambda z: z[:, None],
+        lambda z: z.view(-1),
+        lambda z: z.flatten(0, 1) - 1,
+        lambda z: z.transpose(1, 2),
+        lambda z: torch.cat([z, z]),
+        lambda z: z.tanh().tanh(),
+        lambda z: z * torch.arange(VOCABULARY),
+        lambda z: F.cross_entropy(z.flatten(0, 1), torch.full((24, VOCABULARY), 1 / VOCABULARY)),
+        lambda z: F.cross_entropy(z.transpose(1, 2), batch()["labels"]),
+        lambda z: F.cross_entropy(z.flatten(0, 1), batch()["labels"].flatten(), weight=torch.rand(VOCABULARY).fill_(2)),
+        lambda z: next(iter(z)),
+        lambda z: torch.tensor(len(z)),
+    ):
+        assert torch.equal(function(model(**batch()).logits) + 0, function(plain))
+
+
+def test_the_programs_of_the_page() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/fused_loss.md").read_text()
+    names: dict[str, Any] = {"__name__": "page"}
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(block, names)
+    assert names["loss"].isfinite()

@@ -1,0 +1,240 @@
+"""``LinearCrossEntropy`` that writes main_grad in forward: under every wrapper, and where its backward goes astray."""
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.te_integration import LinearCrossEntropy, make_graphed_callables
+
+K, V, TOKENS = 8, 48, 14
+
+
+class Model(nn.Module):
+    """An embedding, a layer, and a head, perhaps with the embedding's weight, in a checkpointed region or not."""
+
+    def __init__(self, mode: Any, *, tied: bool = False, region: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(V, K)
+        self.layer = nn.Linear(K, K)
+        self.head = LinearCrossEntropy(K, V, mode=mode, chunk_tokens=4)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.region = region
+
+    def forward(self, tokens: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        def end(x: Tensor) -> Tensor:
+            loss: Tensor = self.head(self.layer(x).tanh(), targets, **options)
+            return loss * 2 / 2  # the head is not the region's last operation
+
+        x = self.embedding(tokens)
+        return end(x) if self.region is None else checkpoint(end, x, use_reentrant=self.region)  # type: ignore[no-any-return]
+
+
+def batch(seed: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + seed)
+    tokens, targets = torch.randint(V, (2, TOKENS), generator=generator)
+    targets[: 3 + rank] = -100  # ranks differ in tokens
+    return tokens, targets
+
+
+def ddp(model: nn.Module, **config: Any) -> Any:
+    return DistributedDataParallel(model, DistributedDataParallelConfig(**config))
+
+
+def sharded(model: Any, mesh: tuple[int, ...] = (), **options: Any) -> Any:
+    dims = ("outer", "inner")[-len(mesh) :]
+    options |= {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=dims)} if mesh else {}
+    for unit in (model.layer, model):
+        fully_shard(unit, **options)
+    return model
+
+
+WRAPPERS: dict[str, tuple[int, Callable[[nn.Module], Any]]] = {
+    "ddp": (2, ddp),
+    "overlapped": (2, partial(ddp, overlap_grad_reduce=True, bucket_size=100)),
+    "zero1": (2, partial(ddp, use_distributed_optimizer=True, overlap_grad_reduce=True)),
+    "released": (2, partial(ddp, use_distributed_optimizer=True, overlap_grad_reduce=True, release_grads=True)),
+    "hybrid": (4, partial(ddp, use_distributed_optimizer=True, num_distributed_optimizer_instances=2)),
+    "zero2": (2, partial(sharded, reshard_after_forward=False)),
+    "zero3": (2, sharded),
+    "hsdp": (4, partial(sharded, mesh=(2, 2))),
+}
+
+
+def iterations(wrap: Callable[[nn.Module], Any], model: nn.Module, *, told: bool) -> list[Tensor]:
+    """Gradients of two iterations of two microbatches, whose losses are halved."""
+    wrapped, found = wrap(model), []
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    for iteration in range(2):
+        for microbatch in range(2):
+            with nullcontext() if microbatch else wrapped.no_sync():
+                scale = {"grad_scale": 0.5} if told else {}
+                loss = wrapped(*batch(2 * iteration + microbatch, rank), num_tokens=11, **scale)
+                (loss * 0.5).backward()
+        for parameter in wrapped.parameters():
+            grad = parameter.grad
+            grad = grad.to_local() if hasattr(grad, "to_local") else grad  # sharded: this rank's elements
+            found.append(grad.detach().clone())
+        wrapped.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("region", [None, False, True], ids=["whole", "checkpointed", "reentrant"])
+@pytest.mark.sampled(12)
+def test_every_wrapper_has_the_gradients_of_recompute(wrapper: str, tied: bool, region: bool | None) -> None:
+    ranks, wrap = WRAPPERS[wrapper]
+
+    def both() -> bool:
+        plain = iterations(wrap, Model("recompute", tied=tied), told=False)
+        early = iterations(wrap, Model("in_forward", tied=tied, region=region), told=True)
+        return all(map(torch.equal, plain, early)) and any(map(torch.any, plain))
+
+    assert simulate(both, ranks) == [True] * ranks
+
+
+def pair() -> tuple[Any, list[Tensor]]:
+    """A wrapped model, and its gradients of batch 0."""
+    plain = ddp(Model("recompute"))
+    plain(*batch(0)).backward()
+    return ddp(Model("in_forward")), [parameter.grad.clone() for parameter in plain.parameters()]
+
+
+def check(model: Any, expected: list[Tensor]) -> None:
+    """The next iteration is right, whatever came before."""
+    model.zero_grad()
+    model(*batch(0)).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_forward_whose_graph_is_gone_is_taken_back() -> None:
+    for tied in (False, True):
+        plain, model = ddp(Model("recompute", tied=tied)), ddp(Model("in_forward", tied=tied))
+        plain(*batch(0)).backward()
+        model(*batch(1))
+        gc.collect()
+        model(*batch(0)).backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+def test_without_grad_nothing_is_written() -> None:
+    model, expected = pair()
+    with torch.no_grad():
+        model(*batch(1))
+    assert model.records[0].num_fused_writes == 0
+    check(model, expected)
+
+
+def test_an_exception_between_forward_and_backward() -> None:
+    model, expected = pair()
+    loss = model(*batch(1))
+    check(model, expected)
+    with pytest.raises(RuntimeError, match="gradients were cleared or reduced before the backward came"):
+        loss.backward()
+    model.abandon_iteration()
+    check(model, expected)
+
+
+def test_a_forward_beside_that_waits_for_its_backward() -> None:
+    model, expected = pair()
+    waiting = model(*batch(1))
+    model(*batch(0)).backward()
+    with pytest.raises(RuntimeError, match="its backward has not come"):
+        model.finish_grad_sync()
+    del waiting
+    check(model, expected)
+
+
+def test_two_forwards_then_two_backwards() -> None:
+    plain, model = ddp(Model("recompute")), ddp(Model("in_forward"))
+    for wrapped in (plain, model):
+        losses = [wrapped(*batch(seed)) for seed in (0, 1)]
+        with wrapped.no_sync():
+            losses[0].backward()
+        losses[1].backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_second_backward_is_refused() -> None:
+    model, expected = pair()
+    loss = model(*batch(1))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match='a second backward through a forward in mode="in_forward"'):
+        loss.backward()
+    check(model, expected)
+
+
+def test_another_gradient_than_the_announced_one_is_refused() -> None:
+    for factor, told in ((2.0, None), (1.0, 0.5), (float("nan"), None)):
+        model, expected = pair()
+        with pytest.raises(RuntimeError, match="was told another gradient of the loss"):
+            (model(*batch(1), grad_scale=told) * factor).backward()
+        check(model, expected)
+
+
+def test_a_scale_from_device_memory() -> None:
+    scale = torch.tensor(1024.0)
+    plain, model = ddp(Model("recompute")), ddp(Model("in_forward"))
+    (plain(*batch(0)) * scale).backward()
+    (model(*batch(0), grad_scale=scale) * scale).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_gradients_of_inputs_alone_take_no_part() -> None:
+    model, expected = pair()
+    tokens, targets = batch(1)
+    x = model.module.embedding(tokens)
+    loss = model.module.head(x, targets)
+    (found,) = torch.autograd.grad(loss, x)
+    plain = copy.deepcopy(model.module)
+    plain.head.mode = "recompute"
+    y = plain.embedding(tokens)
+    assert torch.equal(found, torch.autograd.grad(plain.head(y, targets), y)[0])
+    del loss, x
+    check(model, expected)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"autograd.grad\(loss, weight\) in mode"):
+        torch.autograd.grad(model(*batch(1)), model.module.head.weight)
+
+
+def test_without_a_wrapper_any_gradient_may_come() -> None:
+    early, plain = Model("in_forward"), Model("recompute")
+    for model in (early, plain):
+        (3 * model(*batch(0))).backward()
+    for one, other in zip(early.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_graphs_of_layers_refuse_it() -> None:
+    head = LinearCrossEntropy(K, V, mode="in_forward")
+    ddp(head)
+    with pytest.raises(ValueError, match="writes main_grad in its forward"):
+        make_graphed_callables((head,), ((torch.randn(4, K, requires_grad=True), torch.randint(V, (4,))),))
+
+
+def test_a_recompute_writes_once() -> None:
+    plain, model = ddp(Model("recompute")), ddp(Model("in_forward", region=False))
+    for wrapped in (plain, model):
+        wrapped(*batch(0)).backward()
+    writes = {record.name: record.num_fused_writes for record in model.records}
+    assert writes["head.weight"] == 1
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

@@ -1,0 +1,344 @@
+"""``LinearCrossEntropy``, alone and wrapped: every option against F.cross_entropy of all logits in fp64."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from host_syncs import NoHostSync
+from loops import wrap
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from maingrad.te_integration import LinearCrossEntropy, WgradQueue, delayed_wgrad, linear_cross_entropy
+
+K, V = 8, 33
+OPTIONS = [
+    dict(zip(("label_smoothing", "z_loss", "logit_softcap", "logit_scale", "bias"), values, strict=True))
+    for values in itertools.product((0.0, 0.1), (0.0, 1e-2), (None, 2.0), (1.0, 0.5), (False, True))
+]
+
+
+def data(shape: tuple[int, ...] = (3, 5), dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*shape, K, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(V, shape, generator=generator)
+    if targets.numel() > 3:
+        targets.view(-1)[1:4] = -100
+    return hidden, targets
+
+
+def plain_losses(head: LinearCrossEntropy, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The losses of tokens by torch's own functions, from all logits."""
+    z = F.linear(hidden, head.weight, head.bias).reshape(-1, V) * head.logit_scale
+    z = z if head.logit_softcap is None else head.logit_softcap * torch.tanh(z / head.logit_softcap)
+    flat, options = targets.reshape(-1), {"ignore_index": head.ignore_index, "reduction": "none"}
+    losses = F.cross_entropy(z, flat, label_smoothing=head.label_smoothing, **options)
+    z_losses = head.z_loss * z.logsumexp(1).square()
+    return (losses + torch.where(flat == head.ignore_index, 0.0, z_losses)).view(targets.shape)
+
+
+def reduced(losses: Tensor, targets: Tensor, reduction: str, ignore_index: int = -100) -> Tensor:
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 5, 100])
+@pytest.mark.sampled(24)
+def test_against_cross_entropy(options: dict[str, Any], reduction: Any, chunk_tokens: int) -> None:
+    torch.manual_seed(1)
+    head = LinearCrossEntropy(
+        K, V, reduction=reduction, chunk_tokens=chunk_tokens, dtype=torch.float64, ignore_index=7, **options
+    )
+    hidden, targets = data()
+    targets[targets == -100] = 7
+    loss = head(hidden, targets)
+    expected = reduced(plain_losses(head, hidden, targets), targets, reduction, 7)
+    upstream = torch.randn_like(loss)
+    torch.testing.assert_close(loss, expected)
+    operands = [hidden, *head.parameters()]
+    for found, exact in zip(
+        torch.autograd.grad(loss, operands, upstream), torch.autograd.grad(expected, operands, upstream), strict=True
+    ):
+        torch.testing.assert_close(found, exact)
+    function = linear_cross_entropy(
+        hidden, head.weight, targets, reduction=reduction, chunk_tokens=chunk_tokens, ignore_index=7,
+        **{**options, "bias": head.bias},
+    )  # fmt: skip
+    assert torch.equal(function, loss)
+
+
+def test_logits_are_those_of_the_loss() -> None:
+    head = LinearCrossEntropy(K, V, logit_softcap=2.0, logit_scale=0.5, bias=True, dtype=torch.float64)
+    hidden, targets = data()
+    logits = head.logits(hidden)
+    assert torch.equal(head(hidden), logits)
+    torch.testing.assert_close(F.cross_entropy(logits.view(-1, V), targets.view(-1)), head(hidden, targets))
+
+
+def test_num_tokens_divides_the_sum() -> None:
+    head = LinearCrossEntropy(K, V, dtype=torch.float64, chunk_tokens=4)
+    hidden, targets = data()
+    total = head(hidden, targets, reduction="sum")
+    for count in (20, torch.tensor(20)):
+        torch.testing.assert_close(head(hidden, targets, num_tokens=count), total / 20)
+    with pytest.raises(ValueError, match="num_tokens divides"):
+        head(hidden, targets, num_tokens=3, reduction="sum")
+
+
+def test_weights_for_each_token() -> None:
+    """As in reinforcement learning: the gradient of a token's log-probability is known after the forward."""
+    head = LinearCrossEntropy(K, V, reduction="none", chunk_tokens=4)
+    twin = copy.deepcopy(head)
+    ddp = wrap(head)
+    hidden, targets = data(dtype=torch.float32)
+    again = hidden.detach().clone().requires_grad_()
+
+    def objective(log_probs: Tensor) -> Tensor:
+        return ((log_probs - log_probs.detach() + 0.1).exp() * torch.linspace(-1, 1, 15).view(3, 5)).sum()
+
+    objective(-ddp(hidden, targets)).backward()
+    objective(-plain_losses(twin, again, targets)).backward()
+    torch.testing.assert_close(head.weight.main_grad, twin.weight.grad)
+    torch.testing.assert_close(hidden.grad, again.grad)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+def test_all_tokens_ignored_and_no_tokens(mode: Any) -> None:
+    head = LinearCrossEntropy(K, V, mode=mode, reduction="sum")
+    ddp = wrap(head)
+    hidden, targets = data(dtype=torch.float32)
+    loss = ddp(hidden, torch.full_like(targets, -100))
+    loss.backward()
+    assert loss == 0
+    assert not hidden.grad.any()
+    assert not head.weight.main_grad.any()
+    ddp.zero_grad()
+    head.weight.main_grad.fill_(0)
+    mean = ddp(hidden, torch.full_like(targets, -100), reduction="mean")
+    mean.backward()
+    assert mean.isnan(), "as F.cross_entropy"
+    assert not head.weight.main_grad.any()
+    ddp.zero_grad()
+    none, no_targets = data((0,), torch.float32)
+    empty = ddp(none, no_targets)
+    empty.backward()
+    assert empty == 0
+    assert none.grad.shape == (0, K)
+    assert not head.weight.main_grad.any(), "the first write of an iteration overwrites"
+
+
+def test_without_a_provider_autograd_delivers() -> None:
+    head = LinearCrossEntropy(K, V, chunk_tokens=4)
+    hidden, targets = data(dtype=torch.float32)
+    for _ in range(2):
+        head(hidden, targets).backward()
+    expected = torch.autograd.grad(2 * plain_losses(head, hidden, targets).sum() / 12, head.weight)[0]
+    torch.testing.assert_close(head.weight.grad, expected)
+
+
+def test_bf16_is_no_less_exact_than_the_unfused_path() -> None:
+    torch.manual_seed(2)
+    head = LinearCrossEntropy(64, 512, chunk_tokens=16, dtype=torch.bfloat16)
+    ddp = wrap(head, grad_reduce_in_fp32=True)
+    hidden = torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(512, (128,))
+    ddp(hidden, targets).backward()
+
+    def of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x, w = (each.detach().to(dtype).requires_grad_() for each in (hidden, head.weight))
+        logits = F.linear(x, w)
+        F.cross_entropy(logits.float() if dtype is torch.bfloat16 else logits, targets).backward()
+        return x.grad, w.grad
+
+    for found, unfused, exact in zip(
+        (hidden.grad, head.weight.main_grad), of(torch.bfloat16), of(torch.float64), strict=True
+    ):
+        error, theirs = (float((each.double() - exact).norm() / exact.norm()) for each in (found, unfused))
+        assert error <= 1.02 * theirs
+
+
+def test_chunks_of_a_bf16_gradient_are_summed_in_fp32() -> None:
+    """256, 1 and -256 are chunks of one accumulator: 1 is lost where each is rounded to bf16."""
+    head = LinearCrossEntropy(1, 2, reduction="sum", chunk_tokens=1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        head.weight.zero_()
+    hidden = torch.tensor([[512.0], [2.0], [-512.0]], dtype=torch.bfloat16)
+    head(hidden, torch.zeros(3, dtype=torch.int64)).backward()
+    assert head.weight.grad.tolist() == [[-1.0], [1.0]]
+    head.zero_grad()
+    ddp = wrap(head, grad_reduce_in_fp32=False)
+    assert head.weight.main_grad.dtype is torch.bfloat16
+    ddp(hidden, torch.zeros(3, dtype=torch.int64)).backward()
+    assert head.weight.main_grad.tolist() == [[-1.0], [1.0]]
+
+
+def test_autocast_casts_as_a_linear_layer() -> None:
+    head = LinearCrossEntropy(K, V, bias=True)
+    hidden, targets = data(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = head(hidden, targets)
+        logits = head.logits(hidden)
+    assert logits.dtype is torch.bfloat16
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float().view(-1, V), targets.view(-1)))
+    loss.backward()
+    assert {each.grad.dtype for each in (hidden, head.weight, head.bias)} == {torch.float32}
+
+
+def test_a_frozen_head_computes_no_weight_gradient() -> None:
+    head = LinearCrossEntropy(K, V, chunk_tokens=4)
+    head.weight.requires_grad_(False)
+    hidden, targets = data(dtype=torch.float32)
+    for mode in ("recompute", "in_forward"):
+        head.mode = mode
+        hidden.grad = None
+        head(hidden, targets).backward()
+        expected = torch.autograd.grad(plain_losses(head, hidden, targets).sum() / 12, hidden)[0]
+        torch.testing.assert_close(hidden.grad, expected)
+        assert head.weight.grad is None
+
+
+def test_a_hook_on_the_weight_sees_its_gradient() -> None:
+    for mode in ("recompute", "in_forward"):
+        head = LinearCrossEntropy(K, V, mode=mode)
+        ddp, seen = wrap(head), []
+        head.weight.register_hook(seen.append)
+        hidden, targets = data(dtype=torch.float32)
+        ddp(hidden, targets).backward()
+        assert len(seen) == 1
+        assert torch.equal(head.weight.main_grad, seen[0])
+
+
+def test_inputs_alone_and_weights_alone() -> None:
+    head = LinearCrossEntropy(K, V)
+    ddp = wrap(head)
+    hidden, targets = data(dtype=torch.float32)
+    loss = ddp(hidden, targets)
+    (dw,) = torch.autograd.grad(loss, head.weight, retain_graph=True)
+    (dx,) = torch.autograd.grad(loss, hidden)
+    expected = torch.autograd.grad(plain_losses(head, hidden, targets).sum() / 12, [hidden, head.weight])
+    torch.testing.assert_close((dx, dw), tuple(expected))
+    assert ddp.records[0].num_fused_writes == 0
+
+
+def test_transforms_and_second_derivatives() -> None:
+    head = LinearCrossEntropy(K, V, dtype=torch.float64)
+    hidden, targets = data()
+    found = torch.func.grad(lambda x: head(x, targets))(hidden.detach())
+    torch.testing.assert_close(found, torch.autograd.grad(head(hidden, targets), hidden)[0])
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        head(hidden, targets).backward(create_graph=True)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any result of an operation has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+def test_no_more_logits_than_a_chunk(mode: Any) -> None:
+    head = LinearCrossEntropy(2, 64, chunk_tokens=8, mode=mode)
+    ddp = wrap(head)
+    hidden, targets = torch.randn(64, 2, requires_grad=True), torch.randint(64, (64,))
+    with LargestTensor() as seen:
+        ddp(hidden, targets).backward()
+    assert seen.most == 8 * 64
+
+
+def test_the_host_reads_nothing() -> None:
+    head = LinearCrossEntropy(K, V, chunk_tokens=4, label_smoothing=0.1, z_loss=0.1)
+    ddp = wrap(head)
+    hidden, targets = data(dtype=torch.float32)
+    ddp(hidden, targets).backward()
+    ddp.zero_grad()
+    with NoHostSync():
+        loss = ddp(hidden, targets)
+        loss.backward()
+
+
+def test_delayed_blocks_leave_it_in_backward() -> None:
+    head = LinearCrossEntropy(K, V)
+    ddp, queue = wrap(head), WgradQueue()
+    hidden, targets = data(dtype=torch.float32)
+    with delayed_wgrad(queue):
+        loss = ddp(hidden, targets)
+    loss.backward()
+    assert len(queue) == 0
+    assert ddp.records[0].num_fused_writes == 1
+
+
+def test_a_tied_weight_is_summed() -> None:
+    torch.manual_seed(0)
+
+    class Tied(nn.Module):
+        def __init__(self, by_function: bool) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(V, K)
+            self.head = None if by_function else LinearCrossEntropy(K, V, chunk_tokens=4)
+            if self.head is not None:
+                self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            hidden = self.embedding(tokens)
+            if self.head is None:
+                return linear_cross_entropy(hidden, self.embedding.weight, targets, chunk_tokens=4)
+            loss: Tensor = self.head(hidden, targets)
+            return loss
+
+    tokens, targets = torch.randint(V, (2, 7)), torch.randint(V, (2, 7))
+    for by_function in (False, True):
+        model = Tied(by_function)
+        weight = model.embedding.weight.detach().clone().requires_grad_()
+        ddp = wrap(model)
+        with ddp.no_sync():
+            ddp(tokens, targets).backward()
+        ddp(tokens, targets).backward()
+        logits = F.linear(F.embedding(tokens, weight), weight)
+        (2 * F.cross_entropy(logits.view(-1, V), targets.view(-1))).backward()
+        torch.testing.assert_close(model.embedding.weight.main_grad, weight.grad)
+        assert ddp.records[0].num_fused_writes == 2
+
+
+def test_refused_arguments() -> None:
+    for options, match in (
+        ({"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be above 0"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be at least 1"),
+        ({"mode": "now"}, "mode must be one of recompute, in_forward"),
+        ({"reduction": "max"}, "reduction must be one of mean, sum, none"),
+        ({"reduction": "none", "mode": "in_forward"}, "leaves the gradient of each token open"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            LinearCrossEntropy(K, V, **options)
+    head = LinearCrossEntropy(K, V)
+    hidden, targets = data(dtype=torch.float32)
+    with pytest.raises(ValueError, match="takes 8 features"):
+        head(hidden[..., :4], targets)
+    with pytest.raises(ValueError, match=r"needs targets \(3, 5\)"):
+        head(hidden, targets[:2])
+    with pytest.raises(ValueError, match="needs integers as targets"):
+        head(hidden, targets.float())
+    with pytest.raises(ValueError, match="cast one or use autocast"):
+        head(hidden.double(), targets)
+
+
+def test_names_and_state_are_those_of_a_linear_layer() -> None:
+    head = LinearCrossEntropy(K, V, bias=True, z_loss=0.5)
+    linear = nn.Linear(K, V)
+    linear.load_state_dict(head.state_dict())
+    assert isinstance(head, nn.Linear)
+    assert torch.equal(copy.deepcopy(head).weight, linear.weight)
+    assert "mode=recompute, chunk_tokens=2048, z_loss=0.5" in repr(head)
