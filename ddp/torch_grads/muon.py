@@ -73,6 +73,12 @@ class Muon(torch.optim.Optimizer):
         _check(defaults)
         super().__init__(params, defaults)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As after a load: groups of ``torch.optim.Muon`` have no ``split``."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("split", 1)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ``ValueError`` for parameters that are no matrices, or that ``split`` does not fit."""
         super().add_param_group(param_group)

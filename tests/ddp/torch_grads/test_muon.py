@@ -118,6 +118,34 @@ def test_powers_of_two_and_zeros() -> None:
     assert torch.equal(param.detach(), weight * 0.75)
 
 
+def test_a_gradient_that_stays_zero() -> None:
+    """As an expert's without tokens. Momentum decays to numbers whose norm has no inverse in fp32."""
+    (weight,) = matrices((4, 8))
+    param = nn.Parameter(weight.clone())
+    optimizer = Muon([param], momentum=0.5, weight_decay=0.0)
+    param.grad = torch.ones_like(weight)
+    param.grad[:, 0] = 0
+    optimizer.step()
+    param.grad = torch.zeros_like(weight)
+    for _ in range(160):
+        before = param.detach().clone()
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), before)
+    assert optimizer.state[param]["momentum_buffer"].isfinite().all()
+
+
+def test_a_state_dict_of_torch_steps_on() -> None:
+    params = [nn.Parameter(param) for param in matrices((8, 16))]
+    params[0].grad = torch.ones_like(params[0])
+    theirs = torch.optim.Muon(params, lr=0.25)
+    theirs.step()
+    ours = Muon(params)
+    ours.load_state_dict(theirs.state_dict())
+    before = params[0].detach().clone()
+    ours.step()
+    assert ours.param_groups[0]["lr"] == 0.25 and not torch.equal(params[0], before)
+
+
 def test_learning_rate_in_a_tensor_and_missing_gradients() -> None:
     params = matrices((8, 16), (8, 16))
     given = stepped(lambda held: Muon(held, lr=torch.tensor(0.25)), params)
