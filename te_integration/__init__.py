@@ -5,10 +5,10 @@ from .conversion.convert import convert_linears as convert_linears
 from .conversion.convert import unconvert as unconvert
 from .dense import compiled_linear as compiled_linear  # how layers run in traced code
 from .dense import quantized_linear as quantized_linear  # and under recipes
+from .dense.embedding import Embedding as Embedding
 from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .dense.layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .dense.linear import Linear as Linear
-from .embedding import Embedding as Embedding
 from .experts.grouped_linear import GroupedLinear as GroupedLinear
 from .experts.grouped_mlp import GroupedMLP as GroupedMLP
 from .experts.moe_permutation import moe_permute as moe_permute

@@ -282,6 +282,16 @@ ROWS: dict[str, Row] = {
     ),
     **_no_logits(_zero3, "zero3", "maingrad ZeRO-3", options=_ZERO3, mode="recompute"),
     **_no_logits(_zero3, "zero3", "maingrad ZeRO-3", options=_ZERO3, mode="in_forward"),
+    **_no_logits(
+        _zero3,
+        "zero3_compact8",
+        "maingrad ZeRO-3, compact state, moments in 8 bits",
+        options="as zero3_compact8",
+        mode="in_forward",
+        compact=True,
+        shard_atoms="block",
+        optimizer_options={"state": "compact", "moment_dtype": torch.uint8},
+    ),
     **_zero3("zero3_linear", "maingrad ZeRO-3, nn.Linear", options=f"{_ZERO3}; not converted", fused=False),
     **_fsdp2("fsdp2_zero2", "FSDP2 ZeRO-2", options=f"{_FSDP2}; reshard_after_forward=False", reshard=False),
     **_fsdp2(

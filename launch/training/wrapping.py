@@ -115,6 +115,7 @@ class Wrapped:
             step = kind(train_step, self.model, self.optimizer)
 
         def run(*args: Tensor) -> Tensor:
+            loss: Tensor
             loss, norm = step(*args)
             if sharded:
                 self.optimizer.grad_norm = norm

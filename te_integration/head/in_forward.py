@@ -14,7 +14,7 @@ from torch import Tensor
 from ...ddp.contract.main_grad import is_fusable, record_of
 from ...ddp.contract.target import Demand, demand
 from ...ddp.torch_internals import NO_BACKWARD, checkpointed_regions, current_backward
-from ...kernels.cross_entropy.chunks import head_losses
+from ...kernels.cross_entropy.chunks import HeadGrads, head_losses
 from ...kernels.cross_entropy.reference import LossTerms
 from ..dense.fused_linear import ProductUse, cast
 from .recomputing import HeadWork, head_of, refuse_create_graph
@@ -80,11 +80,12 @@ class _InForward(torch.autograd.Function):
         if needs_dw:
             assert use.target is not None, "can_write_in_forward was asked"
             ctx.ahead = use.target.write_ahead((work,))
-        found = work.run()
+        found: HeadGrads = work.run()
         ctx.found = found.hidden, None if bias is None or found.bias is None else cast(found.bias, bias.dtype)
         ctx.announced, ctx.targets, ctx.ignore_index = announced, targets, terms.ignore_index
         assert found.losses is not None, "no log-sum-exp was given"
-        return found.losses
+        losses: Tensor = found.losses
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -109,7 +109,8 @@ def _without_whole_mask(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]
 
 def _run(trainer: Any, batches: list[Any], num_items: Tensor | None) -> tuple[Tensor, Tensor]:
     """A whole iteration: the sum of the microbatches' losses, and the norm of the gradients."""
-    model, total = trainer.model_wrapped, None
+    model: Any = trainer.model_wrapped
+    total: Any = None
     for index, inputs in enumerate(batches):
         with contextlib.nullcontext() if index == len(batches) - 1 else model.no_sync():
             loss = trainer.run_microbatch(model, inputs, num_items)

@@ -4,7 +4,7 @@ from fault import Change, Fault
 
 TESTS = "tests/te_integration/embedding/test_embedding.py"
 KERNEL = "tests/kernels/test_embedding_wgrad.py"
-MODULE, TRITON = "maingrad.te_integration.embedding", "maingrad.kernels.permutation.embedding_triton"
+MODULE, TRITON = "maingrad.te_integration.dense.embedding", "maingrad.kernels.permutation.embedding_triton"
 REFERENCE = "maingrad.kernels.permutation.reference"
 
 FAULTS = [

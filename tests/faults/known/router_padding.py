@@ -27,7 +27,7 @@ FAULTS = [
             Change(
                 "maingrad.launch.model.hugging_face",
                 "HuggingFaceModel.forward",
-                "attention_mask=mask, ",
+                '"attention_mask": mask, ',
                 "",
             )
         ],

@@ -385,7 +385,9 @@ def test_a_run_learns_and_records_its_routers(tmp_path: Path):
         assert record["router_z_loss"] > 0
         assert 1.0 <= record["max_expert_load"] <= 4.0
     observed = next(r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "observed")
-    assert observed["fused_weights"] == 2 * (2 + 1 + 2 + 2) + 1, "attention, router, experts, shared; the head"
+    assert observed["fused_weights"] == 2 * (2 + 1 + 2 + 2) + 2, (
+        "attention, router, experts, shared; embedding and head"
+    )
 
 
 def test_a_dense_run_records_no_routers(tmp_path: Path):

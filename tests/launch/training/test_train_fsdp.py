@@ -187,7 +187,7 @@ def test_what_is_observed_and_recorded(tmp_path: Path):
     (observed,), (timeline,) = records(config, "observed"), records(config, "timeline")
     assert observed["parameter_dtypes"] == {"bfloat16": 21}
     assert observed["main_grad_dtypes"] == {"float32": 21}
-    assert (observed["fused_weights"], observed["num_buckets"]) == (13, 4), "three blocks, and what is around them"
+    assert (observed["fused_weights"], observed["num_buckets"]) == (14, 4), "three blocks, and what is around them"
     assert len(timeline["backwards"]) == 2
     reduced = Counter(span["bucket"] for span in timeline["buckets"])
     assert set(reduced.values()) == {2}, "each microbatch's gradients are reduced"

@@ -210,6 +210,7 @@ def test_gradients_of_inputs_alone_take_no_part() -> None:
     assert torch.equal(found, torch.autograd.grad(plain.head(y, targets), y)[0])
     del loss, x
     check(model, expected)
+    model.zero_grad()
     with pytest.raises(RuntimeError, match=r"autograd.grad\(loss, weight\) in mode"):
         torch.autograd.grad(model(*batch(1)), model.module.head.weight)
 

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ddp.torch_internals import current_backward
-from ..kernels import embedding_wgrad_accumulate
-from ..kernels.permutation.reference import embedding_grad
-from .dense.compiled_wgrad import mode_of, run_outside_graph, wgrad
-from .dense.fused_linear import ProductUse, wanted_and_places, weight_grads
-from .dense.linear_module import LinearModule
+from ...ddp.torch_internals import current_backward
+from ...kernels import embedding_wgrad_accumulate
+from ...kernels.permutation.reference import embedding_grad
+from .compiled_wgrad import mode_of, run_outside_graph, wgrad
+from .fused_linear import ProductUse, wanted_and_places, weight_grads
+from .linear_module import LinearModule
 
 __all__ = ["Embedding", "calls_embedding_forward", "fused_embedding_class", "why_autograd"]
 
