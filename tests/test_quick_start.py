@@ -104,9 +104,7 @@ def test_another_model_goes_on_too_with_tied_embeddings_and_dropout(tmp_path: Pa
     )
     assert [int(step) for step, _ in STEP.findall(expected)] == [1, 2, 3, 4]
     assert STEP.findall(first) + STEP.findall(second) == STEP.findall(expected)
-    assert "10 weight gradients are fused" in expected, (
-        "four of each layer, the head's, which is the embedding, and the positions'"
-    )
+    assert "10 weight gradients are fused" in expected, "four of each layer, the tied embedding, and the positions"
     assert again == "", "nothing is left to do"
 
 
