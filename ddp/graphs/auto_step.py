@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from ..collectives.rank_grid import RankGrid, backends_of
 from ..torch_internals import tree_flatten, tree_map_only
-from .host_state import HostState, is_installed, is_torch_or_ours
+from .host.host_code import is_installed, is_torch_or_ours
+from .host.host_state import HostState
 from .inputs import check_outputs
 from .step_graphs import Kind, P, StepGraphs, T
 
@@ -114,7 +115,7 @@ class AutoStep(Generic[P, T]):
         host = self._host()
         try:
             if host.lost is not None:
-                self.why_eager = f"it {host.lost}, which no replay would"
+                self.why_eager = f"it {host.lost}"
                 return None
             kind = graphs.kind_of(call, id(host))
             graphs.check_startable(kind)

@@ -138,10 +138,11 @@ class _Written:
         self._own |= {_memory(tensor) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)} - set(self._kept)
 
     def restore(self) -> None:
-        """Write everything back."""
+        """Write everything back, but to memory that the block has freed (whole parameters)."""
         with torch.no_grad():
             for whole, before in self._kept.values():
-                whole.copy_(before)
+                if whole.untyped_storage().nbytes():
+                    whole.copy_(before)
 
 
 class _Recorder(TorchDispatchMode):

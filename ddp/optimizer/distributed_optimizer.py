@@ -24,7 +24,7 @@ from .fit import check_fits, check_optimizer_over_slices, check_storage, layout_
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .moment_blocks import check_blocks
-from .param_groups import assign_groups, check_optimizer_class, check_options, counts_apart, is_fused
+from .param_groups import assign_groups, check_matrices, check_optimizer_class, check_options, counts_apart, is_fused
 from .param_sync import ParamSync
 from .state_forms import StateForm
 from .step_order import step_order
@@ -106,6 +106,7 @@ class DistributedOptimizer(AroundOptimizer):
         if lr is not None:
             options["lr"] = lr
         check_options(optimizer_class, options, param_groups)
+        check_matrices(optimizer_class, options, param_groups, model.bucket_params, groups)
         form = StateForm(state, moment_dtype, offload_state)
         dtypes = [(entry.owned.name, entry.owned.param.dtype) for entry in model.bucket_params]
         form.check(optimizer_class, dtypes, [options, *param_groups])
@@ -356,7 +357,12 @@ class DistributedOptimizer(AroundOptimizer):
 
     def _found_inf(self) -> Tensor | None:
         """1.0 where this step is to update nothing, as a scaler or this step's norm says; None: nobody looks."""
-        found: Tensor | None = vars(self).get("found_inf")
+        found: Tensor | int | None = vars(self).get("found_inf")
+        if isinstance(found, int):  # torch's sum over no gradients
+            raise RuntimeError(
+                "torch.amp.GradScaler found no gradient on this rank, which updates no parameter, and the other ranks "
+                "wait for its search for Inf: use maingrad.ddp.GradScaler, or fewer ranks"
+            )
         if self.skip_nonfinite and self.grad_norm is not None:
             found = self.grad_norm.isfinite().logical_not().float()  # so a scaler's Inf counts too
             if self.num_skipped_steps is None:

@@ -13,6 +13,7 @@ from ..torch_grads.muon import Muon
 
 __all__ = [
     "assign_groups",
+    "check_matrices",
     "check_optimizer_class",
     "check_options",
     "counts_apart",
@@ -126,6 +127,30 @@ def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mappin
             cls([{"params": []}], **{**options, **given})
         except (TypeError, ValueError) as error:
             raise type(error)(f"param_groups[{index}]: {error}") from None
+
+
+def check_matrices(
+    cls: type,
+    options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    bucket_params: Iterable[BucketParam],
+    assigned: Mapping[str, int],
+) -> None:
+    """Raise what ``Muon`` raises for a matrix that the options of its group do not fit.
+
+    All ranks raise, though one rank alone updates the matrix: the others would wait for this rank for ever.
+
+    assigned  of ``assign_groups``
+    """
+    if not issubclass(cls, Muon):
+        return
+    for entry in bucket_params:
+        index = assigned[entry.owned.name]
+        own = {key: value for key, value in groups[index].items() if key != "params"} if index < len(groups) else {}
+        try:
+            cls([torch.empty(entry.owned.param.shape, device="meta")], **{**options, **own})
+        except ValueError as error:
+            raise ValueError(f"parameter '{entry.owned.name}': {error}") from None
 
 
 Selector = str | Sequence[str] | Callable[[str, torch.Tensor], bool]

@@ -73,18 +73,25 @@ class Muon(torch.optim.Optimizer):
         _check(defaults)
         super().__init__(params, defaults)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As after a load: groups of ``torch.optim.Muon`` have no ``split``."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("split", 1)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ``ValueError`` for parameters that are no matrices, or that ``split`` does not fit."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         _check(group)
         for param in group["params"]:
-            if param.dim() not in (2, 3) or param.is_complex():
+            shape = param.shard.shape if hasattr(param, "shard") else param.shape  # whole: all ranks raise alike
+            if len(shape) not in (2, 3) or param.is_complex():
                 raise ValueError(
                     f"Muon updates matrices [rows, columns], or [experts, rows, columns]; got a parameter "
-                    f"{list(param.shape)} of {param.dtype}: give it to another class, such as AdamW"
+                    f"{list(shape)} of {param.dtype}: give it to another class, such as AdamW"
                 )
-            _rows_of(group["split"], param.shape[-2])
+            _rows_of(group["split"], shape[-2])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

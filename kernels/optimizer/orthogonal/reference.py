@@ -39,23 +39,27 @@ COEFFICIENTS: dict[str, tuple[Step, ...]] = {
 }
 """Sets of coefficients by name, one ``Step`` for each iteration."""
 
+_SMALLEST = 2.0**-112
+"""A scale of at most 2^15 over this norm is finite in fp32."""
+
 
 def inverse_norms(matrices: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale / |U|_F`` of matrices [B, m, n] as [B, 1, 1], at least in fp32; ``scale`` for zeros.
+    """``scale / |U|_F`` of matrices [B, m, n] as [B, 1, 1], at least in fp32; ``scale`` for norms below 2^-112.
 
-    Sums of squares are fp64: those of fp32 overflow for elements of 1e19, and vanish for 1e-23.
+    Sums of squares are fp64: those of fp32 overflow for elements of 1e19, and vanish for 1e-23. The inverse of a
+    smaller norm would overflow in fp32: the momentum of a matrix whose gradient stays zero decays to such norms.
     """
     # One matrix at a time: the order of a batch's sums depends on the batch.
     norms = torch.stack(torch._foreach_norm(list(matrices), 2, torch.float64))
-    inverse = scale / torch.where(norms == 0, 1.0, norms)
+    inverse = scale / torch.where(norms < _SMALLEST, 1.0, norms)
     return inverse.to(torch.promote_types(matrices.dtype, torch.float32))[:, None, None]
 
 
 def newton_schulz_reference(matrices: Tensor, steps: Sequence[Step], dtype: torch.dtype = torch.float32) -> Tensor:
     """Orthogonalise matrices [B, m, n]; the result has ``dtype``, in which products are rounded.
 
-    Matrices are first divided by their Frobenius norm. ``2^k U`` has the result of ``U`` bit for bit, and a matrix of
-    zeros stays zeros.
+    Matrices are first divided by their Frobenius norm. ``2^k U`` has the result of ``U`` bit for bit. A matrix of zeros
+    stays zeros, and one with a norm below 2^-112 nearly so.
     """
     if not matrices.numel():
         return matrices.to(dtype)

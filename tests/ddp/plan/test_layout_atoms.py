@@ -53,7 +53,7 @@ def test_atoms_of_shapes(shape: tuple[int, ...], kind: object, atom: int) -> Non
 
 @pytest.mark.parametrize("kind", ["rows", None, 1.5, True])
 def test_other_kinds_are_refused(kind: object) -> None:
-    with pytest.raises(ValueError, match="an atom is 'element', 'row', 'whole' or a number of rows, got"):
+    with pytest.raises(ValueError, match="an atom is 'element', 'block', 'row', 'whole' or a number of rows, got"):
         atom_of((4, 4), kind)  # type: ignore[arg-type]
 
 

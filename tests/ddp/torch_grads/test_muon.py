@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maingrad.ddp import Muon
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Muon
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
 
 
 def stepped(make: Any, params: list[Tensor], num_steps: int = 3) -> list[Tensor]:
@@ -118,6 +120,34 @@ def test_powers_of_two_and_zeros() -> None:
     assert torch.equal(param.detach(), weight * 0.75)
 
 
+def test_a_gradient_that_stays_zero() -> None:
+    """As an expert's without tokens. Momentum decays to numbers whose norm has no inverse in fp32."""
+    (weight,) = matrices((4, 8))
+    param = nn.Parameter(weight.clone())
+    optimizer = Muon([param], momentum=0.5, weight_decay=0.0)
+    param.grad = torch.ones_like(weight)
+    param.grad[:, 0] = 0
+    optimizer.step()
+    param.grad = torch.zeros_like(weight)
+    for _ in range(160):
+        before = param.detach().clone()
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), before)
+    assert optimizer.state[param]["momentum_buffer"].isfinite().all()
+
+
+def test_a_state_dict_of_torch_steps_on() -> None:
+    params = [nn.Parameter(param) for param in matrices((8, 16))]
+    params[0].grad = torch.ones_like(params[0])
+    theirs = torch.optim.Muon(params, lr=0.25)
+    theirs.step()
+    ours = Muon(params)
+    ours.load_state_dict(theirs.state_dict())
+    before = params[0].detach().clone()
+    ours.step()
+    assert ours.param_groups[0]["lr"] == 0.25 and not torch.equal(params[0], before)
+
+
 def test_learning_rate_in_a_tensor_and_missing_gradients() -> None:
     params = matrices((8, 16), (8, 16))
     given = stepped(lambda held: Muon(held, lr=torch.tensor(0.25)), params)
@@ -165,3 +195,78 @@ def test_state_dicts_go_to_and_from_torch() -> None:
 def test_refusals(shape: tuple[int, ...], options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         Muon([nn.Parameter(torch.zeros(shape))], **options)
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 48, bias=False), nn.Tanh(), nn.Linear(48, 16, bias=False))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_sharded_whole_matrices() -> None:
+    """Ranks hold matrices that others do not."""
+    plain = make_net()
+    train(plain, Muon([{"params": [plain[0].weight], "split": 3}, {"params": [plain[2].weight]}], lr=0.02))
+
+    def on_each_rank() -> list[Tensor]:
+        model = make_net()
+        fully_shard(model, shard_atoms="whole")
+        train(model, Muon([{"params": [model[0].weight], "split": 3}, {"params": [model[2].weight]}], lr=0.02))
+        with model.unsharded():
+            return [param.detach().clone() for param in model.parameters()]
+
+    for params in simulate(on_each_rank, 4):
+        for mine, expected in zip(params, plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("atoms", ["element", "row"])
+def test_matrices_that_shards_cut_are_refused(atoms: Any) -> None:
+    def on_each_rank() -> None:
+        model = make_net()
+        fully_shard(model, shard_atoms=atoms)
+        with pytest.raises(RuntimeError, match=r"Muon updates whole parameters.*shard_atoms=\"whole\""):
+            train(model, Muon(model.parameters()))
+
+    simulate(on_each_rank, 3)
+
+
+@pytest.mark.parametrize("wrapper", ["zero1", "fsdp"])
+def test_a_split_that_does_not_fit_is_refused_on_all_ranks(wrapper: str) -> None:
+    """One rank alone has the matrix."""
+
+    def on_each_rank() -> None:
+        net = make_net()
+        refused = pytest.raises(ValueError, match="split=5 does not cut 48 rows")
+        if wrapper == "fsdp":
+            fully_shard(net, shard_atoms="whole")
+            with refused:
+                Muon([{"params": [net[0].weight], "split": 5}, {"params": [net[2].weight]}])
+        else:
+            config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=True)
+            model = DistributedDataParallel(net, config)
+            with refused:
+                DistributedOptimizer(model, optimizer_class=Muon, param_groups=[{"params": "0.*", "split": 5}])
+
+    simulate(on_each_rank, 3)
+
+
+def test_a_scaler_on_a_rank_without_matrices() -> None:
+    """torch's searches for Inf where gradients are; the error has the remedy."""
+
+    def on_each_rank() -> None:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=True)
+        model = DistributedDataParallel(make_net(), config)
+        optimizer = DistributedOptimizer(model, optimizer_class=Muon)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(2, 16)).sum()).backward()
+        scaler.step(optimizer)
+
+    with pytest.raises(RuntimeError, match=r"use maingrad\.ddp\.GradScaler"):
+        simulate(on_each_rank, 3)

@@ -5,8 +5,9 @@ from fault import Change, Fault
 TESTS = "tests/ddp/graphs/test_graphed.py"
 EAGER = f"{TESTS}::test_stays_eager_and_says_why_once"
 CHANGED = f"{TESTS}::test_a_change_between_two_calls_is_seen"
+READS = "tests/ddp/graphs/test_graphed_reads.py::test_a_number_that_changes_is_seen_wherever_it_is"
 MODELS = "tests/ddp/graphs/test_graphed_models.py"
-STEP, STATE = "maingrad.ddp.graphs.auto_step", "maingrad.ddp.graphs.host_state"
+STEP, STATE = "maingrad.ddp.graphs.auto_step", "maingrad.ddp.graphs.host.host_state"
 
 FAULTS = [
     Fault(
@@ -90,5 +91,25 @@ FAULTS = [
         sentence="A step that takes its batch from an iterator is captured, and sees one batch for ever.",
         tests=[f"{EAGER}[reads_an_iterator]"],
         changes=[Change(STEP, "AutoStep._kind_of", "host.lost is not None", "False")],
+    ),
+    Fault(
+        "68l-functions-behind-decorators-are-not-seen",
+        sentence="A replay runs although a function behind a library's decorator would read another number.",
+        tests=[f"{READS}[decorated_function]", f"{READS}[context_manager]"],
+        changes=[
+            Change(STATE, "HostState._visit_function", '(wrapped := own.get("__wrapped__")) is not None', "False")
+        ],
+    ),
+    Fault(
+        "68m-what-hooks-read-is-not-seen",
+        sentence="A replay runs although a hook of the model would read another number.",
+        tests=[f"{READS}[hook_of_a_module]", f"{READS}[hook_of_a_gradient]"],
+        changes=[Change(STATE, "HostState._walk", "self._reach_hooks()", "pass")],
+    ),
+    Fault(
+        "68n-keys-are-not-compared",
+        sentence="A replay runs although a dict has another key.",
+        tests=[f"{READS}[keys_of_a_dict]"],
+        changes=[Change(STATE, "HostState._visit", "[*value, *value.values()]", "[*value.values()]")],
     ),
 ]

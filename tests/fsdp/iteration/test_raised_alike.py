@@ -205,7 +205,7 @@ MODULES: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     "a hook": (with_hook, "ValueError: parameter '0.weight' has hooks"),
     "complex": (with_complex, "ValueError: parameter 'more' is torch.complex64"),
     "sharded": (sharded_before, "is fully sharded already"),
-    "atoms": (other_atoms, "an atom is 'element', 'row', 'whole' or a number of rows, got 'rows'"),
+    "atoms": (other_atoms, "an atom is 'element', 'block', 'row', 'whole' or a number of rows, got 'rows'"),
     "placements": (other_placements, "placements 'zero7' is none of ddp"),
     "init_fn": (that_cannot_be_initialised, "OSError: the weights cannot be read"),
 }

@@ -76,7 +76,9 @@ def sum_a_bucket(patch: pytest.MonkeyPatch) -> None:
 def forget_the_first_microbatch(patch: pytest.MonkeyPatch) -> None:
     """Each fused product overwrites the accumulator."""
     open_for_write = GradRecord.open_for_write
-    patch.setattr(GradRecord, "open_for_write", lambda self: open_for_write(self) or self.first_write_overwrites)
+    patch.setattr(
+        GradRecord, "open_for_write", lambda self, **how: open_for_write(self, **how) or self.first_write_overwrites
+    )
 
 
 def double_the_norm(patch: pytest.MonkeyPatch) -> None:
