@@ -75,7 +75,7 @@ FAULTS = [
         sentence="Logits that a metric reads first, under no_grad, give no gradient to a term that takes them later.",
         tests=[f"{LATER}::test_logits_that_are_read_later_are_of_the_modes_of_the_forward"],
         changes=[
-            Change(DEFERRED, "_Made.modes", "torch.set_grad_enabled(self.grad_enabled)", "contextlib.nullcontext()"),
+            Change(DEFERRED, "DeferredLogits.values", "self._made.modes(self.device.type)", "contextlib.nullcontext()"),
         ],
     ),
 ]
