@@ -18,6 +18,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class Gathers:
     """
 
     def __init__(self, device, nbytes, *, engines):
-        self.group = dist.new_group(pg_options=zero_cta_options() if engines else None)
+        self.group: Any = dist.new_group(pg_options=zero_cta_options() if engines else None)
         pool = MappedPool(self.group, device) if engines else None
         with nullcontext() if pool is None else pool.allocating():
             self.buffers = [torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2)]

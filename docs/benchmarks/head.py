@@ -16,6 +16,7 @@ import importlib
 import statistics
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +93,7 @@ class Ours(nn.Module):
 
 def rows_of():
     """Name -> function of the options that makes the module; rivals that cannot be imported are left out."""
-    rows = {"unfused, compiled": Unfused}
+    rows: dict[str, Any] = {"unfused, compiled": Unfused}
     for mode in ("in_forward", "recompute"):
         for chunk in CHUNKS:
             rows[f"{mode}, {chunk:,}"] = partial(Ours, mode=mode, chunk_tokens=chunk)

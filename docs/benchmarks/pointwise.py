@@ -162,9 +162,11 @@ def exact_results(at):
     if at.gated:
         result = activation_named(at.op).function(x)
     elif at.op == "LayerNorm":
-        result = F.layer_norm(x, (at.features,), *params, EPS)
+        weight, bias = params
+        result = F.layer_norm(x, (at.features,), weight, bias, EPS)
     else:
-        result = F.rms_norm(x, (at.features,), *params, EPS)
+        (weight,) = params
+        result = F.rms_norm(x, (at.features,), weight, EPS)
     return result.detach(), *torch.autograd.grad(result, inputs, at.dy.double())
 
 
