@@ -53,6 +53,11 @@ class CopyEnginesBench(StepOptions):
     """Seconds after which a rank gives up on another."""
 
 
+def _new_group(options) -> Any:
+    """A group of all ranks, which this rank is in."""
+    return dist.new_group(pg_options=options)
+
+
 class Gathers:
     """Two buffers in turn, and the group that gathers them.
 
@@ -62,7 +67,7 @@ class Gathers:
     """
 
     def __init__(self, device, nbytes, *, engines):
-        self.group: Any = dist.new_group(pg_options=zero_cta_options() if engines else None)
+        self.group: Any = _new_group(zero_cta_options() if engines else None)
         pool = MappedPool(self.group, device) if engines else None
         with nullcontext() if pool is None else pool.allocating():
             self.buffers = [torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2)]
