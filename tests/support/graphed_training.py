@@ -207,7 +207,7 @@ class _Job:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.rank = rank
         self.draws = torch.Generator().manual_seed(100 + rank)
-        self.seen: list[Any] = []
+        self.observed: list[Any] = []
 
     def train_step(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """One iteration: tokens and targets [M, B, T]."""
@@ -258,7 +258,7 @@ class _Job:
         seen = {
             "kept": kept,
             "norms": norms,
-            "seen": self.seen,
+            "seen": self.observed,
             "module": {name: value.clone() for name, value in self.model.module.state_dict().items()},
             "optimizer": dict(state["state"]),
             "masters": state["masters"],
@@ -281,15 +281,15 @@ class _Job:
         if "evaluate" in events:
             model.eval()
             with torch.no_grad():
-                self.seen.append(model(self.batch()[0][0]).clone())
+                self.observed.append(model(self.batch()[0][0]).clone())
             model.train()
         if "rank 0 reads" in events and self.rank == 0:
-            self.seen.append(sum(float(param.detach().float().norm()) for param in model.module.parameters()))
+            self.observed.append(sum(float(param.detach().float().norm()) for param in model.module.parameters()))
         if "state dict" in events:
             file = io.BytesIO()
             torch.save(model.module.state_dict(), file)
             file.seek(0)
-            self.seen.append(torch.load(file, map_location="cpu"))
+            self.observed.append(torch.load(file, map_location="cpu"))
         if "EMA" in events:
             for name, value in model.module.state_dict().items():
                 averaged[name].lerp_(value.float(), 0.25)
@@ -308,7 +308,7 @@ class _Job:
                 model(self.batch()[0][0]).float().square().mean().backward()
             model.zero_grad_buffer()
         if "eager step" in events and number == 3:
-            self.seen.append(self.train_step(*self.batch()))
+            self.observed.append(self.train_step(*self.batch()))
         if "other decay" in events and number == 3:
             optimizer.param_groups[-1]["weight_decay"] = 0.25
         if "mode" in events and number == 3:
