@@ -16,7 +16,7 @@ from functools import partial
 from itertools import cycle, product
 
 import torch
-from harness import Options, run_script, versions
+from harness import Options, run_script, time_calls, versions
 
 from maingrad.kernels import embedding_wgrad_accumulate
 from maingrad.kernels.compat import HAS_TRITON
@@ -67,25 +67,12 @@ def torch_path(dy, tokens, main_grad, *, overwrite):
 
 
 def microseconds(run, batches, options):
-    """Median of single calls, by events around each; the batches take turns, so that no rows wait in the cache."""
+    """Median of single calls; the batches take turns, so that no rows wait in the cache."""
     turns = cycle(batches)
     for _ in range(3):
         run(*next(turns))
-    times = []
-    for _ in range(options.num_repetitions):
-        batch = next(turns)
-        if options.device == "cpu":
-            run(*batch)
-            times.append(float("nan"))
-            continue
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(3_000_000)  # the host is ahead: launches are not what is measured
-        start.record()
-        run(*batch)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    calls = [partial(run, *next(turns)) for _ in range(options.num_repetitions)]
+    return time_calls(calls, options.device, ahead_cycles=3_000_000) * 1e3
 
 
 def extra_mib(run, batch, options):

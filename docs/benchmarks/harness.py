@@ -6,6 +6,7 @@ and writes NAME.csv (all that was measured) and NAME.md (the table) into ``--out
 
 import gc
 import importlib.metadata
+import math
 import os
 import statistics
 import sys
@@ -181,6 +182,29 @@ def mark(device):
 def milliseconds(start, end):
     """Between two of ``mark``, which the device has passed."""
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+def time_calls(calls, device, *, ahead_cycles=0):
+    """Median milliseconds of single calls, by events around each; NaN on the CPU.
+
+    calls         functions without arguments, each called once
+    ahead_cycles  the device waits so long before each call: the host is ahead, so that launches are not measured
+    """
+    times = []
+    for call in calls:
+        if device == "cpu":
+            call()
+            times.append(math.nan)
+            continue
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if ahead_cycles:
+            torch.cuda._sleep(ahead_cycles)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
 
 
 def time_steps(step, num_steps, device):

@@ -13,14 +13,13 @@ quack and CCE are measured where they can be imported, with an fp32 ``dW`` where
 import csv
 import gc
 import importlib
-import statistics
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import RowOptions, log, run_script, versions
+from harness import RowOptions, log, run_script, time_calls, versions
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel
@@ -149,24 +148,6 @@ def backward(model, hidden, targets):
     return loss.detach()
 
 
-def milliseconds(run, options):
-    """Median of single calls, by events around each."""
-    times = []
-    for _ in range(options.num_repetitions):
-        if options.device == "cpu":
-            run()
-            times.append(float("nan"))
-            continue
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # the host is ahead: launches are not what is measured
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
 def peak_gib(run, options):
     """Peak memory of a call beyond what was allocated before."""
     if options.device == "cpu":
@@ -213,7 +194,8 @@ def measure(make, exact, options):
     run = partial(backward, model, hidden, targets)
     for _ in range(options.num_warmup_steps):
         run()
-    return [milliseconds(run, options), peak_gib(run, options), *errors, equal]
+    time = time_calls([run] * options.num_repetitions, options.device, ahead_cycles=2_000_000)
+    return [time, peak_gib(run, options), *errors, equal]
 
 
 def run(options):

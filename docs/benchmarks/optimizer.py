@@ -8,13 +8,12 @@ with ``grad_scale`` and ``found_inf``, which also writes gradients, followed by 
 """
 
 import csv
-import statistics
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 
 import torch
-from harness import Options, run_script, versions
+from harness import Options, run_script, time_calls, versions
 
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.eight_bits import quantize_moment
@@ -132,23 +131,10 @@ def torch_step(state, cast):
 
 
 def microseconds(run, options):
-    """Median of single calls, by events around each."""
+    """Median of single calls."""
     for _ in range(5):
         run()
-    times = []
-    for _ in range(options.num_repetitions):
-        if options.device == "cpu":
-            run()
-            times.append(float("nan"))
-            continue
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(200_000)  # the host is ahead: launches are not what is measured
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    return time_calls([run] * options.num_repetitions, options.device, ahead_cycles=200_000) * 1e3
 
 
 def compare(options, state, divisor, found_inf):

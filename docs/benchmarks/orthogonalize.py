@@ -6,11 +6,10 @@ against fp64. torch's loop runs one matrix after the other, as ``torch.optim.Muo
 """
 
 import csv
-import statistics
 from dataclasses import dataclass
 
 import torch
-from harness import Options, run_script, versions
+from harness import Options, run_script, time_calls, versions
 from torch.optim import _muon as torch_muon
 
 from maingrad.kernels.optimizer.orthogonal.orthogonalize import orthogonalize, orthogonalize_flops
@@ -33,19 +32,9 @@ class OrthogonalizeOptions(Options):
 
 
 def milliseconds(run, options):
-    """Median of single calls, by events around each."""
+    """Median of single calls."""
     run()
-    if options.device == "cpu":
-        return float("nan")
-    times = []
-    for _ in range(options.num_repetitions):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return time_calls([run] * options.num_repetitions, options.device)
 
 
 def torch_loop(matrices):

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from harness import ConfigError, Options, free_memory, log, run_script, take_turns, the_device
+from harness import ConfigError, Options, free_memory, log, run_script, take_turns, the_device, time_calls
 from tables import Column, Measurement, machine, shown, table, write_table
 
 from maingrad.te_integration.dense.activations import activation_named
@@ -172,16 +172,8 @@ def exact_results(at):
 
 def copy_us_a_byte(tensor, repetitions):
     """Microseconds a byte, read or written, of a device copy."""
-    times, target = [], torch.empty_like(tensor)
-    for _ in range(repetitions):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(AHEAD_CYCLES)
-        start.record()
-        target.copy_(tensor)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times) / (2 * tensor.nbytes)
+    copy = partial(torch.empty_like(tensor).copy_, tensor)
+    return time_calls([copy] * repetitions, "cuda", ahead_cycles=AHEAD_CYCLES) * 1e3 / (2 * tensor.nbytes)
 
 
 def measure_op(bench, op, shape, device):
