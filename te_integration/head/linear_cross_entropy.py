@@ -3,6 +3,7 @@
 Legend: K ``in_features``, V ``out_features`` (classes); leading dims of hidden states and targets are any, and equal.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -142,17 +143,13 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
         grad_scale: Count | None = None,
     ) -> Tensor:
         """The loss by ``terms``, in place of the module's own options."""
-        _check_call(self.describe(), hidden, self.weight, targets, how, self.mode, num_tokens)
-        rows, flat = _rows(hidden, targets)
-        count = _count(flat, terms.ignore_index, num_tokens) if how == "mean" else None
-        announced = _announced(rows, grad_scale, count) if self.mode == "in_forward" else None
-        if in_transform():
-            losses = _plain_losses(rows, self.weight, self.bias, flat, terms)
-        elif torch.compiler.is_compiling():
-            losses = self._losses_in_trace(rows, flat, announced, terms)
-        else:
-            losses = self._losses(rows, flat, announced, terms)
-        return _reduced(losses, targets, how, count)
+        _check_call(self.describe, hidden, self.weight, targets, how, self.mode, num_tokens)
+
+        def losses(rows: Tensor, flat: Tensor, announced: Tensor | None) -> Tensor:
+            by = self._losses_in_trace if torch.compiler.is_compiling() else self._losses
+            return by(rows, flat, announced, terms)
+
+        return _loss(losses, hidden, self.weight, self.bias, targets, terms, how, self.mode, num_tokens, grad_scale)
 
     def _losses_in_trace(self, rows: Tensor, targets: Tensor, announced: Tensor | None, terms: LossTerms) -> Tensor:
         mode = mode_of(self, (self.weight,), None, 0)
@@ -232,21 +229,48 @@ def linear_cross_entropy(
     ``main_grad`` is a graph break: use a ``LinearCrossEntropy`` with that weight in place of its own.
     """
     _check_options(label_smoothing, logit_softcap, reduction, mode, chunk_tokens)
-    _check_call("linear_cross_entropy", hidden, weight, targets, reduction, mode, num_tokens)
+    _check_call(lambda: "linear_cross_entropy", hidden, weight, targets, reduction, mode, num_tokens)
     terms = LossTerms(ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale)
+
+    def losses(rows: Tensor, flat: Tensor, announced: Tensor | None) -> Tensor:
+        eager = rows, weight, bias, flat, announced, terms, chunk_tokens
+        if not torch.compiler.is_compiling():
+            return _function_losses(*eager)
+        if _goes_into_main_grad(weight):
+            outside: Tensor = run_outside_graph(_function_losses, *eager)
+            return outside
+        return compiled_losses(rows, weight, bias, flat, None, *terms, chunk_tokens)
+
+    return _loss(losses, hidden, weight, bias, targets, terms, reduction, mode, num_tokens, grad_scale)
+
+
+def _loss(
+    losses: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    terms: LossTerms,
+    how: Reduction,
+    mode: Mode,
+    num_tokens: Count | None,
+    grad_scale: Count | None,
+) -> Tensor:
+    """The loss of a call that is checked.
+
+    losses  of each token: of hidden states [T, K], targets [T] and the gradient that "in_forward" announces
+    """
     rows, flat = _rows(hidden, targets)
-    count = _count(flat, ignore_index, num_tokens) if reduction == "mean" else None
+    count = _count(flat, terms.ignore_index, num_tokens) if how == "mean" else None
     announced = _announced(rows, grad_scale, count) if mode == "in_forward" else None
     if in_transform():
-        losses = _plain_losses(rows, weight, bias, flat, terms)
-    elif torch.compiler.is_compiling():
-        if _goes_into_main_grad(weight):
-            losses = run_outside_graph(_function_losses, rows, weight, bias, flat, announced, terms, chunk_tokens)
-        else:
-            losses = compiled_losses(rows, weight, bias, flat, None, *terms, chunk_tokens)
+        found = _plain_losses(rows, weight, bias, flat, terms)
     else:
-        losses = _function_losses(rows, weight, bias, flat, announced, terms, chunk_tokens)
-    return _reduced(losses, targets, reduction, count)
+        found = losses(rows, flat, announced)
+    if how == "none":
+        return found.view(targets.shape)
+    total = found.sum()
+    return total if count is None else total / count
 
 
 def _function_losses(
@@ -302,13 +326,6 @@ def _plain_losses(rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Te
     return token_losses_reference(F.linear(rows, cast(weight, rows.dtype), bias), targets, terms)[0]
 
 
-def _reduced(losses: Tensor, targets: Tensor, how: Reduction, count: Count | None) -> Tensor:
-    if how == "none":
-        return losses.view(targets.shape)
-    total = losses.sum()
-    return total if count is None else total / count
-
-
 def _count(targets: Tensor, ignore_index: int, num_tokens: Count | None) -> Count:
     return (targets != ignore_index).sum() if num_tokens is None else num_tokens
 
@@ -338,7 +355,7 @@ def _check_reduction(reduction: str, mode: str) -> None:
 
 
 def _check_call(
-    owner: str,
+    owner: Callable[[], str],
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -348,17 +365,17 @@ def _check_call(
 ) -> None:
     _check_reduction(reduction, mode)
     if num_tokens is not None and reduction != "mean":
-        raise ValueError(f'{owner}: num_tokens divides the sum of reduction="mean"; here it is "{reduction}"')
+        raise ValueError(f'{owner()}: num_tokens divides the sum of reduction="mean"; here it is "{reduction}"')
     if hidden.shape[-1:] != weight.shape[1:]:
-        raise ValueError(f"{owner} takes {weight.shape[1]} features in the last dim, got {tuple(hidden.shape)}")
+        raise ValueError(f"{owner()} takes {weight.shape[1]} features in the last dim, got {tuple(hidden.shape)}")
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"{owner} needs targets {tuple(hidden.shape[:-1])} for hidden states {tuple(hidden.shape)}, "
+            f"{owner()} needs targets {tuple(hidden.shape[:-1])} for hidden states {tuple(hidden.shape)}, "
             f"got {tuple(targets.shape)}"
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
-        raise ValueError(f"{owner} needs integers as targets, got {targets.dtype}")
+        raise ValueError(f"{owner()} needs integers as targets, got {targets.dtype}")
     if hidden.dtype is not weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise ValueError(
-            f"{owner}: the hidden states are {hidden.dtype} and the weight {weight.dtype}; cast one or use autocast"
+            f"{owner()}: the hidden states are {hidden.dtype} and the weight {weight.dtype}; cast one or use autocast"
         )
