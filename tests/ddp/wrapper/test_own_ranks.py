@@ -91,3 +91,24 @@ def test_all_ranks_skip_where_one_ranks_expert_overflows(exposed: bool, scaler_c
         return moved, scaler.get_scale()
 
     assert simulate(train, RANKS) == [([False, True], 512.0)] * RANKS
+
+
+def test_our_norm_covers_plain_tensors_in_the_place_of_all_gradients() -> None:
+    """Torch's clipping of them asks nothing of ours: docs/main_grad.md sends a program to ``clip_grad_norm``."""
+
+    def train() -> tuple[float, float, list[Tensor]]:
+        model, optimizer = reduced()
+        model(batch()).square().sum().backward()
+        for param in model.parameters():
+            param.grad = torch.ones_like(param.detach())
+        before = [param.detach().clone() for param in model.parameters()]
+        norm = clip_grad_norm(model, 0.5)
+        optimizer.step()
+        moves = [old - param.detach() for old, param in zip(before, model.parameters(), strict=True)]
+        return float(norm), sum(param.numel() for param in model.parameters()), moves
+
+    for norm, numel, moves in simulate(train, RANKS):
+        whole = (numel + numel / 2) ** 0.5  # the dense layer once, and the other rank's expert
+        assert norm == pytest.approx(whole)
+        for move in moves:
+            torch.testing.assert_close(move, torch.full_like(move, 0.1 * 0.5 / whole), rtol=1e-4, atol=1e-7)
