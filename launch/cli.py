@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _USAGE_ERROR = 2
-_SECONDS_FOR_THE_FIRST = 10.0
 
 _ConfigFile = Annotated[Positional[Path], arg(metavar="CONFIG.toml", help="configuration file")]
 
@@ -316,22 +315,27 @@ def _run(command: _Command, flags: list[str], stop: StopRequest) -> int:
                 raise error.__cause__ from None
             raise
     except (ConfigError, DataError) as error:
-        return _end(error, _USAGE_ERROR, stop)
+        return _end(error, _USAGE_ERROR)
     except CollectiveError as error:  # another rank is gone; this rank has nothing else to report
-        return _end(error, 1, stop)
+        return _end(error, 1)
 
 
-def _end(error: Exception, status: int, stop: StopRequest) -> int:
+def _end(error: Exception, status: int) -> int:
     """Report the error: on stderr, and under torchrun in the file whose text torchrun prints last."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return _say(error, status)
-    # All ranks of a node make the same mistake, and torchrun ends the others when one has ended: the first, if it can.
-    if stop.wait(0.0 if os.environ.get("LOCAL_RANK", "0") == "0" else _SECONDS_FOR_THE_FIRST):
-        return status
     text = f"maingrad: error: {error}"
-    found = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    # torchrun's root cause is the failure of the earliest whole second, and a rank without a file fails when it is seen.
+    earlier = int(time.time()) - 1
+    found = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(earlier)}}
     Path(path).write_text(json.dumps({"message": found}), encoding="utf-8")
+    # All ranks of a node make the same mistake, and torchrun prints the text of each: the first rank's stays. It is
+    # whole before another rank can end, since torchrun ends all ranks when one has ended.
+    try:
+        (Path(path).parent.parent / "maingrad_error").open("x").close()
+    except FileExistsError:
+        Path(path).unlink()
     return status
 
 
