@@ -326,7 +326,7 @@ def _end(error: Exception, status: int) -> int:
     if path is None:
         return _say(error, status)
     text = f"maingrad: error: {error}"
-    # torchrun's root cause is the failure of the earliest whole second, and a rank without a file fails when it is seen.
+    # torchrun takes the failure of the earliest whole second for the cause, and a rank without a file fails when seen.
     earlier = int(time.time()) - 1
     found = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(earlier)}}
     Path(path).write_text(json.dumps({"message": found}), encoding="utf-8")

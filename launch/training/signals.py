@@ -31,13 +31,6 @@ class StopRequest:
         """True from the first signal on."""
         return self._since is not None
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for a signal so long; returns whether one was received."""
-        deadline = time.monotonic() + seconds
-        while not self.requested and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self.requested
-
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Signal handler. A second Ctrl-C a few seconds later raises ``KeyboardInterrupt``."""
         now = time.monotonic()
