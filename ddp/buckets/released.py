@@ -12,13 +12,10 @@ found. It never comes there if its backward needs a collective that this rank be
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..collectives.in_flight import InFlight
-from ..collectives.reduction import GradReduction
 from ..collectives.streams import current_stream
 from ..contract.main_grad import attach_lazily
 from ..contract.record import GradRecord
@@ -62,7 +59,7 @@ class ReleasedBucket(Bucket):
         pool: GradPool,
     ) -> None:
         super().__init__(layout, memory.data, records)
-        self.reduced = torch.zeros(owned[1] - owned[0], dtype=memory.data.dtype, device=memory.data.device)
+        self.reduced = self.into = torch.zeros(owned[1] - owned[0], dtype=memory.data.dtype, device=memory.data.device)
         self._memory = memory
         self.pool = pool
         self._zeroed = super().zeroed_views()
@@ -101,10 +98,6 @@ class ReleasedBucket(Bucket):
         """See ``Bucket``. A rank without a gradient in this bucket sends zeros."""
         self.make_room()
         super().begin_reduction()
-
-    def start_of(self, reduction: GradReduction) -> Callable[[Tensor], InFlight]:
-        """See ``Bucket``. The sum goes into memory of its own."""
-        return partial(reduction.start, into=self.reduced)
 
     def end_reduction(self) -> None:
         """See ``Bucket``. The current stream has waited."""
