@@ -214,6 +214,7 @@ class GradRounds:
 
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give the bucket's whole gradients memory. If a reduction still uses the memory, wait for it first."""
+        # 5. The first GEMM of the bucket's parameters takes the memory of ``main_grad``, within the pool's bound.
         self.finish_reduction(bucket)
         if not bucket.grads.resident:
             self._bound_pool(bucket)
@@ -231,6 +232,7 @@ class GradRounds:
                 continue
             if grads.has_pending:
                 grads.delays = True
+            # 7. Keep the gradients for the next microbatch, or launch their reduction.
             if grads.keeps_after(final=final):
                 grads.state = State.KEPT
                 for bucket in grads.buckets:
@@ -286,6 +288,7 @@ class GradRounds:
 
     def _finish(self) -> None:
         """Wait for all reductions, complete ``.grad``, and call its hooks."""
+        # 8. Wait for the reductions. Then ``.grad`` of the shards is complete.
         self._compare_steps()
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
