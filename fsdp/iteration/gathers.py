@@ -80,7 +80,7 @@ class UnitGathers:
             self._freed.clear()
         unit.gathered = True
         unit.record_gather()
-        # 1. and 4. Whole parameters take memory; this rank copies its shard to its place; the all-gather brings the rest.
+        # 1. and 4. Whole parameters take memory, this rank fills its part, and the all-gather brings the others.
         for bucket in unit.buckets:
             bucket.gather.start(self.stream, self.observer, fill=bucket.fill, ordered=True)
 
