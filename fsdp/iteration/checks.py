@@ -1,23 +1,11 @@
-"""Checks in an iteration; each ``RuntimeError`` names the unit or the parameter, and a remedy."""
+"""Errors in an iteration; each ``RuntimeError`` names the unit or the parameter, and a remedy."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from ...ddp.buckets.checks import check_nothing_bypassed
 from ..unit.bucket import ShardedBucket
 from ..unit.unit import Unit
 
-__all__ = ["backward_raised", "check_nothing_beside", "delays_left", "past_the_outputs"]
-
-
-def check_nothing_beside(buckets: Sequence[ShardedBucket]) -> None:
-    """Raise for a gradient that has come to ``.grad`` of a whole parameter at the iteration's end, and discard it."""
-    pairs = [entry for bucket in buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]
-    try:
-        check_nothing_bypassed(((pair.whole, record) for pair, record in pairs), "the end of the iteration")
-    except RuntimeError:
-        for pair, _ in pairs:
-            pair.whole.grad = None
-        raise
+__all__ = ["backward_raised", "delays_left", "past_the_outputs"]
 
 
 def backward_raised(caller: str, inside: Iterable[Unit]) -> RuntimeError:

@@ -45,7 +45,7 @@ class UnitGathers:
 
     def forward_begins(self) -> None:
         """An outermost forward starts."""
-        self._last_order, self._order = self._order or self._last_order, []
+        self._last_order, self._order = self._order, []
 
     def enter(self, unit: Unit) -> list[Unit]:
         """A unit's forward starts. Returns the unit that followed the last time; none if the order has changed."""

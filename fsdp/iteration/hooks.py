@@ -129,7 +129,7 @@ class BackwardHooks:
         self.trace = trace
         self.listens = False
         """``watch_inputs`` was called, and ``watch_outputs`` is due: not without grad mode or parameters."""
-        self._inputs: set[int] = set()  # while forward runs: ``id`` of inputs that require gradients
+        self._inputs: set[int] = set()  # ``id`` of inputs that require gradients, which live while forward runs
 
     def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Register the hooks that tell that backward has passed the forward."""
@@ -154,7 +154,6 @@ class BackwardHooks:
             # An output that is an input has one hook for entering and one for passing. The view orders these.
             outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in self._inputs else leaf, outputs)
             tensors = _tensors_of(outputs)
-        self._inputs.clear()
         if (
             self.forward.unit.needs_graph
             and self.forward.trains

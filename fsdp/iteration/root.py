@@ -325,7 +325,6 @@ class Root:
         for unit in [unit for unit, entered_in in backward.entered_in.items() if entered_in == task]:
             self._leave_unit(unit, backward)
             self.grads.leave(unit, final=backward.final)
-        backward.tasks.discard(task)
         if task != backward.task:
             return
         self._backward = None
@@ -356,7 +355,6 @@ class Root:
     def abandon(self) -> None:
         """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
         backward, self._backward = self._backward, None
-        self._all_checked = False
         for unit in () if backward is None else backward.entered:
             unit.registered.hide_after_backward()
         self.grads.give_up()

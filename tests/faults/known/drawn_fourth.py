@@ -24,7 +24,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.backward_ended",
-                "check_nothing_beside(self._buckets)",
+                "self._check_nothing_beside()",
                 "pass",
             ),
         ],
