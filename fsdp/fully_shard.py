@@ -118,7 +118,6 @@ def fully_shard(
     grid = make_grid(mesh, option="mesh")
     record_ignored(ignored_params, grid)
 
-    # 1. Check, materialise and plan: what may fail on one rank alone. An error is raised on all ranks.
     def prepare() -> tuple[UnitOptions, UnitParts, list[tuple[BucketLayout, bool]]]:
         row, policy = row_of(placements), policy_of(mixed_precision)
         options = UnitOptions(row, policy, *as_given, copy_engine_gather, init_sync, forward_writes)
@@ -127,14 +126,7 @@ def fully_shard(
 
     what = f"the checks of {type(module).__name__} before it is sharded"
     options, parts, plans = run_on_all_ranks(prepare, grid.axes, failures, what)
-    # 2. Compare the unit between ranks. Then all ranks get the first one's values.
-    compare_units(parts, plans, options, grid, failures)
-    if mesh is None:
-        check_whose_experts(parts, grid, failures, init_sync=init_sync)
-    if init_sync:
-        with failures.watch("the broadcast of parameters and buffers"):
-            synchronize(parts.modules, grid, ignored)
-    # 3. Shard.
+    _make_alike(parts, plans, options, grid, ignored, failures, named=mesh is not None)
     _take_over(parts, plans, options, grid)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
@@ -147,7 +139,7 @@ def _plan(
     init_fn: Callable[[nn.Module], None] | None,
     ignored: Collection[int],
 ) -> tuple[UnitParts, list[tuple[BucketLayout, bool]]]:
-    """The parts with memory; each bucket's layout, and whether its parameters are trained."""
+    """Materialise the parts, and plan them: each bucket's layout, and whether its parameters are trained."""
     materialize(parts.modules, parts.device, init_fn, ignored, overwritten=options.init_sync and not grid.is_first)
     owned = [entry.read_again() for entry in parts.owned]  # a parameter on the meta device is another one now
     for entry in owned:
@@ -155,6 +147,25 @@ def _plan(
     degree = shard_degree(options.placements, grid.inner_size, grid.outer_size)
     plans = list(plan_unit(owned, options.policy, degree, options.shard_atoms, options.bucket_size))
     return parts._replace(owned=owned), plans
+
+
+def _make_alike(
+    parts: UnitParts,
+    plans: Sequence[tuple[BucketLayout, bool]],
+    options: UnitOptions,
+    grid: RankGrid,
+    ignored: Collection[int],
+    failures: FailureReporter,
+    *,
+    named: bool,
+) -> None:
+    """Compare the unit between ranks; then copy the first rank's values to all. ``named``: the user gave a mesh."""
+    compare_units(parts, plans, options, grid, failures)
+    if not named:
+        check_whose_experts(parts, grid, failures, init_sync=options.init_sync)
+    if options.init_sync:
+        with failures.watch("the broadcast of parameters and buffers"):
+            synchronize(parts.modules, grid, ignored)
 
 
 def _take_over(

@@ -29,8 +29,7 @@ def delays_left(what: str, unit: str) -> RuntimeError:
 def past_the_outputs(bucket: ShardedBucket, unit: Unit) -> RuntimeError:
     """The error of a backward that reaches freed parameters without entering their unit."""
     return RuntimeError(
-        f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole parameters were "
-        f"not there: return from forward all that the loss uses (a penalty too), or pass reshard_after_forward=False. "
-        f"An earlier backward frees them too: run all forwards before the autograd.grad of a gradient penalty, or use "
-        f"placements='zero2', which keeps them to the step"
+        f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, after they were freed: "
+        f"return from forward all that the loss uses, or pass reshard_after_forward=False. Before the autograd.grad of "
+        f"a gradient penalty run all forwards, or use placements='zero2'"
     )
