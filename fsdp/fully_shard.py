@@ -113,10 +113,9 @@ def fully_shard(
     Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
     as_given = (reshard_after_forward, reduce_every_microbatch, bucket_size, shard_atoms, offload_to_cpu)
-    ignored = {id(param) for param in ignored_params}
     failures = FailureReporter()
     grid = make_grid(mesh, option="mesh")
-    record_ignored(ignored_params, grid)
+    ignored = record_ignored(ignored_params, grid)
 
     def prepare() -> tuple[UnitOptions, UnitParts, list[tuple[BucketLayout, bool]]]:
         row, policy = row_of(placements), policy_of(mixed_precision)

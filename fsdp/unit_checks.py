@@ -187,8 +187,8 @@ def _own_params(module: nn.Module, modules: Sequence[nn.Module], ignored: Collec
     ]
 
 
-def record_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> None:
-    """Warn of ignored DTensors that are trained, and that ranks of the unit hold copies of.
+def record_ignored(ignored: Collection[nn.Parameter], grid: RankGrid) -> set[int]:
+    """``id`` of each ignored parameter. Warns of DTensors that are trained, and that ranks of the unit hold copies of.
 
     A plain ignored parameter is the program's own. A DTensor's mesh looks as if somebody reduced its gradients.
     """
@@ -203,6 +203,7 @@ def record_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> None:
                 f"have other batches: all-reduce param.grad.to_local() over them after backward, or freeze it",
                 stacklevel=3,
             )
+    return set(map(id, ignored))
 
 
 def _check_params(owned: Iterable[OwnedParam]) -> None:
