@@ -27,7 +27,7 @@ memory is freed (``released.py``), NaN (``nan_check.py``), several backwards for
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -437,8 +437,10 @@ class BucketLauncher:
         """
         reduction = self._reductions[bucket.index]
         begin = partial(start or partial(reduction.start, into=bucket.into), bucket.grad_data)
-        label = f"maingrad::launch {reduction.name} {bucket.name}"
-        with torch.profiler.record_function(label) if is_profiling() else nullcontext():
+        label: AbstractContextManager[object] = nullcontext()
+        if is_profiling():
+            label = torch.profiler.record_function(f"maingrad::launch {reduction.name} {bucket.name}")
+        with label:
             bucket.begin_reduction()  # from here on a write of ``main_grad`` raises
             if not self._streams:
                 with self._failures.watch(reduction.name, bucket.name):
