@@ -51,6 +51,8 @@ class Unit:
         self.module = weakref.ref(module)
         self.name = name
         """Name of the module in the outermost unit; empty for the outermost."""
+        self.label = f"unit '{name}'"
+        """The unit in words, for errors."""
         self.buckets = tuple(buckets)
         self.pairs: tuple[ShardedPair, ...] = tuple(pair for bucket in buckets for pair in bucket.pairs)
         """The unit's parameters, of all buckets."""
@@ -95,11 +97,6 @@ class Unit:
         return root
 
     @property
-    def label(self) -> str:
-        """The unit in words, for errors."""
-        return f"unit '{self.name}'" if self.name else "the outermost unit"
-
-    @property
     def arrived(self) -> bool:
         """The whole parameters can be read now: their gather has arrived."""
         return self.gathered and not any(bucket.gather.under_way for bucket in self.buckets)
@@ -126,6 +123,7 @@ class Unit:
             full_name = f"{name}.{pair.name}" if name else pair.name
             pair.sharded.shard = pair.sharded.shard._replace(name=full_name, unit=name, everyone=everyone)
         self.name, self.root_reference = name, root
+        self.label = f"unit '{name}'" if name else "the outermost unit"
 
     # ---- The order of collectives. ----
 
