@@ -26,7 +26,7 @@ from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import GradPool
 from ..unit.unit import Unit
-from .checks import backward_raised, delays_left
+from .errors import backward_raised, delays_left
 
 __all__ = ["GradRound", "GradRounds", "State"]
 

@@ -58,6 +58,8 @@ class Unit:
         """The unit's parameters, of all buckets."""
         self.trains = any(bucket.trainable for bucket in buckets)
         """Some parameters of the unit are trained."""
+        self.releasable = any(not bucket.whole_params_at_rest for bucket in buckets)
+        """The whole parameters can be freed: placements shard parameters at rest."""
         self.policy = options.policy
         self.grid = grid
         self.device = device
@@ -105,11 +107,6 @@ class Unit:
     def reshards(self) -> bool:
         """Whole parameters are freed between forward and backward. By None, not those of the outermost unit."""
         return self.name != "" if self.reshard_after_forward is None else self.reshard_after_forward
-
-    @property
-    def releasable(self) -> bool:
-        """The whole parameters can be freed: placements shard parameters at rest."""
-        return bool(self.buckets) and not self.buckets[0].whole_params_at_rest
 
     @property
     def needs_graph(self) -> bool:
