@@ -34,8 +34,8 @@ from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backw
 from ..unit.bucket import ShardedBucket
 from ..unit.mixed_precision import cast_floating, cast_inputs
 from ..unit.unit import Unit
-from .errors import past_the_outputs
 from .connect import connect_units, map_memory, use_copy_engines
+from .errors import past_the_outputs
 from .gathers import UnitGathers
 from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardTrace, UnitForward, delivers_to_any
 from .parts import RootParts
