@@ -17,7 +17,7 @@ from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.buffer import Meter
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
-from ...ddp.buckets.launcher import BucketLauncher
+from ...ddp.buckets.reducer import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream

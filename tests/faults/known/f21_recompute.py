@@ -18,7 +18,7 @@ FAULTS = [
                 "",
             ),
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness.on_grad",
                 "if record.shared or self._recomputes:",
                 "if record.shared:",
