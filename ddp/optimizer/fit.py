@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..buckets.bucket_params import BucketParam
+from ..buckets.bucket import BucketParam
 from ..collectives.reduction import placements_of
 from ..plan.layout import GradPlan
 from ..plan.owned_params import refuse_slices

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ...ddp.buckets.readiness import differentiable_tensors
+from ...ddp.buckets.graph_walk import differentiable_tensors
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.target import Demand, demand
 from ...ddp.torch_internals import current_backward, delivers_to_all, tree_leaves, tree_map, will_execute
@@ -36,7 +36,6 @@ __all__ = [
     "Backward",
     "BackwardEnd",
     "BackwardHooks",
-    "ForwardOrder",
     "ForwardTrace",
     "UnitForward",
     "delivers_to_any",
@@ -116,37 +115,6 @@ class ForwardTrace:
         return forward.passed == task if self.task == -1 else forward.passed != -1
 
 
-class ForwardOrder:
-    """The order in which the last outermost forward, and the current one, have entered units.
-
-    It predicts which unit a forward enters next. Only the time of a gather depends on the prediction. A wrong one costs
-    a gather. All ranks predict alike, because all run the same units in the same order.
-    """
-
-    def __init__(self) -> None:
-        self._recorded: list[Unit] = []
-        self._current: list[Unit] = []
-
-    def begin(self) -> None:
-        """An outermost forward starts."""
-        self._recorded, self._current = self._current or self._recorded, []
-
-    def enter(self, unit: Unit) -> list[Unit]:
-        """A unit's forward starts. Returns the unit that followed the last time; none if the order has changed."""
-        index = len(self._current)
-        self._current.append(unit)
-        known = index < len(self._recorded) and self._recorded[index] is unit
-        return self._recorded[index + 1 : index + 2] if known else []
-
-    def first(self, count: int) -> list[Unit]:
-        """The first ``count`` units of the current or last forward, the outermost among them."""
-        return self._current[:count]
-
-    def came_last(self, unit: Unit) -> bool:
-        """``unit`` is the last of both the last forward and the current one."""
-        return bool(self._recorded) and len(self._current) == len(self._recorded) and self._recorded[-1] is unit
-
-
 class BackwardHooks:
     """The autograd hooks on the inputs and outputs of one forward.
 
@@ -154,15 +122,18 @@ class BackwardHooks:
     reaches, over inputs that live on.
     """
 
-    __slots__ = ("__weakref__", "_inputs", "forward", "trace")
+    __slots__ = ("__weakref__", "_inputs", "forward", "listens", "trace")
 
     def __init__(self, forward: UnitForward, trace: ForwardTrace) -> None:
         self.forward = forward
         self.trace = trace
-        self._inputs: set[int] = set()  # while forward runs: ``id`` of inputs that require gradients
+        self.listens = False
+        """``watch_inputs`` was called, and ``watch_outputs`` is due: not without grad mode or parameters."""
+        self._inputs: set[int] = set()  # ``id`` of inputs that require gradients, which live while forward runs
 
     def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Register the hooks that tell that backward has passed the forward."""
+        self.listens = True
         for tensor in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(tensor, Tensor):
                 self._watch_input(tensor)
@@ -183,7 +154,6 @@ class BackwardHooks:
             # An output that is an input has one hook for entering and one for passing. The view orders these.
             outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in self._inputs else leaf, outputs)
             tensors = _tensors_of(outputs)
-        self._inputs.clear()
         if (
             self.forward.unit.needs_graph
             and self.forward.trains
@@ -250,18 +220,16 @@ class Backward:
     final  outside ``no_sync``: if the backward belongs to an iteration, it is the last
     """
 
-    __slots__ = ("entered", "entered_in", "final", "keeps_graph", "recomputed", "task", "tasks", "trains")
+    __slots__ = ("entered", "final", "keeps_graph", "recomputed", "task", "tasks", "trains")
 
     def __init__(self, task: int, *, final: bool) -> None:
         self.task = task
         self.final = final
-        self.tasks: set[int] = set()
-        """Graph tasks, nested ones too, with a callback at their end."""
+        self.tasks: dict[int, list[Unit]] = {}
+        """By graph task, nested ones too: the units that it entered first, and leaves by a callback at its end."""
         self.entered: dict[Unit, set[UnitForward]] = {}
         """The units that the backward has entered and not passed, with those of their forwards that it has entered and
         not passed: none if it has reached the unit's parameters past the outputs."""
-        self.entered_in: dict[Unit, int] = {}
-        """Id of the graph task that has entered the unit first."""
         self.recomputed: dict[int, ForwardTrace] = {}
         """By graph task: the forwards that were recomputed in it."""
         self.keeps_graph = False

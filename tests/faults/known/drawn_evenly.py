@@ -12,7 +12,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness._on_backward_start",
                 "if self.sync and self._overlap:",
                 "if self._overlap:",
@@ -82,8 +82,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.checks",
-                "UnitChecks.before_forward",
+                "maingrad.fsdp.iteration.root",
+                "Root._check_units",
                 "self._all_checked = trains",
                 "self._all_checked = True",
             ),

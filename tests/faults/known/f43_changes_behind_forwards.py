@@ -25,7 +25,7 @@ FAULTS = [
         sentence="A program that calls a method of the module's, in place of the wrapper, changes the model unseen.",
         tests=[f"{DDP}test_a_change_behind_a_methods_forward_is_refused_before_gradients_leave"],
         changes=[
-            Change("maingrad.ddp.buckets.readiness", "Readiness._check_once", "self._watch.check_launch()", "pass"),
+            Change("maingrad.ddp.buckets.reducer", "Readiness._check_once", "self._check_launch()", "pass"),
             Change(
                 "maingrad.ddp.wrapper.iteration",
                 "BucketIteration._start",
@@ -61,12 +61,22 @@ FAULTS = [
         tests=[f"{SHARDED}test_unfreezing_between_microbatches_is_refused"],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.checks",
-                "UnitChecks.before_forward",
-                "one_by_one = trains and self._all_checked and unit is not self._units[0]",
+                "maingrad.fsdp.iteration.root",
+                "Root._check_units",
+                "one_by_one = trains and self._all_checked and unit is not self.units[0]",
                 "one_by_one = trains and self._all_checked",
             ),
-            Change("maingrad.fsdp.iteration.checks", "UnitChecks.before_backward", "self.begin_anew()", "return"),
+            Change(
+                "maingrad.fsdp.iteration.root",
+                "Root._enter",
+                """
+                self._all_checked = False
+                with DisableTorchFunctionSubclass():
+                    for each in self.units:  # the program may have changed them since the forward
+                        each.registered.check(each.label)
+                """,
+                "",
+            ),
         ],
     ),
     Fault(
@@ -89,7 +99,7 @@ FAULTS = [
         quick=[CAST],
         changes=[
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness._show",
                 """
                 self._check_once()
