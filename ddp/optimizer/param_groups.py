@@ -6,12 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-<<<<<<< HEAD
 from ..buckets.bucket import BucketParam
 from ..plan.owned_params import select_names
-=======
-from ..buckets.bucket import BucketParam
->>>>>>> main
 from ..torch_grads.lion import Lion
 from ..torch_grads.muon import Muon
 
