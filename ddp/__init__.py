@@ -15,6 +15,8 @@ from .optimizer.grad_norm import clip_grad_norm as clip_grad_norm
 from .optimizer.grad_scaler import GradScaler as GradScaler
 from .torch_grads.lion import Lion as Lion
 from .torch_grads.muon import Muon as Muon
+from .torch_grads.muon_groups import MuonGroups as MuonGroups
+from .torch_grads.muon_groups import muon_groups as muon_groups
 from .wrapper.backward_order import recorded_backward_order as recorded_backward_order
 from .wrapper.data_parallel import DistributedDataParallel as DistributedDataParallel
 
@@ -28,11 +30,13 @@ __all__ = [
     "GraphedTrainingStep",
     "Lion",
     "Muon",
+    "MuonGroups",
     "PendingSave",
     "add_grad",
     "clip_grad_norm",
     "init_process_group",
     "load_checkpoint",
+    "muon_groups",
     "prepare_background_saves",
     "recorded_backward_order",
     "save_checkpoint",

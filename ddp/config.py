@@ -62,8 +62,9 @@ class DistributedDataParallelConfig:
     """Elements after which a bucket is closed; None: max(40,000,000, 1,000,000 x ranks of an instance)."""
     num_buckets: int | None = None
     """Approximate number of buckets in each buffer, instead of ``bucket_size``."""
-    keep_params_whole: bool = False
-    """No parameter is split between shards, for optimizers that need whole matrices. Shards are less even."""
+    keep_params_whole: tuple[str, ...] | bool = False
+    """No parameter is split between shards, for optimizers that need whole matrices; or none of those with these names
+    or patterns, which then have buckets of their own. Shards are less even."""
     release_grads: bool = False
     """A bucket has memory from an iteration's first gradient to the end of its reduction, and each rank keeps its shard
     of the reduced gradients. Programs read ``.grad``, not ``main_grad``. Needs ``use_distributed_optimizer``. Where
@@ -100,7 +101,11 @@ class DistributedDataParallelConfig:
             raise ValueError("bucket_size and num_buckets both say where buckets end: set one of them")
         if self.shard_atom < 1:
             raise ValueError(f"shard_atom must be at least 1 element, got {self.shard_atom}")
-        if self.shard_atom > 1 and self.keep_params_whole:
+        selected: object = self.keep_params_whole
+        named = isinstance(selected, list | tuple) and all(isinstance(name, str) for name in selected)
+        if not (named or isinstance(selected, bool)):
+            raise ValueError(f"keep_params_whole is True, False, or names and patterns of parameters; got {selected!r}")
+        if self.shard_atom > 1 and selected is True:
             raise ValueError(
                 "shard_atom has no effect with keep_params_whole: no border cuts any parameter; drop one of the options"
             )
@@ -149,7 +154,7 @@ class DistributedDataParallelConfig:
             ("release_grads", False),
             ("shard_atom", 1),
         ):
-            if getattr(self, name) != neutral:
+            if getattr(self, name) not in (neutral, ()):
                 raise ValueError(
                     f"{name} has no effect without use_distributed_optimizer: there are no shards; turn it on, or "
                     f"drop the option"

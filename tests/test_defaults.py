@@ -47,6 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "ddp.DistributedOptimizer": {"optimizer_class": torch.optim.AdamW, "skip_nonfinite": False, "state": "full"},
     "ddp.Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False},
+    "ddp.muon_groups": {"routers": False},
     "ddp.Muon": {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "split": 1},
     "ddp.GraphedTrainingStep": {"num_warmup_steps": 2, "max_graphs": 8},
     "ddp.clip_grad_norm": {"error_if_nonfinite": False},

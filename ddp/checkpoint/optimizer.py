@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..optimizer.param_groups import names_of_classes
 from .files.manifest import SavedOptimizer, SavedTensor, dtype_name, from_json, to_json
 from .source import Holding
 
@@ -20,7 +21,7 @@ _ALONE = "load the weights alone with load_checkpoint(path, model)"
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> SavedOptimizer | None:
-    """The optimizer's class and its groups' hyperparameters."""
+    """The groups' classes and hyperparameters."""
     if optimizer is None:
         return None
     groups = tuple(
@@ -31,12 +32,13 @@ def describe_optimizer(optimizer: Optimizer | None) -> SavedOptimizer | None:
         }
         for index, group in enumerate(optimizer.param_groups)
     )
-    return SavedOptimizer(_class_name(optimizer), groups)
+    return SavedOptimizer(names_of_classes(_classes_of(optimizer)), groups)
 
 
-def _class_name(optimizer: Optimizer) -> str:
+def _classes_of(optimizer: Optimizer) -> list[type]:
+    """The class of each group."""
     kind: type = getattr(optimizer, "optimizer_class", type(optimizer))
-    return kind.__name__
+    return getattr(optimizer, "classes_of_groups", [kind] * len(optimizer.param_groups))
 
 
 def plan_optimizer(
@@ -55,13 +57,14 @@ def plan_optimizer(
             "the checkpoint was saved without an optimizer: load_checkpoint(path, model) takes its weights, and "
             "the optimizer starts anew from them"
         )
-    if saved.optimizer_class != _class_name(optimizer):
-        raise ValueError(
-            f"the checkpoint has the state of {saved.optimizer_class}, and this optimizer is "
-            f"{_class_name(optimizer)}, which keeps other moments: {_ALONE}"
-        )
     groups = _match_groups(saved, optimizer, holding, entries)
     for here, there in groups.items():
+        cls = _classes_of(optimizer)[here].__name__
+        if saved.class_of_group(there) != cls:
+            raise ValueError(
+                f"the checkpoint has the state of {saved.class_of_group(there)}, and this optimizer is {cls}, which "
+                f"keeps other moments: {_ALONE}"
+            )
         _check_options(here, saved.groups[there], optimizer.param_groups[here])
     state: dict[Tensor, dict[str, Any]] = {}
     first: dict[Tensor, str] = {}
@@ -137,7 +140,8 @@ def _kind_of(value: Any) -> Any:
 def _match_groups(
     saved: SavedOptimizer, optimizer: Optimizer, holding: Holding, entries: Mapping[str, SavedTensor]
 ) -> dict[int, int]:
-    """Index of each group here -> index of the saved group with the same parameters. Empty groups match by index.
+    """Index of each group here -> index of the saved group with the same parameters. Empty groups match by index, if
+    their class is the same.
 
     Raises ``ValueError`` where the saved groups hold other parameters.
     """
@@ -151,8 +155,8 @@ def _match_groups(
                 f"parameter '{name}' is {_place(here, optimizer.param_groups)} and was {_place(there, saved.groups)} "
                 f"when the checkpoint was saved: {_ALONE}"
             )
-    for index in range(min(len(saved.groups), len(optimizer.param_groups))):
-        if index not in there_of and index not in here_of:
+    for index, cls in enumerate(_classes_of(optimizer)[: len(saved.groups)]):
+        if index not in there_of and index not in here_of and saved.class_of_group(index) == cls.__name__:
             there_of[index] = index
     del there_of[None]
     return there_of

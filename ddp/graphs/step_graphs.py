@@ -368,7 +368,7 @@ def counted_steps(name: str, optimizer: Optimizer, trained: Collection[int]) -> 
     def note(stepped: Optimizer, args: Any, kwargs: Any) -> None:
         if stepped is optimizer:
             mine.append(stepped)
-        elif stepped.param_groups is not optimizer.param_groups:  # DistributedOptimizer's own shares its groups
+        elif not {*map(id, stepped.param_groups)} <= {*map(id, optimizer.param_groups)}:  # those inside one share them
             params = (param for group in stepped.param_groups for param in group["params"])
             if threading.get_ident() == thread or any(id(param) in trained for param in params):
                 others.append(type(stepped).__name__)

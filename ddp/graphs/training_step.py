@@ -227,9 +227,11 @@ def check_graphable(model: DistributedDataParallel, optimizer: DistributedOptimi
             "GraphedTrainingStep: check_replicas_every compares parameters on the host, which a graph cannot; switch "
             "it off, or train without the graph while you look for replicas that part"
         )
-    if not (is_fused(optimizer.optimizer_class) and all(group["fused"] for group in optimizer.param_groups)):
+    classes = zip(optimizer.classes_of_groups, optimizer.param_groups, strict=True)
+    on_host = next((cls for cls, group in classes if not (is_fused(cls) and group["fused"])), None)
+    if on_host is not None:
         raise ValueError(
-            f"GraphedTrainingStep: {optimizer.optimizer_class.__name__} reads learning rates and counters on the host; "
+            f"GraphedTrainingStep: {on_host.__name__} reads learning rates and counters on the host; "
             f"AdamW, Adam and SGD with fused=True (the default) can be captured"
         )
     check_stock_hooks(optimizer)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..buckets.bucket import BucketParam
 from ..buckets.iteration_ends import record_step
 from ..buckets.nan_check import unscale
 from ..collectives.failure_report import run_on_all_ranks
@@ -22,31 +23,32 @@ from ..torch_grads.around_optimizer import AroundOptimizer
 from ..torch_grads.master_param import StateByMaster, WatchedMasters, late_grad
 from ..torch_internals import DisableTorchFunctionSubclass, weak_method
 from ..wrapper.data_parallel import DistributedDataParallel
-from .fit import check_fits, check_optimizer_over_slices, check_storage, layout_key, refuse_scaler, shard_of_how_many
+from .fit import check_classes, check_fits, check_storage, layout_key, refuse_norm, refuse_scaler, shard_of_how_many
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
-from .moment_blocks import check_blocks
-from .param_groups import assign_groups, check_matrices, check_optimizer_class, check_options, counts_apart, is_fused
+from .param_groups import assign_groups, counts_apart, groups_by_class, is_elementwise
 from .param_sync import ParamSync
 from .state_forms import StateForm
 from .step_order import step_order
+from .steps import StepsByClass
 
 __all__ = ["DistributedOptimizer"]
 
 
 class DistributedOptimizer(AroundOptimizer):
-    """A torch optimizer over the buckets of a ``DistributedDataParallel`` model, on fp32 masters.
+    """Torch optimizers over the buckets of a ``DistributedDataParallel`` model, on fp32 masters.
 
     With ``use_distributed_optimizer=True`` each rank keeps masters and moments of its shard only (ZeRO stage 1,
     Rajbhandari et al., 2020), and updated parameters are all-gathered. Otherwise every rank updates every element.
 
     lr               learning rate; None: the default of ``optimizer_class``
-    optimizer_class  an elementwise class of ``torch.optim``; with ``keep_params_whole`` also a class that updates whole
-                     parameters (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run as torch's fused kernels.
-                     ``maingrad.ddp.Lion`` is a class that torch lacks
+    optimizer_class  an elementwise class of ``torch.optim``; where no shard cuts parameters (``keep_params_whole``)
+                     also a class that updates whole ones (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run
+                     as torch's fused kernels. ``maingrad.ddp.Lion`` is a class that torch lacks
     param_groups     dicts of options. ``"params"`` selects a group's parameters: a name or pattern (``"*.bias"``), a
                      sequence of them, or a function of name and parameter. A parameter is in the first group that
-                     selects it; parameters that no group selects form the last group, with the default options
+                     selects it; parameters that no group selects form the last group, with the default options.
+                     ``"optimizer"``: another class for the group, whose other options are then this class's defaults
     max_grad_norm    clip by the global norm; None: no clipping (``grad_norm`` is then None)
     skip_nonfinite   a step whose gradients' norm is Inf or NaN updates nothing on any rank, and counts in
                      ``num_skipped_steps``. Fused classes skip on the device; for others the host waits once a step
@@ -56,7 +58,7 @@ class DistributedOptimizer(AroundOptimizer):
                      rounded half away from zero; a program's write to a parameter is its new master, without remainders
     moment_dtype     of compact moments: ``torch.bfloat16`` (None), rounded stochastically; ``torch.float32``; or
                      ``torch.uint8``, codes with a scale for 256 elements (6 + 4/s bytes), for which shards need
-                     ``DistributedDataParallelConfig(shard_atom=256)``
+                     ``DistributedDataParallelConfig(shard_atom=256)``. Groups of other classes have full state
     offload_state    "host": masters, remainders and moments lie in page-locked host memory, and pass through the device
                      bucket by bucket in each step, which has the same bits
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
@@ -91,9 +93,8 @@ class DistributedOptimizer(AroundOptimizer):
             raise TypeError(f"DistributedOptimizer needs a DistributedDataParallel model, got {type(model).__name__}")
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
-        whole = model.ddp_config.keep_params_whole
-        check_optimizer_class(optimizer_class, model.bucket_params, whole=whole)
-        check_optimizer_over_slices(model, optimizer_class, max_grad_norm)
+        if max_grad_norm is not None:
+            refuse_norm(model, "max_grad_norm")
         self.model = model
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.grad_norm: Tensor | None = None
@@ -103,39 +104,41 @@ class DistributedOptimizer(AroundOptimizer):
 
         # All checks come before parameters move: where one raises, an earlier DistributedOptimizer still works.
         groups = assign_groups(model.bucket_params, param_groups)
-        if is_fused(optimizer_class) and not options.get("foreach"):
-            options.setdefault("fused", True)
         if lr is not None:
             options["lr"] = lr
-        check_options(optimizer_class, options, param_groups)
-        check_matrices(optimizer_class, options, param_groups, model.bucket_params, groups)
+        classes = groups_by_class(optimizer_class, options, param_groups)
         form = StateForm(state, moment_dtype, offload_state)
-        dtypes = [(entry.owned.name, entry.owned.param.dtype) for entry in model.bucket_params]
-        form.check(optimizer_class, dtypes, [options, *param_groups])
-        if moment_dtype is torch.uint8:
-            check_blocks(model.plan.buckets, "wrap the model with DistributedDataParallelConfig(shard_atom=256)")
+        check_classes(model, classes, groups, form)
 
         # What this rank updates.
-        self._flats = sorted(flatten_params(model, form.is_compact, form.place), key=lambda flat: flat.bucket.index)
-        self.segments = segments_of(self._flats, lambda entry: groups[entry.owned.name], whole=whole)
+        class_of = {index: each.cls for each in classes for index in each.groups}
 
-        # The inner optimizer does the arithmetic. Both optimizers share one list of groups and one state, so that
-        # schedulers and state dicts act on what the step reads.
-        self._inner = optimizer_class(inner_groups(self.segments, param_groups), **options)
+        def group_of(entry: BucketParam) -> int:
+            return groups[entry.owned.name]
+
+        def form_of(entry: BucketParam) -> StateForm:
+            return form.of(class_of[group_of(entry)])
+
+        def is_whole(entry: BucketParam) -> bool:
+            return entry.bucket.layout.keeps_params_whole or not is_elementwise(class_of[group_of(entry)])
+
+        flats = flatten_params(
+            model, lambda entry: form_of(entry).is_compact, lambda flat: form_of(flat.bucket_params[0]).place(flat)
+        )
+        self._flats = sorted(flats, key=lambda flat: flat.bucket.index)
+        self.segments = segments_of(self._flats, group_of, is_whole)
+
+        # Inner optimizers, one for each class, do the arithmetic.
         self._masters = WatchedMasters({segment.master: segment.flat.bucket.name for segment in self.segments})
-        self._inner.state = StateByMaster(self._masters, self._inner.state)
-        super().__init__(self._inner.param_groups, self._inner.defaults)
-        self.param_groups = self._inner.param_groups
-        self.state = self._inner.state
+        inners = [each.cls(inner_groups(self.segments, each.groups), **each.options) for each in classes]
+        super().__init__(inners, [list(each.groups) for each in classes], partial(StateByMaster, self._masters))
         show_grads(self.segments, self)
         self.num_loads = 0
         """How often a program has replaced masters or state: alike on all ranks."""
-        self._sealed = True
 
-        group_of = lambda entry: groups[entry.owned.name]  # noqa: E731
         self.slices: list[ParamSlice] = slices_of(self._flats, self.segments, group_of, self.state)
         """What this rank updates of each parameter. ``full_slices`` has masters and state for exports."""
-        self._steps = form.steps(self._inner, self._flats, self.segments, self.slices)
+        self._steps = self._steps_in(form)
         self._params = [held.bucket_param.owned.param for held in self.slices]
         self._addresses = [held.view.data_ptr() for held in self.slices]
         self._versions = [param._version for param in self._params]
@@ -172,7 +175,7 @@ class DistributedOptimizer(AroundOptimizer):
         self.refresh_masters()
         divisor, found_inf = self._grad_divisor(), self._found_inf()
         # Classes that are not torch's get one pass: such a class may count steps for all parameters together.
-        at_once = found_inf is not None or not counts_apart(self.optimizer_class)
+        at_once = found_inf is not None or not all(map(counts_apart, self.classes_of_groups))
         reduced, gathers = self.model.is_reduced, self.param_sync.overlaps
         for flats in step_order(self._flats, reduced=reduced, gathers=gathers, at_once=at_once):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
@@ -269,7 +272,7 @@ class DistributedOptimizer(AroundOptimizer):
         self.finish_param_sync()
         self._steps.take_loaded(self._masters.written(), from_full=from_full)
         if not whole:
-            self._steps.round(self._flats)
+            self._steps.round()
             self.param_sync.start_and_finish()
         self._versions = [param._version for param in self._params]
         self._masters.note()
@@ -323,8 +326,9 @@ class DistributedOptimizer(AroundOptimizer):
         loaded, self.state = self.state, state  # slices refer to this mapping
         state.clear()
         state.update(loaded)
-        self._inner.param_groups = self.param_groups
-        self._steps.load(state_dict)
+        self._share()
+        order = [master for group in self.param_groups for master in group["params"]]
+        self._steps.load(state_dict["masters"], {order[index]: given for index, given in state_dict["state"].items()})
         self.mark_loaded(from_full=True)
 
     @property
@@ -332,17 +336,16 @@ class DistributedOptimizer(AroundOptimizer):
         """Whether gradients of masters are those of a step."""
         return self._steps.is_running
 
-    @property
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The class of the inner optimizer."""
-        return type(self._inner)
-
-    def _adopt_assigned(self) -> None:
-        """Share ``state`` and ``param_groups`` with the inner optimizer again, where a program has assigned others."""
-        self._inner.param_groups = self.param_groups
-        if self.state is not self._inner.state:
-            given, self.state = self.state, self._inner.state
-            self.state.replace(given)  # type: ignore[attr-defined]
+    def _steps_in(self, form: StateForm) -> StepsByClass:
+        steps = []
+        for inner, indices in zip(self._inners, self._places, strict=True):
+            slices = [held for held in self.slices if held.group in indices]
+            buckets = {held.bucket_param.bucket.index for held in slices}
+            flats = [flat for flat in self._flats if flat.bucket.index in buckets]
+            segments = [segment for segment in self.segments if segment.group in indices]
+            if slices:
+                steps.append(form.of(type(inner)).steps(inner, flats, segments, slices))
+        return StepsByClass(steps, self._flats, self.slices)
 
     # ---- One step's parts. ----
 
@@ -373,7 +376,7 @@ class DistributedOptimizer(AroundOptimizer):
         return found
 
     def _layout_key(self) -> str:
-        return layout_key(self.optimizer_class, self.model.plan, self.segments)
+        return layout_key(self.classes_of_groups, self.model.plan, self.segments)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         self.prepare_state()

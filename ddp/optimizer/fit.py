@@ -1,20 +1,32 @@
-"""Checks of a ``DistributedOptimizer``: a state dict fits this rank's plan, class and shard; slices are enough."""
+"""Checks of a ``DistributedOptimizer``: classes fit the buckets, state dicts fit this rank, slices are enough."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from ..buckets.bucket import BucketParam
 from ..collectives.reduction import placements_of
 from ..plan.layout import GradPlan
 from ..plan.owned_params import refuse_slices
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import ParamSlice, Segment
-from .param_groups import is_elementwise
+from .moment_blocks import check_blocks
+from .param_groups import (
+    ClassGroups,
+    check_matrices,
+    check_optimizer_class,
+    check_options,
+    is_elementwise,
+    names_of_classes,
+)
+from .state_forms import StateForm
 
 __all__ = [
+    "check_classes",
     "check_fits",
-    "check_optimizer_over_slices",
     "check_storage",
     "layout_key",
     "refuse_norm",
@@ -23,14 +35,61 @@ __all__ = [
 ]
 
 
-def layout_key(optimizer_class: type, plan: GradPlan, segments: Sequence[Segment]) -> str:
-    """A key that is equal for two optimizers whose state dicts fit each other."""
+def check_classes(
+    model: DistributedDataParallel, classes: Sequence[ClassGroups], assigned: Mapping[str, int], form: StateForm
+) -> None:
+    """Raise where a class may not update its parameters as they lie in buckets, or with these options, or in this form.
+
+    classes   of ``groups_by_class``
+    assigned  of ``assign_groups``
+    """
+    sharded = model.ddp_config.use_distributed_optimizer
+    for cls, options, groups in classes:
+        mine = [entry for entry in model.bucket_params if assigned[entry.owned.name] in groups]
+        whole = all(not sharded or entry.bucket.layout.keeps_params_whole for entry in mine)
+        check_optimizer_class(cls, mine, whole=whole)
+        _check_no_slices(model, cls, mine)
+        check_options(cls, options, groups)
+        check_matrices(cls, options, groups, mine, assigned)
+    used = [each for each in classes if set(each.groups) & set(assigned.values())]
+    _check_form(model, used, assigned, form)
+
+
+def _check_form(
+    model: DistributedDataParallel, classes: Sequence[ClassGroups], assigned: Mapping[str, int], form: StateForm
+) -> None:
+    kept = [each for each in classes if form.of(each.cls) == form] or classes
+    for cls, options, groups in kept:
+        mine = [entry.owned for entry in model.bucket_params if assigned[entry.owned.name] in groups]
+        form.check(cls, [(owned.name, owned.param.dtype) for owned in mine], [options, *groups.values()])
+    class_of = {index: each.cls for each in classes for index in each.groups}
+    first: dict[int, BucketParam] = {}
+    for entry in model.bucket_params:
+        other = first.setdefault(entry.bucket.index, entry)
+        here, there = (class_of[assigned[each.owned.name]] for each in (entry, other))
+        if form.of(here) != form.of(there):
+            raise ValueError(
+                f"{form.name} is not for {(here if form.of(here) != form else there).__name__}, and parameters "
+                f"'{other.owned.name}' of {there.__name__} and '{entry.owned.name}' of {here.__name__} lie in one "
+                f"bucket, whose masters lie together: keep one class's parameters in buckets of their own, by "
+                f"DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=[their names]), or "
+                f"leave {form.name} out"
+            )
+    if form.moment_dtype is torch.uint8:
+        check_blocks(model.plan.buckets, "wrap the model with DistributedDataParallelConfig(shard_atom=256)")
+
+
+def layout_key(classes: Sequence[type], plan: GradPlan, segments: Sequence[Segment]) -> str:
+    """A key that is equal for two optimizers whose state dicts fit each other.
+
+    classes  of each group
+    """
     cuts = [
         (segment.flat.bucket.index, segment.flat.owned.start, segment.start, segment.end, segment.group)
         for segment in segments
     ]
     digest = hashlib.sha256(repr(cuts).encode()).hexdigest()[:16]
-    return f"{optimizer_class.__name__}/{plan.fingerprint[:16]}/{digest}"
+    return f"{names_of_classes(classes)}/{plan.fingerprint[:16]}/{digest}"
 
 
 def shard_of_how_many(model: DistributedDataParallel) -> str:
@@ -80,13 +139,12 @@ def check_storage(slices: Sequence[ParamSlice], addresses: Sequence[int]) -> Non
 # ---- Models that tensor parallelism has cut: what needs a whole model would get this rank's slices. ----
 
 
-def check_optimizer_over_slices(model: DistributedDataParallel, cls: type, max_grad_norm: float | None) -> None:
-    """Raise ``ValueError`` for a class that updates whole parameters, and for clipping, over slices."""
-    if max_grad_norm is not None:
-        refuse_norm(model, "max_grad_norm")
+def _check_no_slices(model: DistributedDataParallel, cls: type, bucket_params: Sequence[BucketParam]) -> None:
+    """Raise ``ValueError`` for a class that updates whole parameters over slices."""
     if not is_elementwise(cls):
         _refuse(
             model,
+            bucket_params,
             cls.__name__,
             "updates whole parameters, and would take slices for them",
             "use an elementwise class of torch.optim",
@@ -97,6 +155,7 @@ def refuse_norm(model: DistributedDataParallel, what: str) -> None:
     """Raise ``ValueError`` for a norm over slices; ``what``: the option or function."""
     _refuse(
         model,
+        model.bucket_params,
         what,
         "would cover this rank's slices alone, and differ between the ranks that hold one model together",
         "sum the squares of model.reduced_grads() over all of those ranks, and call model.scale_gradients(coefficient)",
@@ -107,13 +166,16 @@ def refuse_scaler(model: DistributedDataParallel) -> None:
     """Raise ``ValueError`` for a search for Inf over slices."""
     _refuse(
         model,
+        model.bucket_params,
         "GradScaler",
         "would look for Inf in this rank's slices alone, and skip other steps than the ranks with the other slices",
         "train in bf16, or scale the loss by a constant and divide by it, model.scale_gradients(1 / scale)",
     )
 
 
-def _refuse(model: DistributedDataParallel, what: str, consequence: str, remedy: str) -> None:
+def _refuse(
+    model: DistributedDataParallel, bucket_params: Sequence[BucketParam], what: str, consequence: str, remedy: str
+) -> None:
     if model.grids["dense"].leaves_ranks_out:
-        params = ((entry.owned.name, entry.owned.param) for entry in model.bucket_params)
+        params = ((entry.owned.name, entry.owned.param) for entry in bucket_params)
         refuse_slices(params, what, consequence, remedy)

@@ -70,7 +70,7 @@ class Segment(NamedTuple):
     group: int
     """Index of the parameter group."""
     master: MasterParameter
-    """[end - start] view of ``flat.master``; in the parameter's shape where parameters are kept whole."""
+    """[end - start] view of ``flat.master``; in the parameter's shape where the segment is one whole parameter."""
 
     @property
     def grads(self) -> Tensor:
@@ -146,11 +146,13 @@ class ParamSlice(NamedTuple):
 
 
 def flatten_params(
-    model: DistributedDataParallel, compact: bool, place: Callable[[FlatBucket], FlatBucket]
+    model: DistributedDataParallel,
+    compact: Callable[[BucketParam], bool],
+    place: Callable[[FlatBucket], FlatBucket],
 ) -> list[FlatBucket]:
     """Move the parameters into flat buffers laid out like the gradients; returns one entry for each bucket.
 
-    compact  parameters of half precision have no masters beside them
+    compact  whether parameters of half precision have no masters beside them, alike for all of a bucket
     place    moves a bucket's masters to where they stay
 
     Raises ``ValueError`` for complex parameters and for parameters that share memory.
@@ -173,7 +175,7 @@ def flatten_params(
             owned = Range(*model.owned_range(bucket_layout))
             owned_params, grads = params[slice(*owned)], bucket.reduced
             in_half = owned_params.dtype in (torch.bfloat16, torch.float16)
-            master = owned_params.float() if in_half and not compact else owned_params
+            master = owned_params.float() if in_half and not compact(bucket_params[0]) else owned_params
             flats.append(place(FlatBucket(bucket, params, owned, owned_params, master, grads, bucket_params)))
     return flats
 
@@ -200,35 +202,37 @@ def check_flattenable(model: DistributedDataParallel) -> None:
             )
 
 
-def segments_of(flats: Sequence[FlatBucket], group_of: Callable[[BucketParam], int], *, whole: bool) -> list[Segment]:
-    """Cut the owned range of every bucket into segments, which cover all of the range, padding included.
+def segments_of(
+    flats: Sequence[FlatBucket], group_of: Callable[[BucketParam], int], is_whole: Callable[[BucketParam], bool]
+) -> list[Segment]:
+    """Cut the owned range of every bucket into segments.
 
+    A segment is a whole parameter, in its shape; or all elements of one group up to the next segment, padding included.
     An owned range of padding alone has no segment: a checkpoint has no state of padding, so that the optimizer would
     lack this state after a load.
 
     group_of  index of a parameter's group
-    whole     make one segment for each parameter, in the parameter's shape; padding is in no segment
+    is_whole  whether a parameter, which lies in one shard, is a segment
     """
     segments = []
     for flat in flats:
         origin = flat.bucket.layout.start + flat.owned.start
         held = [(entry, part.counted_from(origin)) for entry, _, part in _owned_parts(flat) if part.numel]
         held.sort(key=lambda entry: entry[1].start)
-        if whole:
-            for entry, (start, end) in held:
-                shape = entry.owned.param.shape or (1,)  # a scalar's moments must differ from its counter of steps
-                master = make_master(flat.master[start:end].view(shape))
-                segments.append(Segment(flat, start, end, group_of(entry), master))
-            continue
-        cuts: list[tuple[int, int]] = []  # (first element, group)
-        for entry, (start, _) in held:
+        cuts: list[tuple[int, int, Range | None, tuple[int, ...]]] = []  # first element, group, whole parameter, shape
+        for entry, part in held:
             group = group_of(entry)
-            if not cuts or cuts[-1][1] != group:
-                cuts.append((start if cuts else 0, group))
+            if is_whole(entry):
+                shape = tuple(entry.owned.param.shape) or (1,)  # a scalar's moments must differ from its count of steps
+                cuts.append((part.start, group, part, shape))
+            elif not cuts or cuts[-1][1:3] != (group, None):
+                cuts.append((part.start if cuts else 0, group, None, (-1,)))
         if not cuts:
             continue
-        for (start, group), (end, _) in zip(cuts, [*cuts[1:], (flat.master.numel(), 0)], strict=True):
-            segments.append(Segment(flat, start, end, group, make_master(flat.master[start:end])))
+        ends = [*(start for start, *_ in cuts[1:]), flat.master.numel()]
+        for (first, group, alone, shape), behind in zip(cuts, ends, strict=True):
+            start, end = alone or (first, behind)
+            segments.append(Segment(flat, start, end, group, make_master(flat.master[start:end].view(shape))))
     return segments
 
 
@@ -277,13 +281,12 @@ def slices_of(
     return slices
 
 
-def inner_groups(segments: Sequence[Segment], param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The inner optimizer's groups of masters, the default group last. A group may be empty on this rank."""
-    members: list[list[Tensor]] = [[] for _ in range(len(param_groups) + 1)]
-    for segment in segments:
-        members[segment.group].append(segment.master)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
-    return [{**own, "params": masters} for own, masters in zip([*options, {}], members, strict=True)]
+def inner_groups(segments: Sequence[Segment], groups: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An inner optimizer's groups of masters, from the options of each by index. A group may be empty on this rank."""
+    return [
+        {**own, "params": [segment.master for segment in segments if segment.group == index]}
+        for index, own in groups.items()
+    ]
 
 
 def show_grads(segments: Iterable[Segment], optimizer: Any) -> None:

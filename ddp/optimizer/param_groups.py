@@ -1,25 +1,28 @@
-"""Parameter groups by name or function, and which optimizer classes may step over flat shards."""
+"""Parameter groups by name or function, the optimizer class of each, and which classes may step over flat shards."""
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..buckets.bucket import BucketParam
+from ..plan.owned_params import select_names
 from ..torch_grads.lion import Lion
 from ..torch_grads.muon import Muon
 
 __all__ = [
+    "ClassGroups",
     "assign_groups",
     "check_matrices",
     "check_optimizer_class",
     "check_options",
     "counts_apart",
+    "groups_by_class",
     "is_elementwise",
     "is_fused",
     "is_of_torch",
+    "names_of_classes",
     "why_not_over",
 ]
 
@@ -41,13 +44,48 @@ _PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 """Classes whose update of a parameter depends on this parameter's gradient and state alone."""
 
 
+class ClassGroups(NamedTuple):
+    """The groups that one optimizer class updates."""
+
+    cls: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+    """Options of the groups that do not say otherwise."""
+    groups: dict[int, dict[str, Any]]
+    """Each group's own options, by the group's index among the groups of all classes."""
+
+
+def groups_by_class(
+    cls: type[torch.optim.Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> list[ClassGroups]:
+    """The groups of each class, those of ``cls`` first, with the group of all other parameters, which comes last.
+
+    cls      of groups without ``"optimizer"``
+    options  of the groups of ``cls``. Groups of another class begin with the defaults of that class
+    """
+    members: dict[type[torch.optim.Optimizer], dict[int, dict[str, Any]]] = {cls: {}}
+    for index, group in enumerate([*groups, {}]):
+        own = {key: value for key, value in group.items() if key not in ("params", "optimizer")}
+        members.setdefault(group.get("optimizer", cls), {})[index] = own
+    return [ClassGroups(each, _with_fused(each, options if each is cls else {}), own) for each, own in members.items()]
+
+
+def _with_fused(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"fused": True, **options} if is_fused(cls) and not options.get("foreach") else dict(options)
+
+
+def names_of_classes(classes: Sequence[type]) -> str:
+    """The name of the class of all groups; else those of each group's class, separated by commas."""
+    names = [each.__name__ for each in classes]
+    return ", ".join(names if len(set(names)) > 1 else names[:1])
+
+
 def check_optimizer_class(cls: type, bucket_params: Iterable[BucketParam], *, whole: bool) -> None:
     """Raise ``ValueError`` for a class whose update of an element depends on elements in other shards or segments.
 
     ``why_not_over`` has the rule. All ranks raise, whatever their shards hold.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, got {cls!r}")
+        raise TypeError(f"an optimizer class is a subclass of torch.optim.Optimizer, got {cls!r}")
     if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ValueError(
             f"{cls.__name__} cannot update flat shards: it needs all parameters at once, or sparse gradients; use it "
@@ -113,16 +151,15 @@ def counts_apart(cls: type) -> bool:
     return is_of_torch(cls) or cls in (Lion, Muon)
 
 
-def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+def check_options(cls: type, options: Mapping[str, Any], groups: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise what the class's constructor raises for bad options, for those of each group too.
 
     torch's constructor does not check the options of groups: misspelt names and negative values would pass.
     """
-    own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    if any(given.get("differentiable") for given in (options, *own)):
+    if any(given.get("differentiable") for given in (options, *groups.values())):
         raise ValueError("differentiable=True: the step works on masters, which no graph leads to; leave it out")
     cls([{"params": []}], **options)
-    for index, given in enumerate(own):
+    for index, given in groups.items():
         try:
             cls([{"params": []}], **{**options, **given})
         except (TypeError, ValueError) as error:
@@ -132,7 +169,7 @@ def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mappin
 def check_matrices(
     cls: type,
     options: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
+    groups: Mapping[int, Mapping[str, Any]],
     bucket_params: Iterable[BucketParam],
     assigned: Mapping[str, int],
 ) -> None:
@@ -145,8 +182,7 @@ def check_matrices(
     if not issubclass(cls, Muon):
         return
     for entry in bucket_params:
-        index = assigned[entry.owned.name]
-        own = {key: value for key, value in groups[index].items() if key != "params"} if index < len(groups) else {}
+        own = groups[assigned[entry.owned.name]]
         try:
             cls([torch.empty(entry.owned.param.shape, device="meta")], **{**options, **own})
         except ValueError as error:
@@ -182,16 +218,13 @@ def _selected(index: int, group: Mapping[str, Any], params: Mapping[str, torch.T
     selector: Selector = group["params"]
     if callable(selector) and not isinstance(selector, nn.Module):
         return {name for name, param in params.items() if selector(name, param)}
-    patterns = list(selector) if isinstance(selector, Iterable) and not isinstance(selector, str) else [selector]
-    found: set[str] = set()
+    patterns: list[Any] = (
+        list(selector) if isinstance(selector, Iterable) and not isinstance(selector, str) else [selector]
+    )
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
                 f"param_groups[{index}]: select parameters by name, pattern or function of name and parameter; got "
                 f"{type(pattern).__name__}"
             )
-        matching = set(fnmatch.filter(params, pattern))
-        if not matching:
-            raise ValueError(f"param_groups[{index}]: no trainable parameter is called '{pattern}'")
-        found |= matching
-    return found
+    return select_names(patterns, params, f"param_groups[{index}]")

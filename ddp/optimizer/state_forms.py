@@ -131,12 +131,11 @@ class CompactSteps(OnePassSteps):
                 if state[key].dtype is not torch.uint8:
                     self._keep(segment, key, state[key])
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
+    def load(self, masters: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Take over masters and moments. torch would round moments to the dtype of the parameters."""
-        order = [master for group in self.inner.param_groups for master in group["params"]]
-        for index, given in state_dict["state"].items():
-            self.inner.state[order[index]] = {key: value.clone() for key, value in given.items()}
-        self._loading = FullState([], state_dict["masters"], {})
+        for master, given in state.items():
+            self.inner.state[master] = {key: value.clone() for key, value in given.items()}
+        self._loading = FullState([], list(masters), {})
 
 
 class _OnHost(OnePassSteps):
@@ -195,10 +194,10 @@ class _OnHost(OnePassSteps):
         self._host.wait()
         return super().full(to_load=to_load)
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
+    def load(self, masters: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """As in the other forms, once the last step's copies are over, which would overwrite what is loaded."""
         self._host.wait()
-        super().load(state_dict)
+        super().load(masters, state)
 
     @torch.no_grad()
     def take_loaded(self, written: Collection[Tensor], *, from_full: bool) -> None:
@@ -246,6 +245,15 @@ class StateForm(NamedTuple):
         """Whether masters are parameters with remainders."""
         return self.state == "compact"
 
+    @property
+    def name(self) -> str:
+        """The option that asks for this form."""
+        return 'state="compact"' if self.is_compact else 'offload_state="host"'
+
+    def of(self, cls: type) -> "StateForm":
+        """The form in which parameters of a class are kept: full where the class has no other."""
+        return self if cls in IN_ONE_PASS else StateForm("full", None, None)
+
     def check(self, cls: type, dtypes: Iterable[tuple[str, torch.dtype]], options: Sequence[Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` for a form that there is not, or not for this class, or parameters of these dtypes.
 
@@ -265,7 +273,7 @@ class StateForm(NamedTuple):
             raise ValueError(f'offload_state={self.offload_state!r}: "host", or None')
         if self == StateForm("full", None, None):
             return
-        what = 'state="compact"' if self.is_compact else 'offload_state="host"'
+        what = self.name
         if cls not in IN_ONE_PASS:
             known = ", ".join(each.__name__ for each in IN_ONE_PASS)
             raise ValueError(f"{what} is for {known}, not {cls.__name__}: leave it out")

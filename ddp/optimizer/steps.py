@@ -2,6 +2,7 @@
 
 ``TorchSteps`` runs any torch optimizer over masters, and rounds masters into parameters in a second pass.
 ``OnePassSteps`` runs AdamW, Adam, SGD and Lion in one pass over memory (``kernels/optimizer``), with the same state.
+``StepsByClass`` has one of them for each optimizer class.
 ``state_forms.py`` has those that keep state in fewer bytes, or on the host.
 """
 
@@ -34,6 +35,7 @@ __all__ = [
     "SECOND_MOMENT",
     "FullState",
     "OnePassSteps",
+    "StepsByClass",
     "TorchSteps",
     "adam_options",
     "check_decay",
@@ -111,9 +113,9 @@ class TorchSteps:
     """Steps of ``inner``, any torch optimizer.
 
     inner     has the options of groups, and state by segments' masters
-    flats     all buckets, in launch order
+    flats     the buckets with parameters of these groups, in launch order
     segments  the tensors that ``inner`` updates
-    slices    what they hold
+    slices    what they hold, and empty ones
     """
 
     def __init__(
@@ -209,10 +211,80 @@ class TorchSteps:
     def prepare_replay(self) -> None:
         """Before the replay of a captured step."""
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what torch's ``load_state_dict`` does not: the masters of a state dict."""
-        for flat, master in zip(self.flats, state_dict["masters"], strict=True):
+    def load(self, masters: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Take over what torch's ``load_state_dict`` does not: the masters, by bucket, of a state dict.
+
+        state  the dict's, by segments' masters
+        """
+        for flat, master in zip(self.flats, masters, strict=True):
             flat.master.copy_(master)
+
+
+class StepsByClass:
+    """The steps of each optimizer class over the buckets that hold parameters of its groups.
+
+    flats   all buckets, in launch order
+    slices  all slices
+    """
+
+    def __init__(self, steps: Sequence[TorchSteps], flats: Sequence[FlatBucket], slices: Sequence[ParamSlice]) -> None:
+        self._steps, self._flats, self._slices = steps, flats, slices
+        self._buckets = [{flat.bucket.index for flat in each.flats} for each in steps]
+        self._of_group = {held.group: each for each in steps for held in each.slices}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether gradients of masters are those that a step has put there."""
+        return any(each.is_running for each in self._steps)
+
+    def update(self, flats: Sequence[FlatBucket], divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """As ``TorchSteps.update``."""
+        for each, buckets in zip(self._steps, self._buckets, strict=True):
+            mine = [flat for flat in flats if flat.bucket.index in buckets]
+            if mine:
+                each.update(mine, divisor, found_inf)
+
+    def round(self) -> None:
+        """Round all masters into the parameters that this rank updates."""
+        for each in self._steps:
+            each.round(each.flats)
+
+    def take_written(self, held: ParamSlice) -> None:
+        """As ``TorchSteps.take_written``."""
+        self._of_group[held.group].take_written(held)
+
+    def full(self, *, to_load: bool = False) -> FullState:
+        """As ``TorchSteps.full``."""
+        slices: dict[str, ParamSlice] = {}
+        masters: dict[int, Tensor] = {}
+        states: dict[Any, Any] = {}
+        for each in self._steps:
+            full = each.full(to_load=to_load)
+            slices |= {held.name: held for held in full.slices}
+            masters |= {flat.bucket.index: master for flat, master in zip(each.flats, full.masters, strict=True)}
+            own = (segment.master for segment in each.segments)
+            states |= {master: full.state[master] for master in own if master in full.state}
+        return FullState(
+            [slices[held.name] for held in self._slices], [masters[flat.bucket.index] for flat in self._flats], states
+        )
+
+    def take_loaded(self, written: Collection[Tensor], *, from_full: bool) -> None:
+        """As ``TorchSteps.take_loaded``."""
+        for each in self._steps:
+            each.take_loaded(written, from_full=from_full)
+
+    def prepare_replay(self) -> None:
+        """Before the replay of a captured step."""
+        for each in self._steps:
+            each.prepare_replay()
+
+    def load(self, masters: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """As ``TorchSteps.load``."""
+        by_bucket = {flat.bucket.index: master for flat, master in zip(self._flats, masters, strict=True)}
+        for each in self._steps:
+            own = [segment.master for segment in each.segments]
+            mine: dict[Tensor, Mapping[str, Any]] = {master: state[master] for master in own if master in state}
+            each.load([by_bucket[flat.bucket.index] for flat in each.flats], mine)
 
 
 class OnePassSteps(TorchSteps):
@@ -230,6 +302,8 @@ class OnePassSteps(TorchSteps):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._rule = _RULES[type(self.inner)]
+        self._places = {group: place for place, group in enumerate(sorted({held.group for held in self.slices}))}
+        """Index of a group among those of ``inner``."""
         self._updates: dict[Hashable, tuple[list[Tensor], FlatUpdate]] = {}
         self._in_graphs: list[tuple[Hashable, list[Tensor], FlatUpdate]] = []
         """Those whose tables replays read. A later capture, which cannot make a table, finds them."""
@@ -312,7 +386,7 @@ class OnePassSteps(TorchSteps):
             exp_avg_sq_scale=scales[1],
             first=held.start,
             key=zlib.crc32(held.name.encode()),
-            group=held.group,
+            group=self._places[held.group],
         )
 
     def _tensors_of(self, segment: Segment) -> dict[str, Tensor]:
@@ -323,7 +397,8 @@ class OnePassSteps(TorchSteps):
         """The segment's state, which begins as zeros."""
         state: dict[str, Any] = self.inner.state[segment.master]
         device = segment.grads.device
-        has_moments = self.inner.param_groups[segment.group].get("momentum") != 0  # SGD without has no state
+        group = self.inner.param_groups[self._places[segment.group]]
+        has_moments = group.get("momentum") != 0  # SGD without has no state
         moments = self._rule.moments if has_moments else ()
         if "step" not in state:  # torch's SGD does not count: a buffer is from a step
             taken = any(state.get(key) is not None for key in moments)

@@ -13,8 +13,9 @@ A buffer holds parameters of one dtype, with gradients of one dtype, either dens
 Parameters start at multiples of 64 elements. Buckets end at multiples of lcm(degree, 128). A parameter lies in one
 bucket. Within a buffer parameters lie in the order in which backward reaches them.
 
-Matrix optimizers (Muon) need whole parameters on one rank. With ``keep_params_whole`` no shard border cuts a parameter:
-all shards are as long as the fullest shard, and the rest of each shard is padding::
+Matrix optimizers (Muon) need whole parameters on one rank. In the buckets of those (``ParamSpec.whole``, or of all
+with ``keep_params_whole``) no shard border cuts a parameter: all shards are as long as the fullest shard, and the rest
+of each shard is padding::
 
     offset 0          64              128           192           256
            |  head.weight  |  up.weight  |  norm.weight  |  padding  |
@@ -28,7 +29,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,6 +68,8 @@ class ParamSpec:
     atom: int = 1
     """Number of consecutive elements that no shard border cuts, counted from the parameter's start: an element's, a
     row's, those of a block of rows, or all. The last atom may be shorter. ``atoms.atom_of`` computes it."""
+    whole: bool = False
+    """The parameter lies in one shard. Such parameters and others share no bucket."""
 
     @property
     def numel(self) -> int:
@@ -194,15 +197,15 @@ def plan_gradients(
     shard_degree           number of shards of a bucket: one number, or one for each grid name
     bucket_numel           a bucket is closed once it holds this many elements; None: max(40M, 1M x degree)
     num_buckets            at most so many buckets in each buffer, those with ``own_bucket`` included, at the smallest
-                           bucket size that allows it; excludes ``bucket_numel``. Delayed and undelayed parameters need
-                           a bucket each: where ``num_buckets`` is too few for that, each gets one
+                           bucket size that allows it; excludes ``bucket_numel``. Delayed and undelayed parameters, and
+                           whole ones, need a bucket each: where ``num_buckets`` is too few for that, each gets one
     pad_for_bus_bandwidth  every bucket ends at a multiple of 2^16 elements as well
-    keep_params_whole      every parameter lies in one shard, at a multiple of 64 elements from the shard's start. The
-                           shards of a bucket, and the ranks over all buckets, get about equally many elements. A bucket
-                           is closed only once it also holds ``shard_degree`` times its largest parameter; the last
-                           bucket takes in the ones before it until it does. Then padding is less than the bucket's
-                           elements (alignment aside). Where a parameter is larger than its buffer / ``shard_degree``,
-                           every shard is as long as this parameter
+    keep_params_whole      every parameter is whole: it lies in one shard, at a multiple of 64 elements from the shard's
+                           start. The shards of a bucket of whole parameters, and the ranks over all such buckets, get
+                           about equally many elements. The bucket is closed only once it also holds ``shard_degree``
+                           times its largest parameter; the last bucket takes in the ones before it until it does. Then
+                           padding is less than the bucket's elements (alignment aside). Where a parameter is larger
+                           than its buffer / ``shard_degree``, every shard is as long as this parameter
     max_atom_padding       most padding that atoms may cause in a bucket, as a fraction of its parameters' elements. A
                            bucket above it is split by atoms, into as few buckets as stay below; None: no bucket is
                            split. ``num_buckets`` counts buckets before the split
@@ -214,6 +217,7 @@ def plan_gradients(
         spec.grid_name: shard_degree if isinstance(shard_degree, int) else shard_degree[spec.grid_name]
         for spec in specs
     }
+    whole = frozenset(spec.name for spec in specs if keep_params_whole or spec.whole)
     by_buffer: dict[tuple[torch.dtype, torch.dtype, str], list[ParamSpec]] = {}
     for spec in specs:
         by_buffer.setdefault((spec.param_dtype, spec.grad_dtype, spec.grid_name), []).append(spec)
@@ -222,8 +226,8 @@ def plan_gradients(
         degree = degrees[key[2]]
         numel = bucket_numel or default_bucket_numel(degree)
         if num_buckets is not None:
-            numel = _bucket_numel_for(members, num_buckets)
-        buckets_of[key] = _cut(members, numel, degree if keep_params_whole else 1)
+            numel = _bucket_numel_for(members, num_buckets, whole)
+        buckets_of[key] = _cut(members, numel, degree, whole)
         if max_atom_padding is not None:
             multiple = _bucket_alignment(degree, pad_for_bus_bandwidth) // degree
             buckets_of[key] = [
@@ -238,7 +242,8 @@ def plan_gradients(
         buckets: list[BucketLayout] = []
         for bucket_specs in buffer_specs:
             start = buckets[-1].end if buckets else 0
-            slots, numel = _slots_of(bucket_specs, start, alignment, loads[grid_name], keep_params_whole)
+            keep_whole = bucket_specs[0].name in whole
+            slots, numel = _slots_of(bucket_specs, start, alignment, loads[grid_name], keep_whole)
             buckets.append(
                 BucketLayout(
                     index=launch_index[bucket_specs[0].name],
@@ -246,7 +251,7 @@ def plan_gradients(
                     end=start + numel,
                     shard_degree=degrees[grid_name],
                     slots=slots,
-                    keeps_params_whole=keep_params_whole,
+                    keeps_params_whole=keep_whole,
                 )
             )
         buffers.append(
@@ -265,23 +270,27 @@ def _bucket_alignment(degree: int, pad_for_bus_bandwidth: bool) -> int:
     return math.lcm(degree, BUSBW_ALIGNMENT if pad_for_bus_bandwidth else BUCKET_ALIGNMENT)
 
 
-def _bucket_numel_for(specs: Sequence[ParamSpec], num_buckets: int) -> int:
+def _bucket_numel_for(specs: Sequence[ParamSpec], num_buckets: int, whole: Collection[str]) -> int:
     """The bucket size with which one buffer has at most ``num_buckets`` buckets, those with ``own_bucket`` included."""
-    shared = [[s.numel for s in specs if s.delayed is delayed and not s.own_bucket] for delayed in (False, True)]
+    shared = [
+        [s.numel for s in specs if (s.delayed, s.name in whole, s.own_bucket) == (delayed, are_whole, False)]
+        for delayed, are_whole in itertools.product((False, True), repeat=2)
+    ]
     return bucket_numel_for(shared, num_buckets - sum(spec.own_bucket for spec in specs))
 
 
-def _cut(specs: Sequence[ParamSpec], bucket_numel: int, degree: int) -> list[list[ParamSpec]]:
+def _cut(specs: Sequence[ParamSpec], bucket_numel: int, degree: int, whole: Collection[str]) -> list[list[ParamSpec]]:
     """Cut one buffer's parameters into buckets, undelayed ones first, in the order in which backward completes them."""
     reached = {spec.name: position for position, spec in enumerate(specs)}
     buckets: list[list[ParamSpec]] = []
     for delayed in (False, True):
-        alone = [[spec] for spec in specs if spec.delayed is delayed and spec.own_bucket]
-        shared = [spec for spec in specs if spec.delayed is delayed and not spec.own_bucket]
-        counts = cut([spec.numel for spec in shared], bucket_numel, degree)
-        remaining = iter(shared)
-        together = [list(itertools.islice(remaining, count)) for count in counts]
-        buckets += sorted(alone + together, key=lambda bucket: reached[bucket[-1].name])
+        parts = [[spec] for spec in specs if spec.delayed is delayed and spec.own_bucket]
+        for are_whole in (False, True):
+            shared = [s for s in specs if (s.delayed, s.name in whole, s.own_bucket) == (delayed, are_whole, False)]
+            remaining = iter(shared)
+            counts = cut([spec.numel for spec in shared], bucket_numel, degree if are_whole else 1)
+            parts += [list(itertools.islice(remaining, count)) for count in counts]
+        buckets += sorted(parts, key=lambda bucket: reached[bucket[-1].name])
     return buckets
 
 
@@ -298,7 +307,7 @@ def _slots_of(
 ) -> tuple[tuple[ParamSlot, ...], int]:
     """The slots of one bucket's parameters, and the number of the bucket's elements.
 
-    loads  elements on each rank so far; with ``keep_whole``, this bucket's are added
+    loads  elements of whole parameters on each rank so far; those of this bucket are added
     """
     degree, numels = len(loads), [spec.numel for spec in specs]
     starts: Sequence[int]

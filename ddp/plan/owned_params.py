@@ -1,7 +1,8 @@
 """A model's parameters and buffers, each once, with the ranks that hold the same values; and the plan of gradients."""
 
+import fnmatch
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "mark_of_partial_grad",
     "plan_model",
     "refuse_slices",
+    "select_names",
 ]
 
 # ---- Megatron-core's marks of model parallelism on parameters. No other file reads them.
@@ -267,6 +269,8 @@ def plan_model(
                 f"backward_order must name each trainable parameter once; missing {missing}, unknown {unknown}, "
                 f"{len(names)} names for {len(by_name)} parameters"
             )
+    selected = ("*",) if config.keep_params_whole is True else config.keep_params_whole or ()
+    whole = select_names(selected, by_name, "keep_params_whole")
     specs = [
         ParamSpec(
             name=name,
@@ -279,6 +283,7 @@ def plan_model(
             delayed=by_name[name].delayed,
             own_bucket=getattr(by_name[name].param, "shared_embedding", False),
             atom=config.shard_atom,
+            whole=name in whole,
         )
         for name in names
     ]
@@ -287,9 +292,22 @@ def plan_model(
         shard_degree=shard_degree,
         bucket_numel=config.bucket_size,
         num_buckets=config.num_buckets,
-        keep_params_whole=config.keep_params_whole,
         pad_for_bus_bandwidth=config.pad_buckets_for_high_nccl_busbw,
     )
+
+
+def select_names(patterns: Iterable[str], names: Collection[str], what: str) -> set[str]:
+    """The names that are among ``patterns``, or match one. Raises ``ValueError`` for a pattern that selects nothing.
+
+    what  the option with the patterns
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = set(fnmatch.filter(names, pattern))
+        if not matching:
+            raise ValueError(f"{what}: no trainable parameter is called '{pattern}'")
+        found |= matching
+    return found
 
 
 def grad_dtype_of(param_dtype: torch.dtype, of_half: torch.dtype) -> torch.dtype:

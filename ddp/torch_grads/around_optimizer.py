@@ -1,5 +1,7 @@
-"""An optimizer around another one: what it passes on, and what it refuses."""
+"""An optimizer around others: what it shares with them, what it passes on, and what it refuses."""
 
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +10,56 @@ __all__ = ["AroundOptimizer"]
 
 
 class AroundOptimizer(torch.optim.Optimizer):
-    """The base of ``DistributedOptimizer``; the other optimizer is ``self._inner``."""
+    """The base of ``DistributedOptimizer``, around optimizers of one or more classes.
+
+    Their groups and state are its own too, so that schedulers and state dicts act on what their steps read.
+
+    inners    one for each class; the first is that of groups without a class of their own
+    places    for each inner optimizer, the indices of its groups among the groups of all
+    state_of  makes the state of all from what their constructors have made
+    """
+
+    def __init__(
+        self,
+        inners: Sequence[torch.optim.Optimizer],
+        places: Sequence[list[int]],
+        state_of: Callable[[Mapping[Any, Any]], defaultdict[Any, Any]],
+    ) -> None:
+        groups = {
+            index: group
+            for inner, indices in zip(inners, places, strict=True)
+            for index, group in zip(indices, inner.param_groups, strict=True)
+        }
+        super().__init__([groups[index] for index in sorted(groups)], {})  # which have their defaults
+        self.defaults = inners[0].defaults
+        self.state = state_of({master: state for inner in inners for master, state in inner.state.items()})
+        self._inners, self._places = inners, places
+        self._share()
+        self._sealed = True
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class of groups that have no class of their own."""
+        return type(self._inners[0])
+
+    @property
+    def classes_of_groups(self) -> list[type[torch.optim.Optimizer]]:
+        """The class of each group."""
+        inners = {index: each for each, indices in zip(self._inners, self._places, strict=True) for index in indices}
+        return [type(inners[index]) for index in sorted(inners)]
+
+    def _share(self) -> None:
+        for inner, indices in zip(self._inners, self._places, strict=True):
+            inner.param_groups = [self.param_groups[index] for index in indices]
+            inner.state = self.state
+
+    def _adopt_assigned(self) -> None:
+        """Share ``state`` and ``param_groups`` again, where a program has assigned others."""
+        own = self._inners[0].state
+        if self.state is not own:
+            given, self.state = self.state, own
+            self.state.replace(given)  # type: ignore[attr-defined]
+        self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: only the constructor makes groups."""
@@ -28,8 +79,8 @@ class AroundOptimizer(torch.optim.Optimizer):
     """A scaler leaves unscaling and skipping to ``step``: it sets ``grad_scale`` and ``found_inf``."""
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of the class that this one lacks: ``train()`` and ``eval()`` of a schedule-free optimizer."""
-        inner = self.__dict__.get("_inner")
-        if inner is None or name.startswith("__") or not callable(getattr(type(inner), name, None)):
-            raise AttributeError(f"'DistributedOptimizer' object has no attribute '{name}'")
-        return getattr(inner, name)
+        """Methods of the first class that has them: ``train()`` and ``eval()`` of a schedule-free optimizer."""
+        for inner in () if name.startswith("__") else self.__dict__.get("_inners", ()):
+            if callable(getattr(type(inner), name, None)):
+                return getattr(inner, name)
+        raise AttributeError(f"'DistributedOptimizer' object has no attribute '{name}'")

@@ -47,7 +47,9 @@ only value to change."""
 def what_parallel_decides(parallel: object, table: Mapping[str, Any], moment_dtype: object) -> dict[str, Any]:
     """The keys of ``[ddp]`` that follow from ``parallel`` and the others where the file does not have them."""
     sharded = parallel != "ddp"
-    in_blocks = moment_dtype == "uint8" and parallel in ("zero1", "hybrid") and not table.get("keep_params_whole")
+    in_blocks = (
+        moment_dtype == "uint8" and parallel in ("zero1", "hybrid") and table.get("keep_params_whole") is not True
+    )
     return {
         "shard_atom": BLOCK if in_blocks else 1,
         "use_distributed_optimizer": sharded,

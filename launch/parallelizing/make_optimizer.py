@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...ddp import DistributedDataParallel, DistributedOptimizer
 from ...ddp.buckets.bucket import BucketParam
-from ...ddp.optimizer.param_groups import assign_groups, check_options, is_fused
+from ...ddp.optimizer.param_groups import assign_groups, check_options, groups_by_class
 from ...ddp.torch_grads.optimizer import after_closure
 from ...fsdp import FSDPModule, translate_state_dicts
 from ...fsdp.module import root_of
@@ -89,9 +89,14 @@ def make_optimizer(
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
     form = {key: options.pop(key, default) for key, default in _FORM.items()}
-    if is_fused(optimizer_class) and not options.get("foreach"):
-        options.setdefault("fused", True)
-    check_options(optimizer_class, options, param_groups)
+    of_class, *of_others = groups_by_class(optimizer_class, options, param_groups)
+    if of_others:
+        raise ValueError(
+            f"make_optimizer: a group with another optimizer ({of_others[0].cls.__name__}) is for models under "
+            f"DistributedDataParallel: over a sharded model build one optimizer for each class"
+        )
+    options = of_class.options
+    check_options(optimizer_class, options, of_class.groups)
     if form != _FORM:
         optimizer_class, options = sharded_class(optimizer_class), options | form
     optimizer: Any = optimizer_class(_groups(model, param_groups), **options)

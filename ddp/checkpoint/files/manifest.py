@@ -97,8 +97,14 @@ class SavedOptimizer:
     """An optimizer's class and groups, without the state of parameters."""
 
     optimizer_class: str
+    """Name of the class; or those of the groups' classes, separated by commas."""
     groups: tuple[dict[str, Any], ...]
     """Hyperparameters of each group, as ``to_json`` makes them."""
+
+    def class_of_group(self, index: int) -> str:
+        """Name of the class that updates a group."""
+        names = self.optimizer_class.split(", ")
+        return names[index % len(names)]
 
 
 @dataclass(frozen=True)

@@ -58,15 +58,18 @@ def inverse_norms(matrices: Tensor, scale: float = 1.0) -> Tensor:
 def newton_schulz_reference(matrices: Tensor, steps: Sequence[Step], dtype: torch.dtype = torch.float32) -> Tensor:
     """Orthogonalise matrices [B, m, n]; the result has ``dtype``, in which products are rounded.
 
-    Matrices are first divided by their Frobenius norm. ``2^k U`` has the result of ``U`` bit for bit. A matrix of zeros
-    stays zeros, and one with a norm below 2^-112 nearly so.
+    Matrices are first divided by their Frobenius norm. A matrix has the same bits in each batch, and ``2^k U`` those of
+    ``U``. A matrix of zeros stays zeros, and one with a norm below 2^-112 nearly so.
     """
     if not matrices.numel():
         return matrices.to(dtype)
-    x = (matrices * inverse_norms(matrices)).to(dtype)
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    for a, b, c in steps:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.mT if tall else x
+    results = []  # one matrix at a time: bits of a batched product depend on the batch
+    for matrix, inverse in zip(matrices, inverse_norms(matrices), strict=True):
+        x = (matrix * inverse).to(dtype)
+        tall = x.shape[0] > x.shape[1]
+        x = x.mT if tall else x
+        for a, b, c in steps:
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * (gram @ gram)) @ x
+        results.append(x.mT if tall else x)
+    return torch.stack(results)

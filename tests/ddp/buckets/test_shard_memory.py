@@ -203,7 +203,7 @@ def test_masters_see_the_gradients_themselves() -> None:
                 grads = [param.grad for param in group["params"] if param.grad is not None]
                 seen.extend(grad.untyped_storage().data_ptr() in buckets for grad in grads)
 
-        optimizer._inner.register_step_pre_hook(look)
+        optimizer._inners[0].register_step_pre_hook(look)
         backward(ddp, 0, dtype)
         optimizer.step()
         assert seen == [shared] * len(seen)

@@ -25,9 +25,9 @@ FAULTS = [
         tests=[f"{EIGHT}::test_a_layout_that_cuts_blocks_is_refused_on_all_ranks"],
         changes=[
             Change(
-                "maingrad.ddp.optimizer.distributed_optimizer",
-                "DistributedOptimizer.__init__",
-                "if moment_dtype is torch.uint8:",
+                "maingrad.ddp.optimizer.fit",
+                "_check_form",
+                "if form.moment_dtype is torch.uint8:",
                 "if False:",
             ),
         ],

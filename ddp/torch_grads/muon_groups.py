@@ -1,0 +1,132 @@
+"""``muon_groups``: which parameters of a model are matrices for Muon, and why the others are not."""
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..contract.module import DelayedWgradModule
+from .muon import Muon
+
+__all__ = ["MuonGroups", "muon_groups"]
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_CONVOLUTIONS = nn.modules.conv._ConvNd
+_HEADS = ("lm_head", "head", "output", "output_layer", "score", "classifier", "unembed", "embed_out")
+"""Last parts of the names of heads' modules."""
+_ROUTERS = ("gate", "router")
+"""Last parts of the names of routers' modules. A gate is a router where experts are beside it."""
+_FUSED = ("qkv", "query_key_value", "c_attn", "gate_up")
+"""Parts of names of modules or parameters whose weight is several matrices, one below the other."""
+
+
+class MuonGroups(NamedTuple):
+    """What ``muon_groups`` has found."""
+
+    groups: list[dict[str, Any]]
+    """For ``param_groups``: one group for each ``split``."""
+    left_out: dict[str, str]
+    """Name of each other trainable parameter -> why it is no matrix for Muon."""
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of all matrices: what ``keep_params_whole`` takes."""
+        return tuple(name for group in self.groups for name in group["params"])
+
+
+def muon_groups(
+    model: nn.Module, *, routers: bool = False, split: Mapping[str, int | Sequence[int]] | None = None, **options: Any
+) -> MuonGroups:
+    """Find the matrices of a model that Muon should update: weights of its linear layers and experts. ::
+
+        muon = muon_groups(model, lr=0.02)
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=muon.matrices)
+        optimizer = DistributedOptimizer(DistributedDataParallel(model, config), lr=3e-4, param_groups=muon.groups)
+
+    Left out, for another class: embeddings, and heads, tied ones too; vectors, and matrices of one row or column;
+    convolutions; routers; matrices of modules that are no linear layers.
+
+    model    before or after the wrapper; names are those of its parameters
+    routers  take routers too
+    split    pattern of names -> parts of fused matrices, as ``Muon`` takes them. Known without: equal halves of a
+             ``gate_up`` linear layer, and thirds of a ``qkv`` whose rows are three times its columns
+    options  of ``Muon``, for all groups
+
+    Raises ``ValueError`` for a fused matrix of which the parts are not known, and for a pattern that matches no matrix.
+    """
+    heads = {id(param) for param in _params_of_heads(model)}
+    rows_of_vocabulary = max(
+        (each.num_embeddings for each in model.modules() if isinstance(each, _EMBEDDINGS)), default=0
+    )
+    owners = {id(param): (path, owner) for path, owner, param in _owned(model)}
+    embedded = {id(param) for _, owner, param in _owned(model) if isinstance(owner, _EMBEDDINGS)}
+    left_out: dict[str, str] = {}
+    parts: dict[str, int | Sequence[int]] = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        path, owner = owners[id(param)]
+        is_linear = isinstance(owner, nn.Linear | DelayedWgradModule)
+        last = path.rpartition(".")[2]
+        if id(param) in embedded:
+            why = "an embedding, or tied to one"
+        elif param.dim() < 2 or param.is_complex() or 1 in param.shape[-2:]:
+            why = "a vector"
+        elif isinstance(owner, _CONVOLUTIONS) or "Conv1D" in type(owner).__name__:
+            why = "of a convolution"
+        elif param.dim() > 3 or not (is_linear or param.dim() == 3):
+            why = f"not of a linear layer, but of {type(owner).__name__}"
+        elif id(param) in heads or last in _HEADS or (is_linear and param.shape[0] == rows_of_vocabulary):
+            why = "of the head"
+        elif not routers and _is_router(model, path):
+            why = "of a router: routers=True takes it"
+        else:
+            parts[name] = _parts_of(name, param, split or {}, is_linear)
+            continue
+        left_out[name] = why
+    for pattern in split or {}:
+        if not fnmatch.filter(parts, pattern):
+            raise ValueError(f"muon_groups: split has {pattern!r}, and no matrix is called so")
+    alike: dict[Any, list[str]] = {}
+    for name, each in parts.items():
+        alike.setdefault(each if isinstance(each, int) else tuple(each), []).append(name)
+    groups = [{**options, "params": names, "optimizer": Muon, "split": each} for each, names in alike.items()]
+    return MuonGroups(groups, left_out)
+
+
+def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Each module's path, the module, and each of its own parameters. The first owner of a tied one comes last."""
+    found = [(path, owner, param) for path, owner in model.named_modules() for param in owner._parameters.values()]
+    return ((path, owner, param) for path, owner, param in reversed(found) if param is not None)
+
+
+def _params_of_heads(model: nn.Module) -> list[Tensor]:
+    """Parameters of what ``get_output_embeddings`` of Hugging Face's models gives."""
+    finders: list[Any] = [getattr(each, "get_output_embeddings", None) for each in model.modules()]
+    heads = [find() for find in finders if find is not None]
+    return [param for head in heads if isinstance(head, nn.Module) for param in head.parameters()]
+
+
+def _is_router(model: nn.Module, path: str) -> bool:
+    above, _, last = path.rpartition(".")
+    return last == "router" or (last in _ROUTERS and hasattr(model.get_submodule(above), "experts"))
+
+
+def _parts_of(
+    name: str, param: Tensor, split: Mapping[str, int | Sequence[int]], is_linear: bool
+) -> int | Sequence[int]:
+    given = next((parts for pattern, parts in split.items() if fnmatch.fnmatchcase(name, pattern)), None)
+    if given is not None:
+        return given
+    what = next((each for each in _FUSED if each in name.lower()), None)
+    if what is None:
+        return 1
+    if is_linear and what == "gate_up":
+        return 2
+    if is_linear and what == "qkv" and param.shape[0] == 3 * param.shape[1]:
+        return 3
+    raise ValueError(
+        f"muon_groups: '{name}' {list(param.shape)} seems to be several matrices in one, and the rows of each are not "
+        f'known: say split={{"*{what}*": [rows of each part]}}, or split={{"*{what}*": 1}} for one matrix'
+    )

@@ -1,0 +1,325 @@
+"""Groups with an optimizer class each: every class updates its parameters as it does alone, with the same bits.
+
+The reference holds one fp32 master for each parameter and one optimizer of each class, on gradients that the test adds
+up by hand.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import assert_same, weights, wrap
+from stock_steps import backward, loss_of
+from summed_by_hand import tree_sum
+from torch import Tensor, nn, optim
+
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, Lion, Muon, load_checkpoint, save_checkpoint
+from maingrad.launch import simulate
+
+BF16 = torch.bfloat16
+STEPS = 10
+MATRICES = ["0.weight", "3.weight", "5.experts"]
+SPLIT = {"params": "0.weight", "optimizer": Muon, "lr": 0.03, "split": [16, 32, 16]}
+GROUPS = [SPLIT, {"params": MATRICES, "optimizer": Muon, "lr": 0.05}, {"params": "*.bias", "weight_decay": 0.0}]
+
+
+class Experts(nn.Module):
+    """Three matrices in one parameter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 8, 128).to(dtype) / 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.einsum("bi,eoi->bo", inputs, self.experts).tanh()
+
+
+def make_net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Matrices, a fused one and experts among them, and vectors. Every parameter fills whole vector registers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 64, dtype=dtype),
+        nn.Tanh(),
+        nn.LayerNorm(64, dtype=dtype),
+        nn.Linear(64, 128, dtype=dtype),
+        nn.Tanh(),
+        Experts(dtype),
+    )
+
+
+def batch_of(step: int, rank: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+
+
+def stock(dtype: torch.dtype, ranks: int, steps: int = STEPS, rest: Any = None) -> dict[str, Tensor]:
+    """Weights after steps of one optimizer for each class, on whole masters."""
+    model = make_net(dtype)
+    masters = {name: nn.Parameter(param.detach().float()) for name, param in model.named_parameters()}
+    biases = [masters[name] for name in masters if name.endswith("bias")]
+    norm = [masters["2.weight"]]
+    muon = Muon(
+        [
+            {"params": [masters["0.weight"]], "lr": 0.03, "split": [16, 32, 16]},
+            {"params": [masters["3.weight"], masters["5.experts"]], "lr": 0.05},
+        ]
+    )
+    if rest is None:
+        rest = lambda groups: optim.AdamW(groups, lr=0.02, fused=True)  # noqa: E731
+    other = rest([{"params": biases, "weight_decay": 0.0}, {"params": norm}])
+    for step in range(steps):
+        grads: list[dict[str, Tensor]] = []
+        for rank in range(ranks):
+            model.zero_grad()
+            loss_of(model, batch_of(step, rank, dtype)).backward()
+            grads.append({name: param.grad.float() * (1 / ranks) for name, param in model.named_parameters()})
+        for name, master in masters.items():
+            master.grad = tree_sum([grad[name] for grad in grads])
+        for optimizer in (muon, other):
+            optimizer.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+    return weights(model)
+
+
+def build(
+    dtype: torch.dtype, config: dict[str, Any], options: dict[str, Any] | None = None
+) -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    ddp = wrap(make_net(dtype), **config)
+    return ddp, DistributedOptimizer(ddp, **{"lr": 0.02, "param_groups": GROUPS, **(options or {})})
+
+
+def train(ddp: DistributedDataParallel, optimizer: DistributedOptimizer, dtype: torch.dtype, steps: range) -> None:
+    for step in steps:
+        backward(ddp, step, dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(
+    dtype: torch.dtype, config: dict[str, Any], options: dict[str, Any] | None = None, steps: int = STEPS
+) -> dict[str, Tensor]:
+    ddp, optimizer = build(dtype, config, options)
+    train(ddp, optimizer, dtype, range(steps))
+    return weights(ddp)
+
+
+ZERO1 = {"use_distributed_optimizer": True, "keep_params_whole": True}
+SELECTED = {"use_distributed_optimizer": True, "keep_params_whole": tuple(MATRICES)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp, several buckets": {"bucket_size": 3000},
+    "zero1": ZERO1,
+    "zero1, overlapped": {
+        **ZERO1,
+        "bucket_size": 3000,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "zero1, matrices alone whole": {**SELECTED, "bucket_size": 3000},
+    "hybrid": {**ZERO1, "num_distributed_optimizer_instances": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_class_steps_as_alone(layout: str, dtype: torch.dtype, ranks: int) -> None:
+    if layout == "hybrid":  # two instances of 2^k ranks: the order of their sums is that of all ranks
+        ranks = {1: 2, 6: 8}.get(ranks, ranks)
+    expected = stock(dtype, ranks)
+    for ours in simulate(trained, ranks, dtype, LAYOUTS[layout]):
+        assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, Lion])
+def test_any_class_beside_muon(cls: Any) -> None:
+    options = {"lr": 0.01, **({"fused": True} if cls is optim.SGD else {})}
+    expected = stock(BF16, 3, rest=lambda groups: cls(groups, **options))
+    given = {"optimizer_class": cls, "lr": 0.01}
+    for ours in simulate(trained, 3, BF16, ZERO1, given):
+        assert_same(ours, expected)
+
+
+def test_groups_begin_with_the_defaults_of_their_class() -> None:
+    """Options of the constructor are those of ``optimizer_class``."""
+    optimizer = build(torch.float32, {}, {"betas": (0.8, 0.9), "weight_decay": 0.3})[1]
+    assert optimizer.classes_of_groups == [Muon, Muon, optim.AdamW, optim.AdamW]
+    first, second, biases, norm = optimizer.param_groups
+    assert (first["lr"], first["split"], first["weight_decay"]) == (0.03, [16, 32, 16], 0.1)
+    assert (second["lr"], second["split"]) == (0.05, 1) and "betas" not in second
+    assert (biases["betas"], biases["weight_decay"], norm["weight_decay"]) == ((0.8, 0.9), 0.0, 0.3)
+    assert biases["fused"] and "momentum" not in biases
+
+
+def test_schedules_act_on_the_groups_of_all_classes() -> None:
+    def on_each_rank(scheduled: bool) -> dict[str, Tensor]:
+        ddp, optimizer = build(torch.float32, ZERO1)
+        scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 5)
+        for step in range(4):
+            backward(ddp, step, torch.float32)
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduled:
+                scheduler.step()
+            else:
+                for group, rate in zip(optimizer.param_groups, (0.03, 0.05, 0.02, 0.02), strict=True):
+                    group["lr"] = rate * (1 - (step + 1) / 5)
+        return weights(ddp)
+
+    for ours, theirs in zip(simulate(on_each_rank, 2, True), simulate(on_each_rank, 2, False), strict=True):
+        assert_same(ours, theirs)
+
+
+def test_state_dicts_of_all_classes() -> None:
+    def on_each_rank() -> dict[str, Tensor]:
+        ddp, optimizer = build(BF16, ZERO1)
+        train(ddp, optimizer, BF16, range(4))
+        other, its = build(BF16, ZERO1, {"lr": 1.0, "param_groups": [{**group, "lr": 1.0} for group in GROUPS]})
+        its.load_state_dict(optimizer.state_dict())
+        train(other, its, BF16, range(4, STEPS))
+        return weights(other)
+
+    expected = stock(BF16, 3)
+    for ours in simulate(on_each_rank, 3):
+        assert_same(ours, expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2)])
+def test_checkpoints_go_on_with_other_ranks_and_layouts(tmp_path: Path, before: int, after: int) -> None:
+    """The same gradients on all ranks, whatever their number is: a mean of equal ones is exact for powers of two."""
+
+    def steps(ddp: DistributedDataParallel, optimizer: DistributedOptimizer, numbers: range) -> None:
+        for step in numbers:
+            loss_of(ddp, batch_of(step, 0, BF16)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def save() -> None:
+        ddp, optimizer = build(BF16, ZERO1)
+        steps(ddp, optimizer, range(3))
+        save_checkpoint(tmp_path / "saved", ddp, optimizer)
+        steps(ddp, optimizer, range(3, 6))
+        save_checkpoint(tmp_path / "end", ddp)
+
+    def resume(config: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        ddp, optimizer = build(BF16, config)
+        load_checkpoint(tmp_path / "saved", ddp, optimizer)
+        steps(ddp, optimizer, range(3, 6))
+        end = build(BF16, config)[0]
+        load_checkpoint(tmp_path / "end", end)
+        return weights(ddp), weights(end)
+
+    simulate(save, before)
+    for config in (ZERO1, {"bucket_size": 3000}):
+        for ours, expected in simulate(resume, after, config):
+            assert_same(ours, expected)
+
+
+def test_state_of_another_class_is_refused(tmp_path: Path) -> None:
+    """The groups hold equal parameters."""
+    groups = [{"params": ["0.weight", "3.weight"], "optimizer": Muon}, {"params": "*"}]
+    ddp, optimizer = build(torch.float32, {}, {"param_groups": groups})
+    save_checkpoint(tmp_path / "saved", ddp, optimizer)
+    other = wrap(make_net())
+    its = DistributedOptimizer(other, param_groups=[{"params": ["0.weight", "3.weight"]}, {"params": "*"}])
+    with pytest.raises(ValueError, match="has the state of Muon, and this optimizer is AdamW"):
+        load_checkpoint(tmp_path / "saved", other, its)
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match="another class"):
+        its.load_state_dict(state)
+
+
+def test_vectors_in_a_group_of_muon_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Muon updates matrices, and parameter '0\.bias' has shape \[64\]"):
+        build(torch.float32, {}, {"param_groups": [{"params": "0.*", "optimizer": Muon}]})
+    with pytest.raises(TypeError, match=r"an optimizer class is a subclass of torch\.optim\.Optimizer, got 'Muon'"):
+        build(torch.float32, {}, {"param_groups": [{"params": "0.*", "optimizer": "Muon"}]})
+    with pytest.raises(TypeError, match=r"param_groups\[0\]: .*betas"):
+        build(torch.float32, {}, {"param_groups": [{"params": "0.weight", "optimizer": Muon, "betas": (0.9, 0.9)}]})
+
+
+def test_matrices_that_shards_cut_are_refused_and_other_parameters_are_not_looked_at() -> None:
+    with pytest.raises(ValueError, match=r"Muon updates whole parameters, .*keep_params_whole"):
+        build(torch.float32, {"use_distributed_optimizer": True})
+
+
+def test_compact_state_needs_buckets_of_its_own() -> None:
+    with pytest.raises(ValueError, match=r'state="compact" is not for Muon, and parameters .* lie in one bucket'):
+        build(BF16, ZERO1, {"state": "compact"})
+    groups = [{"params": "*", "optimizer": Muon}]
+
+    def only_muon() -> None:
+        ddp = wrap(nn.Linear(4, 4, bias=False))
+        DistributedOptimizer(ddp, param_groups=groups, state="compact")
+
+    with pytest.raises(ValueError, match=r'state="compact" is for AdamW.*, not Muon'):
+        only_muon()
+
+
+def test_compact_state_of_the_other_class() -> None:
+    """Matrices keep fp32 masters and momentum. The number of ranks changes no bit."""
+
+    def on_each_rank(config: dict[str, Any]) -> dict[str, Tensor]:
+        ddp, optimizer = build(BF16, config, {"state": "compact"})
+        for step in range(STEPS):
+            loss_of(ddp, batch_of(step, 0, BF16)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for held in optimizer.slices:
+            dtypes = {key: value.dtype for key, value in held.state().items()}
+            if held.end > held.start and held.name in MATRICES:
+                assert dtypes == {"momentum_buffer": torch.float32} and held.master.dtype is torch.float32
+            elif held.end > held.start:
+                assert dtypes == {"exp_avg": BF16, "exp_avg_sq": BF16, "remainder": torch.int16}
+        restored, its = build(BF16, config, {"state": "compact"})
+        its.load_state_dict(optimizer.state_dict())
+        assert_same(weights(restored), weights(ddp))
+        return weights(ddp)
+
+    (alone,) = simulate(on_each_rank, 1, SELECTED)
+    for ours in simulate(on_each_rank, 4, SELECTED):
+        assert_same(ours, alone)
+    (full,) = simulate(trained, 1, BF16, SELECTED, None, 3)
+    exact: dict[str, Any] = {"state": "compact", "moment_dtype": torch.float32}
+    (compact,) = simulate(trained, 1, BF16, SELECTED, exact, 3)
+    for name, weight in compact.items():  # bf16 parameters are masters rounded half up, in place of half to even
+        torch.testing.assert_close(weight, full[name], rtol=2**-7, atol=2**-9)
+
+
+def test_only_selected_parameters_are_kept_whole() -> None:
+    """Their buckets are their own; the others' shards are even."""
+
+    def on_each_rank() -> list[tuple[str, int]]:
+        ddp, optimizer = build(BF16, {**SELECTED, "bucket_size": 3000})
+        for bucket in ddp.plan.buckets:
+            names = {slot.spec.name for slot in bucket.slots}
+            assert names <= set(MATRICES) if bucket.keeps_params_whole else not names & set(MATRICES)
+        return [(held.name, held.end - held.start) for held in optimizer.slices]
+
+    by_rank = [dict(each) for each in simulate(on_each_rank, 3)]
+    for name, param in make_net().named_parameters():
+        counts = [each[name] for each in by_rank]
+        assert sum(counts) == param.numel()
+        assert name not in MATRICES or sorted(counts)[:-1] == [0, 0]
+    others = [sum(n for name, n in each.items() if name not in MATRICES) for each in by_rank]
+    assert max(others) - min(others) <= 128 and min(others) > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("0.weigth",), "keep_params_whole: no trainable parameter is called '0.weigth'"),
+        ("0.weight", "keep_params_whole is True, False, or names and patterns"),
+        ((0,), "keep_params_whole is True, False, or names and patterns"),
+    ],
+    ids=str,
+)
+def test_selections_that_select_nothing_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrap(make_net(), use_distributed_optimizer=True, keep_params_whole=given)
+    with pytest.raises(ValueError, match="keep_params_whole has no effect without use_distributed_optimizer"):
+        wrap(make_net(), keep_params_whole=("0.weight",))

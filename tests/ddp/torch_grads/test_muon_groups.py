@@ -1,0 +1,114 @@
+"""``muon_groups`` finds hidden matrices, and says of each other parameter why it is none."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Muon, muon_groups
+from maingrad.te_integration import GroupedLinear, LayerNormMLP, Linear
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.experts = GroupedLinear(4, 16, 16, bias=False)
+        self.packed = nn.Parameter(torch.zeros(4, 16, 16))
+        self.register_parameter("decay", nn.Parameter(torch.zeros(16, 16)))
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 16)
+        self.positions = nn.Embedding(32, 16)
+        self.up = nn.Linear(16, 32)
+        self.ours = Linear(32, 16)
+        self.mlp = LayerNormMLP(16, 32)
+        self.moe = Experts()
+        self.patches = nn.Conv1d(16, 16, 3)
+        self.narrow = nn.Linear(16, 1, bias=False)
+        self.frozen = nn.Linear(16, 16, bias=False).requires_grad_(False)
+        self.unembedding = nn.Linear(16, 100, bias=False)
+        if tied:
+            self.unembedding.weight = self.embed.weight
+
+
+MATRICES = {
+    "up.weight",
+    "ours.weight",
+    "mlp.fc1_weight",
+    "mlp.fc2_weight",
+    "moe.packed",
+    *(f"moe.experts.weight{index}" for index in range(4)),
+}
+
+
+def test_what_is_left_out_and_why() -> None:
+    found = muon_groups(Model(), lr=0.5, momentum=0.9)
+    assert set(found.matrices) == MATRICES
+    (group,) = found.groups
+    assert (group["optimizer"], group["lr"], group["momentum"], group["split"]) == (Muon, 0.5, 0.9, 1)
+    why = found.left_out
+    assert why["embed.weight"] == why["positions.weight"] == "an embedding, or tied to one"
+    assert why["unembedding.weight"] == "of the head" and why["moe.gate.weight"].startswith("of a router")
+    assert why["up.bias"] == why["narrow.weight"] == why["mlp.layer_norm_weight"] == "a vector"
+    assert why["patches.weight"] == "of a convolution"
+    assert why["moe.decay"] == "not of a linear layer, but of Experts"
+    trained = {name for name, param in Model().named_parameters() if param.requires_grad}
+    assert set(why) == trained - MATRICES
+
+    tied = muon_groups(Model(tied=True))
+    assert set(tied.matrices) == MATRICES and tied.left_out["embed.weight"] == "an embedding, or tied to one"
+
+
+def test_routers_by_choice() -> None:
+    assert set(muon_groups(Model(), routers=True).matrices) == MATRICES | {"moe.gate.weight"}
+
+
+class Fused(nn.Module):
+    def __init__(self, rows: int = 48) -> None:
+        super().__init__()
+        self.qkv_proj = nn.Linear(16, rows, bias=False)
+        self.gate_up_proj = nn.Linear(16, 64, bias=False)
+        self.o_proj = nn.Linear(16, 16, bias=False)
+
+
+def test_fused_matrices_have_parts() -> None:
+    parts = {name: group["split"] for group in muon_groups(Fused()).groups for name in group["params"]}
+    assert parts == {"qkv_proj.weight": 3, "gate_up_proj.weight": 2, "o_proj.weight": 1}
+    with pytest.raises(ValueError, match=r"'qkv_proj.weight' \[32, 16\] seems to be several matrices"):
+        muon_groups(Fused(32))
+    found = muon_groups(Fused(32), split={"*qkv*": [16, 8, 8]})
+    parts = {name: group["split"] for group in found.groups for name in group["params"]}
+    assert parts["qkv_proj.weight"] == (16, 8, 8) and parts["o_proj.weight"] == 1
+    with pytest.raises(ValueError, match=r"split has '\*kqv\*', and no matrix is called so"):
+        muon_groups(Fused(), split={"*kqv*": 3})
+
+
+def test_hugging_face_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    found = muon_groups(model)
+    assert len(found.matrices) == 7 and all("_proj" in name for name in found.matrices)
+    assert found.left_out["lm_head.weight"] == "of the head"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_groups_go_to_the_optimizer(sharded: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    muon = muon_groups(net, lr=0.02)
+    kept: Any = {"use_distributed_optimizer": True, "keep_params_whole": muon.matrices} if sharded else {}
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(**kept))
+    optimizer = DistributedOptimizer(model, lr=0.01, param_groups=muon.groups)
+    before = [param.detach().clone() for param in net.parameters()]
+    model(torch.randn(4, 16)).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True))
+    assert optimizer.classes_of_groups == [Muon, torch.optim.AdamW]

@@ -1,0 +1,70 @@
+"""Faults of optimizers of matrices, beside elementwise ones and among ranks."""
+
+from fault import Change, Fault
+
+CLASSES = "tests/ddp/optimizer/test_classes_by_group.py"
+GROUPS = "tests/ddp/torch_grads/test_muon_groups.py"
+
+FAULTS = [
+    Fault(
+        "70a-state-of-another-class-is-taken",
+        sentence="A checkpoint's moments of one class go to a group of another, which steps without its own.",
+        tests=[f"{CLASSES}::test_state_of_another_class_is_refused"],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.optimizer",
+                "plan_optimizer",
+                "if saved.class_of_group(there) != cls:",
+                "if False:",
+            ),
+        ],
+    ),
+    Fault(
+        "70b-an-optimizer-of-matrices-gets-flat-shards",
+        sentence="Without sharding, Muon gets the elements of several parameters as one vector.",
+        tests=[f"{CLASSES}::test_each_class_steps_as_alone[ddp-dtype0-1]"],
+        changes=[
+            Change(
+                "maingrad.ddp.optimizer.distributed_optimizer",
+                "DistributedOptimizer.__init__",
+                "return entry.bucket.layout.keeps_params_whole or not is_elementwise(class_of[group_of(entry)])",
+                "return entry.bucket.layout.keeps_params_whole",
+            ),
+        ],
+    ),
+    Fault(
+        "70c-loaded-options-do-not-reach-the-step",
+        sentence="After a load of a state dict, steps read the options of before.",
+        tests=[f"{CLASSES}::test_state_dicts_of_all_classes"],
+        changes=[
+            Change(
+                "maingrad.ddp.torch_grads.around_optimizer",
+                "AroundOptimizer._share",
+                "inner.param_groups = [self.param_groups[index] for index in indices]",
+                "",
+            ),
+        ],
+    ),
+    Fault(
+        "70d-matrices-and-others-share-a-bucket",
+        sentence="Parameters that are kept whole and others lie in one bucket, whose borders cut matrices.",
+        tests=[f"{CLASSES}::test_only_selected_parameters_are_kept_whole"],
+        changes=[Change("maingrad.ddp.plan.owned_params", "plan_model", "whole=name in whole", "whole=False")],
+    ),
+    Fault(
+        "70e-a-tied-head-is-a-matrix",
+        sentence="Muon gets an embedding that is tied to the head.",
+        tests=[f"{GROUPS}::test_what_is_left_out_and_why"],
+        changes=[
+            Change("maingrad.ddp.torch_grads.muon_groups", "muon_groups", "if id(param) in embedded:", "if False:")
+        ],
+    ),
+    Fault(
+        "70f-a-fused-matrix-is-one",
+        sentence="Query, key and value of one weight are orthogonalised as one matrix.",
+        tests=[f"{GROUPS}::test_fused_matrices_have_parts"],
+        changes=[
+            Change("maingrad.ddp.torch_grads.muon_groups", "_parts_of", "if what is None:", "if what != 'gate_up':")
+        ],
+    ),
+]
