@@ -76,7 +76,7 @@ class BucketLauncher:
     def on_bucket_ready(self, bucket: Bucket) -> None:
         """``bucket`` is ready: launch every ready bucket whose turn has come."""
         self.observer.bucket_ready(bucket.name)
-        self._launch_ready()
+        self.launch_ready()
 
     def on_backward_over(self) -> None:
         """A backward is over, perhaps the iteration's last: parameters that it has not reached are unused.
@@ -84,14 +84,10 @@ class BucketLauncher:
         Launched here, all ranks' reductions come before whatever collectives the program issues next.
         """
         self._all_came = True
-        self._launch_ready()
+        self.launch_ready()
 
-    def on_delayed_wgrad(self) -> None:
-        """A delayed gradient was computed."""
-        if self._all_came:
-            self._launch_ready()
-
-    def _launch_ready(self) -> None:
+    def launch_ready(self) -> None:
+        """Launch every bucket whose turn has come, and which waits for nothing: a delayed gradient was computed."""
         while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
             self._launch_next()
 

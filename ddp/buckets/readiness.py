@@ -229,7 +229,7 @@ class Readiness:
             self._shown.show_late(record)
         if record.awaits_delayed and not record.pending:
             self._mark_ready(bucket, record)
-        self._launcher.on_delayed_wgrad()
+        self._launcher.launch_ready()
 
     def complete(self, entry: BucketParam) -> None:
         """No further backward of this iteration reaches this parameter."""

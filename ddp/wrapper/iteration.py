@@ -351,7 +351,6 @@ class BucketIteration(AroundModule):
         for each in self.shown.params:
             if each.part is None:  # else its norms cover other ranks until a step reads it
                 self.shown.expose(each, dtype or each.dtype)
-        self.shown.fill()
 
     def start_for_step(self) -> None:
         """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""

@@ -286,11 +286,14 @@ def test_what_one_forward_has_not_reached_waits_where_its_backward_is_under_no_s
             torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)
 
 
-def test_what_one_part_does_not_use_waits_for_the_part_that_does() -> None:
+@pytest.mark.parametrize("bucket_size", [1, None], ids=["buckets of their own", "one bucket"])
+def test_what_one_part_does_not_use_waits_for_the_part_that_does(bucket_size: int | None) -> None:
     """Two stages of a pipeline have an end each. The last forward of the first stage does not reach the other end."""
     net = Ends()
     twin = copy.deepcopy(net)
-    config = DistributedDataParallelConfig(overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=bucket_size
+    )
     model = DistributedDataParallel(net, config)
     for end in net.ends:
         model.grad_parts.begin(end, [*net.first.parameters(), *end.parameters()])
