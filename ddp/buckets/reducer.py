@@ -406,8 +406,7 @@ class BucketLauncher:
         self.launch_ready()
 
     def launch_ready(self) -> None:
-        """Launch every bucket whose turn has come, and which waits for nothing: a delayed gradient was computed."""
-        """4. Launch while the next bucket of the plan is ready."""
+        """4. Launch while the next bucket of the plan is ready. Called too when a delayed gradient was computed."""
         while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
             self._launch_next()
 
