@@ -317,7 +317,7 @@ class Readiness:
             self._shown.show_late(record)
         if record.awaits_delayed and not record.pending:
             self._mark_ready(bucket, record)
-        self._launcher.on_delayed_wgrad()
+        self._launcher.launch_ready()
 
     def complete(self, entry: BucketParam) -> None:
         """No further backward of this iteration reaches this parameter."""
@@ -395,7 +395,7 @@ class BucketLauncher:
     def on_bucket_ready(self, bucket: Bucket) -> None:
         """``bucket`` is ready: launch every ready bucket whose turn has come."""
         self.observer.bucket_ready(bucket.name)
-        self._launch_ready()
+        self.launch_ready()
 
     def on_backward_over(self) -> None:
         """A backward is over, perhaps the iteration's last: parameters that it has not reached are unused.
@@ -403,15 +403,10 @@ class BucketLauncher:
         Launched here, all ranks' reductions come before whatever collectives the program issues next.
         """
         self._all_came = True
-        self._launch_ready()
+        self.launch_ready()
 
-    def on_delayed_wgrad(self) -> None:
-        """A delayed gradient was computed."""
-        if self._all_came:
-            self._launch_ready()
-
-    def _launch_ready(self) -> None:
-        """4. Launch while the next bucket of the plan is ready."""
+    def launch_ready(self) -> None:
+        """4. Launch while the next bucket of the plan is ready. Called too when a delayed gradient was computed."""
         while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
             self._launch_next()
 

@@ -63,6 +63,12 @@ class ShownParam:
             self.memory = real.data_ptr(), real._version
 
     @property
+    def is_of_own_ranks(self) -> bool:
+        """Whether some ranks have another parameter at this place: an expert of their own."""
+        info = None if self.part is None else self.part[1]
+        return info is not None and info.everyone is not None and info.grid.size < info.everyone.size
+
+    @property
     def target(self) -> Tensor:
         """What this rank has of the reduced gradient, in ``main_grad``."""
         return self.record.view if self.part is None else self.part[0]
@@ -93,6 +99,7 @@ class ShownGrads:
         """A backward outside ``no_sync`` has left gradients in ``.grad`` in this iteration."""
         self._finish_reduction = finish_reduction
         self._by_record = {id(each.record): each for each in self.params}
+        self._of_own_ranks = tuple(each for each in self.params if each.is_of_own_ranks)
         self._cleared: list[ShownParam] = []  # when the backward under way began
         self._arrived: list[ShownParam] = []  # in the backward under way
 
@@ -156,6 +163,23 @@ class ShownGrads:
                 each.is_changed
                 for each in self.params
                 if each.param.grad is not each.grad or (each.grad is not None and each.grad.reduced is not None)
+            )
+
+    def check_norms(self) -> None:
+        """A step begins. Raise ``RuntimeError`` where an expert's ``.grad`` is a plain tensor of the program's.
+
+        Of such a tensor torch's ``clip_grad_norm_`` and ``GradScaler`` see this rank's alone: no function of ours is
+        called. ``maingrad.ddp.clip_grad_norm`` has taken it into ``main_grad`` before.
+        """
+        for each in self._of_own_ranks:
+            with DisableTorchFunctionSubclass():
+                held = each.param.grad
+            if each.grad is None or held is None or held is each.plain or isinstance(held, ShownGrad):
+                continue
+            raise RuntimeError(
+                f".grad of parameter '{each.record.name}' was replaced by a plain tensor. Other ranks have other "
+                f"experts, and torch's clip_grad_norm_ and GradScaler see this rank's alone: write into .grad, "
+                f"param.grad.copy_(other), or clip by maingrad.ddp.clip_grad_norm(model, max_norm)"
             )
 
     @torch.no_grad()

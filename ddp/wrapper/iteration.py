@@ -352,11 +352,11 @@ class BucketIteration(AroundModule):
         for each in self.shown.params:
             if each.part is None:  # else its norms cover other ranks until a step reads it
                 self.shown.expose(each, dtype or each.dtype)
-        self.shown.fill()
 
     def start_for_step(self) -> None:
         """``DistributedOptimizer`` steps: launch what is left, and bring the program's changes of ``.grad`` in."""
         self.readiness.check_backward_over("optimizer.step()")
+        self.shown.check_norms()
         if self.is_clear or self.shown.is_changed:
             self.finish_and_take_changes("optimizer.step()")  # raises where nothing is there
         elif not self._launched:
@@ -370,6 +370,7 @@ class BucketIteration(AroundModule):
             return
         self.finish_reduction("optimizer.step()")
         check_whole(self.ddp_config, "optimizer.step()")
+        self.shown.check_norms()
         for each in self.shown.params:
             if not each.record.exposed:  # else the program has chosen its dtype
                 self.shown.expose(each, each.dtype)

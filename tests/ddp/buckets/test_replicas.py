@@ -176,7 +176,8 @@ def test_experts_without_replicas_may_write() -> None:
     simulate(on_each_rank, 2)
 
 
-def test_a_forward_that_holds_whole_iterations_updates_its_parameters() -> None:
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_forward_that_holds_whole_iterations_updates_its_parameters(stock: bool) -> None:
     """As Lightning's ``training_step`` does with manual optimization, which the wrapper's forward calls."""
 
     class Manual(nn.Module):
@@ -190,7 +191,8 @@ def test_a_forward_that_holds_whole_iterations_updates_its_parameters() -> None:
 
     def on_each_rank() -> None:
         module = Manual()
-        model, optimizer = wrap(module, "all-reduce")
+        model = DistributedDataParallel(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if stock else DistributedOptimizer(model, lr=0.1)
         before = module.layer.weight.detach().clone()
 
         def iteration(x: Tensor) -> Tensor:
@@ -312,6 +314,18 @@ def test_elements_that_have_changed_places_are_found() -> None:
 
     for ranks in (2, 3):  # rows, and columns
         simulate(on_each_rank, ranks)
+
+
+@pytest.mark.parametrize(("numel", "element"), [(1, 0), (1030, 0), (1030, 1024), (1030, 1029)])
+def test_a_difference_in_one_element_is_found(numel: int, element: int) -> None:
+    def on_each_rank() -> None:
+        model, optimizer = wrap(nn.Linear(numel, 1, bias=False), "all-reduce", check_replicas_every=1)
+        if dist.get_rank() == 1:
+            model.module.weight.data[0, element] += 1
+        with pytest.raises(RuntimeError, match="replicas have parted: parameter 'weight'"):
+            step(model, optimizer, torch.ones(2, numel))
+
+    simulate(on_each_rank, 2)
 
 
 def test_an_iteration_that_goes_on_after_a_read_is_compared_once() -> None:

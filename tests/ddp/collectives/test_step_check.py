@@ -14,6 +14,7 @@ from maingrad.ddp.collectives import step_check
 from maingrad.launch import simulate
 
 KINDS = ("ddp", "ddp, overlapped", "zero1")
+OURS = "ddp, our optimizer"
 WIDTH = 4
 
 
@@ -27,7 +28,9 @@ class Job:
         options = {"use_distributed_optimizer": shards, "overlap_grad_reduce": kind != "ddp", **config}
         self.model = DistributedDataParallel(net, DistributedDataParallelConfig(**options))
         self.optimizer: Any = (
-            DistributedOptimizer(self.model, lr=0.1) if shards else torch.optim.SGD(self.model.parameters(), lr=0.1)
+            DistributedOptimizer(self.model, lr=0.1)
+            if shards or kind == OURS
+            else torch.optim.SGD(self.model.parameters(), lr=0.1)
         )
 
     def loss(self, step: int) -> Tensor:
@@ -67,6 +70,15 @@ def skips_after_the_forward(job: Job, *, bad: bool, step: int) -> None:
     job.step()
 
 
+def skips_in_a_plain_loop(job: Job, *, bad: bool, step: int) -> None:
+    loss = job.loss(step)
+    if bad:
+        return
+    loss.backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
 def skips_after_a_backward(job: Job, *, bad: bool, step: int) -> None:
     with job.model.no_sync():
         job.loss(step).backward()
@@ -89,9 +101,10 @@ def skips_the_update(job: Job, *, bad: bool, step: int) -> None:
 
 SKIPS = {
     "after the forward": (skips_after_the_forward, KINDS),
+    "in a plain loop": (skips_in_a_plain_loop, KINDS),
     "after a backward": (skips_after_a_backward, KINDS),
     # Under ZeRO-1 the update gathers parameters: other ranks wait for that gather.
-    "the update": (skips_the_update, KINDS[:2]),
+    "the update": (skips_the_update, (*KINDS[:2], OURS)),
 }
 CASES = [(how, kind) for how, (_, kinds) in SKIPS.items() for kind in kinds]
 
@@ -185,6 +198,20 @@ def test_a_program_that_catches_the_number_of_backwards_goes_on() -> None:
         return [param.detach().clone() for param in job.model.parameters()]
 
     simulate(on_each_rank, 2)
+
+
+def test_iterations_that_are_reduced_twice_count_once() -> None:
+    def on_each_rank() -> str:
+        job = Job("ddp, overlapped")
+        for step in range(2):
+            reduces_twice(job, twice=True, reads=True, step=step)
+        return refusal(
+            lambda: [skips_in_a_plain_loop(job, bad=s == dist.get_rank(), step=s) for s in range(3)] and None
+        )
+
+    first, second = simulate(on_each_rank, 2)
+    assert first == second
+    assert "skipped different batches before iteration 3" in first
 
 
 def test_over_gloo() -> None:

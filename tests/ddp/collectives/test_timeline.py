@@ -133,6 +133,16 @@ def test_a_block_that_raises_ends_the_recording() -> None:
     assert len(timeline.forwards) == 1
 
 
+def test_forwards_behind_one_that_raised_are_recorded() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    with model.record_timeline() as timeline:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(1, 3))
+        model(torch.ones(1, 2)).sum().backward()
+    assert len(timeline.forwards) == 2
+    assert timeline.forwards[0].end <= timeline.forwards[1].start
+
+
 def test_alone_there_is_nothing_to_wait_for() -> None:
     timeline = recording()
     flight = watch(timeline, "all_gather", None)

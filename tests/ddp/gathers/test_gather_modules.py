@@ -380,3 +380,21 @@ def test_a_model_outlives_its_wrapper_and_its_optimizer_in_flight() -> None:
     ):
         assert waiting
         assert all(map(torch.equal, late, early))
+
+
+def test_nothing_is_kept_of_the_gathers_of_earlier_steps() -> None:
+    """Else each step would add to a list, for as long as the program trains."""
+
+    def train() -> list[int]:
+        trained = Trained()
+        gather = trained.optimizer.param_sync.gathers[0]
+        waiting = len(gather.unhook)
+        for _ in range(2):
+            trained.step()
+        again = len(gather.unhook)
+        trained.optimizer.finish_param_sync()
+        trained.check_plain()
+        return [waiting, again, len(gather.unhook)]
+
+    for waiting, again, after in simulate(train, RANKS):
+        assert waiting == again > 0 == after

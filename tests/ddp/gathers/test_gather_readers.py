@@ -202,3 +202,25 @@ def train_irregularly(overlap: bool, seed: int) -> tuple[bool, list[Any]]:
 @pytest.mark.sampled(1)
 def test_irregular_loops(seed: int) -> None:
     same_with_and_without_overlap(train_irregularly, seed)
+
+
+def test_an_evaluation_takes_torchs_fast_path_while_gathers_are_under_way() -> None:
+    """It is taken by layers without hooks, and gives zeros for padding; the slow path does not."""
+
+    def evaluate() -> tuple[bool, Tensor, Tensor]:
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+        ddp, optimizer = wrap(nn.TransformerEncoder(layer, 1), overlap=True)
+        train_one(ddp, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        padding = torch.tensor([[False, False, True], [False, True, True]])
+        waiting = in_flight(ddp)
+        ddp.eval()
+        with torch.no_grad():
+            first, second = (ddp(batch(1), src_key_padding_mask=padding) for _ in range(2))
+        return waiting, first, second
+
+    for waiting, first, second in simulate(evaluate, RANKS):
+        assert waiting
+        assert torch.equal(first, second)
+        assert not second[1, 2].any(), "the fast path"

@@ -299,3 +299,18 @@ def test_copies_in_the_parameters_dtype_follow_our_clipping() -> None:
         assert clipped == pytest.approx(0.5, rel=0.02)
         assert scaled == pytest.approx(1.0, rel=0.02)
         assert moved == pytest.approx(1.0, rel=0.02)
+
+
+def test_under_our_optimizer_a_bf16_parameters_gradient_is_read_as_it_is_summed() -> None:
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False).bfloat16())
+    optimizer = DistributedOptimizer(model, lr=1.0, optimizer_class=torch.optim.SGD)
+    weight = model.module.weight
+    with model.no_sync():
+        model(torch.tensor([[256.0]]).bfloat16()).sum().backward()
+    model(torch.tensor([[1.0]]).bfloat16()).sum().backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 257 / 2) == 257  # 256 in bf16
+    assert weight.grad.item() == pytest.approx(257 / 2)
+    master = optimizer.param_groups[0]["params"][0]
+    before = master[0].item()
+    optimizer.step()
+    assert master[0].item() == pytest.approx(before - 257 / 2)

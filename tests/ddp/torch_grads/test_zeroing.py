@@ -332,3 +332,27 @@ def test_the_last_gradient_that_is_not_discarded_goes_on() -> None:
         torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
         assert own.ends[1].weight.grad is None
     torch.testing.assert_close(net.ends[0].weight.grad, twin.ends[0].weight.grad)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, with_head: bool = True, fails: bool = False) -> Tensor:
+        y = self.body(x)
+        if fails:
+            y.register_hook(lambda _: 1 / 0)
+        return self.head(y) if with_head else y
+
+
+def test_what_came_in_a_backward_that_raised_is_not_shown_in_a_later_iteration() -> None:
+    model, x = wrap(TwoHeads()), torch.ones(2, 4)
+    model(x).sum().backward()
+    with pytest.raises(ZeroDivisionError):
+        model(x, fails=True).sum().backward()
+    model(x).sum().backward()  # begins a new iteration
+    model.module.head.weight.grad = None
+    model(x, with_head=False).sum().backward()
+    assert model.module.head.weight.grad is None
+    assert model.module.body.weight.grad.norm() > 0

@@ -340,6 +340,16 @@ def test_an_optimizer_steps_after_the_backward_and_not_in_its_hooks(sharded: boo
     torch.testing.assert_close(weights(ddp), weights(twin))
 
 
+def test_a_step_in_a_hook_of_a_backward_past_the_wrapper() -> None:
+    ddp = wrap(make_model())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = weights(ddp)
+    next(ddp.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) in a hook.*after the backward.*fully_shard"):
+        loss_of(ddp.module, make_batches(1)[0]).backward()
+    assert_same(weights(ddp), before)
+
+
 # ---- A fused layer's accumulator. ----
 
 

@@ -5,7 +5,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, GradScaler, clip_grad_norm
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GradScaler,
+    clip_grad_norm,
+)
 from maingrad.launch import simulate
 
 RANKS = 2
@@ -28,6 +35,12 @@ def batch() -> Tensor:
 def reduced() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     model = DistributedDataParallel(make_model(), expert_process_group=WORLD_OF_ONE, init_sync=False)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def sharded_model() -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(make_model(), config, expert_process_group=WORLD_OF_ONE, init_sync=False)
+    return model, DistributedOptimizer(model, lr=0.1, optimizer_class=torch.optim.SGD)
 
 
 @pytest.mark.parametrize("exposed", [False, True])
@@ -93,16 +106,27 @@ def test_all_ranks_skip_where_one_ranks_expert_overflows(exposed: bool, scaler_c
     assert simulate(train, RANKS) == [([False, True], 512.0)] * RANKS
 
 
-def test_our_norm_covers_plain_tensors_in_the_place_of_all_gradients() -> None:
-    """Torch's clipping of them asks nothing of ours: docs/main_grad.md sends a program to ``clip_grad_norm``."""
+WAYS = {
+    "clip_grad_norm": clip_grad_norm,
+    "torch": lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit),
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("clip", WAYS)
+def test_norms_cover_what_a_program_puts_into_all_gradients(clip: str, sharded: bool) -> None:
+    """Our norm sees tensors in the place of gradients too. torch's sees what is written into them."""
 
     def train() -> tuple[float, float, list[Tensor]]:
-        model, optimizer = reduced()
+        model, optimizer = sharded_model() if sharded else reduced()
         model(batch()).square().sum().backward()
         for param in model.parameters():
-            param.grad = torch.ones_like(param.detach())
+            if clip == "torch":
+                param.grad.copy_(torch.ones_like(param.detach()))
+            else:
+                param.grad = torch.ones_like(param.detach())
         before = [param.detach().clone() for param in model.parameters()]
-        norm = clip_grad_norm(model, 0.5)
+        norm = WAYS[clip](model, 0.5)
         optimizer.step()
         moves = [old - param.detach() for old, param in zip(before, model.parameters(), strict=True)]
         return float(norm), sum(param.numel() for param in model.parameters()), moves
@@ -112,3 +136,27 @@ def test_our_norm_covers_plain_tensors_in_the_place_of_all_gradients() -> None:
         assert norm == pytest.approx(whole)
         for move in moves:
             torch.testing.assert_close(move, torch.full_like(move, 0.1 * 0.5 / whole), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("replaced", ["all", "the expert's"])
+def test_steps_refuse_an_experts_gradient_of_which_torch_saw_one_ranks(replaced: str, sharded: bool) -> None:
+    def train() -> bool:
+        model, optimizer = sharded_model() if sharded else reduced()
+        for refused in (True, False):
+            model(batch()).square().sum().backward()
+            for param in (model if replaced == "all" else model.module[1]).parameters():
+                param.grad = torch.ones_like(param.detach()) if refused else None
+            before = [param.detach().clone() for param in model.module[1].parameters()]
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if refused:
+                with pytest.raises(RuntimeError, match=r"'1\.\w+' was replaced.*param\.grad\.copy_"):
+                    optimizer.step()
+            elif replaced == "the expert's":  # None is no gradient, as in plain PyTorch
+                optimizer.step()
+            for param, then in zip(model.module[1].parameters(), before, strict=True):
+                torch.testing.assert_close(param.detach(), then, rtol=0, atol=0)
+            optimizer.zero_grad()
+        return True
+
+    assert all(simulate(train, RANKS))

@@ -2,6 +2,11 @@
 
 from fault import Change, Fault
 
+COPIED = (
+    "tests/ddp/collectives/test_step_check.py::"
+    "test_what_ranks_may_do_differently[ddp-parameters_copied_from_the_first_rank]"
+)
+
 FAULTS = [
     Fault(
         "13k-a-unit-is-sent-while-its-own-modules-delay",
@@ -177,6 +182,64 @@ FAULTS = [
                 "BucketIteration._reopen",
                 "self._finished and self._num_tokens is not None",
                 "False",
+            ),
+        ],
+    ),
+    Fault(
+        "47r-ranks-that-agree-again-are-refused",
+        sentence="After broadcast_params, steps that ranks took apart before are still held against them.",
+        tests=[COPIED],
+        quick=[COPIED],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.data_parallel",
+                "DistributedDataParallel.broadcast_params",
+                "self.steps.forget()",
+                "",
+            ),
+        ],
+    ),
+    Fault(
+        "47s-a-step-updates-before-ranks-are-compared",
+        sentence="Under ZeRO-1, a step that no read comes before updates with gradients of different batches.",
+        tests=[
+            "tests/ddp/collectives/test_step_check.py::test_ranks_that_skip_different_batches[in a plain loop-zero1]"
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.iteration",
+                "BucketIteration.wait_for_buckets",
+                "self.steps.finish()",
+                "",
+            ),
+        ],
+    ),
+    Fault(
+        "46h-a-first-element-is-not-compared",
+        sentence="Replicas that differ in the first element of a parameter, or in a scalar, are taken for equal.",
+        tests=["tests/ddp/buckets/test_replicas.py::test_a_difference_in_one_element_is_found"],
+        changes=[
+            Change(
+                "maingrad.ddp.buckets.replicas",
+                "_checksum",
+                "* 2 + 1",
+                "* 2",
+            ),
+        ],
+    ),
+    Fault(
+        "28v-clipping-rounds-the-sums-to-the-weights-dtype",
+        sentence="Under DistributedOptimizer without shards a read of a bf16 parameter's .grad rounds the fp32 sums.",
+        tests=[
+            "tests/ddp/torch_grads/test_stock_clipping.py::"
+            "test_under_our_optimizer_a_bf16_parameters_gradient_is_read_as_it_is_summed"
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.torch_grads.shown_params",
+                "ShownGrads.fill",
+                "each.dtype if each.record.updater is None else each.record.view.dtype",
+                "each.dtype",
             ),
         ],
     ),

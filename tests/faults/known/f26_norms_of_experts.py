@@ -50,4 +50,19 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "26d-a-step-takes-an-experts-gradient-that-one-rank-clipped",
+        sentence="Where a program replaces an expert's gradient by a plain tensor, torch's clipping sees one rank's, and the step takes it.",
+        tests=[
+            "tests/ddp/wrapper/test_own_ranks.py::test_steps_refuse_an_experts_gradient_of_which_torch_saw_one_ranks",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.torch_grads.shown_params",
+                "ShownParam.is_of_own_ranks",
+                "info.grid.size < info.everyone.size",
+                "info.grid.size > info.everyone.size",
+            ),
+        ],
+    ),
 ]

@@ -626,6 +626,22 @@ def test_a_module_that_has_run_without_a_wrapper_is_one_of_its_wrapper() -> None
     assert torch.all(first["1.fp8_scale"] != 1.0)
 
 
+def test_a_module_that_has_left_its_wrapper_goes_on_alone() -> None:
+    model = DistributedDataParallel(towers(fused=False))
+    iterate(model, [1])
+    module = model.unwrap()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    before = scaling(module)
+    for seed in (2, 3):
+        with autocast(recipe=RECIPE):
+            loss = (100 * module(batch(seed))).float().square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = scaling(module)
+    assert not all(torch.equal(after[name], before[name]) for name in before if "scale" in name)
+
+
 def train_alone_without_tokens_in(empty: int) -> State:
     """Gradients are reduced by hand. The last rank has no tokens in iteration ``empty``."""
     module = towers(fused=False)
