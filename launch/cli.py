@@ -268,7 +268,7 @@ class Tune:
     """as EXPERTSxROWSxNxK, such as 64x32768x2048x2048; one expert is a dense layer. By default those of the shipped
     table"""
     out_dir: Path = Path("runs/tune")
-    """where tuned.csv goes, which load_tuning_table reads, beside all timings and what cold starts cost"""
+    """where tuned.csv goes, which load_tuning_table reads, beside all timings"""
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
         from ..kernels.compat import HAS_TRITON

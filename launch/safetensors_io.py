@@ -117,7 +117,7 @@ def save_safetensors(
         optimizer.prepare_state()
         if dtype is not None and ranks.place < ranks.num_writers:
             optimizer.refresh_masters()
-            found = {name: master.cpu() for name, master in _gather_masters(optimizer)}
+            found = {name: master.cpu() for name, master in _gather_masters(optimizer) if ranks.grid.is_first}
 
     def write() -> None:
         if ranks.grid.is_first:
@@ -233,33 +233,18 @@ def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _gather_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yields, on the first rank of an instance, the masters of half-precision parameters, one at a time.
-
-    Other ranks yield nothing. Collective over the instance.
-    """
-    slices = [part for part in optimizer.full_slices() if part.master.dtype is not part.param.dtype]
-    mine = [(part.start, part.end) for part in slices]
-    ranges, here = [mine], 0
+    """Yields the whole masters of half-precision parameters, one at a time. Collective over an instance."""
     group = optimizer.model.grids["dense"].inner
-    if group is not None and group.size() > 1:
-        ranges, here = [[]] * group.size(), group.rank()
-        dist.all_gather_object(ranges, mine, group=group)
-    for index, part in enumerate(slices):
+    for part in optimizer.full_slices():
+        if part.master.dtype is part.param.dtype:
+            continue
+        # Ranks have some elements each. The least integer stands for the others: of all ranks' bits the largest count.
         numel = part.bucket_param.owned.param.numel()
-        owners = [rank for rank, parts in enumerate(ranges) if parts[index][0] < parts[index][1]]
-        if ranges[0][index] == (0, numel):
-            owners = [0]  # the first rank has all of it
-        if here == 0:
-            whole = torch.empty(numel, dtype=part.master.dtype, device=part.master.device)
-            for rank in owners:
-                start, end = ranges[rank][index]
-                if rank == 0:
-                    whole[start:end] = part.master
-                else:
-                    dist.recv(whole[start:end], group=group, group_src=rank)
-            yield part.name, whole.view(part.shape)
-        elif here in owners:
-            dist.send(part.master, group=group, group_dst=0)
+        bits = torch.full((numel,), -(2**31), dtype=torch.int32, device=part.master.device)
+        bits[part.start : part.end] = part.master.view(torch.int32)
+        if group is not None:
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+        yield part.name, bits.view(part.master.dtype).view(part.shape)
 
 
 def _match(path: Path, tensors: ModelTensors, present: Mapping[str, Tensor]) -> dict[str, str]:

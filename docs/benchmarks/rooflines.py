@@ -30,7 +30,6 @@ from maingrad.launch.tuning.problems import (
     GroupedOperands,
     parse_shape,
     provenance,
-    shape_name,
     triton_version,
 )
 
@@ -178,7 +177,7 @@ def _measure_case(bench, op, shape, case, device, kernels):
             **provenance(device),
         )
         kernels.rows.append(row)
-        log(f"{op:25s} {shape_name(shape):22s} {name:24s} {ms:8.4f} ms  {row.over_roofline:6.2f} x roofline")
+        log(f"{op:25s} {'x'.join(map(str, shape)):22s} {name:24s} {ms:8.4f} ms  {row.over_roofline:6.2f} x roofline")
 
 
 def _checked(op, shape, case, kernels):
@@ -193,7 +192,7 @@ def _checked(op, shape, case, kernels):
                 raise
             said = (str(failure).splitlines() or [type(failure).__name__])[0]
         if said:
-            kernels.left_out.append(f"{op} {shape_name(shape)}, {name}: {said}")
+            kernels.left_out.append(f"{op} {'x'.join(map(str, shape))}, {name}: {said}")
             kernels.wrong |= ours
             log(f"left out: {kernels.left_out[-1]}")
         else:

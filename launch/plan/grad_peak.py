@@ -5,7 +5,7 @@ memory until another bucket needs it. The result is therefore exact, not only a 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -49,14 +49,7 @@ def peak_of_released(
     if not overlaps or num_microbatches > 1:
         return sum(bucket.grad_nbytes for bucket in buckets)
     bucket_of = {slot.spec.name: bucket for bucket in buckets for slot in bucket.layout.slots}
-    names = {id(param): name for name, param in model.named_parameters()}
-    now: list[list[str]] = []
-    delayed: list[list[str]] = []
-    for module in reversed(list(model.modules())):
-        later = module.delayed_wgrad_weights() if isinstance(module, DelayedWgradModule) else ()
-        own = {key: param for key, param in module._parameters.items() if param is not None and param.requires_grad}
-        now.append([names[id(param)] for key, param in reversed(own.items()) if key not in later])
-        delayed.append([names[id(param)] for key, param in reversed(own.items()) if key in later])
+    _, now, delayed = zip(*_written(model), strict=True)
     left = Counter(name for written in now + delayed for name in written)
     held: list[PlacedBucket] = []
     launched: list[PlacedBucket] = []
@@ -72,6 +65,17 @@ def peak_of_released(
         while len(launched) < len(buckets) and not any(left[s.spec.name] for s in buckets[len(launched)].layout.slots):
             launched.append(buckets[len(launched)])
     return peak
+
+
+def _written(model: nn.Module) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Modules in the order of a backward: path, parameters with gradients of the backward, and with delayed ones."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    for path, module in reversed(list(model.named_modules())):
+        later = module.delayed_wgrad_weights() if isinstance(module, DelayedWgradModule) else ()
+        own = [(key, param) for key, param in module._parameters.items() if param is not None and param.requires_grad]
+        own.reverse()
+        now = [names[id(param)] for key, param in own if key not in later]
+        yield path, now, [names[id(param)] for key, param in own if key in later]
 
 
 class _Bucket:
@@ -105,11 +109,8 @@ class _Replay:
             for bucket in self._buckets
             for slot in bucket.layout.slots
         }
-        names = {id(param): name for name, param in model.named_parameters()}
-        for path, module in reversed(list(model.named_modules())):
-            later = module.delayed_wgrad_weights() if isinstance(module, DelayedWgradModule) else ()
-            now = [param for name, param in module._parameters.items() if param is not None and name not in later]
-            self._write_module([bucket_of[names[id(param)]] for param in reversed(now)])
+        for path, now, _ in _written(model):
+            self._write_module([bucket_of[name] for name in now])
             for bucket in self._units.get(path, ()):
                 if not bucket.layout.delayed:
                     self._launch(bucket)

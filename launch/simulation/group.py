@@ -163,12 +163,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
             )
         return rank
 
-    def _join(self, description: str, operation: Operation, payload: Payload, results: list[Any]) -> SimulatedWork:
+    def _join(self, description: str, operation: Operation, payload: Payload) -> SimulatedWork:
+        """Launch a collective, whose results are the outputs of ``payload``."""
+
         def launch() -> Pending:
             return self.shared.join(self.rank(), description, operation, payload)
 
-        again = partial(self._join, description, operation, payload, results)
-        return self._launch(f"{description} of {self.shared.describe()}", launch, results, again)
+        again = partial(self._join, description, operation, payload)
+        return self._launch(f"{description} of {self.shared.describe()}", launch, payload.outputs, again)
 
     def _transfer(self, tensor: Tensor, source: int | None, target: int, tag: int, *, sending: bool) -> SimulatedWork:
         transfer = Transfer(self.shared, "send" if sending else "recv", tensor, source, target, tag)
@@ -181,7 +183,11 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._launch(transfer.describe(), launch, [tensor], again)
 
     def _launch(
-        self, description: str, launch: Callable[[], Pending], results: list[Any], again: Callable[[], SimulatedWork]
+        self,
+        description: str,
+        launch: Callable[[], Pending],
+        results: Sequence[Any],
+        again: Callable[[], SimulatedWork],
     ) -> SimulatedWork:
         """Launch an operation now, and ``again`` where a capture is replayed."""
         rank = self.own_rank()
@@ -196,7 +202,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         if self._coalescing is not None:
             self._coalescing.append(pending)
         self.scheduler.pass_baton(rank)
-        work = SimulatedWork(self, [pending], results)
+        work = SimulatedWork(self, [pending], list(results))
         work.recorded = recorded
         return work
 
@@ -217,85 +223,82 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         if root is not None:
             detail, operation = f"{detail} to rank {self.shared.members[root]}", move.reduce_to_root
         payload = Payload(tensors, tensors, reduce_op, root or 0)
-        return self._join(describe_launch(name, tensors, detail), operation, payload, list(tensors))
+        return self._join(describe_launch(name, tensors, detail), operation, payload)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
-        return self.reduce_scatter_single_coalesced([output], [input], opts, name="reduce_scatter_single")
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None, name: str = "reduce_scatter_single_coalesced"
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, name: str = "reduce_scatter"
     ) -> SimulatedWork:
-        chunks = [_chunks(whole, part, self.size()) for whole, part in zip(inputs, outputs, strict=True)]
-        return self._reduce_scatter(name, outputs, chunks, opts)
-
-    def _reduce_scatter(self, name: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
         reduce_op = _sum_unless_given(opts)
         description = describe_launch(name, outputs, reduce_op_name(reduce_op))
-        return self._join(description, move.reduce_scatter, Payload(inputs, outputs, reduce_op), list(outputs))
+        return self._join(description, move.reduce_scatter, Payload(inputs, outputs, reduce_op))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
+        return self.reduce_scatter([output], self._chunks([input], [output]), opts, "reduce_scatter_single")
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        return self.reduce_scatter(outputs, self._chunks(inputs, outputs), opts, "reduce_scatter_single_coalesced")
 
     # Gathers.
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         # Shapes may differ between ranks, so they are compared when the data moves.
         description = f"all_gather {_dtype(inputs[0])}"
-        return self._join(description, move.all_gather, Payload(inputs, outputs), list(outputs))
+        return self._join(description, move.all_gather, Payload(inputs, outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         # ``outputs`` is indexed by rank first here, and by tensor first in all other collectives.
         return self._gather_all("all_gather_coalesced", list(zip(*outputs, strict=True)), inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
-        return self.all_gather_single_coalesced([output], [input], opts, name="all_gather_single")
+        return self._gather_all("all_gather_single", self._chunks([output], [input]), [input])
 
-    def all_gather_single_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None, name: str = "all_gather_single_coalesced"
-    ) -> SimulatedWork:
-        places = [_chunks(whole, part, self.size()) for whole, part in zip(outputs, inputs, strict=True)]
-        return self._gather_all(name, places, inputs)
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        return self._gather_all("all_gather_single_coalesced", self._chunks(outputs, inputs), inputs)
 
     def _gather_all(self, name: str, outputs: Any, inputs: Any) -> SimulatedWork:
-        return self._join(describe_launch(name, inputs), move.all_gather, Payload(inputs, outputs), list(outputs))
+        return self._join(describe_launch(name, inputs), move.all_gather, Payload(inputs, outputs))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
         root = opts.rootRank
         description = describe_launch("gather", inputs, f"to rank {self.shared.members[root]}")
         places = outputs[0] if outputs else []
-        return self._join(description, move.gather, Payload(inputs, places, None, root), list(places))
+        return self._join(description, move.gather, Payload(inputs, places, None, root))
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:
-        places = _chunks(output, input, self.size()) if self.rank() == opts.rootRank else []
-        return self.gather([places], [input], opts)
+        places = self._chunks([output], [input]) if self.rank() == opts.rootRank else []
+        return self.gather(places, [input], opts)
+
+    def _chunks(self, wholes: Any, parts: Any) -> list[list[Tensor]]:
+        """Views of each whole tensor, one for each rank."""
+        return [_chunks(whole, part, self.size()) for whole, part in zip(wholes, parts, strict=True)]
 
     # From one rank, and between all.
 
     def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
         tensors, root = _as_list(tensors), opts.rootRank
         description = describe_launch("broadcast", tensors, f"from rank {self.shared.members[root]}")
-        return self._join(description, move.broadcast, Payload((), tensors, None, root), list(tensors))
+        return self._join(description, move.broadcast, Payload((), tensors, None, root))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
         root = opts.rootRank
         description = describe_launch("scatter", outputs, f"from rank {self.shared.members[root]}")
         values = inputs[0] if inputs else []
-        return self._join(description, move.scatter, Payload(values, outputs, None, root), list(outputs))
+        return self._join(description, move.scatter, Payload(values, outputs, None, root))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         # Shapes differ between ranks by design, so they are compared when the data moves.
         description = f"all_to_all {_dtype(inputs[0])}"
-        return self._join(description, move.all_to_all, Payload(inputs, outputs), list(outputs))
+        return self._join(description, move.all_to_all, Payload(inputs, outputs))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> SimulatedWork:
         description = f"all_to_all_single {_dtype(input)}"
         payload = Payload(_splits(input, input_splits, self.size()), _splits(output, output_splits, self.size()))
-        return self._join(description, move.all_to_all, payload, [output])
+        return self._join(description, move.all_to_all, payload)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
-        return self._join("barrier", move.barrier, Payload(), [])
+        return self._join("barrier", move.barrier, Payload())
 
     # Point to point.
 

@@ -22,7 +22,6 @@ __all__ = [
     "error_of",
     "parse_shape",
     "provenance",
-    "shape_name",
     "triton_version",
 ]
 
@@ -72,11 +71,6 @@ def parse_shape(text: str) -> Shape:
         # torch's grouped_mm takes rows and features in units of 16 bytes; scaled_glu halves N.
         raise ConfigError(f"--shapes: '{text}' needs rows and N in multiples of 16, and K of 8, for the rivals' sake")
     return experts, rows, n, k
-
-
-def shape_name(shape: Shape) -> str:
-    """The text that ``parse_shape`` reads."""
-    return "x".join(map(str, shape))
 
 
 class GroupedOperands:

@@ -1,33 +1,26 @@
-"""Measure every configuration of every kernel, and write the table of the fastest.
-
-The report also says what a cold start costs: a shape without a row of its own gets its configuration from the
-other shapes' rows. The cost is this configuration's time divided by the time of the shape's own fastest configuration.
-"""
+"""Measure every configuration of every kernel, and write the table of the fastest."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.grouped.gemm_triton import GEMM_CANDIDATES, GemmConfig, default_gemm_config, grouped_gemm_triton
-from ...kernels.grouped.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
+from ...kernels.grouped.gemm_triton import GEMM_CANDIDATES, GemmConfig, grouped_gemm_triton
+from ...kernels.grouped.wgrad_config import WGRAD_CANDIDATES, WgradConfig
 from ...kernels.grouped.wgrad_triton import grouped_wgrad_triton
-from ...kernels.tuning import COLUMNS, CUBLAS, Problem, TunedRow, gpu_name, nearest
+from ...kernels.tuning import COLUMNS, CUBLAS, Problem, gpu_name
 from ...kernels.wgrad import cublas_wgrad
 from ..config.error import ConfigError
-from ..report.table import machine, markdown_table, write_csv, write_table
+from ..report.table import write_csv
 from .problems import DENSE_OPS, GROUPED_OPS, GroupedOperands, Shape, parse_shape, provenance
 
 __all__ = [
     "DENSE_SHAPES",
     "GROUPED_SHAPES",
-    "ColdRow",
     "Timing",
-    "cold_rows",
     "fastest",
     "plan_work",
     "run_tune",
@@ -95,14 +88,12 @@ def plan_work(ops: Sequence[str], shapes: Sequence[str]) -> list[tuple[Shape, tu
 
 
 def run_tune(ops: Sequence[str], shapes: Sequence[str], folder: Path) -> None:
-    """The command ``maingrad tune``: measure what ``plan_work`` says, write the table, print what cold starts cost."""
+    """The command ``maingrad tune``: measure what ``plan_work`` says, and write the table."""
     work = plan_work(ops, shapes)
     if not torch.cuda.is_available():
         raise ConfigError("tune measures configurations of kernels on a GPU, and torch sees no CUDA device")
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows = cold_rows(tune(work, device, folder, print), device)
-    if rows:
-        print(write_cold_report(rows, folder))
+    tune(work, torch.device("cuda", torch.cuda.current_device()), folder, print)
+    print(folder / "tuned.csv")
 
 
 def tune(
@@ -225,78 +216,12 @@ def fastest(timings: Sequence[Timing]) -> dict[Problem, Timing]:
     return chosen
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ColdRow:
-    """One problem of the tuning table, as if the table lacked the problem's own row."""
-
-    op: str
-    experts: int
-    rows: int
-    n: int
-    k: int
-    config: str
-    """Configuration of the problem's own row."""
-    ms: float
-    cold_over_tuned: float
-    """Time of the configuration that the other rows give to the problem, divided by ``ms``."""
-
-
-def cold_rows(timings: Sequence[Timing], device: torch.device) -> list[ColdRow]:
-    """A row for each problem whose cold configuration was measured, the largest ``cold_over_tuned`` first."""
-    rows = tuple(_row(timing, device) for timing in fastest(timings).values())
-    measured = {(timing.problem, timing.config): timing.ms for timing in timings}
-    cold = []
-    for row in rows:
-        problem = row.problem
-        found = nearest(row.gpu, problem, tuple(other for other in rows if other.problem != problem))
-        ms = measured.get((problem, _default(problem) if found is None else found.config))
-        if ms is not None:
-            key = {name: value for name, value in problem._asdict().items() if name != "dtype"}
-            own = measured[problem, row.config]
-            cold.append(ColdRow(**key, config=row.config, ms=own, cold_over_tuned=ms / own))
-    return sorted(cold, key=lambda row: -row.cold_over_tuned)
-
-
-def _default(problem: Problem) -> str:
-    if problem.experts == 1:
-        return CUBLAS
-    make: Callable[..., GemmConfig | WgradConfig] = (
-        default_wgrad_config if "wgrad" in problem.op else default_gemm_config
-    )
-    return describe(make(getattr(torch, problem.dtype), (9, 0), problem.rows / problem.experts))
-
-
-def _row(timing: Timing, device: torch.device) -> TunedRow:
-    return TunedRow(problem=timing.problem, config=timing.config, ms=round(timing.ms, 4), **provenance(device))
-
-
 def write_tuning(timings: Sequence[Timing], device: torch.device, folder: Path) -> None:
     """Write ``tuned.csv``, which ``load_tuning_table`` reads, and all timings to ``timings.csv``."""
-    rows = [_row(timing, device) for timing in fastest(timings).values()]
-    tuned = [(row.gpu, *row.problem, row.config, row.ms, row.date, row.torch, row.triton) for row in rows]
-    write_csv(folder / "tuned.csv", [dict(zip(COLUMNS, line, strict=True)) for line in tuned])
-    every = [{**timing.problem._asdict(), "config": timing.config, "ms": f"{timing.ms:.4f}"} for timing in timings]
-    write_csv(folder / "timings.csv", every)
 
+    def written(found: Iterable[Timing]) -> list[dict[str, Any]]:
+        return [{**each.problem._asdict(), "config": each.config, "ms": round(each.ms, 4)} for each in found]
 
-def write_cold_report(rows: Sequence[ColdRow], folder: Path) -> str:
-    """Write ``cold_starts.csv`` and ``cold_starts.md`` into ``folder``; returns the table."""
-    worst = max(rows, key=lambda row: row.cold_over_tuned)
-    setting = (
-        f"{machine()}. Each shape of the tuning table with its own configuration, and with the one that it would get "
-        f"from the nearest other row: at worst {worst.cold_over_tuned:.2f} times its own time. bf16 operands, medians "
-        f"of single runs from a cold L2; the fastest of each shape measured in three rounds. Made by "
-        f"`maingrad tune`, which also writes the table itself, `tuned.csv`, and every timing, `timings.csv`."
-    )
-    headings = ["operation", "E, T, N, K", "ms", "cold over tuned", "configuration"]
-    lines = [
-        [
-            row.op,
-            f"{row.experts}, {row.rows}, {row.n}, {row.k}",
-            f"{row.ms:.4f}",
-            f"{row.cold_over_tuned:.3f}",
-            f"`{row.config}`",
-        ]
-        for row in rows
-    ]
-    return write_table(folder, "cold_starts", rows, "Cold starts", setting, markdown_table(headings, lines))
+    tuned = [{**row, **provenance(device)} for row in written(fastest(timings).values())]
+    write_csv(folder / "tuned.csv", [{column: row[column] for column in COLUMNS} for row in tuned])
+    write_csv(folder / "timings.csv", written(timings))

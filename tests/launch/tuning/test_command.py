@@ -1,6 +1,5 @@
-"""`maingrad tune` as a whole: each shape with its operations, the files of a stopped run, cold starts."""
+"""`maingrad tune` as a whole: each shape with its operations, the files of a stopped run."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from maingrad.kernels.tuning import Problem, parse_table
 from maingrad.launch.cli import main
 from maingrad.launch.tuning import tune as tune_kernels
 from maingrad.launch.tuning.problems import DENSE_OPS, GROUPED_OPS, GroupedOperands
-from maingrad.launch.tuning.tune import DENSE_SHAPES, GROUPED_SHAPES, Timing, cold_rows, plan_work, write_cold_report
+from maingrad.launch.tuning.tune import DENSE_SHAPES, GROUPED_SHAPES, Timing, plan_work
 
 CPU = torch.device("cpu")
 OP = "grouped_linear"
@@ -85,26 +84,6 @@ def test_configurations_that_do_not_fit_the_gpu_are_passed_over(
         tune_kernels.tune(plan_work((OP,), ("4x64x32x16",)), CPU, tmp_path)
 
 
-def test_cold_starts_are_listed_with_the_worst_first(tmp_path: Path) -> None:
-    timings = [
-        *timings_of((8, 1024, 512, 512), a=1.0, b=1.05, c=3.0),
-        *timings_of((8, 2048, 512, 512), a=2.2, b=2.0, c=5.0),  # nearest to both others
-        *timings_of((8, 4096, 512, 512), a=9.0, b=6.0, c=4.0),
-    ]
-    rows = cold_rows(timings, CPU)
-    found = {row.rows: (row.config, row.ms, row.cold_over_tuned) for row in rows}
-    assert found[4096] == ("block_m=99", 4.0, 1.5)
-    assert found[1024] == ("block_m=97", 1.0, 1.05)
-    assert found[2048][:2] == ("block_m=98", 2.0)
-    assert [row.cold_over_tuned for row in rows] == sorted((row.cold_over_tuned for row in rows), reverse=True)
-
-    text = write_cold_report(rows, tmp_path)
-    assert f"at worst {rows[0].cold_over_tuned:.2f} times" in text
-    assert "| grouped_linear | 8, 4096, 512, 512 | 4.0000 | 1.500 | `block_m=99` |" in text
-    with (tmp_path / "cold_starts.csv").open() as file:
-        assert [int(row["rows"]) for row in csv.DictReader(file)] == [row.rows for row in rows]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -136,4 +115,3 @@ def test_on_a_gpu_every_configuration_is_right_and_timed(tmp_path: Path) -> None
     assert {row.gpu for row in rows} == {torch.cuda.get_device_name()}
     assert {row.problem for row in rows} == {timing.problem for timing in timings}
     assert {row.problem.op for row in rows} == {*GROUPED_OPS, *DENSE_OPS}
-    assert cold_rows(timings, torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""`maingrad tune`: which configuration is chosen, what a cold start costs, and the table that is written."""
+"""`maingrad tune`: which configuration is chosen, and the table that is written."""
 
 import csv
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from maingrad.kernels.grouped.wgrad_config import WGRAD_CANDIDATES, WgradConfig,
 from maingrad.kernels.tuning import CUBLAS, Problem, gpu_name, load_tuning_table, tuned_config
 from maingrad.launch.tuning import tune as tune_kernels
 from maingrad.launch.tuning.problems import GroupedOperands, error_of
-from maingrad.launch.tuning.tune import Timing, cold_rows, describe, fastest, plan_work, tune, write_tuning
+from maingrad.launch.tuning.tune import Timing, describe, fastest, plan_work, tune, write_tuning
 
 CPU = torch.device("cpu")
 OP = "grouped_wgrad_accumulate"
@@ -81,38 +81,6 @@ def test_a_dense_product_stays_the_librarys_unless_a_kernel_is_clearly_faster(ke
     timings = [Timing(DENSE, CUBLAS, 1.0), Timing(DENSE, ONE, kernel_ms), Timing(DENSE, OTHER, 2.0)]
     assert fastest(timings)[DENSE].config == chosen
     assert fastest(timings[::-1])[DENSE].config == chosen
-
-
-# ---- Cold starts. ----
-
-
-def cold_ratios(timings: list[Timing]) -> dict[Problem, float]:
-    return {
-        Problem(row.op, "bfloat16", row.experts, row.rows, row.n, row.k): row.cold_over_tuned
-        for row in cold_rows(timings, CPU)
-    }
-
-
-def test_a_cold_start_costs_what_the_other_rows_would_choose() -> None:
-    timings = [Timing(SMALL, ONE, 1.0), Timing(SMALL, OTHER, 1.25), Timing(LARGE, ONE, 3.0), Timing(LARGE, OTHER, 2.0)]
-    assert cold_ratios(timings) == pytest.approx({SMALL: 1.25, LARGE: 1.5})
-
-
-def test_a_shape_with_nothing_near_starts_with_the_default() -> None:
-    default = describe(default_wgrad_config(torch.bfloat16, (9, 0), SMALL.rows / SMALL.experts))
-    far = SMALL._replace(n=128, k=128)
-    timings = [Timing(SMALL, ONE, 1.0), Timing(SMALL, default, 1.75), Timing(far, ONE, 1.0), Timing(far, default, 1.0)]
-    assert default != ONE
-    assert cold_ratios(timings)[SMALL] == pytest.approx(1.75)
-
-
-def test_a_dense_shape_with_nothing_near_starts_with_the_library() -> None:
-    timings = [Timing(DENSE, CUBLAS, 1.5), Timing(DENSE, ONE, 1.0)]
-    assert cold_ratios(timings) == {DENSE: 1.5}
-
-
-def test_what_was_not_timed_has_no_ratio() -> None:
-    assert cold_ratios([Timing(SMALL, ONE, 1.0), Timing(LARGE, OTHER, 1.0)]) == {}
 
 
 # ---- The files. ----

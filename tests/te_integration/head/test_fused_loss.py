@@ -333,7 +333,7 @@ def test_the_programs_of_the_page() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/fused_loss.md").read_text()
     names: dict[str, Any] = {"__name__": "page"}
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(block, names)
     assert names["loss"].isfinite()
