@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..gathers.waiting_params import is_waiting_hook, registered_params
-from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
+from ..gathers.waiting_params import is_waiting_hook
+from ..torch_internals import DisableTorchFunctionSubclass, hook_keys, registered_params
 
 __all__ = ["modes", "surroundings"]
 
