@@ -296,7 +296,6 @@ class GradRounds:
         with torch.no_grad():
             if (model := self._outermost.module()) is not None:
                 iteration_ends.end_iteration(model, self._outermost.grid, self._failures, self.trained)
-            self.trained.clear()
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
 
     def _compare_steps(self) -> None:

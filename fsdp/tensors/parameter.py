@@ -143,11 +143,7 @@ class ShardedParameter(nn.Parameter):
         return f"ShardedParameter({self.shard}, requires_grad={self.requires_grad}):\n{self.detach()!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        copied = make_sharded(self.detach().clone().view(-1), self.shard, self.requires_grad)
-        memo[id(self)] = copied
-        return copied
+        return make_sharded(self.detach().clone().view(-1), self.shard, self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

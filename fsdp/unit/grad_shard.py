@@ -66,6 +66,7 @@ class GradShard:
         self._partial: Tensor | None = None
         self._shown: Tensor | None = None  # what .grad are views of: total, or its copy
         self._views: list[ShardedGrad] = []  # of ``shown``, one for each parameter
+        self._is_published = True  # no reduction has changed ``total`` since ``publish``
         self._has_partial = False  # ``partial`` contains gradients of this iteration
         # Not None while gradients of this iteration are not in .grad yet (in partial, or not reduced): what .grad was
         # set to, and the version of ``shown`` by then.
@@ -106,7 +107,8 @@ class GradShard:
         total, shown, before = self._total, self._shown, self._views
         if total is None or shown is None or shown is total:
             return
-        total.copy_(torch.where(total.to(shown.dtype) == shown, total, shown))  # what the program has changed
+        if self._is_published:
+            total.copy_(torch.where(total.to(shown.dtype) == shown, total, shown))  # what the program has changed
         self._show(total)
         for param, old, new in zip(self._params, before, self._views, strict=True):
             if param.grad is old:
@@ -169,6 +171,7 @@ class GradShard:
         across         reduce ``partial`` across instances, at the end of the iteration
         """
         assert self._total is not None, "claim() has made it"
+        self._is_published = False
         if self._reduction.grid.outer_size == 1:
             stages = self._into_total(grads, self._total, adds_to_total)
         else:
@@ -194,6 +197,7 @@ class GradShard:
 
     def publish(self) -> None:
         """Copy the sums to ``.grad``, if the shard has another dtype or device than the sums."""
+        self._is_published = True
         if self._shown is not None and self._total is not None and self._shown is not self._total:
             self._shown.copy_(self._total, non_blocking=True)
 

@@ -13,7 +13,7 @@ import torch
 
 from ...ddp.buckets.replicas import bits_of, written_from_local_data
 from ...ddp.collectives.streams import is_capturing
-from ...ddp.torch_internals import DisableTorchFunctionSubclass, current_backward
+from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from .pair import ShardedPair
 
 __all__ = ["WholeWrites", "write_back"]
@@ -41,7 +41,7 @@ class WholeWrites:
     def forward_begins(self, *, training: bool) -> None:
         """The whole parameters are registered, and their gather has arrived; ``training``: the module's mode."""
         kind = torch.is_grad_enabled(), training
-        if kind not in self._compared and not is_capturing() and current_backward() == -1:
+        if kind not in self._compared and not is_capturing():
             self._compared.add(kind)
             self._first = self._values()
 

@@ -151,8 +151,7 @@ class DeferredLogits:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         """As ``Tensor.flatten``."""
-        last = self.ndim - 1
-        if self._values is None and end_dim % self.ndim != last and last > 0:
+        if self._values is None and end_dim % self.ndim != self.ndim - 1:
             return self._of(self._hidden.flatten(start_dim, end_dim))
         return self.values().flatten(start_dim, end_dim)
 

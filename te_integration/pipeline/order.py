@@ -208,7 +208,7 @@ class Schedule:
             for entry in entries
         ]
         margin, width = (1 + max(map(len, texts)) for texts in (names, itertools.chain(*columns)))
-        per_block = max(1, (LINE_WIDTH - margin) // width)
+        per_block = (LINE_WIDTH - margin) // width  # of the numbers that are allowed, several fit
         blocks = []
         for start in range(0, len(entries), per_block):
             rows = zip(names, *columns[start : start + per_block], strict=True)

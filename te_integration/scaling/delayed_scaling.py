@@ -74,7 +74,7 @@ def scaling_state(module: ScaledModule, length: int, device: torch.device) -> Sc
     """Return the host's state. Buffers are made, moved, or resized to ``length`` rows where needed."""
     watch_iterations(_watcher)
     use: ScalingUse | None = module._scaling_use
-    if use is None or use.module() is not module:
+    if use is None:  # a copy of a module has none
         use = module._scaling_use = ScalingUse(module)
     if is_capturing() and module._buffers.get(BUFFERS[0]) is None:
         raise RuntimeError(

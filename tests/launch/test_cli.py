@@ -230,6 +230,7 @@ def test_a_second_ctrl_c_insists(monkeypatch: pytest.MonkeyPatch):
         assert stop.requested
         assert stop.signal_name == "SIGINT"
         monkeypatch.setattr("maingrad.launch.training.signals._INSIST_AFTER", -1.0)
+        signal.raise_signal(signal.SIGTERM)  # a scheduler repeats what it has said
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

@@ -295,4 +295,33 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "47p-instances-gather-other-units",
+        sentence="Two instances evaluate other units, and each gathers the other's shards across instances, silently.",
+        tests=[f"{ITERATION}/test_other_units.py::test_an_evaluation_of_instances_on_other_units"],
+        changes=[
+            Change(
+                "maingrad.fsdp.unit.unit",
+                "Unit.record_gather",
+                "if self._outer_log and any(bucket.gathers_across for bucket in self.buckets):",
+                "if False:",
+            ),
+        ],
+    ),
+    Fault(
+        "61n-all-layers-round-alike",
+        sentence="Moments of all parameters are rounded by the same random bits.",
+        tests=[
+            "tests/fsdp/state/test_compact_state.py::"
+            "test_moments_of_equal_gradients_are_rounded_by_random_bits_of_their_own"
+        ],
+        changes=[
+            Change(
+                "maingrad.fsdp.state.sharded_adam",
+                "_ShardedAdam._row",
+                "zlib.crc32(_name_of(param).encode())",
+                "0",
+            ),
+        ],
+    ),
 ]

@@ -102,3 +102,33 @@ def test_what_a_unit_returns_keeps_its_values_and_integers() -> None:
             model(x)[1]["index"].float().sum().backward()
 
     simulate(on_each_rank, 2)
+
+
+def test_complex_outputs_of_what_is_frozen_on_some_ranks() -> None:
+    class Spectrum(Branch):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.fft(super().forward(x))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inside = Spectrum()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inside(x).abs()
+
+    def on_each_rank() -> None:
+        model, twin = Outer(), Outer()
+        fully_shard(model.inside)
+        fully_shard(model)
+        everyones = [torch.full((2, WIDTH), sign, dtype=torch.float64) for sign in (1.0, -1.0)]
+        entered: list[str] = []
+        model.inside.trained.register_full_backward_pre_hook(lambda *_: entered.append("trained"))
+        model(everyones[dist.get_rank()]).square().mean().backward()
+        assert bool(entered) is (dist.get_rank() == 1)
+        expected = torch.autograd.grad(twin(everyones[1]).square().mean() / 2, [*twin.inside.trained.parameters()])
+        for param, grad in zip(model.inside.trained.parameters(), expected, strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), grad)
+
+    simulate(on_each_rank, 2)

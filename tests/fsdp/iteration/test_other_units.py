@@ -323,3 +323,21 @@ def test_a_backward_may_belong_to_two_wrappers() -> None:
             torch._foreach_sub_(params, [0.1 * grad for grad in grads])
     for of_model, of_judge in simulate(judged_by_a_sharded_critic, 2):
         torch.testing.assert_close([*of_model, *of_judge], [p.detach() for p in params])
+
+
+def test_an_evaluation_of_instances_on_other_units() -> None:
+    """Gathers across instances would pair shards of one unit with those of another, of the same size."""
+
+    def on_each_rank() -> str:
+        chosen: list[int] = [0, 1, 2, 3]
+        model = sharded(lambda rank, number: chosen, "hsdp_zero1")
+        train(model, 1)
+        chosen[:] = [0, 3] if dist.get_rank() // 2 else [3, 0]
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        chosen[:] = [0, 1, 2, 3]
+        return refusal(lambda: train(model, 1))
+
+    found = simulate(on_each_rank, 4)
+    # The second instance gathers 'blocks.0' in its turn, and then what came next the last time.
+    assert all("gathered unit 'blocks.3' on rank 0, unit 'blocks.1' on rank 2" in each for each in found), found

@@ -30,6 +30,7 @@ from maingrad.fsdp import (
     fully_shard,
     translate_state_dicts,
 )
+from maingrad.fsdp.state import sharded_adam
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.reference import AdamOptions, AdamTensors, split_master
 from maingrad.launch import simulate
@@ -286,6 +287,56 @@ def test_an_optimizer_that_is_built_after_the_backward() -> None:
         optimizer.step()
     one, other = masters_of(early, expected), masters_of(late, found)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("every_microbatch", [True, False])
+def test_an_optimizer_that_is_built_between_two_microbatches(steps_before: int, every_microbatch: bool) -> None:
+    """Sums of the first are not in ``.grad`` yet, which is shown in bf16 until then."""
+
+    def weights(*, late: bool) -> list[Tensor]:
+        model = shard(make_net(), "zero2", reduce_every_microbatch=every_microbatch)
+        optimizer = None if late else ShardedAdamW(model.parameters(), **HYPER)
+        for step in range(steps_before):
+            backward(model, step)
+        with model.no_sync():
+            backward(model, 1)
+        optimizer = optimizer or ShardedAdamW(model.parameters(), **HYPER)
+        backward(model, 2)
+        optimizer.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    assert all(map(torch.equal, weights(late=True), weights(late=False)))
+
+
+def test_moments_of_equal_gradients_are_rounded_by_random_bits_of_their_own() -> None:
+    """Errors of rounding that were alike in all layers would add up."""
+    model = fully_shard(nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=BF16) for _ in range(2))))
+    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    torch.manual_seed(0)
+    grad = torch.randn(64, 64)
+    for step in (1.0, 0.7):
+        for param in model.parameters():
+            param.grad = grad * step
+        optimizer.step()
+    one, other = (entry["exp_avg"] for entry in optimizer.state_dict()["state"].values())
+    assert not torch.equal(one, other)
+    torch.testing.assert_close(one, other, rtol=2**-6, atol=0)
+
+
+def test_what_is_kept_for_many_sets_of_parameters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step over other parameters than before makes a table of them: experts' gradients come and go."""
+    monkeypatch.setattr(sharded_adam, "_MOST_UPDATES", 4)
+    model = shard(make_net())
+    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    params, kept = [*model.parameters()], 0
+    for left_out in range(len(params)):
+        backward(model, left_out)
+        params[left_out].grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        kept = max(kept, len(optimizer._updates))
+    assert kept == 4 < len(params)
 
 
 def test_loaded_weights_are_masters() -> None:

@@ -170,7 +170,7 @@ def test_groups_of_other_sizes_on_one_rank_are_refused_on_all() -> None:
             (group,) = state["param_groups"]
             halves = group["params"][:2], group["params"][2:]
             state = {**state, "param_groups": [{**group, "params": params} for params in halves]}
-        with pytest.raises(ValueError, match=r"the state dict has groups of \[2, .*\] parameters, and this optimizer"):
+        with pytest.raises(ValueError, match=r"groups of \[2, .*\] parameters, and this optimizer .* \(on rank 1\)"):
             optimizer.load_state_dict(state)
         take_step(model, optimizer, 1)
 
@@ -231,3 +231,17 @@ def test_whole_tensors_are_loaded_where_one_rank_has_all_of_a_parameter(steps_be
         return [param.numel() for param in model.parameters()]
 
     assert any(4 in numels for numels in simulate(load, 2)), "a rank has all of the bias"
+
+
+def test_the_step_of_a_scalar_is_a_number_where_no_other_state_tells() -> None:
+    """Moments of a scalar and its step have one shape: they are told apart by their names."""
+
+    def save() -> set[str]:
+        model = fully_shard(Shifted())
+        optimizer = torch.optim.Adam([model.shift])
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        (entry,) = optimizer.state_dict()["state"].values()
+        return {key for key, value in entry.items() if isinstance(value, DTensor)}
+
+    assert simulate(save, 2) == [{"exp_avg", "exp_avg_sq"}] * 2

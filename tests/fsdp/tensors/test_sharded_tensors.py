@@ -352,6 +352,7 @@ def test_questions_about_a_shard_are_answered(name: str) -> None:
     [
         lambda p: setattr(p, "data", p.data.clone()),
         lambda p: setattr(p, "data", nn.Parameter(torch.zeros(2, 3))),
+        lambda p: setattr(p, "data", p.data.as_strided(p.shape, (1, 2))),
         lambda p: holding(p).half(),
         lambda p: holding(p).to_empty(device="cpu"),
         lambda p: holding(p).double(),

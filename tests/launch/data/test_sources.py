@@ -90,6 +90,7 @@ def test_damaged_index_files_are_named(tmp_path: Path):
         (b"x" + whole[1:], "does not begin with MMIDIDX"),
         (whole[:17] + b"\x07" + whole[18:], "dtype code 7"),
         (whole[:-30], "is cut off"),
+        (whole[:-24] + whole[-16:-8] + whole[-24:-16] + whole[-8:], "names documents beyond its 5 sequences"),
     ):
         index.write_bytes(damaged)
         with pytest.raises(DataError, match=message):
@@ -139,6 +140,11 @@ def test_blends_keep_their_shares_everywhere():
         assert np.array_equal(earlier[sets == number], np.arange((sets == number).sum()))
 
 
+def test_a_set_of_little_weight_is_in_a_blend():
+    sets, _ = Blend.of([1.0, 1e-9]).locate(np.arange(10_000))
+    assert 2 <= sets.sum() <= 3, "once in 4,097 sequences"
+
+
 def test_no_set_of_a_blend_is_a_whole_sequence_ahead():
     weights = [0.7, 0.2, 0.1]
     sets, _ = Blend.of(weights).locate(np.arange(500))
@@ -180,6 +186,18 @@ def test_masked_rows_show_documents():
     inputs, targets, positions = SequenceSet(ended, 6, "mask").row_at(0)
     assert targets.tolist() == [6, 1, IGNORED, 1, IGNORED, 9]
     assert positions.tolist() == [0, 1, 2, 0, 1, 0]
+
+
+def test_no_document_begins_behind_the_last_token():
+    ended = Body(Tokens([np.array([5, 6, 1, 7, 8, 1], np.uint16)]), None, 1)
+    assert ended.document_starts().tolist() == [0, 3]
+    rows = SequenceSet(ended, 1, "pad")
+    assert [(row.inputs.item(), row.targets.item()) for row in map(rows.row, range(len(rows)))] == [
+        (5, 6),
+        (6, 1),
+        (7, 8),
+        (8, 1),
+    ]
 
 
 def test_documents_keep_their_borders_in_the_tokens_that_are_held_back(tmp_path: Path):

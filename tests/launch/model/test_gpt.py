@@ -169,3 +169,10 @@ def test_every_matrix_is_fused():
 def test_meta_device_allocates_nothing():
     model = GPT(config(), torch.device("meta"))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_tied_head_that_delays_marks_the_weight_of_both() -> None:
+    """The head has got another weight than the one that it marked when it was made."""
+    for tied in (False, True):
+        model = build_model(ModelConfig(**SHAPE, tie_embeddings=tied, delay_wgrad_layers=1), seed=0)
+        assert model.head.weight.skip_backward_post_hook

@@ -76,6 +76,8 @@ def test_experts_compute_no_row_of_padding():
     model.eval()(*row_of(96))
     assert rows == [2 * 12] * 4, "twelve tokens, two experts each, two blocks, in training and in validation"
     assert model.train()(*row_of(96)).isfinite() and model.loss_parts.max_load <= 4.0
+    model(row_of(12)[0], torch.full((1, 12), -100))  # padding alone: there is no fullest expert
+    assert model.loss_parts.max_load == 0.0 == model.loss_parts.load_balancing
 
 
 def test_a_row_of_padding_alone_adds_nothing():

@@ -41,6 +41,12 @@ TIMELINE: dict[str, Any] = {
 }
 
 
+def test_a_stretch_within_another_ends_nothing() -> None:
+    timeline = {"forwards": [], "phases": [], "waits": []}
+    backwards = [{"start": 0.0, "end": 10.0}, {"start": 2.0, "end": 3.0}]  # one backward in another: a recompute's
+    assert computing(timeline | {"backwards": backwards}) == [(0.0, 10.0)]
+
+
 def test_each_wait_counts_for_its_bucket() -> None:
     times = bucket_times(TIMELINE, "buckets")
     assert [each.exposed_ms for each in times] == [0.0, 3000.0, 1000.0]

@@ -193,3 +193,17 @@ def test_an_exception_stops_all_ranks(error: BaseException):
     assert "simulated_schedule.py" not in str(caught.value)
     assert reached == []
     assert sorted(unwound) == [0, 1, 2, 3]
+
+
+def test_what_other_ranks_raise_while_they_unwind_is_not_the_error() -> None:
+    def fn() -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("the cause")
+        try:
+            dist.barrier()
+        finally:
+            raise KeyError("of a clean-up")
+
+    with pytest.raises(SimulatedRankError, match="simulated rank 0 raised ValueError: the cause") as caught:
+        simulate(fn, 2, order=max)
+    assert caught.value.rank == 0

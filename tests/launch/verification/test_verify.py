@@ -1,5 +1,6 @@
 """``verify`` on programs that are right: what it takes, what it leaves alone, and what it reports."""
 
+import dataclasses
 import random
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel
 from maingrad.fsdp import fully_shard
 from maingrad.launch import verify
+from maingrad.launch.verification.findings import Cause
 from maingrad.launch.verification.program import Program
 from maingrad.launch.verification.verify import VerificationError
 from maingrad.launch.verification.ways import WAYS
@@ -285,6 +287,13 @@ def test_a_cause_may_be_accepted() -> None:
     assert found.ok and found.raise_if_failed() is found
     assert [str(finding.cause) for finding in found.findings] == ["sum"]
     assert "accepted: sum" in str(found)
+
+
+def test_errors_come_before_what_is_accepted() -> None:
+    found = verify(Summed(6, 2), rows(), ways=("ddp",))
+    other = dataclasses.replace(found.findings[0], cause=Cause.HOOK)
+    found = dataclasses.replace(found, findings=[found.findings[0], other]).accepting(["sum"])
+    assert [(str(each.cause), each.is_note) for each in found.findings] == [("hook", False), ("sum", True)]
 
 
 class Forgetful(nn.Module):

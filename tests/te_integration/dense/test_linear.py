@@ -120,3 +120,15 @@ def test_any_number_of_leading_dims(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(x.grad, y.grad)
     torch.testing.assert_close(layer.weight.main_grad, plain.weight.grad)
     torch.testing.assert_close(layer.bias.main_grad, plain.bias.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_autocast_casts_what_it_casts_for_plain_layers(dtype: torch.dtype) -> None:
+    """It leaves fp64 as it is."""
+    plain = nn.Linear(4, 3, dtype=dtype)
+    ours = Linear(4, 3, dtype=dtype, fuse_wgrad_accumulation=True)
+    ours.load_state_dict(plain.state_dict())
+    model = DistributedDataParallel(ours)
+    x = torch.randn(2, 4, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)

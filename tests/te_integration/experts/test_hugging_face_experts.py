@@ -203,6 +203,15 @@ def test_the_user_chooses_an_implementation_afterwards() -> None:
     assert all(record.num_fused_writes == 1 for record in wrapped.records if ".experts." in record.name)
 
 
+def test_experts_that_transformers_has_split_over_ranks_are_skipped() -> None:
+    model = tiny("mixtral")
+    first, *others = experts_in(model)
+    model.get_submodule(first)._is_expert_parallel = True
+    conversion = convert_linears(model)
+    assert "split over ranks by transformers" in conversion.skipped[first]
+    assert set(others) <= set(conversion.converted)
+
+
 @pytest.mark.parametrize("registered", ["before", "afterwards"])
 def test_an_implementation_of_the_programs_own_runs(registered: str, own_implementation: str) -> None:
     """Before the conversion, such experts are skipped by name; afterwards, they run and autograd delivers."""

@@ -160,3 +160,10 @@ def test_a_captured_graph_follows_other_choices():
         graph.replay()
         for mine, eager in zip(captured, run(), strict=True):
             assert torch.equal(mine, eager)
+
+
+def test_rows_that_nothing_uses_bring_no_gradient():
+    x, probs = torch.ones(3, 2, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    _, row_probs, _ = moe_permute_with_probs(x, probs, choices(3, 4, 2), 4)
+    row_probs.sum().backward()
+    assert x.grad is None and probs.grad.eq(1).all()

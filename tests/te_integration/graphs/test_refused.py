@@ -75,6 +75,25 @@ def test_wgrad_entries_of_a_chunk_in_which_nothing_delays():
         make_graphed_callables([second], [(torch.ones(ROWS, WIDTH),)], order=[1, -1, -1.5])
 
 
+def test_a_container_that_passes_on_what_its_layers_delay_is_captured():
+    class Container(nn.Sequential):
+        def need_backward_dw(self):
+            return any(layer.need_backward_dw() for layer in self)
+
+        def backward_dw(self):
+            for layer in self:
+                layer.backward_dw()
+
+    container = Container(linear())
+    ddp = wrapped(container)
+    (graphed,) = make_graphed_callables([container], [(x(),)])
+    graphed(x()).sum().backward()
+    assert graphed.need_backward_dw() and container.need_backward_dw()
+    graphed.backward_dw()
+    ddp.finish_grad_sync()
+    assert not container.need_backward_dw()
+
+
 def test_only_layers_that_delay_get_wgrad_graphs_last_layer_first():
     layers = [linear(), linear(delay_wgrad_compute=False), nn.Linear(WIDTH, WIDTH), linear()]
     ddp = wrapped(*layers)

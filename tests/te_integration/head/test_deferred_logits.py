@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from language_models import batch, language_model
 from torch import Tensor
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.te_integration import convert_linears
+from maingrad.te_integration.conversion.deferred_logits import DeferredLogits
 
 
 def wrapped(name: str = "llama", *, fused_loss: Any = True, dtype: torch.dtype = torch.float32) -> Any:
@@ -79,3 +81,39 @@ def test_a_loss_of_a_narrow_dtype_rounds_the_announced_gradient(name: str, dtype
     for scale in (1 / 3, torch.tensor(1 / 3)):
         for key, grad in run("in_forward", grad_scale=scale).items():
             torch.testing.assert_close(grad, expected[key], rtol=2**-6, atol=1e-3, msg=key)
+
+
+class PlainHead:
+    """A head with logits: steps on ``DeferredLogits`` in its forward must be those steps on its logits."""
+
+    bias, mode, defers, out_features = None, "recompute", True, 7
+    weight = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5).sin()
+
+    def __call__(self, hidden: Tensor, targets: Tensor | None = None, **how: Any) -> Tensor:
+        logits = hidden @ self.weight.T
+        if targets is None:
+            return logits
+        terms, bias = how["terms"], how["bias"]
+        assert terms.logit_softcap is None
+        logits = terms.logit_scale * (logits if bias is None else logits + bias)
+        return F.cross_entropy(logits, targets, reduction=how["reduction"])
+
+
+OF_CLASSES = torch.linspace(0, 1, 7, dtype=torch.float64)
+OF_TOKENS = torch.linspace(0, 1, 42, dtype=torch.float64).view(6, 7).cos()
+STEPS: dict[str, Any] = {
+    "a bias and a scale": lambda z: (z + OF_CLASSES) * 3.0,
+    "a bias behind a scale": lambda z: z / 0.5 + OF_CLASSES,
+    "a number of each token and class": lambda z: z + OF_TOKENS,
+    "casts": lambda z: z.float().to(torch.float64),
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_steps_between_logits_and_loss(steps: str) -> None:
+    head, hidden, targets = PlainHead(), torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5), torch.arange(6)
+    found = STEPS[steps](DeferredLogits.of_forward(head, hidden))
+    expected = STEPS[steps](head(hidden))
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    torch.testing.assert_close(F.cross_entropy(found, targets), F.cross_entropy(expected, targets), rtol=1e-6, atol=0)
+    assert torch.equal(found[expected > 0.1], expected[expected > 0.1]), "a mask of tokens and classes"

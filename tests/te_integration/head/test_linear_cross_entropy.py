@@ -342,3 +342,8 @@ def test_names_and_state_are_those_of_a_linear_layer() -> None:
     assert isinstance(head, nn.Linear)
     assert torch.equal(copy.deepcopy(head).weight, linear.weight)
     assert "mode=recompute, chunk_tokens=2048, z_loss=0.5" in repr(head)
+
+
+def test_init_method_initialises_the_weight() -> None:
+    layer = LinearCrossEntropy(3, 4, bias=True, init_method=lambda weight: nn.init.constant_(weight, 0.5))
+    assert layer.weight.eq(0.5).all() and not layer.bias.any()

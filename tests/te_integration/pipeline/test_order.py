@@ -87,6 +87,8 @@ def test_numbers_of_other_types_mean_what_they_are_equal_to(to_number):
     assert schedule == parse_order([1, -1, -1.5])
     assert [type(entry.chunk) for entry in schedule.entries] == [int] * 3
     assert fault_of([np.int8(1), np.int8(-128), np.int64(-1)], 1) == 1
+    with pytest.raises(ScheduleError, match=r"dgrad of chunk 128, microbatch 0\) is about chunk 128 of 1"):
+        parse_order([np.int8(-128)], num_chunks=1)
 
 
 def test_a_schedule_is_frozen_and_hashable():
