@@ -156,7 +156,7 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
             self._optimizer.prepare_replay()
 
     @contextmanager
-    def _one_iteration(self) -> Iterator[None]:
+    def one_iteration(self) -> Iterator[None]:
         with counted_steps(self._name, self._optimizer, self._shard_ids) as mine:
             yield
         if len(mine) != 1 or self._has_grads() or not self._root.grads.is_clear:

@@ -189,7 +189,7 @@ class AutoStep(Generic[P, T]):
     def _run_eagerly(self, graphs: StepGraphs[P, T, Any], kind: Kind | None, call: Any, state: HostState) -> T:
         args, kwargs = call
         state.begin_call()
-        given, modes = _shape_of(call), graphs.modes()
+        before = graphs.modes(), _shape_of(call)
         finished, change, result = False, None, None
         with graphs.beside():
             try:
@@ -200,7 +200,7 @@ class AutoStep(Generic[P, T]):
                 if not finished:
                     raise
                 change = str(error)
-        change = change or self._change_in_call(state, result, given, call) or self._change_around(graphs, state, modes)
+        change = change or self._change_in_call(graphs, state, before, result, call)
         self._since_replay.append(change)
         if change is not None or kind is None:
             return result  # type: ignore[return-value]
@@ -208,10 +208,18 @@ class AutoStep(Generic[P, T]):
         detached: T = tree_map_only(Tensor, Tensor.detach, result)
         return detached  # as from a replay; and a kept loss keeps no activations
 
-    def _change_in_call(self, state: HostState, result: Any, given: Hashable, call: Any) -> str | None:
-        """What a replay would not have done; None: it would have done all."""
+    def _change_in_call(
+        self, graphs: StepGraphs[P, T, Any], state: HostState, before: Any, result: Any, call: Any
+    ) -> str | None:
+        """What a replay would not have done; None: it would have done all.
+
+        before  modes, and the structure of the arguments
+        """
+        modes, given = before
         if (drawn := state.draws()) is not None:
             return f"it draws from {drawn}, and replays would see the numbers of the capture"
+        if (changed := graphs.change_in_call(state, modes)[0]) is not None:
+            return f"it changes '{changed}', which no replay would"
         if _shape_of(call) != given:
             return "it changes its arguments: a list or dict in them has other items after the call"
         try:
@@ -219,10 +227,6 @@ class AutoStep(Generic[P, T]):
         except TypeError as error:
             return str(error)
         return None
-
-    def _change_around(self, graphs: StepGraphs[P, T, Any], state: HostState, modes: Any) -> str | None:
-        changed, _ = graphs.change_in_call(state, modes)
-        return None if changed is None else f"it changes '{changed}', which no replay would"
 
     def _run_graph(self, graphs: StepGraphs[P, T, Any], kind: Kind, call: Any) -> T:
         if graphs.is_captured(kind):

@@ -22,7 +22,7 @@ from .capture import CapturedGraph, GraphPool
 from .inputs import StaticInputs, check_outputs, detached_copies, signature
 from .model_masks import ModelMasks
 from .step_options import StepOptions
-from .surroundings import Surroundings
+from .host.surroundings import Surroundings
 
 __all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks", "counted_steps"]
 
@@ -214,12 +214,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
     # ---- Run, capture, replay. ----
 
     @contextmanager
-    def one_iteration(self) -> Iterator[None]:
-        """Around the function: raise ``RuntimeError`` at the end unless it was one whole iteration."""
-        with self._one_iteration():
-            yield
-
-    @contextmanager
     def beside(self) -> Iterator[None]:
         """Around an eager iteration beside the graphs, on the stream of captures: autograd's nodes belong to it."""
         with self._pool.on_stream(), self._masks.answered():
@@ -244,7 +238,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
     def _run(self, inputs: StaticInputs) -> Any:
         """Call the function, and check that it was one iteration."""
         args, kwargs = inputs.args
-        with self._one_iteration(), self._masks.answered():
+        with self.one_iteration(), self._masks.answered():
             outputs = self._train_step(*args, **kwargs)
             inputs.record_effects()
         check_outputs(outputs, self._name)
@@ -359,7 +353,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
         """Before an eager call, a capture or a replay, on its stream."""
 
     @abstractmethod
-    def _one_iteration(self) -> AbstractContextManager[None]:
+    def one_iteration(self) -> AbstractContextManager[None]:
         """Around the function's Python: raise ``RuntimeError`` at the end unless it was one whole iteration."""
 
     @contextmanager

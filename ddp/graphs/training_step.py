@@ -138,7 +138,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         optimizer.prepare_replay()
 
     @contextmanager
-    def _one_iteration(self) -> Iterator[None]:
+    def one_iteration(self) -> Iterator[None]:
         model, sync = self._model, self._optimizer.param_sync
         before = model.iteration, sync.num_published
         with counted_steps(self._name, self._optimizer, self._trained):

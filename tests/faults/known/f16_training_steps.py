@@ -309,7 +309,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.graphs.surroundings",
+                "maingrad.ddp.graphs.host.surroundings",
                 "Surroundings._names_of",
                 '"training", *_TABLES',
                 "*_TABLES",

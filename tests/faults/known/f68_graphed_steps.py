@@ -15,7 +15,7 @@ FAULTS = [
         "68a-a-change-in-a-call-is-not-seen",
         sentence="A step that counts on the host is captured.",
         tests=[f"{EAGER}[counter_in_the_module]", f"{EAGER}[counter_in_the_closure]"],
-        changes=[Change(STEP, "AutoStep._change_around", "if changed is None", "if True")],
+        changes=[Change(STEP, "AutoStep._change_in_call", "[0]) is not None", "[0]) is not None and False")],
     ),
     Fault(
         "68b-draws-of-the-host-are-not-seen",

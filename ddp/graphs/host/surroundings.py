@@ -3,18 +3,18 @@
 Every replay asks, so that each module costs less than a microsecond: values are read and compared in bulk.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..gathers.waiting_params import is_waiting_hook, registered_params
-from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
-from .host.host_places import is_same, kept
+from ...gathers.waiting_params import is_waiting_hook
+from ...torch_internals import DisableTorchFunctionSubclass, hook_keys
+from .host_places import is_same, kept
 
 __all__ = ["HOOKS", "Surroundings", "modes", "switches"]
 
@@ -28,6 +28,7 @@ switches: list[str] = []
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_modules", "_parameters", "_buffers")
 _address: Callable[[Tensor], int] = Tensor.data_ptr
+_values: Callable[[Any], Iterable[Any]] = methodcaller("values")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
@@ -68,13 +69,10 @@ class Surroundings:
         ]
         self._values = list(map(kept, self._attributes()))
         self._switched = [(name, [each for each in self.modules if hasattr(type(each), name)]) for name in switches]
-        self._scripted = [each for each in self.modules if not isinstance(each._parameters, dict)]
-        tables = [
-            table for name in ("_modules", "_parameters") for each in self.modules if (table := getattr(each, name))
-        ]
-        self._tables = [table for table in tables if isinstance(table, dict)]
-        self._buffered = [each for each in self.modules if each._buffers]
-        self._empty = [table for each in self.modules for name in _TABLES if not (table := getattr(each, name))]
+        tables = {name: [getattr(each, name) for each in self.modules] for name in _TABLES}
+        self._empty = [table for each in tables.values() for table in each if not table]
+        self._full = [table for name in ("_modules", "_parameters") for table in tables[name] if table]
+        self._buffers = [table for table in tables["_buffers"] if table]
         self._held = self._children_and_params()
         self._params = [each for each in self._held if isinstance(each, Tensor)]
         self._places = self._read_places()
@@ -129,10 +127,7 @@ class Surroundings:
                 yield from (f"model.{path}.{name}" if path else f"model.{name}" for name in names)
 
     def _children_and_params(self) -> list[Any]:
-        found = list(chain.from_iterable(map(dict.values, self._tables)))
-        for module in self._scripted:
-            found += registered_params(module).values()
-        return found
+        return list(chain.from_iterable(map(_values, self._full)))
 
     def _read_places(self) -> list[Any]:
         seen: list[Any] = [torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind)]
@@ -142,8 +137,8 @@ class Surroundings:
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
             seen += map(_address, self._params)
             seen += map(_requires_grad, self._params)
-            for module in self._buffered:
-                seen += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
+            buffers = chain.from_iterable(map(_values, self._buffers))
+            seen += [buffer.data_ptr() for buffer in buffers if buffer is not None]
         seen += self._beside()
         return seen
 
