@@ -19,10 +19,10 @@ from ..collectives.timeline import Observer
 from ..gathers.gathered_models import GatheredModel, gathered_models
 from ..torch_internals import tree_map_only
 from .capture import CapturedGraph, GraphPool
+from .host.surroundings import Surroundings
 from .inputs import StaticInputs, check_outputs, detached_copies, signature
 from .model_masks import ModelMasks
 from .step_options import StepOptions
-from .host.surroundings import Surroundings
 
 __all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks", "counted_steps"]
 

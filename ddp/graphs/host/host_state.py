@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...wrapper.data_parallel import DistributedDataParallel
-from .surroundings import HOOKS, Surroundings
 from .host_code import functions_in, is_library, names_in, package_of
 from .host_places import ABSENT, SIMPLE, Place, attributes_of
 from .host_random import default_generators, state_of_generator
+from .surroundings import HOOKS, Surroundings
 
 __all__ = ["HostState"]
 
