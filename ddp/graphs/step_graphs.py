@@ -261,7 +261,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
                     modes = self.modes()
                     outputs = self._run(variant.inputs)
                     variant.outputs = tree_map_only(Tensor, Tensor.detach, outputs)
-                    change, variant.modes = self.change_in_call(kind[2], modes)
+                change, variant.modes = self.change_in_call(kind[2], modes)
                 self.after_capture(change)
             except BaseException:
                 variant.graph.reset()
