@@ -259,8 +259,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
                 ):
                     self._begin_capture()
                     modes = self.modes()
-                    outputs = self._run(variant.inputs)
-                    variant.outputs = tree_map_only(Tensor, Tensor.detach, outputs)
+                    variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant.inputs))
                 change, variant.modes = self.change_in_call(kind[2], modes)
                 self.after_capture(change)
             except BaseException:
