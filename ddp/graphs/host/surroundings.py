@@ -51,7 +51,7 @@ class Surroundings:
         trained: Sequence[Tensor],
         kind: str,
         beside: Callable[[], Sequence[object]],
-        attributes: Callable[[nn.Module], Sequence[str]] | None = None,
+        attributes: Callable[[nn.Module], Sequence[str]] = lambda module: (),
     ) -> None:
         named = list(root.named_modules())
         self.modules = [module for _, module in named]
@@ -91,7 +91,7 @@ class Surroundings:
         return self._change_of_attributes()
 
     def _change_of_attributes(self) -> str | None:
-        if self._attributes_of is not None and (sizes := list(map(len, self._owns))) != self._sizes:
+        if (sizes := list(map(len, self._owns))) != self._sizes:
             for module, names in zip(self.modules, self._names, strict=True):
                 if self._names_of(module) != names:
                     return f"the attributes of a {type(module).__name__}"
@@ -109,13 +109,11 @@ class Surroundings:
 
     def hooks(self) -> list[Any]:
         """The functions that hooks of the model call."""
-        with DisableTorchFunctionSubclass():
-            tables = [table for param in self._trained for table in _tables_of(param)]
-        tables += [own[name] for own, name in self._hooked]
+        tables = self._of_params + [own[name] for own, name in self._hooked]
         return [hook for table in tables for key, hook in table.items() if not is_waiting_hook(key)]
 
     def _names_of(self, module: nn.Module) -> tuple[str, ...]:
-        names = ("training", *_TABLES, *(() if self._attributes_of is None else self._attributes_of(module)))
+        names = ("training", *_TABLES, *self._attributes_of(module))
         return tuple(name for name in names if name in vars(module))
 
     def _attributes(self) -> Iterator[Any]:
