@@ -1,7 +1,8 @@
 # maingrad: `make train` and `make test` need nothing but Python 3.11+ and a network for the first run.
 #
 #   make train      train a byte-level GPT on two CPU processes; pictures and metrics land in runs/
-#   make test       the tests (three workers on two cores); samples of large matrices
+#   make test       the tests (three workers on two cores); samples of large matrices; of long tests another quarter with
+#                   each commit (TURN=0/1: all of them)
 #   make test-all   slow tests too, and property tests at full counts
 #   make test-newest  the quick start and a sample of the tests, with the newest versions that pip gives
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
@@ -20,6 +21,8 @@ VENV ?= .venv
 WORKERS ?= 2
 CONFIG ?= launch/configs/stdlib.toml
 RANKS ?= 2
+# Long tests run in turn: their K-th of N parts.
+TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)/4
 # Keeps the environments of make test-newest.
 NEWEST ?= .build/newest
 
@@ -73,7 +76,7 @@ PARALLEL = -n $$(($(WORKERS) + 1)) --dist worksteal
 
 # Rewriting all assertions takes each worker a tenth of the time: only what failed is run with them.
 test: $(call installed,test)
-	$(PYTEST) $(PARALLEL) -m "not slow and not gpu" --assert=plain $(ARGS) || { \
+	$(PYTEST) $(PARALLEL) -m "not slow and not gpu" --turn $(TURN) --assert=plain $(ARGS) || { \
 		echo "make test: once more what failed, with the values that were compared"; \
 		$(PYTEST) --last-failed --last-failed-no-failures none $(ARGS); exit 1; }
 

@@ -1,10 +1,10 @@
 """``fully_shard``: checks a module, plans its buckets, shards its parameters and makes it a unit."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.collectives.failure_report import FailureReporter, run_on_all_ranks
@@ -13,10 +13,7 @@ from ..ddp.collectives.reduction import Placements
 from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts, check_marks, is_marked_expert
-from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all
 from ..ddp.wrapper.attachment import allow_training
-from ..ddp.wrapper.setup_checks import check_undeclared_parts
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
 from .state.state_dict import install_state_dict_hooks
@@ -26,24 +23,16 @@ from .unit.mixed_precision import MixedPrecisionPolicy
 from .unit.plan import ShardAtoms, UnitOptions, plan_unit, shard_degree
 from .unit.unit import Unit
 from .unit_checks import (
-    check_module,
-    check_options,
-    check_params,
+    UnitParts,
+    check_unit,
+    check_whose_experts,
     compare_units,
-    device_of,
-    own_modules,
-    own_params,
     policy_of,
     record_ignored,
     row_of,
 )
 
 __all__ = ["fully_shard"]
-
-_WHOSE_EXPERTS = (
-    "call fully_shard on the experts first, with a mesh of the ranks that do, maingrad.ddp.WORLD_OF_ONE where each has "
-    "its own; or give this call a mesh too, torch.distributed.group.WORLD, where all are to have the same"
-)
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -124,101 +113,71 @@ def fully_shard(
     Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
     as_given = (reshard_after_forward, reduce_every_microbatch, bucket_size, shard_atoms, offload_to_cpu)
-    ignored = {id(param) for param in ignored_params}
     failures = FailureReporter()
     grid = make_grid(mesh, option="mesh")
-    record_ignored(ignored_params, grid)
+    ignored = record_ignored(ignored_params, grid)
 
-    def prepare() -> _Prepared:
+    def prepare() -> tuple[UnitOptions, UnitParts, list[tuple[BucketLayout, bool]]]:
         row, policy = row_of(placements), policy_of(mixed_precision)
         options = UnitOptions(row, policy, *as_given, copy_engine_gather, init_sync, forward_writes)
-        return _prepare(module, options, grid, mesh, device, init_fn, ignored)
+        parts = check_unit(module, options, grid, mesh, device, ignored)
+        return options, *_plan(parts, options, grid, init_fn, ignored)
 
     what = f"the checks of {type(module).__name__} before it is sharded"
-    prepared = run_on_all_ranks(prepare, grid.axes, failures, what)
-    _make_alike(prepared, type(module).__name__, grid, ignored, failures, named=mesh is not None)
-    _take_over(module, prepared, grid)
+    options, parts, plans = run_on_all_ranks(prepare, grid.axes, failures, what)
+    _make_alike(parts, plans, options, grid, ignored, failures, named=mesh is not None)
+    _take_over(parts, plans, options, grid)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
 
 
-class _Prepared(NamedTuple):
-    """A module that this rank has checked and planned. It is not yet compared between ranks, nor sharded."""
-
-    options: UnitOptions
-    device: torch.device
-    inside: Sequence[nn.Module]
-    """The module and the modules in it, without units inside it and their modules."""
-    owned: Sequence[OwnedParam]
-    plans: Sequence[tuple[BucketLayout, bool]]
-    """Each bucket's layout, and whether its parameters are trained."""
-
-
-def _prepare(
-    module: nn.Module,
+def _plan(
+    parts: UnitParts,
     options: UnitOptions,
     grid: RankGrid,
-    mesh: Ranks,
-    device: torch.device | str | None,
     init_fn: Callable[[nn.Module], None] | None,
     ignored: Collection[int],
-) -> _Prepared:
-    """Check the module, materialise it and plan its buckets: every step that may fail on one rank alone."""
-    check_wrappers_can_run(delivers_to_all)
-    check_module(module)
-    inside = list(own_modules(module))
-    on = device_of(device, mesh, grid, inside, ignored)
-    check_options(options, grid, on)
-    owned = own_params(module, ignored)
-    check_params(owned)
-    check_marks([(each.name, each.param) for each in owned if each.param.requires_grad], grid)
-    materialize(inside, on, init_fn, ignored, overwritten=options.init_sync and not grid.is_first)
-    owned = [entry.read_again() for entry in owned]  # a parameter on the meta device is another one now
+) -> tuple[UnitParts, list[tuple[BucketLayout, bool]]]:
+    """Materialise the parts, and plan them: each bucket's layout, and whether its parameters are trained."""
+    materialize(parts.modules, parts.device, init_fn, ignored, overwritten=options.init_sync and not grid.is_first)
+    owned = [entry.read_again() for entry in parts.owned]  # a parameter on the meta device is another one now
     for entry in owned:
         allow_training(owner for owner, _ in entry.owners)
     degree = shard_degree(options.placements, grid.inner_size, grid.outer_size)
     plans = list(plan_unit(owned, options.policy, degree, options.shard_atoms, options.bucket_size))
-    return _Prepared(options, on, inside, owned, plans)
+    return parts._replace(owned=owned), plans
 
 
 def _make_alike(
-    prepared: _Prepared,
-    name: str,
+    parts: UnitParts,
+    plans: Sequence[tuple[BucketLayout, bool]],
+    options: UnitOptions,
     grid: RankGrid,
     ignored: Collection[int],
     failures: FailureReporter,
     *,
     named: bool,
 ) -> None:
-    """Compare the plan, then whose experts these are, between ranks; then copy the first rank's values to all.
-
-    named  the user has given a mesh
-    """
-    options, _, inside, owned, plans = prepared
-    dtypes = {entry.name: entry.param.dtype for entry in owned}
-    compare_units(plans, dtypes, inside, options, grid, name, failures)
+    """Compare the unit between ranks; then copy the first rank's values to all. ``named``: the user gave a mesh."""
+    compare_units(parts, plans, options, grid, failures)
     if not named:
-        slices = [(each.name, each.param) for each in owned]
-        experts: list[tuple[str, Tensor]] = [(each.name, each.param) for each in owned if each.grid_name == "expert"]
-        if options.init_sync:
-            own = buffers_of_experts(inside[0], is_marked_expert)
-            buffers = [entry for found in inside for entry in found.named_buffers(recurse=False)]
-            experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
-        check_undeclared_parts(slices, experts, grid, failures, option="mesh", remedy=_WHOSE_EXPERTS)
+        check_whose_experts(parts, grid, failures, init_sync=options.init_sync)
     if options.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
-            synchronize(inside, grid, ignored)
+            synchronize(parts.modules, grid, ignored)
 
 
-def _take_over(module: nn.Module, prepared: _Prepared, grid: RankGrid) -> None:
+def _take_over(
+    parts: UnitParts, plans: Sequence[tuple[BucketLayout, bool]], options: UnitOptions, grid: RankGrid
+) -> None:
     """Shard the parameters, make the unit, register the shards, and have steps of optimizers watched."""
-    name, (options, device, inside, owned, plans) = type(module).__name__, prepared
-    by_name = {entry.name: entry for entry in owned}
+    module, device, name = parts.module, parts.device, parts.name
+    by_name = {entry.name: entry for entry in parts.owned}
     buckets = []
     for layout, trainable in plans:
         params = [by_name[slot.spec.name] for slot in layout.slots]
         buckets.append(ShardedBucket(layout, params, grid, options, device, unit=name, trainable=trainable))
-    unit = Unit(module, name, buckets, options, grid, device, inside)
+    unit = Unit(module, name, buckets, options, grid, device, parts.modules)
     for bucket in buckets:
         watch_steps(bucket)
     for pair in unit.pairs:

@@ -10,7 +10,6 @@ from torch import nn
 
 from ..ddp.buckets.iteration_ends import record_model
 from ..ddp.collectives.timeline import Timeline, recorded_on
-from .iteration.hooks import BackwardHooks
 from .iteration.parts import RootParts
 from .iteration.root import Root
 from .state.checkpoint_source import ShardedSource
@@ -32,13 +31,13 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward while its whole parameters are registered."""
-        args, kwargs, hooks = _before(self, args, kwargs)
+        args, kwargs = _before(self, args, kwargs)
         try:
             outputs = super().__call__(*args, **kwargs)
         except BaseException:
             _failed(self)
             raise
-        return _after(self, outputs, hooks)
+        return _after(self, outputs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """For every microbatch of an iteration but the last: gradients are not reduced over all ranks.
@@ -231,14 +230,14 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
 @torch.compiler.disable
 def _before(
     module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], BackwardHooks | None]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return root_of(module).pre_forward(unit_of(module), args, kwargs)
 
 
 @torch.compiler.disable
-def _after(module: FSDPModule, outputs: Any, hooks: BackwardHooks | None) -> Any:
+def _after(module: FSDPModule, outputs: Any) -> Any:
     unit = unit_of(module)
-    return unit.root.post_forward(unit, outputs, hooks)
+    return unit.root.post_forward(unit, outputs)
 
 
 @torch.compiler.disable

@@ -1,12 +1,21 @@
-"""Checks before a module becomes a unit. Errors name the module, parameter, device or option that cannot be sharded."""
+"""All checks before a module becomes a unit, in the order in which they run. Errors name what cannot be sharded.
+
+1. ``record_ignored``        warns of ignored DTensors
+2. ``row_of``, ``policy_of``  the types of options
+3. ``check_unit``            this rank's module, device, options and parameters: a new refusal goes there
+4. ``compare_units``         ranks have one unit and one plan
+5. ``check_whose_experts``   ranks hold the same experts and slices, where nobody said who does
+
+Those of 2 and 3 run on each rank, and ``fully_shard`` raises an error of one rank on all.
+"""
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.buckets.copy_engines import check_copy_engines
@@ -14,9 +23,17 @@ from ..ddp.collectives.failure_report import FailureReporter
 from ..ddp.collectives.rank_grid import RankGrid, Ranks, backends_of, device_types_of
 from ..ddp.collectives.reduction import PLACEMENTS, Placement, Placements
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam, check_plain, check_shapes, find_owned_params
-from ..ddp.torch_internals import is_hooked
-from ..ddp.wrapper.setup_checks import compare_between_ranks
+from ..ddp.plan.owned_params import (
+    OwnedParam,
+    buffers_of_experts,
+    check_marks,
+    check_plain,
+    check_shapes,
+    find_owned_params,
+    is_marked_expert,
+)
+from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all, is_hooked
+from ..ddp.wrapper.setup_checks import check_undeclared_parts, compare_between_ranks
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
@@ -24,17 +41,60 @@ from .unit.mixed_precision import MixedPrecisionPolicy
 from .unit.plan import UnitOptions
 
 __all__ = [
-    "check_module",
-    "check_options",
-    "check_params",
+    "UnitParts",
+    "check_unit",
+    "check_whose_experts",
     "compare_units",
-    "device_of",
-    "own_modules",
-    "own_params",
     "policy_of",
     "record_ignored",
     "row_of",
 ]
+
+_WHOSE_EXPERTS = (
+    "call fully_shard on the experts first, with a mesh of the ranks that do, maingrad.ddp.WORLD_OF_ONE where each has "
+    "its own; or give this call a mesh too, torch.distributed.group.WORLD, where all are to have the same"
+)
+
+
+class UnitParts(NamedTuple):
+    """What becomes a unit."""
+
+    modules: Sequence[nn.Module]
+    """The module and the modules in it, without units inside it and their modules."""
+    owned: Sequence[OwnedParam]
+    """The parameters."""
+    device: torch.device
+    """The device that the unit computes on."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that ``fully_shard`` was called with."""
+        return self.modules[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the module's class."""
+        return type(self.module).__name__
+
+
+def check_unit(
+    module: nn.Module,
+    options: UnitOptions,
+    grid: RankGrid,
+    mesh: Ranks,
+    device: torch.device | str | None,
+    ignored: Collection[int],
+) -> UnitParts:
+    """Raise for what cannot be sharded on this rank. ``ignored``: ``id`` of parameters that are not sharded."""
+    check_wrappers_can_run(delivers_to_all)
+    _check_module(module)
+    modules = list(_own_modules(module))
+    on = _device_of(device, mesh, grid, modules, ignored)
+    _check_options(options, grid, on)
+    owned = _own_params(module, modules, ignored)
+    _check_params(owned)
+    check_marks([(each.name, each.param) for each in owned if each.param.requires_grad], grid)
+    return UnitParts(modules, owned, on)
 
 
 def policy_of(mixed_precision: object) -> MixedPrecisionPolicy:
@@ -60,7 +120,7 @@ def row_of(placements: str | Placements) -> Placements:
     return placements
 
 
-def check_options(options: UnitOptions, grid: RankGrid, device: torch.device) -> None:
+def _check_options(options: UnitOptions, grid: RankGrid, device: torch.device) -> None:
     """Raise ``ValueError`` for options that cannot be, on these ranks or on this device."""
     if options.forward_writes not in ("refused", "alike"):
         raise ValueError(f"forward_writes is 'refused' or 'alike', got {options.forward_writes!r}")
@@ -74,7 +134,7 @@ def check_options(options: UnitOptions, grid: RankGrid, device: torch.device) ->
     check_copy_engines(options.copy_engine_gather, backends_of(grid.axes, device), device, "copy_engine_gather")
 
 
-def check_module(module: nn.Module) -> None:
+def _check_module(module: nn.Module) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a module that cannot be a unit, whatever its parameters are."""
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -101,7 +161,7 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def own_modules(module: nn.Module) -> Iterator[nn.Module]:
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
     """The module and the modules inside it, without units inside it and their modules."""
     seen: set[int] = set()
     stack = [module]
@@ -114,12 +174,12 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
         stack += [child for child in reversed(list(found.children())) if not isinstance(child, FSDPModule)]
 
 
-def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
+def _own_params(module: nn.Module, modules: Sequence[nn.Module], ignored: Collection[int]) -> list[OwnedParam]:
     """The parameters that this unit is to shard, each with all modules that register it.
 
     ignored  ``id`` of parameters that are not sharded. Parameters that units inside have ignored are not sharded either
     """
-    inside = {id(found) for found in own_modules(module)}
+    inside = set(map(id, modules))
     return [
         entry
         for entry in find_owned_params(module)
@@ -127,8 +187,8 @@ def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
     ]
 
 
-def record_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> None:
-    """Warn of ignored DTensors that are trained, and that ranks of the unit hold copies of.
+def record_ignored(ignored: Collection[nn.Parameter], grid: RankGrid) -> set[int]:
+    """``id`` of each ignored parameter. Warns of DTensors that are trained, and that ranks of the unit hold copies of.
 
     A plain ignored parameter is the program's own. A DTensor's mesh looks as if somebody reduced its gradients.
     """
@@ -143,9 +203,10 @@ def record_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> None:
                 f"have other batches: all-reduce param.grad.to_local() over them after backward, or freeze it",
                 stacklevel=3,
             )
+    return set(map(id, ignored))
 
 
-def check_params(owned: Iterable[OwnedParam]) -> None:
+def _check_params(owned: Iterable[OwnedParam]) -> None:
     """Raise ``ValueError`` for a parameter that cannot be sharded, or that another unit has sharded."""
     for name, param, _, _ in owned:
         if isinstance(param, ShardedParameter):
@@ -179,7 +240,7 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ValueError(f"parameter '{name}' is {param.layout}: shards are of dense ones; list it in ignored_params")
 
 
-def device_of(
+def _device_of(
     device: torch.device | str | None,
     mesh: Ranks,
     grid: RankGrid,
@@ -229,21 +290,19 @@ def _device_around(inside: Sequence[nn.Module], grid: RankGrid) -> torch.device:
 
 
 def compare_units(
+    parts: UnitParts,
     plans: Sequence[tuple[BucketLayout, bool]],
-    dtypes: dict[str, torch.dtype],
-    inside: Iterable[nn.Module],
     options: UnitOptions,
     grid: RankGrid,
-    unit: str,
     failures: FailureReporter,
 ) -> None:
     """Compare the unit between ranks, before a collective depends on it.
 
     Raises ``ValueError`` on all ranks, with the first difference.
 
-    dtypes  dtype of each parameter at rest, by name
-    inside  the unit's own modules, whose buffers are compared
+    plans  each bucket's layout, and whether its parameters are trained
     """
+    unit, dtypes = parts.name, {entry.name: entry.param.dtype for entry in parts.owned}
     model = [
         f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {list(slot.spec.shape)}"
         f"{'' if trainable else ' frozen'}{' delayed' if slot.spec.delayed else ''}"
@@ -252,9 +311,20 @@ def compare_units(
     ]
     model += [
         f"{unit}'s buffer '{name}' {buffer.dtype} {list(buffer.shape)}"
-        for module in inside
+        for module in parts.modules
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
     said = [f"{option}={value}" for option, value in options._asdict().items()]
     compare_between_ranks({"model": model, "call of fully_shard": said}, grid.axes, failures)
+
+
+def check_whose_experts(parts: UnitParts, grid: RankGrid, failures: FailureReporter, *, init_sync: bool) -> None:
+    """Raise ``ValueError`` on all ranks for experts and slices that differ between ranks, where no mesh was given."""
+    slices = [(each.name, each.param) for each in parts.owned]
+    experts: list[tuple[str, Tensor]] = [(each.name, each.param) for each in parts.owned if each.grid_name == "expert"]
+    if init_sync:
+        own = buffers_of_experts(parts.module, is_marked_expert)
+        buffers = [entry for found in parts.modules for entry in found.named_buffers(recurse=False)]
+        experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
+    check_undeclared_parts(slices, experts, grid, failures, option="mesh", remedy=_WHOSE_EXPERTS)

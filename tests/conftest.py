@@ -22,7 +22,7 @@ from interpreted import (
     patch_overflow_is_not_sought_in_vain,
     patch_types_are_remembered,
 )
-from sampling import sample
+from sampling import is_its_turn, sample
 from seeding import seed_without_stacks
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -71,6 +71,22 @@ class MadeOn(TorchFunctionMode):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--made-on", default=None, help="device of tensors that tests make without one: cuda")
+    parser.addoption("--turn", default="0/1", metavar="K/N", help="of tests marked in_turn, those of turn K of N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked ``in_turn`` whose turn it is not. A test that a known fault names runs in each."""
+    turn = config.getoption("--turn")
+    always = {nodeid for fault in load_faults() for nodeid in fault.tests}
+    left_out = set[pytest.Item]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        has_turns = item.get_closest_marker("in_turn") and always.isdisjoint((test, item.nodeid))
+        if has_turns and not is_its_turn(test, turn):
+            left_out.add(item)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [each for each in items if each not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Gathers of units: issue a gather, wait for it, free the whole parameters.
+"""Gathers of units: which unit comes next; issue a gather, wait for it, free the whole parameters.
 
 Gathers run on a stream of their own, which also owns the memory of whole parameters. Before this stream uses memory
 again, it waits for the streams that have read the earlier contents.
@@ -35,6 +35,40 @@ class UnitGathers:
             bucket.gathered.meter = self.meter
         self.stream = communication_stream(device)
         self._freed: list[torch.cuda.Event] = []  # of freed units, for which the stream has not waited yet
+        # The order in which the last outermost forward, and the current one, have entered units. It predicts which unit
+        # comes next. Only the time of a gather depends on the prediction: a wrong one costs a gather. All ranks predict
+        # alike, because all run the same units in the same order.
+        self._last_order: list[Unit] = []
+        self._order: list[Unit] = []
+
+    # ---- Which unit comes next. ----
+
+    def forward_begins(self) -> None:
+        """An outermost forward starts."""
+        self._last_order, self._order = self._order, []
+
+    def enter(self, unit: Unit) -> list[Unit]:
+        """A unit's forward starts. Returns the unit that followed the last time; none if the order has changed."""
+        index = len(self._order)
+        self._order.append(unit)
+        known = index < len(self._last_order) and self._last_order[index] is unit
+        return self._last_order[index + 1 : index + 2] if known else []
+
+    def first(self, count: int) -> list[Unit]:
+        """The first ``count`` units of the current or last forward, the outermost among them."""
+        return self._order[:count]
+
+    def came_last(self, unit: Unit) -> bool:
+        """``unit`` is the last of both the last forward and the current one."""
+        last = self._last_order
+        return bool(last) and len(self._order) == len(last) and last[-1] is unit
+
+    def begin_anew(self) -> None:
+        """Ranks may differ in what is gathered and in their order: gather all units anew, and predict nothing."""
+        self._last_order, self._order = [], []
+        self.record_replay()
+
+    # ---- One unit. ----
 
     def gather(self, unit: Unit) -> None:
         """Issue the gather of the unit's parameters, unless it was issued before and they were not freed."""
@@ -46,6 +80,7 @@ class UnitGathers:
             self._freed.clear()
         unit.gathered = True
         unit.record_gather()
+        # 1. and 4. Whole parameters take memory, this rank fills its part, and the all-gather brings the others.
         for bucket in unit.buckets:
             bucket.gather.start(self.stream, self.observer, fill=bucket.fill, ordered=True)
 
@@ -63,6 +98,7 @@ class UnitGathers:
         if not (unit.gathered and unit.releasable) or unit.num_unshards:
             return
         self.wait(unit)
+        # 3. and 6. The memory is freed for the host at once. The gathers' stream waits for ``freed`` before using it.
         unit.gathered = False
         for bucket in unit.buckets:
             bucket.release_params(was_read=was_read)
@@ -76,6 +112,8 @@ class UnitGathers:
             if unit not in but:
                 self.wait(unit)  # also an unused gather: it reads shards, which the optimizer changes
                 self.release(unit)
+
+    # ---- All units. ----
 
     def expect_step(self) -> None:
         """An iteration is over. The next forward gathers whole parameters again, even if this rank sees no change.

@@ -36,7 +36,6 @@ __all__ = [
     "Backward",
     "BackwardEnd",
     "BackwardHooks",
-    "ForwardOrder",
     "ForwardTrace",
     "UnitForward",
     "delivers_to_any",
@@ -116,37 +115,6 @@ class ForwardTrace:
         return forward.passed == task if self.task == -1 else forward.passed != -1
 
 
-class ForwardOrder:
-    """The order in which the last outermost forward, and the current one, have entered units.
-
-    It predicts which unit a forward enters next. Only the time of a gather depends on the prediction. A wrong one costs
-    a gather. All ranks predict alike, because all run the same units in the same order.
-    """
-
-    def __init__(self) -> None:
-        self._recorded: list[Unit] = []
-        self._current: list[Unit] = []
-
-    def begin(self) -> None:
-        """An outermost forward starts."""
-        self._recorded, self._current = self._current or self._recorded, []
-
-    def enter(self, unit: Unit) -> list[Unit]:
-        """A unit's forward starts. Returns the unit that followed the last time; none if the order has changed."""
-        index = len(self._current)
-        self._current.append(unit)
-        known = index < len(self._recorded) and self._recorded[index] is unit
-        return self._recorded[index + 1 : index + 2] if known else []
-
-    def first(self, count: int) -> list[Unit]:
-        """The first ``count`` units of the current or last forward, the outermost among them."""
-        return self._current[:count]
-
-    def came_last(self, unit: Unit) -> bool:
-        """``unit`` is the last of both the last forward and the current one."""
-        return bool(self._recorded) and len(self._current) == len(self._recorded) and self._recorded[-1] is unit
-
-
 class BackwardHooks:
     """The autograd hooks on the inputs and outputs of one forward.
 
@@ -154,15 +122,18 @@ class BackwardHooks:
     reaches, over inputs that live on.
     """
 
-    __slots__ = ("__weakref__", "_inputs", "forward", "trace")
+    __slots__ = ("__weakref__", "_inputs", "forward", "listens", "trace")
 
     def __init__(self, forward: UnitForward, trace: ForwardTrace) -> None:
         self.forward = forward
         self.trace = trace
-        self._inputs: set[int] = set()  # while forward runs: ``id`` of inputs that require gradients
+        self.listens = False
+        """``watch_inputs`` was called, and ``watch_outputs`` is due: not without grad mode or parameters."""
+        self._inputs: set[int] = set()  # ``id`` of inputs that require gradients, which live while forward runs
 
     def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Register the hooks that tell that backward has passed the forward."""
+        self.listens = True
         for tensor in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(tensor, Tensor):
                 self._watch_input(tensor)
@@ -183,7 +154,6 @@ class BackwardHooks:
             # An output that is an input has one hook for entering and one for passing. The view orders these.
             outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in self._inputs else leaf, outputs)
             tensors = _tensors_of(outputs)
-        self._inputs.clear()
         if (
             self.forward.unit.needs_graph
             and self.forward.trains

@@ -1,13 +1,22 @@
-"""``Root``: hears of all forwards and backwards of a model's units, and decides when to gather, free and reduce.
+"""``Root``: the life of a unit in an iteration. It decides when to gather, free and reduce the units of a model.
 
     compute   | forward k        | forward k+1      |   ...   | backward k+1       | backward k         |
     gathers   |  k+1             |  k+2             |         |  k          | k-1  |             | k-2  |
     reduces                                                   |       k+2          |  k+1               |
 
-The order of the methods is that of an iteration. In each unit: ``pre_forward``, ``post_forward``, ``pre_backward``,
-``post_backward``. ``FSDPModule`` calls the first two, and hooks of autograd (``hooks.py``) the others. Gathers
-(``gathers.py``) and reductions (``rounds.py``) run on streams and communicators of their own. In backward the next
-gather is issued before the reduction of the unit that backward has passed. The host waits only with a backend without
+The order of the methods is that of an iteration. ``FSDPModule`` calls the first two, and hooks of autograd
+(``hooks.py``) the others. Comments have the numbers of these steps, here and in the files that a step names::
+
+    pre_forward     1  gather the unit and the next one, and wait     UnitGathers (gathers.py), ShardedBucket.fill
+                    2  modules register the whole parameters          Registration (../unit/registration.py)
+    post_forward    3  modules register the shards; free the memory   UnitGathers.release
+    pre_backward    4  gather the unit again, and the next one
+    on_grad         5  the first gradient takes memory                GradRounds.make_room (rounds.py)
+    post_backward   6  free the whole parameters; gather ahead
+                    7  keep the gradients, or launch their reduction  GradRounds.leave
+    end_backward    8  send what is left; .grad is complete           GradRounds, GradShard (../unit/grad_shard.py)
+
+Gathers and reductions run on streams and communicators of their own. The host waits only with a backend without
 streams (gloo).
 """
 
@@ -21,14 +30,14 @@ from ...ddp.buckets.iteration_ends import is_watched, record_forward
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.timeline import Observer
 from ...ddp.contract.delayed import delay_blocks
-from ...ddp.torch_internals import call_when_backward_ends, current_backward
+from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from ..unit.bucket import ShardedBucket
 from ..unit.mixed_precision import cast_floating, cast_inputs
 from ..unit.unit import Unit
-from .checks import UnitChecks, past_the_outputs
+from .checks import past_the_outputs
 from .connect import connect_units, map_memory, use_copy_engines
 from .gathers import UnitGathers
-from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardOrder, ForwardTrace, UnitForward, delivers_to_any
+from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardTrace, UnitForward, delivers_to_any
 from .parts import RootParts
 from .rounds import GradRounds
 
@@ -64,8 +73,8 @@ class Root:
         """False within ``no_sync``, which ``parts`` has: in every microbatch but the iteration's last."""
         self.parts = RootParts(self)
         """The interface of a pipeline schedule that runs the model, or parts of the model, by turns."""
-        self.forward_order = ForwardOrder()
-        self._checks = UnitChecks(units)
+        self._all_checked = False  # since the last backward: see ``_check_units``
+        self._frozen = False  # the whole model was, in the last outermost forward. A backward then only goes through
         self._running: list[BackwardHooks] = []  # of forwards under way, each inside the one before
         self._backward: Backward | None = None
 
@@ -79,26 +88,24 @@ class Root:
 
     def pre_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], BackwardHooks | None]:
-        """A unit's forward starts: gather the unit and the next one, and register the whole parameters.
-
-        Returns args and kwargs, cast by the policy, and the hooks; None without grad mode, and for a unit without
-        parameters.
-        """
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A unit's forward starts. Returns its args and kwargs, cast by the policy."""
+        # 1. Gather the unit, and ahead of use the unit that came next the last time.
         task = current_backward()
         following: list[Unit] = []
         if task == -1:  # not a recompute
             if not self._running:
                 self.begin(unit)
-            following = self.forward_order.enter(unit)
+            following = self.gathers.enter(unit)
         self.gathers.gather(unit)
         for other in following if unit.forward_prefetch is None else unit.forward_prefetch:
             self.gathers.gather(other)
         self.gathers.wait(unit)
 
+        # 2. Modules register the whole parameters. Hooks on inputs will tell that backward has passed the forward.
         forward = UnitForward(unit, tuple(running.forward.unit for running in self._running))
         # A recompute sees what is frozen now, as it does without units.
-        forward.trains = not (self._checks.frozen if task == -1 else self._checks.is_frozen())
+        forward.trains = not (self._frozen if task == -1 else self._is_frozen())
         hooks = BackwardHooks(forward, self._trace_of(task))
         self._running.append(hooks)
         unit.registered.show_whole(frozen=not forward.trains)
@@ -108,13 +115,14 @@ class Root:
         unit.writes.forward_begins(training=module is not None and module.training)
         if unit.policy.param_dtype is not None and unit.policy.cast_forward_inputs:
             args, kwargs = cast_inputs(args, kwargs, unit.policy.param_dtype)
-        if not (torch.is_grad_enabled() and unit.buckets):
-            return args, kwargs, None
-        hooks.watch_inputs(args, kwargs)
-        return args, kwargs, hooks
+        if torch.is_grad_enabled() and unit.buckets:
+            hooks.watch_inputs(args, kwargs)
+        return args, kwargs
 
-    def post_forward(self, unit: Unit, outputs: Any, hooks: BackwardHooks | None) -> Any:
-        """Register the shards, and free the whole parameters unless backward begins with this unit. Returns outputs."""
+    def post_forward(self, unit: Unit, outputs: Any) -> Any:
+        """A unit's forward has ended. Returns its outputs, cast by the policy."""
+        # 3. Modules register the shards. The whole parameters are freed, unless backward begins with this unit. Hooks
+        # on outputs will tell that backward enters the forward.
         try:
             unit.writes.forward_ends()
         except RuntimeError:
@@ -123,8 +131,8 @@ class Root:
         self._show_shards(unit)
         if unit.policy.output_dtype is not None:
             outputs = cast_floating(outputs, unit.policy.output_dtype)
-        has_graph = False
-        if hooks is not None:
+        hooks, has_graph = self._running[-1], False
+        if hooks.listens:
             outputs, has_graph = hooks.watch_outputs(outputs)
         self._leave_forward(unit, has_graph=has_graph)
         return outputs
@@ -152,7 +160,7 @@ class Root:
             hooks.trace.add(hooks.forward)
         in_backward = self._backward is not None and unit in self._backward.entered
         # The last unit of the forward stays gathered, because backward begins with it.
-        if not in_backward and (not has_graph or (unit.reshards and not self.forward_order.came_last(unit))):
+        if not in_backward and (not has_graph or (unit.reshards and not self.gathers.came_last(unit))):
             self.gathers.release(unit)
         if not self._running and current_backward() == -1:
             if not has_graph:
@@ -163,7 +171,7 @@ class Root:
     def _note_forward(self, trace: ForwardTrace) -> None:
         """An outermost forward is over. Ranks compare how many of those that train no backward has used."""
         module = self.module()
-        if trace.has_graph and not self._checks.frozen and module is not None and module.training:
+        if trace.has_graph and not self._frozen and module is not None and module.training:
             trace.awaits_backward = True
             self.grads.steps.record_forward()
 
@@ -184,20 +192,40 @@ class Root:
         if self._backward is not None:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # a forward gathers
-        self._checks.before_forward(unit)
+        self._check_units(unit)
         record_forward()
-        if self.grads.were_mixed:  # gather all units anew, and predict nothing from the order of before
+        if self.grads.were_mixed:
             self.grads.were_mixed = False
-            self.forward_order = ForwardOrder()
-            self.gathers.record_replay()
-        self.forward_order.begin()
+            self.gathers.begin_anew()
+        self.gathers.forward_begins()
         self.grads.begin()
         self.gathers.notice_changes()
+
+    def _check_units(self, unit: Unit) -> None:
+        """Raise in an outermost forward, of ``unit``, for what the program has changed after ``fully_shard``.
+
+        Where the program calls the units one by one, the first call after a backward checks all of them, and each later
+        call its own unit.
+        """
+        trains = torch.is_grad_enabled()
+        self._frozen = self._is_frozen()
+        if self._frozen:
+            return
+        one_by_one = trains and self._all_checked and unit is not self.units[0]
+        with DisableTorchFunctionSubclass():  # for speed: the checks read no values of shards
+            for each in [unit] if one_by_one else self.units:
+                each.check()
+        self._all_checked = trains
+
+    def _is_frozen(self) -> bool:
+        """The program has frozen all trained parameters for now."""
+        with DisableTorchFunctionSubclass():
+            return any(unit.trains for unit in self.units) and all(unit.registered.is_frozen for unit in self.units)
 
     # ---- Backward. ----
 
     def pre_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
-        """Backward in graph task ``task`` has reached the outputs of a unit's forward: gather the unit and the next.
+        """Backward in graph task ``task`` has reached the outputs of a unit's forward.
 
         delivers  it is a plain ``backward()``, without inputs
         """
@@ -208,6 +236,7 @@ class Root:
         trains = forward.trains and (delivers or delivers_to_any(pair.whole for pair in unit.pairs))
         backward = self._enter(unit, task, trains=trains, delays=forward.delays)
         backward.entered[unit].add(forward)
+        # 4. Gather the unit again, and ahead of use the unit that backward enters next.
         self.gathers.gather(unit)
         if all(other is unit or other in forward.around for other in backward.entered):
             # If backward is still in another unit, that unit is passed first, and frees memory and prefetches then.
@@ -218,15 +247,17 @@ class Root:
             backward.keeps_graph = True
 
     def post_backward(self, forward: UnitForward, trace: ForwardTrace, task: int) -> None:
-        """Backward in graph task ``task`` has passed the inputs of a unit's forward: free and reduce the unit."""
+        """Backward in graph task ``task`` has passed the inputs of a unit's forward."""
         unit, backward = forward.unit, self._backward
         if backward is None or unit not in backward.entered:
             return
         backward.entered[unit].discard(forward)
         if backward.entered[unit] or trace.comes_again(forward, task):
             return
+        # 6. Free the whole parameters, and gather ahead: a gather that is issued after the reduction waits for it.
         self._leave_unit(unit, backward)
-        self._prefetch(forward, trace, task, 2)  # first: a gather that is issued after the reduction waits for it
+        self._prefetch(forward, trace, task, 2)
+        # 7. Keep the gradients, or launch their reduction.
         self.grads.leave(unit, final=backward.final)
 
     def on_grad(self, bucket: ShardedBucket) -> None:
@@ -247,7 +278,10 @@ class Root:
             backward = self._backward = Backward(task, final=self.sync)
             self.observer.backward_started()
         if trains and not backward.trains:
-            self._checks.before_backward()
+            self._all_checked = False
+            with DisableTorchFunctionSubclass():
+                for each in self.units:  # the program may have changed them since the forward
+                    each.registered.check(each.label)
             backward.trains = True
             self.grads.backward_began()
         if trains and is_watched():
@@ -266,7 +300,7 @@ class Root:
         del backward.entered[unit], backward.entered_in[unit]
         unit.registered.hide_after_backward()
         unit.writes.take_over()  # a recompute inside the unit may have written
-        if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
+        if not backward.keeps_graph and (backward.final or unit not in self.gathers.first(KEPT_UNITS)):
             self.gathers.release(unit)
 
     def _prefetch(self, forward: UnitForward, trace: ForwardTrace, task: int, count: int) -> None:
@@ -291,7 +325,6 @@ class Root:
         for unit in [unit for unit, entered_in in backward.entered_in.items() if entered_in == task]:
             self._leave_unit(unit, backward)
             self.grads.leave(unit, final=backward.final)
-        backward.tasks.discard(task)
         if task != backward.task:
             return
         self._backward = None
@@ -299,7 +332,7 @@ class Root:
         if not backward.keeps_graph:  # with create_graph whole parameters stay until the next forward
             self._release_after_backward(final=backward.final)
         if backward.trains:
-            self.grads.backward_ended(final=backward.final)
+            self.grads.backward_ended(final=backward.final)  # 8.
 
     def _release_after_backward(self, *, final: bool) -> None:
         """Free the whole parameters of all units; between microbatches, gather the units that forward begins with."""
@@ -307,8 +340,8 @@ class Root:
             self.gathers.release_all()
             self.gathers.expect_step()
             return
-        self.gathers.release_all(but=self.forward_order.first(KEPT_UNITS))
-        for unit in self.forward_order.first(KEPT_UNITS + 1):
+        self.gathers.release_all(but=self.gathers.first(KEPT_UNITS))
+        for unit in self.gathers.first(KEPT_UNITS + 1):
             self.gathers.gather(unit)
 
     # ---- Iterations that end early. ----
@@ -322,7 +355,6 @@ class Root:
     def abandon(self) -> None:
         """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
         backward, self._backward = self._backward, None
-        self._checks.begin_anew()
         for unit in () if backward is None else backward.entered:
             unit.registered.hide_after_backward()
         self.grads.give_up()

@@ -15,7 +15,7 @@ import torch
 from ...ddp.buckets import iteration_ends
 from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.buffer import Meter
-from ...ddp.buckets.checks import check_nothing_pending
+from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
 from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
@@ -26,7 +26,7 @@ from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import GradPool
 from ..unit.unit import Unit
-from .checks import backward_raised, check_nothing_beside, delays_left
+from .checks import backward_raised, delays_left
 
 __all__ = ["GradRound", "GradRounds", "State"]
 
@@ -119,10 +119,6 @@ class GradRound:
         """Delayed gradients of the round are yet to be computed."""
         return any(bucket.has_pending for bucket in self.buckets)
 
-    def keeps_after(self, *, final: bool) -> bool:
-        """Whole gradients stay when a backward passes; ``final``: the iteration's last backward."""
-        return self.delays or (self.buckets[0].reduces_once and not final)
-
     def reset(self) -> None:
         """The iteration is over, or given up."""
         self._state = State.IDLE
@@ -214,6 +210,7 @@ class GradRounds:
 
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give the bucket's whole gradients memory. If a reduction still uses the memory, wait for it first."""
+        # 5. The first GEMM of the bucket's parameters takes the memory of ``main_grad``, within the pool's bound.
         self.finish_reduction(bucket)
         if not bucket.grads.resident:
             self._bound_pool(bucket)
@@ -231,7 +228,8 @@ class GradRounds:
                 continue
             if grads.has_pending:
                 grads.delays = True
-            if grads.keeps_after(final=final):
+            # 7. Keep the gradients for the next microbatch, or launch their reduction.
+            if grads.delays or (grads.buckets[0].reduces_once and not final):
                 grads.state = State.KEPT
                 for bucket in grads.buckets:
                     bucket.grad_shard.defer()
@@ -247,7 +245,7 @@ class GradRounds:
         """After the iteration's last backward, send all rounds that are left; delayed ones when they are computed."""
         self._is_busy = False
         if final:
-            check_nothing_beside(self._buckets)
+            self._check_nothing_beside()
             self._end_iteration()
 
     # ---- The end of an iteration. ----
@@ -286,6 +284,7 @@ class GradRounds:
 
     def _finish(self) -> None:
         """Wait for all reductions, complete ``.grad``, and call its hooks."""
+        # 8. Wait for the reductions. Then ``.grad`` of the shards is complete.
         self._compare_steps()
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
@@ -442,4 +441,14 @@ class GradRounds:
         if self._is_busy:  # perhaps between two units
             raise backward_raised(caller, (grads.unit for grads in self._all if grads.state is State.WRITING))
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
-        check_nothing_beside(self._buckets)
+        self._check_nothing_beside()
+
+    def _check_nothing_beside(self) -> None:
+        """Raise for a gradient that has come to ``.grad`` of a whole parameter, and discard it."""
+        pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]
+        try:
+            check_nothing_bypassed(((pair.whole, record) for pair, record in pairs), "the end of the iteration")
+        except RuntimeError:
+            for pair, _ in pairs:
+                pair.whole.grad = None
+            raise

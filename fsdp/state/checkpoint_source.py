@@ -139,11 +139,6 @@ def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer
                     f"this optimizer belongs to another model: a parameter of shape {list(param.shape)} in its group "
                     f"{index} is not in this one; build it over model.parameters() after fully_shard"
                 )
-            if not param.is_contiguous():
-                raise ValueError(
-                    f"a parameter of shape {list(param.shape)} in group {index} is not sharded and not contiguous: its "
-                    f"state has no order of elements to be saved in"
-                )
     return optimizer
 
 

@@ -19,7 +19,7 @@ from ..tensors.parameter import ShardedParameter
 from .exchange import disagreement
 from .state_dict import misfit, to_dtensor, to_shard
 
-__all__ = ["counters_of", "elementwise_of", "params_of", "translate_state_dicts"]
+__all__ = ["counters_of", "elementwise_of", "params_of", "places_of", "translate_state_dicts"]
 
 _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of state that is one number for a whole parameter, in optimizers of torch."""
@@ -93,10 +93,7 @@ def _after_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 @torch.no_grad()
 def _before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Pre-hook of ``load_state_dict``: DTensors and whole tensors become shards. Collective."""
-    state = dict(state_dict["state"])
-    # torch matches saved parameters by their position in the groups, and ignores names.
-    saved = dict.fromkeys(index for group in state_dict["param_groups"] for index in group["params"])
-    places = {param: index for index, param in zip(saved, params_of(optimizer), strict=False) if index in state}
+    state, places = dict(state_dict["state"]), places_of(optimizer, state_dict)
     states = {param: state[index] for param, index in places.items()}
     here, there = ([len(group["params"]) for group in side["param_groups"]] for side in (vars(optimizer), state_dict))
     complaints = []
@@ -177,6 +174,16 @@ def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedPar
 def _ndim_of_whole(param: Tensor) -> int:
     """Without elements here, the shard of a scalar has a dim."""
     return len(param.shard.shape) if isinstance(param, ShardedParameter) else param.ndim
+
+
+def places_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, int]:
+    """The number under which a state dict has the state of a parameter, for all that have state.
+
+    torch matches saved parameters by their position in the groups, and ignores names.
+    """
+    saved = dict.fromkeys(index for group in state_dict["param_groups"] for index in group["params"])
+    pairs = zip(saved, params_of(optimizer), strict=False)
+    return {param: index for index, param in pairs if index in state_dict["state"]}
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

@@ -33,7 +33,7 @@ from ...kernels.optimizer.eight_bits import blocks_of
 from ...kernels.optimizer.reference import AdamTensors
 from ..tensors.parameter import ShardedParameter
 from .held_state import MOMENTS, STEP, HeldState, flat_of
-from .optimizer_state import params_of, translate_state_dicts
+from .optimizer_state import params_of, places_of, translate_state_dicts
 from .optimizer_watch import bucket_of, buckets_of
 from .state_dict import is_kept
 
@@ -398,8 +398,6 @@ def sharded_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
 
 def _keep_given(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Pre-hook of ``load_state_dict``, after the one that makes shards: torch loads the groups alone."""
-    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     state = state_dict["state"]
     if any(REMAINDER in given for given in state.values()):
         raise ValueError(
@@ -407,7 +405,7 @@ def _keep_given(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             f"torch's set_optimizer_state_dict asks for this name under flatten_optimizer_state_dict=True: leave that "
             f"option out, in saves and loads, or use save_checkpoint and load_checkpoint"
         )
-    optimizer._given = {param: state[index] for index, param in zip(saved, params, strict=False) if index in state}
+    optimizer._given = {param: state[index] for param, index in places_of(optimizer, state_dict).items()}
     return {**state_dict, "state": {}}
 
 

@@ -83,10 +83,9 @@ class Registration:
         name = self._replaced or self._find_replaced()
         if name is not None:
             raise RuntimeError(
-                f"parameter '{name}' was replaced after fully_shard (a new nn.Parameter, a tie, "
-                f"torch.nn.utils.parametrize, torch.func.functional_call): no unit gathers it or reduces its gradient; "
-                f"change the model before fully_shard, and values in place, under torch.no_grad(); torch.func takes a "
-                f"plain model, with weights copied within unsharded()"
+                f"parameter '{name}' was replaced after fully_shard (a new nn.Parameter, a tie, torch.nn.utils."
+                f"parametrize, torch.func), and no unit gathers it or reduces its gradient: change the model before "
+                f"fully_shard, and values in place; torch.func takes a plain copy, made within unsharded()"
             )
 
     def _find_replaced(self) -> str | None:
@@ -183,14 +182,9 @@ class Registration:
 
 
 def _changed(name: str, *, frozen: bool) -> str:
-    if frozen:
-        return (
-            f"parameter '{name}' was frozen (requires_grad_) after fully_shard, which plans for gradients or for none; "
-            f"do it before, or give it a learning rate of 0 meanwhile. Where a backward is to go through the model "
-            f"without training it (a generator's, through its discriminator), freeze all of its parameters, on all "
-            f"ranks; or run that backward under no_sync() of this model, then its zero_grad()"
-        )
+    what, meanwhile = ("frozen", "meanwhile") if frozen else ("unfrozen", "until it is to be trained")
     return (
-        f"parameter '{name}' was unfrozen (requires_grad_) after fully_shard, which plans for gradients or for none; "
-        f"do it before, and give it a learning rate of 0 until it is to be trained"
+        f"parameter '{name}' was {what} (requires_grad_) after fully_shard, which plans for gradients or for none: do "
+        f"it before, and give it a learning rate of 0 {meanwhile}. A backward that is to go through the model without "
+        f"training it runs under no_sync(); or freeze all of the model's parameters, on all ranks"
     )

@@ -1,9 +1,16 @@
-"""Which combinations of a large matrix are tried first."""
+"""Which combinations of a large matrix are tried first, and which long tests it is the turn of."""
 
+import zlib
 from itertools import combinations
 from typing import Any
 
-__all__ = ["sample"]
+__all__ = ["is_its_turn", "sample"]
+
+
+def is_its_turn(test: str, turn: str) -> bool:
+    """Whether the test runs in turn ``K/N``: each runs in one of N turns, and in turn K + N again."""
+    number, turns = map(int, turn.split("/"))
+    return zlib.crc32(test.encode()) % turns == number % turns
 
 
 def sample(places: list[dict[str, int]], most: int) -> set[int]:

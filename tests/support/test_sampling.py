@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from sampling import sample
+from sampling import is_its_turn, sample
 
 
 def matrix(*lengths: int) -> list[dict[str, int]]:
@@ -28,3 +28,12 @@ def test_of_one_long_axis_they_lie_far_apart() -> None:
 
 def test_no_more_than_there_are() -> None:
     assert sample(matrix(3), 5) == {0, 1, 2}
+
+
+def test_each_test_has_one_turn_of_four_and_shares_are_alike() -> None:
+    tests = [f"tests/test_{number}.py::test" for number in range(400)]
+    turns = [{test for test in tests if is_its_turn(test, f"{turn}/4")} for turn in range(7, 11)]
+    assert sum(map(len, turns)) == len(set.union(*turns)) == 400
+    assert all(80 < len(each) < 120 for each in turns)
+    assert {test for test in tests if is_its_turn(test, "3/4")} == turns[0]
+    assert all(is_its_turn(test, "0/1") for test in tests)

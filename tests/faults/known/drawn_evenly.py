@@ -82,8 +82,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.checks",
-                "UnitChecks.before_forward",
+                "maingrad.fsdp.iteration.root",
+                "Root._check_units",
                 "self._all_checked = trains",
                 "self._all_checked = True",
             ),

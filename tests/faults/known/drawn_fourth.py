@@ -24,7 +24,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.backward_ended",
-                "check_nothing_beside(self._buckets)",
+                "self._check_nothing_beside()",
                 "pass",
             ),
         ],
@@ -162,7 +162,7 @@ FAULTS = [
         tests=["tests/fsdp/iteration/test_other_units.py::test_a_program_that_catches_it_goes_on"],
         quick=["tests/fsdp/iteration/test_other_units.py::test_a_program_that_catches_it_goes_on[zero2]"],
         changes=[
-            Change("maingrad.fsdp.iteration.root", "Root.begin", "self.gathers.record_replay()", "pass"),
+            Change("maingrad.fsdp.iteration.root", "Root.begin", "self.gathers.begin_anew()", "pass"),
         ],
     ),
     Fault(

@@ -141,9 +141,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.rounds",
-                "GradRound.keeps_after",
-                "return self.delays or (self.buckets[0].reduces_once and not final)",
-                "return self.delays",
+                "GradRounds.leave",
+                "if grads.delays or (grads.buckets[0].reduces_once and not final):",
+                "if grads.delays:",
             ),
         ],
     ),

@@ -155,15 +155,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.rounds",
-                "GradRound.keeps_after",
-                "return self.delays or (self.buckets[0].reduces_once and not final)",
-                "return self.buckets[0].reduces_once and not final",
-            ),
-            Change(
-                "maingrad.fsdp.iteration.rounds",
                 "GradRounds.leave",
-                "if grads.keeps_after(final=final):",
-                "if grads.has_pending or grads.keeps_after(final=final):",
+                "if grads.delays or (grads.buckets[0].reduces_once and not final):",
+                "if grads.has_pending or (grads.buckets[0].reduces_once and not final):",
             ),
         ],
     ),

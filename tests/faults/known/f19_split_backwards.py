@@ -47,7 +47,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._check_complete",
-                "check_nothing_beside(self._buckets)",
+                "self._check_nothing_beside()",
                 "",
             ),
         ],

@@ -80,8 +80,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.pre_forward",
-                "forward.trains = not (self._checks.frozen if task == -1 else self._checks.is_frozen())",
-                "forward.trains = not self._checks.frozen",
+                "forward.trains = not (self._frozen if task == -1 else self._is_frozen())",
+                "forward.trains = not self._frozen",
             ),
         ],
     ),

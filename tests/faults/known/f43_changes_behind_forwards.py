@@ -61,12 +61,22 @@ FAULTS = [
         tests=[f"{SHARDED}test_unfreezing_between_microbatches_is_refused"],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.checks",
-                "UnitChecks.before_forward",
-                "one_by_one = trains and self._all_checked and unit is not self._units[0]",
+                "maingrad.fsdp.iteration.root",
+                "Root._check_units",
+                "one_by_one = trains and self._all_checked and unit is not self.units[0]",
                 "one_by_one = trains and self._all_checked",
             ),
-            Change("maingrad.fsdp.iteration.checks", "UnitChecks.before_backward", "self.begin_anew()", "return"),
+            Change(
+                "maingrad.fsdp.iteration.root",
+                "Root._enter",
+                """
+                self._all_checked = False
+                with DisableTorchFunctionSubclass():
+                    for each in self.units:  # the program may have changed them since the forward
+                        each.registered.check(each.label)
+                """,
+                "",
+            ),
         ],
     ),
     Fault(

@@ -95,7 +95,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.begin",
-                "self.gathers.record_replay()",
+                "self.gathers.begin_anew()",
                 "pass",
             ),
         ],

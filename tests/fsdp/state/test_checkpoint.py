@@ -505,6 +505,21 @@ def test_units_may_have_meshes_of_their_own(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "c" / "maingrad.json").read_text())["num_expert_sets"] == 1
 
 
+def with_units_of_three_sets_of_ranks(folder: Path) -> None:
+    """One unit over all ranks, one over two, and one that each rank has alone."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 5))
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    fully_shard(model[0], mesh=WORLD_OF_ONE)
+    fully_shard(model[1], mesh=pairs[dist.get_rank() // 2])
+    fully_shard(model)
+    with pytest.raises(ValueError, match="a checkpoint knows two such sets"):
+        save_checkpoint(folder, model)
+
+
+def test_three_sets_of_ranks_are_refused(tmp_path: Path) -> None:
+    simulate(with_units_of_three_sets_of_ranks, 4, tmp_path / "c")
+
+
 def ignoring(folder: Path, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))

@@ -258,6 +258,20 @@ def test_a_plain_gradient_of_other_strides_and_a_group_that_is_refused() -> None
     torch.testing.assert_close(plain.detach(), torch.tensor([[-0.1, 0.1, 0.1], [-0.1, -0.1, -0.1]]))
 
 
+def assigns_state_of_the_whole_parameter() -> None:
+    model = shard(make_net())
+    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    train(model, optimizer, range(1))
+    param = next(iter(model.parameters()))
+    optimizer.state[param]["exp_avg"] = torch.zeros(param.shard.shape)
+    with pytest.raises(ValueError, match="load it by load_state_dict, which takes whole tensors"):
+        optimizer.step()
+
+
+def test_assigned_state_of_the_whole_parameter_is_refused() -> None:
+    simulate(assigns_state_of_the_whole_parameter, 2)
+
+
 def test_an_optimizer_that_is_built_after_the_backward() -> None:
     """``.grad`` was shown in bf16 before, and a program has changed one."""
     early, late = shard(make_net()), shard(make_net())

@@ -508,6 +508,18 @@ def test_compiled_and_scripted_modules() -> None:
         ValueError, match=r"the module is torch.compile\(...\) of another module: call that one's .comp"
     ):
         fully_shard(torch.compile(Block()))
+    with pytest.warns(DeprecationWarning, match="jit"):
+        scripted = torch.jit.script(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="module '0' is a ScriptModule, whose parameters stay where they are"):
+        fully_shard(nn.Sequential(scripted))
+
+
+def test_a_policy_of_another_library() -> None:
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(
+        TypeError, match=r"mixed_precision is a maingrad\.fsdp\.MixedPrecisionPolicy, got MixedPrecision"
+    ):
+        fully_shard(Block(), mixed_precision=policy)  # type: ignore[arg-type]
 
 
 def with_grad(model: nn.Module) -> None:
