@@ -100,6 +100,7 @@ class AutoStep(Generic[P, T]):
         call = (args, kwargs)
         self._graphs.begin_call()
         state, changed = self._graphs.state()
+        assert isinstance(state, HostState), "as make_state says"
         self._reason = "" if changed is None else f"'{changed}' has changed since the call before"
         kind = self._kind_of(self._graphs, call, state)
         choice = self._choice(self._graphs, kind)
