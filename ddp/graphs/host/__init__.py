@@ -1,5 +1,6 @@
-"""What a graphed function reads on the host, and whether that has changed: the surroundings of a call, as each graphed step
-compares them, and beside them what Python reads, which ``maingrad.graphed`` alone compares.
+"""What a graphed function reads on the host, and whether that has changed.
+
+Every graphed step compares the surroundings of its calls; ``maingrad.graphed`` also what Python reads.
 
 May import ``ddp.gathers``, ``ddp.torch_internals`` and ``ddp.wrapper``; nothing else of ``graphs``.
 """
