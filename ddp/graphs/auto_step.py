@@ -77,7 +77,7 @@ class AutoStep(Generic[P, T]):
         self._reason = ""
         self._num_captures = self._num_replays = 0
         self._confirmed, self._changed = False, None
-        """Of the latest capture: whether it has gone well, and what it has changed on the host."""
+        """Whether the latest capture has gone well, and what it has changed on the host."""
         if graphs is not None:
             graphs.after_capture = self._confirm
             graphs.make_state = partial(HostState, train_step)

@@ -325,7 +325,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.training_step",
-                "GraphedTrainingStep._hooks",
+                "GraphedTrainingStep._beside",
                 "return [*grad_hook_keys(self._shards), *hook_keys(plain), *seen]",
                 "return [*grad_hook_keys(self._shards)]",
             ),
