@@ -76,7 +76,8 @@ class AutoStep(Generic[P, T]):
         """For each eager call since the last replay, what has changed in it."""
         self._reason = ""
         self._num_captures = self._num_replays = 0
-        self._confirmed, self._changed = False, None
+        self._changed: str | None = None
+        self._confirmed = False
         """Whether the latest capture has gone well, and what it has changed on the host."""
         if graphs is not None:
             graphs.after_capture = self._confirm

@@ -30,7 +30,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MappingView
+from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
 from typing import Any, Generic, Protocol
 
 import torch
@@ -55,11 +55,18 @@ _LOST = {"print": "prints", "input": "reads the keyboard", "open": "opens a file
 class HostState(Surroundings):
     """``Surroundings``, and what ``function`` and ``model`` read, with what is there now.
 
-    others   arguments of ``Surroundings``. On a GPU tensors of the CPU are host state too: graphs hold their values
+    All else is as in ``Surroundings``. On a GPU tensors of the CPU are host state too: graphs hold their values.
     """
 
-    def __init__(self, function: Callable[..., Any], model: nn.Module, *others: Any) -> None:
-        super().__init__(model, *others, _own_attributes)
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        model: nn.Module,
+        trained: Sequence[Tensor],
+        kind: str,
+        beside: Callable[[], Sequence[object]],
+    ) -> None:
+        super().__init__(model, trained, kind, beside, _own_attributes)
         self._on_gpu = self._kind == "cuda"
         self._program = package_of(function)
         self._trained_ids = {*map(id, self.modules), *map(id, self._params)}
@@ -328,8 +335,9 @@ def _items_of(value: Any) -> Callable[[], Mapping[Any, Any]] | None:
     """A function that reads a container's items."""
     if isinstance(value, dict | types.MappingProxyType):
         return lambda: value
+    items: Any = value
     if isinstance(value, list | set | collections.deque | MappingView):
-        return lambda: dict(enumerate(value))
+        return lambda: dict(enumerate(items))
     return (lambda: {"": value.get(ABSENT)}) if isinstance(value, contextvars.ContextVar) else None
 
 

@@ -76,6 +76,7 @@ class Surroundings:
         self._held = self._children_and_params()
         self._params = [each for each in self._held if isinstance(each, Tensor)]
         self._places = self._read_places()
+        self._counts: list[int] = []
         self._hooks = self._note_hooks()
 
     def change(self) -> str | None:
