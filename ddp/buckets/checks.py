@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
-from ..gathers.waiting_params import registered_params
-from ..torch_internals import DisableTorchFunctionSubclass
-from .bucket import Phase
-from .bucket_params import BucketParam
+from ..contract.torch_wrappers import is_sharded_by_torch
+from ..torch_internals import DisableTorchFunctionSubclass, registered_params
+from .bucket import Bucket, BucketParam, Phase
 
 __all__ = [
     "ModelWatch",
@@ -22,7 +21,8 @@ __all__ = [
     "check_no_stranger",
     "check_nothing_bypassed",
     "check_nothing_pending",
-    "check_scalable",
+    "check_nothing_under_way",
+    "check_same",
     "check_whole",
     "is_frozen",
 ]
@@ -106,13 +106,14 @@ def check_whole(config: DistributedDataParallelConfig, caller: str) -> None:
         )
 
 
-def check_scalable(bucket_params: Iterable[BucketParam], caller: str) -> None:
-    """Raise where scaling a bucket would race with its reduction."""
-    for entry in bucket_params:
-        if entry.bucket.phase is Phase.REDUCING:
+def check_nothing_under_way(buckets: Iterable[Bucket], caller: str) -> None:
+    """Raise ``RuntimeError`` while a reduction owns a bucket's memory, which ``caller`` would write."""
+    for bucket in buckets:
+        if bucket.phase is Phase.REDUCING:
             raise RuntimeError(
-                f"{caller} while {entry.bucket.name} is being reduced: call it before start_grad_sync(), or after "
-                f"finish_grad_sync()"
+                f"{caller} while {bucket.name} is being reduced: call model.finish_grad_sync() after the last "
+                f"backward, or abandon_iteration() on all ranks after one that has failed; run a backward whose "
+                f"gradients are not wanted (an attack's, a generator's through its discriminator) under no_sync()"
             )
 
 
@@ -143,7 +144,7 @@ class ModelWatch:
         """
         frozen = self._find_frozen()
         if frozen and not any(entry.record.written for entry in self._bucket_params):
-            frozen[0].refuse_frozen()
+            raise _frozen(frozen[0])
 
     def check_launch(self) -> None:
         """Before the first reduction that a backward launches. A program may unfreeze parameters until the last."""
@@ -153,7 +154,7 @@ class ModelWatch:
         """Before all reductions are launched: a frozen parameter without a gradient would be reduced as zero."""
         for entry in self._find_frozen():
             if not entry.record.written:
-                entry.refuse_frozen()
+                raise _frozen(entry)
 
     def _find_frozen(self) -> list[BucketParam]:
         """The trained parameters that are frozen now. Raises for all other changes."""
@@ -161,7 +162,7 @@ class ModelWatch:
             if self._seen is not None and self._seen.holds():
                 return []
             for entry in self._bucket_params:
-                entry.check()
+                check_same(entry)
             check_no_stranger(self._module)
             frozen = [entry for entry in self._bucket_params if not entry.owned.param.requires_grad]
             if not frozen:
@@ -170,6 +171,40 @@ class ModelWatch:
                 scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
                 self._seen = None if scripted else _Seen(modules)
         return frozen
+
+
+def check_same(entry: BucketParam) -> None:
+    """Raise ``RuntimeError`` if the module has another parameter now, or this one was moved or cast."""
+    name, param = entry.owned.name, entry.owned.param
+    module, local = entry.owned.owners[0]
+    found = registered_params(module).get(local)
+    if found is not param and found is not None and is_sharded_by_torch(found):
+        raise RuntimeError(
+            f"parameter '{name}' was made a DTensor after wrapping (torch's fully_shard, or tensor parallelism), and "
+            f"its gradient would never be reduced here: use torch's fully_shard alone, maingrad.fsdp.fully_shard in "
+            f"its place, or this wrapper over a model of plain parameters"
+        )
+    if found is not param:
+        raise RuntimeError(
+            f"parameter '{name}' was replaced after wrapping (load_state_dict(assign=True), a new nn.Parameter): "
+            f"its gradient would never be reduced; load with assign=False, or wrap again. For "
+            f"torch.func.functional_call, call it on wrapper.module"
+        )
+    if param.dtype is not entry.dtype or param.device != entry.device:
+        raise RuntimeError(
+            f"parameter '{name}' is {param.dtype} on {param.device}, and was {entry.dtype} on {entry.device} when it "
+            f"was wrapped: its main_grad did not move along; call .to() before wrapping"
+        )
+
+
+def _frozen(entry: BucketParam) -> RuntimeError:
+    """The error for a parameter that was frozen after wrapping, and has no gradient."""
+    return RuntimeError(
+        f"parameter '{entry.owned.name}' was frozen (requires_grad_(False)) after wrapping: its gradient would be "
+        f"reduced as zero, and momentum or decay move it on; freeze before wrapping, or unwrap() and wrap again. To go "
+        f"backward through the model without training it (a generator, through its discriminator), freeze all of its "
+        f"parameters and unfreeze them before the step; or run that backward under no_sync(), then zero_grad()"
+    )
 
 
 class ModuleTables:

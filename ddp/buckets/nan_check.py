@@ -35,14 +35,14 @@ class NanCheck:
         parts = self._largest.split([len(bucket.records) for bucket in buckets])
         self._parts = {bucket.index: part for bucket, part in zip(buckets, parts, strict=True)}
 
-    def note(self, bucket: Bucket, *, again: bool = False) -> None:
-        """Note the gradients of a bucket before its reduction, on the current stream.
+    def note(self, bucket: Bucket) -> None:
+        """Note the gradients of a bucket before its reduction, beside those of an earlier one in this iteration.
 
-        again  beside those of an earlier reduction in this iteration
+        Computes on the current stream.
         """
         grads = [_reals(record.view) for record in bucket.records]
         part, largest = self._parts[bucket.index], torch.stack(torch._foreach_norm(grads, torch.inf)).double()
-        part.copy_(torch.maximum(part, largest) if again else largest)
+        part.copy_(largest if bucket.carried is None else torch.maximum(part, largest))
 
     def raise_where_found(self, ranks: RankGrid, failures: FailureReporter) -> None:
         """After all buckets: raise ``FloatingPointError`` on every rank if one has a bad gradient; names the first."""

@@ -30,7 +30,7 @@ from .waiting_params import (
     waiting_class,
 )
 
-__all__ = ["ParamGather", "guard_reads"]
+__all__ = ["ParamGather", "guard_reads", "wait_for_all"]
 
 
 class _Flight(NamedTuple):
@@ -258,3 +258,9 @@ def guard_reads(modules: Iterable[nn.Module], gathers: Sequence[ParamGather], re
                     gather.wait()
             elif gather.guards:
                 gather.unhook.append(call_before_forward(module, gather.name, gather.wait_weakly))
+
+
+def wait_for_all(gathers: Iterable[ParamGather]) -> None:
+    """Wait for all of ``gathers`` that are under way."""
+    for gather in gathers:
+        gather.wait()

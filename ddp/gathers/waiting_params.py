@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, make_subclass, tree_leaves
+from ..torch_internals import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function,
+    make_subclass,
+    reads_no_values,
+    registered_params,
+    tree_leaves,
+)
 
 __all__ = [
     "call_before_compiled_code",
@@ -23,8 +30,6 @@ __all__ = [
     "is_waiting_hook",
     "let_go",
     "params_in_forward",
-    "reads_no_values",
-    "registered_params",
     "waiting_class",
 ]
 
@@ -96,22 +101,6 @@ def waiting_class(cls: Any) -> Any:
     return waiting
 
 
-@functools.cache
-def reads_no_values() -> frozenset[Any]:
-    """torch's functions over a parameter or a gradient that read no values, so that nothing waits."""
-    properties = """
-        shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf _version is_cuda is_cpu is_meta
-        is_sparse is_quantized output_nr names _backward_hooks _post_accumulate_grad_hooks
-    """
-    methods = """
-        size stride numel nelement dim element_size storage_offset is_contiguous is_floating_point is_complex get_device
-        requires_grad_ register_hook register_post_accumulate_grad_hook
-    """
-    found = [getattr(torch.Tensor, name) for name in properties.split() if hasattr(torch.Tensor, name)]
-    accessors = [access for entry in found for access in (entry.__get__, entry.__set__)]
-    return frozenset([*accessors, *(getattr(torch.Tensor, name) for name in methods.split())])
-
-
 # ---- Modules that wait before their forward runs.
 #
 # Code in C++ calls no ``__torch_function__`` of a parameter: extensions, ``torch.func.grad``, ``to_dlpack``. A module's
@@ -125,12 +114,6 @@ def reads_no_values() -> frozenset[Any]:
 _HOOK = "maingrad gather of "
 """Beginning of a hook's key in ``_forward_pre_hooks``; torch's own keys are numbers."""
 _WAITS = "_maingrad_waits"
-
-
-def registered_params(module: nn.Module) -> dict[str, Tensor | None]:
-    """The parameters that ``module`` itself registers, by name. This read waits for no gather."""
-    params: Any = module._parameters
-    return params if isinstance(params, dict) else dict(params.items())  # TorchScript's is a dict by name only
 
 
 def params_in_forward(module: nn.Module) -> list[Tensor | None]:

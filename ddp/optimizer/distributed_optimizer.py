@@ -1,12 +1,13 @@
 """``DistributedOptimizer``: ZeRO-1 where gradients are sharded; otherwise every rank updates every element.
 
-Follow a step. Reductions leave the gradients of this rank's shard (``buckets/launcher.py``). One pass of a torch
+Follow a step. Reductions leave the gradients of this rank's shard (``buckets/reducer.py``). One pass of a torch
 optimizer updates masters and moments, and clips and unscales gradients on the way. Masters are rounded into this rank's
 shard of the parameters. All-gathers (``gathers/param_gather.py``) collect the shards, under the next forward with
 ``overlap_param_gather``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,10 @@ from ..buckets.iteration_ends import record_step
 from ..buckets.nan_check import unscale
 from ..collectives.failure_report import run_on_all_ranks
 from ..collectives.streams import is_capturing
+from ..gathers.param_gather import wait_for_all
 from ..torch_grads.around_optimizer import AroundOptimizer
 from ..torch_grads.master_param import StateByMaster, WatchedMasters, late_grad
-from ..torch_internals import DisableTorchFunctionSubclass
+from ..torch_internals import DisableTorchFunctionSubclass, weak_method
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, check_optimizer_over_slices, check_storage, layout_key, refuse_scaler, shard_of_how_many
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
@@ -143,7 +145,7 @@ class DistributedOptimizer(AroundOptimizer):
         self._masters.follow_late = bool(self.param_sync.gathers) or any(
             flat.owned_params.dtype in (torch.bfloat16, torch.float16) for flat in self._flats
         )
-        model.follow(self.param_sync.gathers, self._masters)
+        model.follow(partial(wait_for_all, self.param_sync.gathers), weak_method(self._masters.check))
         self._in_charge = object()
         for entry in model.bucket_params:
             entry.record.updater = self._in_charge

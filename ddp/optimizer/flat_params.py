@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..buckets.bucket import Bucket
-from ..buckets.bucket_params import BucketParam
+from ..buckets.bucket import Bucket, BucketParam
 from ..buckets.buffer import FlatBuffer
+from ..buckets.checks import check_same
 from ..collectives.rank_grid import group_size
 from ..plan.cut import Range
 from ..plan.layout import ParamSlot
@@ -185,7 +185,7 @@ def check_flattenable(model: DistributedDataParallel) -> None:
     """
     names: dict[int, str] = {}
     for entry in model.bucket_params:
-        entry.check()
+        check_same(entry)
         name, param = entry.owned.name, entry.owned.param
         if param.is_complex():
             raise ValueError(

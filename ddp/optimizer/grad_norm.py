@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets.checks import check_scalable
+from ..buckets.checks import check_nothing_under_way
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import refuse_norm
 
@@ -75,7 +75,7 @@ def clip_grad_norm(
         raise ValueError("clip_grad_norm: no wrapper was given; every rank of a pipeline has a stage")
     for each in models:
         each.finish_and_take_changes("clip_grad_norm()")
-        check_scalable(each.bucket_params, "clip_grad_norm()")
+        check_nothing_under_way(each.buckets, "clip_grad_norm()")
     norms = [global_grad_norm(each) for each in models]
     norm = norms[0]
     if len(norms) > 1 or pipeline_group is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.bucket_params import BucketParam
+from ..buckets.bucket import BucketParam
 from ..torch_grads.lion import Lion
 from ..torch_grads.muon import Muon
 

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..contract.main_grad import record_of
 from ..torch_internals import let_optimizers_take, make_subclass
+from .sharded_grad import ShardedGrad
 
 __all__ = ["MasterParameter", "StateByMaster", "WatchedMasters", "late_grad", "make_master"]
 
@@ -49,15 +49,8 @@ class MasterParameter(nn.Parameter):
         """Whether a step, or a program, has put a gradient here."""
         return _GRAD.__get__(self) is not None
 
-    @property
-    def data(self) -> Tensor:
-        """A plain tensor with the same memory and version counter."""
-        return self.detach()
-
-    @data.setter
-    def data(self, data: Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(data)
+    data = ShardedGrad.data
+    """A plain tensor with the same memory and version counter."""
 
 
 def make_master(flat_view: Tensor) -> MasterParameter:

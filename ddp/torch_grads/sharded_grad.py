@@ -21,7 +21,6 @@ from ..torch_internals import (
     tree_leaves,
 )
 from .grad_reads import NORMS, on_elements, reads_nothing, writes
-from .master_param import MasterParameter
 from .over_ranks import ShardInfo, local_shape, whole
 
 __all__ = [
@@ -130,8 +129,16 @@ class ShardedGrad(Tensor):
             marked.sums = self.sums
         return marked
 
-    data = MasterParameter.data
-    """A shard of the same memory. Setting ``data`` copies the values, because reductions write into this memory."""
+    @property
+    def data(self) -> Tensor:
+        """A shard of the same memory, with the same version counter. Setting it copies the values: reductions write
+        into this memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(data)
 
     def to_local(self) -> Tensor:
         """A plain tensor of this rank's elements, in the same memory."""

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..gathers.waiting_params import reads_no_values
-from ..torch_internals import DisableTorchFunctionSubclass, let_foreach_take, tree_leaves, tree_map
+from ..torch_internals import DisableTorchFunctionSubclass, let_foreach_take, reads_no_values, tree_leaves, tree_map
 from .sharded_grad import ShardedGrad
 
 __all__ = ["ShownGrad", "without_memory"]

@@ -14,6 +14,7 @@ Some names with an underscore are used in other files all the same:
   overrides.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -52,8 +53,10 @@ __all__ = [
     "let_foreach_take",
     "let_optimizers_take",
     "make_subclass",
+    "reads_no_values",
     "refuse_storage_reads",
     "refuses_storage_reads",
+    "registered_params",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -380,6 +383,31 @@ def allow_storage_reads(address: int) -> None:
     """Undo ``refuse_storage_reads``."""
     if refuses_storage_reads:
         _allow_storage(address)
+
+
+# ---- Reads that need no values: nothing waits for a gather, or for a reduction.
+
+
+@functools.cache
+def reads_no_values() -> frozenset[Any]:
+    """torch's functions over a parameter or a gradient that read no values, so that nothing waits."""
+    properties = """
+        shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf _version is_cuda is_cpu is_meta
+        is_sparse is_quantized output_nr names _backward_hooks _post_accumulate_grad_hooks
+    """
+    methods = """
+        size stride numel nelement dim element_size storage_offset is_contiguous is_floating_point is_complex get_device
+        requires_grad_ register_hook register_post_accumulate_grad_hook
+    """
+    found = [getattr(torch.Tensor, name) for name in properties.split() if hasattr(torch.Tensor, name)]
+    accessors = [access for entry in found for access in (entry.__get__, entry.__set__)]
+    return frozenset([*accessors, *(getattr(torch.Tensor, name) for name in methods.split())])
+
+
+def registered_params(module: nn.Module) -> dict[str, Tensor | None]:
+    """The parameters that ``module`` itself registers, by name. This read waits for no gather."""
+    params: Any = module._parameters
+    return params if isinstance(params, dict) else dict(params.items())  # TorchScript's is a dict by name only
 
 
 # ---- A callback that keeps no object alive.

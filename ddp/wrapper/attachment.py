@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from ..buckets.bucket_params import BucketParam
+from ..buckets.bucket import BucketParam
 from ..buckets.iteration_ends import discard_iteration, forget_model, record_model
 from ..collectives.rank_grid import RankGrid, world_size
 from ..contract.main_grad import detach, forget_failed_backward, former_name

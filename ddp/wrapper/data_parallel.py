@@ -1,26 +1,22 @@
 """``DistributedDataParallel``: gradient buckets under any model, reduced while backward still runs.
 
-The way of a gradient: a module's backward writes ``main_grad``, or autograd leaves ``.grad`` and the hook
-(``buckets/readiness.py``) moves it there (``contract/main_grad.py``). In the final microbatch the hook marks the
-parameter ready (``buckets/bucket.py``). A ready bucket is launched in its turn (``buckets/launcher.py``,
-``collectives/reduction.py``). A read of ``.grad``, or a step, waits for them. docs/architecture.md tells
-all of it.
+``buckets/reducer.py`` is the way of a gradient from its hook to the reduced bucket. This file wires it to a model;
+``iteration.py`` has the user's methods around it. docs/architecture.md tells all of it.
 """
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..buckets.bucket_params import BucketParam, allocate_buckets
+from ..buckets.bucket import BucketParam
+from ..buckets.bucket_params import allocate_buckets
 from ..buckets.checks import ModelWatch, is_frozen
 from ..buckets.copy_engines import with_chosen_gathers
-from ..buckets.launcher import BucketLauncher
 from ..buckets.nan_check import NanCheck
-from ..buckets.readiness import Readiness
+from ..buckets.reducer import BucketLauncher, Readiness
 from ..buckets.released import GradPool
 from ..buckets.replicas import Replicas
 from ..collectives.failure_report import FailureReporter
@@ -29,11 +25,9 @@ from ..collectives.reduction import GradReduction, make_reductions
 from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
-from ..gathers.param_gather import ParamGather
 from ..plan.cut import Range
 from ..plan.layout import ParamSlot
 from ..plan.owned_params import find_owned_params, find_tensors, is_slice
-from ..torch_grads.master_param import WatchedMasters
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run, weak_method
@@ -160,26 +154,26 @@ class DistributedDataParallel(BucketIteration):
         dense = self.reductions["dense"]
         self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
-        self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, failures, device=self.device)
+        self._launcher = BucketLauncher(
+            self.buckets, reductions, self._nan_check.note if self._nan_check else None, failures, device=self.device
+        )
         if pool is not None:
             pool.wait_for_all_but = weak_method(self._launcher.wait_for_all_but)
         self.steps = StepCheck(self.grids["dense"], failures, self.device, self._launcher.stream)
         self._replicas = Replicas(module, self.grids, failures, config)
-        self._gathers: Sequence[ParamGather] = ()
-        self._masters: weakref.ref[WatchedMasters] | None = None
+        self._wait_for_gathers: Callable[[], None] = _nothing
+        self._check_masters: Callable[[], None] = _nothing
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
         self._watch = ModelWatch(self.bucket_params, module)
         self.shown = ShownGrads(
             self._shown_params(), partial(weak_method(self.finish_for_optimizer), "a read of .grad")
         )
-        enter = weak_method(self._enter_backward)
         self.readiness = Readiness(
-            self.bucket_params, self._launcher, config, self.device, self.steps, self._watch, self.shown, enter
-        )
-        for record in self.records:
-            record.reopen = weak_method(self._reopen)
-        hooks = self.readiness.listen()
+            self.bucket_params, self._launcher, config, self.device, self.steps, self.shown,
+            check_launch=self._watch.check_launch, enter_backward=weak_method(self._enter_backward),
+        )  # fmt: skip
+        hooks = self.readiness.listen(weak_method(self._reopen))
         self._attachment = attach_params(self, self.bucket_params, hooks, self.grids)
         self.grad_parts = BucketParts(self)
         self._end_making()
@@ -241,9 +235,9 @@ class DistributedDataParallel(BucketIteration):
         )  # fmt: skip
         return entry.bucket.reduced[slice(*held.counted_from(owned.start))], info
 
-    def follow(self, gathers: Sequence[ParamGather], masters: WatchedMasters) -> None:
-        """By ``DistributedOptimizer``: compiled forwards wait for ``gathers``, every forward checks ``masters``."""
-        self._gathers, self._masters = gathers, weakref.ref(masters)
+    def follow(self, wait_for_gathers: Callable[[], None], check_masters: Callable[[], None]) -> None:
+        """By ``DistributedOptimizer``: what compiled forwards call first, and what every other forward calls first."""
+        self._wait_for_gathers, self._check_masters = wait_for_gathers, check_masters
 
     def unwrap(self) -> nn.Module:
         """Give the plain module back. Gradients of the running iteration are lost.
@@ -261,8 +255,8 @@ class DistributedDataParallel(BucketIteration):
         compiling = torch.compiler.is_compiling()
         if compiling or not self.module.training:
             self._finish_gathers()
-        if not compiling and self._masters is not None and (masters := self._masters()) is not None:
-            masters.check()
+        if not compiling:
+            self._check_masters()
         if not torch.is_grad_enabled() or is_frozen(self.bucket_params):
             return self._replicas.run(self.module, args, kwargs)
         self._begin_forward()
@@ -272,8 +266,7 @@ class DistributedDataParallel(BucketIteration):
 
     @torch.compiler.disable
     def _finish_gathers(self) -> None:
-        for gather in self._gathers:
-            gather.wait()
+        self._wait_for_gathers()
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:
@@ -294,3 +287,7 @@ class DistributedDataParallel(BucketIteration):
         if not self._attachment.alive:
             raise RuntimeError(f"{caller} after unwrap(): this wrapper reduces nothing any more; wrap the module again")
         self.grids["dense"].check_still_alone("this DistributedDataParallel")
+
+
+def _nothing() -> None:
+    """Do nothing: what forwards call where no ``DistributedOptimizer`` updates the model."""

@@ -1,7 +1,7 @@
 """``BucketIteration``: one iteration of a wrapper, from the first backward to the next iteration.
 
-    backward    hooks launch complete buckets (``buckets/readiness.py``), its end the others, but for those that wait
-                for delayed gradients (``buckets/launcher.py``); then ``.grad`` is shown
+    backward    hooks launch complete buckets (``buckets/reducer.py``), its end the others, but for those that wait
+                for delayed gradients; then ``.grad`` is shown
     reduction   ``finish_reduction``, by a first read of ``.grad``, or a step: launches what is left, waits, compares
                 ranks, once an iteration
     clearing    every ``.grad`` is None: the next forward or backward begins a new iteration
@@ -16,18 +16,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..buckets.bucket import Bucket, Phase, check_nothing_under_way
+from ..buckets.bucket import Bucket, Phase
 from ..buckets.checks import (
     ModelWatch,
     check_nothing_bypassed,
     check_nothing_pending,
-    check_scalable,
+    check_nothing_under_way,
     check_whole,
 )
 from ..buckets.iteration_ends import end_iteration, record_optimizer
-from ..buckets.launcher import BucketLauncher
 from ..buckets.nan_check import NanCheck
-from ..buckets.readiness import Readiness
+from ..buckets.reducer import BucketLauncher, Readiness
 from ..buckets.replicas import Replicas
 from ..collectives.failure_report import FailureReporter
 from ..collectives.rank_grid import RankGrid
@@ -241,7 +240,7 @@ class BucketIteration(AroundModule):
                 record.clear_touched()
             return
         self._num_tokens = None
-        check_nothing_under_way(self.buckets)
+        check_nothing_under_way(self.buckets, "zero_grad()")
         self.steps.next_iteration()
         self.shown.hide()  # before buckets are emptied: what the program keeps is copied
         self._empty_buckets()  # step 10 of docs/by_hand.py
@@ -250,12 +249,12 @@ class BucketIteration(AroundModule):
         self._launched = self._finished = self._ended = False
         self.iteration += 1
 
-    def _empty_buckets(self, *, goes_on: bool = False) -> None:
+    def _empty_buckets(self) -> None:
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
         for bucket in self.buckets:  # after the zeroing, which raises versions
             bucket.reset()
-        self._launcher.reset(forget=not goes_on)
+        self._launcher.reset()
 
     # ---- What a backward begins with. ----
 
@@ -287,8 +286,10 @@ class BucketIteration(AroundModule):
         self._launcher.wait()
         self.steps.finish()
         self.shown.zero_cleared()
-        self._launcher.carry()
-        self._empty_buckets(goes_on=True)
+        carried = [bucket.reduced.clone() for bucket in self.buckets]
+        self._empty_buckets()
+        for bucket, reduced in zip(self.buckets, carried, strict=True):
+            bucket.carried = reduced
         self.steps.go_on()
         self._launched = self._finished = False
 
@@ -332,7 +333,7 @@ class BucketIteration(AroundModule):
         """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
         if self.shown.active:
             self.finish_and_take_changes("scale_gradients()")
-        check_scalable(self.bucket_params, "scale_gradients()")
+        check_nothing_under_way(self.buckets, "scale_gradients()")
         if held := [tensor for bucket in self.buckets for tensor in bucket.held()]:
             torch._foreach_mul_(held, factor)
         self.shown.copy_again()

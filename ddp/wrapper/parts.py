@@ -26,7 +26,7 @@ from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
 
 if TYPE_CHECKING:
-    from ..buckets.bucket_params import BucketParam
+    from ..buckets.bucket import BucketParam
     from .data_parallel import DistributedDataParallel
 
 __all__ = ["BucketParts", "Parts", "parts_of"]

@@ -109,7 +109,7 @@ class UnitGathers:
     def release_all(self, but: Collection[Unit] = ()) -> None:
         """Free the whole parameters of every unit that is not in ``but``."""
         for unit in self._units:
-            if unit not in but:
+            if unit.gathered and unit not in but:
                 self.wait(unit)  # also an unused gather: it reads shards, which the optimizer changes
                 self.release(unit)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ...ddp.buckets.readiness import differentiable_tensors
+from ...ddp.buckets.graph_walk import differentiable_tensors
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.target import Demand, demand
 from ...ddp.torch_internals import current_backward, delivers_to_all, tree_leaves, tree_map, will_execute
@@ -220,18 +220,16 @@ class Backward:
     final  outside ``no_sync``: if the backward belongs to an iteration, it is the last
     """
 
-    __slots__ = ("entered", "entered_in", "final", "keeps_graph", "recomputed", "task", "tasks", "trains")
+    __slots__ = ("entered", "final", "keeps_graph", "recomputed", "task", "tasks", "trains")
 
     def __init__(self, task: int, *, final: bool) -> None:
         self.task = task
         self.final = final
-        self.tasks: set[int] = set()
-        """Graph tasks, nested ones too, with a callback at their end."""
+        self.tasks: dict[int, list[Unit]] = {}
+        """By graph task, nested ones too: the units that it entered first, and leaves by a callback at its end."""
         self.entered: dict[Unit, set[UnitForward]] = {}
         """The units that the backward has entered and not passed, with those of their forwards that it has entered and
         not passed: none if it has reached the unit's parameters past the outputs."""
-        self.entered_in: dict[Unit, int] = {}
-        """Id of the graph task that has entered the unit first."""
         self.recomputed: dict[int, ForwardTrace] = {}
         """By graph task: the forwards that were recomputed in it."""
         self.keeps_graph = False

@@ -34,8 +34,8 @@ from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backw
 from ..unit.bucket import ShardedBucket
 from ..unit.mixed_precision import cast_floating, cast_inputs
 from ..unit.unit import Unit
-from .checks import past_the_outputs
 from .connect import connect_units, map_memory, use_copy_engines
+from .errors import past_the_outputs
 from .gathers import UnitGathers
 from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardTrace, UnitForward, delivers_to_any
 from .parts import RootParts
@@ -287,17 +287,18 @@ class Root:
         if trains and is_watched():
             self.grads.trained.add(task)
         if task not in backward.tasks:
-            backward.tasks.add(task)
+            backward.tasks[task] = []
             call_when_backward_ends(BackwardEnd(weakref.ref(self), task))
         if unit not in backward.entered:
-            backward.entered[unit], backward.entered_in[unit] = set(), task
+            backward.entered[unit] = set()
+            backward.tasks[task].append(unit)
         if trains:
             self.grads.enter(unit, delays=delays)
         return backward
 
     def _leave_unit(self, unit: Unit, backward: Backward) -> None:
         """Backward has passed the unit: register the shards, and free the whole parameters."""
-        del backward.entered[unit], backward.entered_in[unit]
+        del backward.entered[unit]
         unit.registered.hide_after_backward()
         unit.writes.take_over()  # a recompute inside the unit may have written
         if not backward.keeps_graph and (backward.final or unit not in self.gathers.first(KEPT_UNITS)):
@@ -322,9 +323,10 @@ class Root:
         backward = self._backward
         if backward is None:
             return
-        for unit in [unit for unit, entered_in in backward.entered_in.items() if entered_in == task]:
-            self._leave_unit(unit, backward)
-            self.grads.leave(unit, final=backward.final)
+        for unit in backward.tasks.get(task, ()):
+            if unit in backward.entered:
+                self._leave_unit(unit, backward)
+                self.grads.leave(unit, final=backward.final)
         if task != backward.task:
             return
         self._backward = None
@@ -348,9 +350,8 @@ class Root:
 
     def backward_failed(self, task: int) -> None:
         """A graph task has failed: register the shards. The next forward calls ``abandon`` for the rest."""
-        for unit, entered_in in () if self._backward is None else self._backward.entered_in.items():
-            if entered_in == task:
-                unit.registered.hide_after_backward()
+        for unit in () if self._backward is None else self._backward.tasks.get(task, ()):
+            unit.registered.hide_after_backward()
 
     def abandon(self) -> None:
         """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""

@@ -17,7 +17,7 @@ from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.buffer import Meter
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
-from ...ddp.buckets.launcher import BucketLauncher
+from ...ddp.buckets.reducer import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
@@ -26,7 +26,7 @@ from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import GradPool
 from ..unit.unit import Unit
-from .checks import backward_raised, delays_left
+from .errors import backward_raised, delays_left
 
 __all__ = ["GradRound", "GradRounds", "State"]
 
@@ -81,38 +81,34 @@ class GradRound:
     A unit has one round. If modules delay weight gradients, their buckets have a second round, which ends later.
     """
 
-    __slots__ = ("__weakref__", "_state", "buckets", "delays", "unit")
+    __slots__ = ("__weakref__", "buckets", "delays", "state", "unit")
 
     def __init__(self, unit: Unit, buckets: tuple[ShardedBucket, ...]) -> None:
         self.unit = unit
         self.buckets = buckets
-        self._state = State.IDLE
+        self.state = State.IDLE
+        """The current state; ``move`` sets it."""
         self.delays = buckets[0].delayed
         """Some gradients of this iteration are delayed, here or perhaps on another rank. So the round is sent once,
         after the last backward."""
         for bucket in buckets:
             bucket.round = weakref.ref(self)
 
-    @property
-    def state(self) -> State:
-        """The current state. Setting another one than the table allows raises ``RuntimeError``."""
-        return self._state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        if state not in _MOVES[self._state]:
-            raise RuntimeError(f"gradients of {self.unit.label} cannot go from {self._state.value} to {state.value}")
-        self._state = state
+    def move(self, state: State) -> None:
+        """Go to another state. Raises ``RuntimeError`` for one that the table does not allow."""
+        if state not in _MOVES[self.state]:
+            raise RuntimeError(f"gradients of {self.unit.label} cannot go from {self.state.value} to {state.value}")
+        self.state = state
 
     @property
     def under_way(self) -> bool:
         """A backward of the iteration has reached the unit, and the iteration has not ended."""
-        return self._state is not State.IDLE
+        return self.state is not State.IDLE
 
     @property
     def is_left(self) -> bool:
         """Backward has passed, and gradients are to be sent at the end of the iteration."""
-        return self._state in (State.KEPT, State.SENT_INSIDE)
+        return self.state in (State.KEPT, State.SENT_INSIDE)
 
     @property
     def has_pending(self) -> bool:
@@ -121,7 +117,7 @@ class GradRound:
 
     def reset(self) -> None:
         """The iteration is over, or given up."""
-        self._state = State.IDLE
+        self.state = State.IDLE
         self.delays = self.buckets[0].delayed
 
 
@@ -206,7 +202,7 @@ class GradRounds:
         for grads in self._of[unit]:
             grads.delays = grads.delays or delays
             if grads.state is not State.WRITING:
-                grads.state = State.WRITING
+                grads.move(State.WRITING)
 
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give the bucket's whole gradients memory. If a reduction still uses the memory, wait for it first."""
@@ -230,7 +226,7 @@ class GradRounds:
                 grads.delays = True
             # 7. Keep the gradients for the next microbatch, or launch their reduction.
             if grads.delays or (grads.buckets[0].reduces_once and not final):
-                grads.state = State.KEPT
+                grads.move(State.KEPT)
                 for bucket in grads.buckets:
                     bucket.grad_shard.defer()
             else:
@@ -292,7 +288,7 @@ class GradRounds:
         reached = [grads for grads in self._all if grads.under_way]
         self._delayed_in = next((grads.unit.label for grads in reached if grads.delays), None)
         for grads in reached:
-            grads.state = State.IDLE
+            grads.move(State.IDLE)
         for grads in self._all:
             grads.reset()
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
@@ -360,7 +356,7 @@ class GradRounds:
                      bound. False: no wait, because other parts of the model compute meanwhile
         """
         inside = grads.state is not State.SENT_INSIDE
-        grads.state = State.SENT if final else State.SENT_INSIDE
+        grads.move(State.SENT if final else State.SENT_INSIDE)
         for bucket in grads.buckets:
             if inside or bucket.reduction.grid.outer_size > 1:
                 kept = grads.delays or bucket.reduces_once

@@ -91,7 +91,7 @@ class ShardedParameter(nn.Parameter):
     @property  # zero_grad() reads it with grad mode
     def grad(self) -> Tensor | None:
         """The gradient of these elements, or None."""
-        return _plainly(_grad.__get__, self)  # type: ignore[no-any-return]
+        return disabled_torch_function(_grad.__get__, (), (self,))  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:

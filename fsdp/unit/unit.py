@@ -51,11 +51,15 @@ class Unit:
         self.module = weakref.ref(module)
         self.name = name
         """Name of the module in the outermost unit; empty for the outermost."""
+        self.label = f"unit '{name}'"
+        """The unit in words, for errors."""
         self.buckets = tuple(buckets)
         self.pairs: tuple[ShardedPair, ...] = tuple(pair for bucket in buckets for pair in bucket.pairs)
         """The unit's parameters, of all buckets."""
         self.trains = any(bucket.trainable for bucket in buckets)
         """Some parameters of the unit are trained."""
+        self.releasable = any(not bucket.whole_params_at_rest for bucket in buckets)
+        """The whole parameters can be freed: placements shard parameters at rest."""
         self.policy = options.policy
         self.grid = grid
         self.device = device
@@ -95,11 +99,6 @@ class Unit:
         return root
 
     @property
-    def label(self) -> str:
-        """The unit in words, for errors."""
-        return f"unit '{self.name}'" if self.name else "the outermost unit"
-
-    @property
     def arrived(self) -> bool:
         """The whole parameters can be read now: their gather has arrived."""
         return self.gathered and not any(bucket.gather.under_way for bucket in self.buckets)
@@ -108,11 +107,6 @@ class Unit:
     def reshards(self) -> bool:
         """Whole parameters are freed between forward and backward. By None, not those of the outermost unit."""
         return self.name != "" if self.reshard_after_forward is None else self.reshard_after_forward
-
-    @property
-    def releasable(self) -> bool:
-        """The whole parameters can be freed: placements shard parameters at rest."""
-        return bool(self.buckets) and not self.buckets[0].whole_params_at_rest
 
     @property
     def needs_graph(self) -> bool:
@@ -126,6 +120,7 @@ class Unit:
             full_name = f"{name}.{pair.name}" if name else pair.name
             pair.sharded.shard = pair.sharded.shard._replace(name=full_name, unit=name, everyone=everyone)
         self.name, self.root_reference = name, root
+        self.label = f"unit '{name}'" if name else "the outermost unit"
 
     # ---- The order of collectives. ----
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp import DistributedDataParallel, DistributedOptimizer
-from ...ddp.buckets.bucket_params import BucketParam
+from ...ddp.buckets.bucket import BucketParam
 from ...ddp.optimizer.param_groups import assign_groups, check_options, is_fused
 from ...ddp.torch_grads.optimizer import after_closure
 from ...fsdp import FSDPModule, translate_state_dicts

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from ...ddp.gathers.waiting_params import is_waiting_hook, registered_params
+from ...ddp.gathers.waiting_params import is_waiting_hook
+from ...ddp.torch_internals import registered_params
 from ..dense.linear_module import LinearModule
 from .captured_order import ReplayError
 

@@ -31,7 +31,7 @@ from sharded_on_gpus import (
 )
 from torch import Tensor, nn
 
-from maingrad.ddp.buckets.launcher import BucketLauncher
+from maingrad.ddp.buckets.reducer import BucketLauncher
 from maingrad.ddp.collectives.timeline import BackwardSpan, BucketSpan, GatherSpan, WaitSpan
 from maingrad.ddp.gathers.param_gather import ParamGather
 from maingrad.fsdp import fully_shard

@@ -12,7 +12,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness._on_backward_start",
                 "if self.sync and self._overlap:",
                 "if self._overlap:",

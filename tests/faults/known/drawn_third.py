@@ -11,7 +11,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness._on_backward_start",
                 """
                 if self._is_last(entry.record):
@@ -29,10 +29,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.buckets.launcher",
-                "BucketLauncher.wait_for",
-                "self._carried.pop(bucket.index)",
-                "self._carried[bucket.index]",
+                "maingrad.ddp.buckets.bucket",
+                "Bucket.end_reduction",
+                "self.carried = None",
+                "",
             ),
         ],
     ),

@@ -11,12 +11,9 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.buckets.launcher",
-                "BucketLauncher.reset",
-                """
-                if forget:
-                    self._carried.clear()
-                """,
+                "maingrad.ddp.buckets.bucket",
+                "Bucket.reset",
+                "self.carried = None",
                 "",
             ),
         ],
@@ -31,7 +28,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.buckets.nan_check",
                 "NanCheck.note",
-                "torch.maximum(part, largest) if again else largest",
+                "largest if bucket.carried is None else torch.maximum(part, largest)",
                 "largest",
             ),
         ],

@@ -47,7 +47,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.buckets.launcher",
+                "maingrad.ddp.buckets.reducer",
                 "BucketLauncher._reduce",
                 """
                 for record in bucket.records:

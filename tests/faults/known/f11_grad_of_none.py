@@ -9,7 +9,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness.on_grad",
                 "take_grad_of_backward(param, record)",
                 """

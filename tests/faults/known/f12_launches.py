@@ -9,13 +9,13 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.buckets.launcher",
+                "maingrad.ddp.buckets.reducer",
                 "BucketLauncher.launch_rest",
                 "while self._next < len(self._buckets):",
                 "while self._next < len(self._buckets) and self._buckets[self._next].phase is Phase.READY:",
             ),
             Change(
-                "maingrad.ddp.buckets.launcher",
+                "maingrad.ddp.buckets.reducer",
                 "BucketLauncher._is_ready",
                 "bucket.phase is Phase.READY or (self._all_came",
                 "bucket.phase is Phase.READY or (False",
@@ -39,7 +39,7 @@ FAULTS = [
                 "",
             ),
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness.on_grad",
                 "if not (self.sync and self._overlap) or not self._is_last(record):",
                 "if not self._overlap:",
@@ -272,8 +272,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.wrapper.iteration",
                 "BucketIteration._reopen",
-                "self._launcher.carry()",
-                "",
+                "bucket.carried = reduced",
+                "pass",
             ),
         ],
     ),
@@ -287,8 +287,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.wrapper.iteration",
                 "BucketIteration._reopen",
-                "self._empty_buckets(goes_on=True)",
-                "for bucket in self.buckets:\n    bucket.reset()\n    for record in bucket.records:\n        record.written = True\nself._launcher.reset(forget=False)",
+                "self._empty_buckets()",
+                "for bucket in self.buckets:\n    bucket.reset()\n    for record in bucket.records:\n        record.written = True\nself._launcher.reset()",
             ),
         ],
     ),

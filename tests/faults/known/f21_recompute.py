@@ -18,7 +18,7 @@ FAULTS = [
                 "",
             ),
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness.on_grad",
                 "if record.shared or self._recomputes:",
                 "if record.shared:",
@@ -37,7 +37,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.end_backward",
-                "for unit in [unit for unit, entered_in in backward.entered_in.items() if entered_in == task]:",
+                "for unit in backward.tasks.get(task, ()):",
                 "for unit in list(backward.entered):",
             ),
             Change(

@@ -10,7 +10,7 @@ FAULTS = [
             "tests/ddp/wrapper/test_plain_loop.py::test_logged_norms_are_those_of_the_whole_batch[ddp]",
         ],
         changes=[
-            Change("maingrad.ddp.buckets.readiness", "Readiness._show", "self._shown.show()", "pass"),
+            Change("maingrad.ddp.buckets.reducer", "Readiness._show", "self._shown.show()", "pass"),
         ],
     ),
     Fault(
@@ -129,7 +129,7 @@ FAULTS = [
             "tests/ddp/buckets/test_end_of_backward.py::test_a_collective_of_the_program_comes_behind_all_reductions"
         ],
         changes=[
-            Change("maingrad.ddp.buckets.readiness", "Readiness._show", "self._launcher.on_backward_over()", "pass"),
+            Change("maingrad.ddp.buckets.reducer", "Readiness._show", "self._launcher.on_backward_over()", "pass"),
         ],
     ),
     Fault(
@@ -204,7 +204,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness.reset",
                 "self._checked = self._counts = False",
                 "self._checked = False",

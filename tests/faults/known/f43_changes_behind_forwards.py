@@ -25,7 +25,7 @@ FAULTS = [
         sentence="A program that calls a method of the module's, in place of the wrapper, changes the model unseen.",
         tests=[f"{DDP}test_a_change_behind_a_methods_forward_is_refused_before_gradients_leave"],
         changes=[
-            Change("maingrad.ddp.buckets.readiness", "Readiness._check_once", "self._watch.check_launch()", "pass"),
+            Change("maingrad.ddp.buckets.reducer", "Readiness._check_once", "self._check_launch()", "pass"),
             Change(
                 "maingrad.ddp.wrapper.iteration",
                 "BucketIteration._start",
@@ -99,7 +99,7 @@ FAULTS = [
         quick=[CAST],
         changes=[
             Change(
-                "maingrad.ddp.buckets.readiness",
+                "maingrad.ddp.buckets.reducer",
                 "Readiness._show",
                 """
                 self._check_once()

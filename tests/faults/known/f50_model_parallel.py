@@ -64,7 +64,7 @@ FAULTS = [
         "50f-a-stage-scales-what-is-not-there",
         sentence="torch's pipeline stage divides .grad, which is None, and gradients are too large.",
         tests=[TESTS + "test_torchs_stage_divides_grad_by_the_microbatches"],
-        changes=[Change("maingrad.ddp.buckets.readiness", "Readiness._show", "self._shown.show()", "pass")],
+        changes=[Change("maingrad.ddp.buckets.reducer", "Readiness._show", "self._shown.show()", "pass")],
     ),
     Fault(
         "50g-one-stage-skips-a-step",

@@ -75,7 +75,7 @@ FAULTS = [
         tests=[f"{TESTS}::test_main_grad_is_there_until_the_reduction"],
         changes=[
             Change(
-                "maingrad.ddp.torch_grads.main_grad_view",
+                "maingrad.ddp.buckets.released",
                 "MainGradView.read",
                 "if not self.record.written or self.record.closed is not None:",
                 "if False:",

@@ -36,7 +36,7 @@ FAULTS = [
         "53c-a-given-up-iteration-counts-in-the-next",
         sentence="Backwards before zero_grad_buffer() are still taken for those of the iteration.",
         tests=[f"{GIVEN_UP}::test_what_trains_nothing_leaves_no_amax[zero1]"],
-        changes=[Change("maingrad.ddp.buckets.readiness", "Readiness.reset", "self.trained.clear()", "pass")],
+        changes=[Change("maingrad.ddp.buckets.reducer", "Readiness.reset", "self.trained.clear()", "pass")],
     ),
     Fault(
         "53d-a-cleared-microbatch-counts-in-the-next",

@@ -61,7 +61,7 @@ FAULTS = [
             "test_what_a_failed_backward_has_reached_is_not_ready_in_the_next_iteration"
         ],
         changes=[
-            Change("maingrad.ddp.buckets.readiness", "Readiness.reset", "self._passed.clear()\n", ""),
+            Change("maingrad.ddp.buckets.reducer", "Readiness.reset", "self._passed.clear()\n", ""),
         ],
     ),
     Fault(

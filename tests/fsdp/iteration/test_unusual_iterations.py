@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.fsdp import fully_shard
 from maingrad.fsdp.iteration.hooks import BackwardEnd
+from maingrad.fsdp.iteration.rounds import State
 from maingrad.launch import simulate
 
 
@@ -411,3 +412,15 @@ def test_a_plain_use_after_a_foreign_backward_that_failed() -> None:
     """The flag of the failed backward is not taken for the flag of the next backward."""
     for found, wanted in simulate(foreign_failure, 2):
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_move_that_the_table_of_states_lacks() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3)))
+    model(torch.ones(2, 3))
+    reference = model.units[0].buckets[0].round
+    assert reference is not None
+    grads = reference()
+    with pytest.raises(RuntimeError, match="gradients of the outermost unit cannot go from idle to sent"):
+        grads.move(State.SENT)
+    model(torch.ones(2, 3)).sum().backward()
+    assert grads.state is State.IDLE

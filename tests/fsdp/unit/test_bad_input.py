@@ -503,13 +503,13 @@ def test_what_is_no_module() -> None:
         fully_shard(test_what_is_no_module)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_compiled_and_scripted_modules() -> None:
     with pytest.raises(
         ValueError, match=r"the module is torch.compile\(...\) of another module: call that one's .comp"
     ):
         fully_shard(torch.compile(Block()))
-    with pytest.warns(DeprecationWarning, match="jit"):
-        scripted = torch.jit.script(nn.Linear(3, 3))
+    scripted = torch.jit.script(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="module '0' is a ScriptModule, whose parameters stay where they are"):
         fully_shard(nn.Sequential(scripted))
 
