@@ -185,6 +185,6 @@ def _changed(name: str, *, frozen: bool) -> str:
     what, meanwhile = ("frozen", "meanwhile") if frozen else ("unfrozen", "until it is to be trained")
     return (
         f"parameter '{name}' was {what} (requires_grad_) after fully_shard, which plans for gradients or for none: do "
-        f"it before, and give it a learning rate of 0 {meanwhile}. A backward that is to go through the model without "
-        f"training it runs under no_sync(); or freeze all of the model's parameters, on all ranks"
+        f"it before, and give it a learning rate of 0 {meanwhile}. To go through the model without training it, freeze "
+        f"all of its parameters, on all ranks, or run that backward under no_sync(), then zero_grad()"
     )
