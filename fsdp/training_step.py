@@ -6,7 +6,7 @@ has to wait there. A replay runs no Python. After it the host notes that shards 
 gathers anew.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks, counted_steps
 from ..ddp.optimizer.param_groups import is_fused
 from ..ddp.torch_grads.sharded_grad import step_ended
-from ..ddp.torch_internals import DisableTorchFunctionSubclass, hook_keys
+from ..ddp.torch_internals import DisableTorchFunctionSubclass, grad_of_tensor, hook_keys
 from .iteration.root import Root
 from .module import FSDPModule, root_of, unit_of
 from .state.optimizer_state import params_of
@@ -111,7 +111,7 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
             max_graphs=max_graphs,
         )
 
-    def _hooks(self) -> list[Hashable]:
+    def _beside(self) -> list[object]:
         with DisableTorchFunctionSubclass():
             plain = self._plain_params()
             seen = [(id(param), param.data_ptr(), param.requires_grad) for param in plain]
@@ -119,11 +119,15 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
 
     def _plain_params(self) -> list[Tensor]:
         """Parameters of the optimizer that are not sharded: a scale beside the model, equal on all ranks."""
-        return [param for param in params_of(self._optimizer) if id(param) not in self._shard_ids]
+        groups = self._optimizer.param_groups
+        return [param for group in groups for param in group["params"] if id(param) not in self._shard_ids]
 
     def _check_startable(self, *, known: bool) -> None:
         root = self._root
-        check_graphable(root, self._optimizer)
+        if known:  # the groups, and their options, are those of the capture
+            check_stock_hooks(self._optimizer)
+        else:
+            check_graphable(root, self._optimizer)
         self._check_observed(root.observer)
         if not root.sync:
             raise RuntimeError(f"{self._name}: no_sync() around the graphed step; open it in the function")
@@ -138,7 +142,8 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
 
     def _has_grads(self) -> bool:
         with DisableTorchFunctionSubclass():  # for speed: no value is read
-            return any(param.grad is not None for param in (*self._shards, *self._plain_params()))
+            grads = map(grad_of_tensor.__get__, (*self._shards, *self._plain_params()))
+            return any(grad is not None for grad in grads)
 
     def _prepare(self) -> None:
         root = self._root
@@ -151,7 +156,7 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
             self._optimizer.prepare_replay()
 
     @contextmanager
-    def _one_iteration(self) -> Iterator[None]:
+    def one_iteration(self) -> Iterator[None]:
         with counted_steps(self._name, self._optimizer, self._shard_ids) as mine:
             yield
         if len(mine) != 1 or self._has_grads() or not self._root.grads.is_clear:

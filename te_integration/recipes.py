@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..ddp.graphs.compared_by_state import ComparedByState
-from ..ddp.graphs.surroundings import modes, switches
+from ..ddp.graphs.host.surroundings import modes, switches
 from ..ddp.torch_internals import checkpointed_region, checkpointed_regions, current_backward
 from ..kernels.quantized import Element, QuantSpec, ScaleForm
 

@@ -7,13 +7,17 @@
     capture  of which nothing has run if it fails; then the same call runs eagerly, and all later ones
     replay   as long as arguments, model, options and all that Python reads are those of the capture
 
-Ranks decide together. An eager iteration has collectives that a replay lacks (ranks compare their steps), so where one
-rank must run eagerly, all do.
+Ranks decide together in each call, and where one must run eagerly, all do: the arguments of one rank alone may be of
+another shape. An eager iteration has collectives that a replay lacks (ranks compare their steps), and NCCL may run a
+captured collective by another algorithm than the same one outside of a graph (it registers the graph's memory). The
+reduction is one number between hosts. It runs under the previous replay, which the host does not wait for, and while
+this call's arguments are copied.
 """
 
 import logging
 import traceback
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -38,8 +42,6 @@ _MOST_EAGER = 32
 """Eager calls between two replays: after so many, no kind of call seems to come again."""
 _MOST_CAPTURES, _REPLAYS_OF_A_CAPTURE = 8, 50
 """Captures beyond the first eight must have had fifty replays each: a capture takes as long as some fifty."""
-_MOST_KINDS = 256
-"""Whose eager calls are counted."""
 _STOP, _EAGER, _GRAPH = -1, 0, 1
 
 
@@ -70,16 +72,17 @@ class AutoStep(Generic[P, T]):
         self._graphs = graphs
         self._groups = [] if graphs is None else [_on_host(group, device) for group in grid.axes]
         self._speaks = grid.is_first
-        self._hosts: list[HostState] = []
-        """The latest first; a captured kind of call names its own by ``id``."""
-        self._num_clean: dict[Kind, int] = {}
         self._since_replay: list[str | None] = []
         """For each eager call since the last replay, what has changed in it."""
         self._reason = ""
         self._num_captures = self._num_replays = 0
+        self._changed: str | None = None
         self._confirmed = False
+        """Whether the latest capture has gone well, and what it has changed on the host."""
         if graphs is not None:
             graphs.after_capture = self._confirm
+            graphs.make_state = partial(HostState, train_step)
+            graphs.most_states = _MOST_CAPTURES
 
     @property
     def num_graphs(self) -> int:
@@ -88,8 +91,6 @@ class AutoStep(Generic[P, T]):
 
     def reset(self) -> None:
         """Free all graphs and their memory; later calls may be captured anew. Before ``destroy_process_group``."""
-        self._hosts.clear()
-        self._num_clean.clear()
         if self._graphs is not None:
             self._graphs.reset()
 
@@ -98,54 +99,37 @@ class AutoStep(Generic[P, T]):
         if self._graphs is None:
             return self._train_step(*args, **kwargs)
         call = (args, kwargs)
-        kind = self._kind_of(self._graphs, call)
-        decided = self._agree(self._choice(self._graphs, kind))
+        self._graphs.begin_call()
+        state, changed = self._graphs.state()
+        assert isinstance(state, HostState), "as make_state says"
+        self._reason = "" if changed is None else f"'{changed}' has changed since the call before"
+        kind = self._kind_of(self._graphs, call, state)
+        choice = self._choice(self._graphs, kind)
+        agreed = self._tell(choice)
+        if choice == _GRAPH and kind is not None and self._graphs.is_captured(kind):
+            self._graphs.load(kind, call)  # while the other ranks' choices come
+        decided = agreed()
         if decided == _STOP:
             self.stop(self.why_eager or self._reason or "another rank does")
             return self._train_step(*args, **kwargs)
         if decided == _GRAPH and kind is not None:
             return self._run_graph(self._graphs, kind, call)
-        return self._run_eagerly(self._graphs, kind, call)
+        return self._run_eagerly(self._graphs, kind, call, state)
 
     # ---- Which way. ----
 
-    def _kind_of(self, graphs: StepGraphs[P, T, Any], call: Any) -> Kind | None:
+    def _kind_of(self, graphs: StepGraphs[P, T, Any], call: Any, state: HostState) -> Kind | None:
         """The kind of a call; None where the call can have no graph, and ``_reason`` says why."""
-        self._reason = ""
-        host = self._host()
+        if state.lost is not None:
+            self.why_eager = f"it {state.lost}"
+            return None
         try:
-            if host.lost is not None:
-                self.why_eager = f"it {host.lost}"
-                return None
-            kind = graphs.kind_of(call, id(host))
+            kind = graphs.kind_of(call, state)
             graphs.check_startable(kind)
         except (RuntimeError, TypeError, ValueError) as error:
             self._reason = str(error)
             return None
         return kind
-
-    def _host(self) -> HostState:
-        """What Python reads now: as it was in one of the latest calls, or as nobody has seen it."""
-        changed = None
-        for at, host in enumerate(self._hosts):
-            change = host.change()
-            if change is None:
-                self._hosts.insert(0, self._hosts.pop(at))
-                return host
-            changed = changed or change
-        if changed is not None:
-            self._reason = f"'{changed}' has changed since the call before"
-        host = HostState(self._train_step, self._module, self._device)
-        self._hosts.insert(0, host)
-        if len(self._hosts) > _MOST_CAPTURES:
-            self._forget(self._hosts.pop())
-        return host
-
-    def _forget(self, host: HostState) -> None:
-        """Free the graphs of calls in which Python has read this."""
-        self._num_clean = {kind: number for kind, number in self._num_clean.items() if kind[3] != id(host)}
-        if self._graphs is not None:
-            self._graphs.forget(id(host))
 
     def _choice(self, graphs: StepGraphs[P, T, Any], kind: Kind | None) -> int:
         """What this rank would do."""
@@ -162,26 +146,33 @@ class AutoStep(Generic[P, T]):
             self.why_eager = f"it was captured {self._num_captures} times, for few calls each: {self._reason}"
         if self.why_eager is not None:
             return _STOP
-        if kind is None or self._num_clean.get(kind, 0) < _NUM_WARMUP:
+        if kind is None or graphs.num_eager(kind) < _NUM_WARMUP:
             return _EAGER
-        if not graphs.has_room(kind):
+        if not graphs.has_room():
             self._reason = "calls have more shapes and options than there may be graphs (max_graphs)"
             return _EAGER
         return _GRAPH
 
-    def _agree(self, choice: int) -> int:
-        """The least choice of all ranks."""
+    def _tell(self, choice: int) -> Callable[[], int]:
+        """Tell the other ranks; returns a function that waits for the least choice of all."""
         if not self._groups:
-            return choice
+            return lambda: choice
         least = torch.tensor(choice)
-        for group in self._groups:
+        *before, last = self._groups
+        for group in before:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        return int(least)
+        work: Any = dist.all_reduce(least, dist.ReduceOp.MIN, group=last, async_op=True)
 
-    def _confirm(self) -> None:
+        def wait() -> int:
+            work.wait()
+            return int(least)
+
+        return wait
+
+    def _confirm(self, change: str | None) -> None:
         """After a capture that has gone well. Raises ``RuntimeError`` where another rank's has not."""
-        self._confirmed = True
-        if self._agree(_GRAPH) != _GRAPH:
+        self._confirmed, self._changed = True, change
+        if self._tell(_GRAPH)() != _GRAPH:
             raise RuntimeError("another rank's capture has failed")
 
     def stop(self, why: str) -> None:
@@ -192,17 +183,15 @@ class AutoStep(Generic[P, T]):
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # what eager calls have left on the stream of captures
         self._graphs = None
-        self._hosts.clear()
         level = logging.WARNING if self._speaks else logging.INFO
         logger.log(level, "%s stays eager, and is no CUDA graph: %s", self._name, " ".join(why.split()))
 
     # ---- Eager, or a graph. ----
 
-    def _run_eagerly(self, graphs: StepGraphs[P, T, Any], kind: Kind | None, call: Any) -> T:
+    def _run_eagerly(self, graphs: StepGraphs[P, T, Any], kind: Kind | None, call: Any, state: HostState) -> T:
         args, kwargs = call
-        host = self._hosts[0]
-        host.begin_call()
-        given = _shape_of(call)
+        state.begin_call()
+        before = graphs.modes(), _shape_of(call)
         finished, change, result = False, None, None
         with graphs.beside():
             try:
@@ -213,21 +202,25 @@ class AutoStep(Generic[P, T]):
                 if not finished:
                     raise
                 change = str(error)
-        change = change or self._change_in_call(host, result, given, call)
+        change = change or self._change_in_call(graphs, state, before, result, call)
         self._since_replay.append(change)
         if change is not None or kind is None:
             return result  # type: ignore[return-value]
-        if len(self._num_clean) > _MOST_KINDS:
-            self._num_clean.clear()
-        self._num_clean[kind] = self._num_clean.get(kind, 0) + 1
+        graphs.record_eager(kind)
         detached: T = tree_map_only(Tensor, Tensor.detach, result)
         return detached  # as from a replay; and a kept loss keeps no activations
 
-    def _change_in_call(self, host: HostState, result: Any, given: Hashable, call: Any) -> str | None:
-        """What a replay would not have done; None: it would have done all."""
-        if (drawn := host.draws()) is not None:
+    def _change_in_call(
+        self, graphs: StepGraphs[P, T, Any], state: HostState, before: Any, result: Any, call: Any
+    ) -> str | None:
+        """What a replay would not have done; None: it would have done all.
+
+        before  modes, and the structure of the arguments
+        """
+        modes, given = before
+        if (drawn := state.draws()) is not None:
             return f"it draws from {drawn}, and replays would see the numbers of the capture"
-        if (changed := host.change()) is not None:
+        if (changed := graphs.change_in_call(state, modes)[0]) is not None:
             return f"it changes '{changed}', which no replay would"
         if _shape_of(call) != given:
             return "it changes its arguments: a list or dict in them has other items after the call"
@@ -239,30 +232,28 @@ class AutoStep(Generic[P, T]):
 
     def _run_graph(self, graphs: StepGraphs[P, T, Any], kind: Kind, call: Any) -> T:
         if graphs.is_captured(kind):
-            result = graphs.run(kind, call, 0)
             self._num_replays += 1
-        else:
-            self._confirmed, why = False, None
-            try:
-                result = graphs.run(kind, call, 0)
-            except Exception as error:
-                if graphs.is_captured(kind):  # it was the replay
-                    raise
-                why = f"{_place_of(error)}{type(error).__name__}: {error}"
-            if why is not None:  # outside of the handler, whose error holds the capture's tensors
-                if not self._confirmed:
-                    self._agree(_STOP)
-                self.stop(why)
-                args, kwargs = call
-                return self._train_step(*args, **kwargs)
-            self._num_captures += 1
-            logger.info("%s is a CUDA graph from here on", self._name)
-            change = self._hosts[0].change()
-            if change is not None:  # Python has run once, and the device's work too: as in an eager call
-                self._forget(self._hosts[0])
-                self._since_replay.append(f"it changes '{change}', which no replay would")
-                return result
+            self._since_replay.clear()
+            return graphs.replay(kind, call)
+        self._confirmed, why = False, None
+        try:
+            result = graphs.capture(kind, call)
+        except Exception as error:
+            if graphs.is_captured(kind):  # the device's work has failed
+                raise
+            why = f"{_place_of(error)}{type(error).__name__}: {error}"
+        if why is not None:  # outside of the handler, whose error holds the capture's tensors
+            if not self._confirmed:
+                self._tell(_STOP)()
+            self.stop(why)
+            args, kwargs = call
+            return self._train_step(*args, **kwargs)
+        self._num_captures += 1
+        logger.info("%s is a CUDA graph from here on", self._name)
         self._since_replay.clear()
+        if self._changed is not None:  # Python has run once, and the device's work too: as in an eager call
+            graphs.forget(kind[2])
+            self._since_replay.append(f"it changes '{self._changed}', which no replay would")
         return result
 
 

@@ -19,17 +19,19 @@ from ..collectives.timeline import Observer
 from ..gathers.gathered_models import GatheredModel, gathered_models
 from ..torch_internals import tree_map_only
 from .capture import CapturedGraph, GraphPool
+from .host.surroundings import Surroundings
 from .inputs import StaticInputs, check_outputs, detached_copies, signature
 from .model_masks import ModelMasks
 from .step_options import StepOptions
-from .surroundings import surroundings
 
 __all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks", "counted_steps"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Kind: TypeAlias = tuple[Hashable, tuple[Hashable, ...], tuple[Hashable, ...], Hashable]
-"""Signature of the arguments, options of the optimizer, what is around the call, what else a caller has asked for."""
+Kind: TypeAlias = tuple[Hashable, tuple[Hashable, ...], Surroundings]
+"""Signature of the arguments, options of the optimizer, and what is around the call."""
+_MOST_KINDS = 256
+"""Whose eager calls are counted."""
 
 
 class Variant:
@@ -38,8 +40,6 @@ class Variant:
     def __init__(self, args: Any, device: torch.device, pool: GraphPool) -> None:
         self.inputs = StaticInputs(args, device)
         self.graph = CapturedGraph(pool)
-        self.num_eager = 0
-        """Calls of this kind so far that ran eagerly."""
         self.modes: list[tuple[nn.Module, bool]] = []
         """``training`` of the modules that the function has brought into another mode."""
         self.outputs: Any = None
@@ -94,64 +94,81 @@ class StepGraphs(ABC, Generic[P, T, V]):
         self._masks = ModelMasks(module)
         self._pool = GraphPool(device)
         self._variants: dict[Kind, V] = {}
-        self.after_capture: Callable[[], None] = lambda: None
-        """Called when a capture has gone well. If this raises, the capture has failed."""
+        """What is captured."""
+        self._num_eager: dict[Kind, int] = {}
+        """Eager calls of each kind."""
+        self._states: list[Surroundings] = []
+        """What was around calls, the latest first."""
+        self.make_state: Callable[..., Surroundings] = Surroundings
+        """Reads what is around a call now."""
+        self.most_states = max_graphs + 1
+        self.after_capture: Callable[[str | None], None] = self._check_unchanged
+        """Called when a capture has gone well, with what it has changed. If this raises, the capture has failed."""
 
     def reset(self) -> None:
         """Free all graphs and their memory, but for cuBLAS's workspaces. Later calls warm up and capture anew."""
         for variant in self._variants.values():
             self._free(variant)
         self._variants.clear()
+        self._num_eager.clear()
+        self._states.clear()
         self._options.forget_state()
         self._pool.forget()
 
     @property
     def num_graphs(self) -> int:
         """Number of kinds of calls that are captured."""
-        return sum(variant.graph.is_captured for variant in self._variants.values())
+        return len(self._variants)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one iteration."""
+        """Run one iteration: eagerly as long as fewer calls of its kind were, then captured, then replayed."""
         call = (args, kwargs)
-        kind = self.kind_of(call)
+        self.begin_call()
+        kind = self.kind_of(call, self.state()[0])
         self.check_startable(kind)
-        return self.run(kind, call, self._num_warmup_steps)
-
-    def run(self, kind: Kind, call: Any, num_warmup_steps: int) -> T:
-        """Run one iteration: eagerly as long as fewer calls of this kind were, then captured, then replayed."""
-        variant = self._variants.get(kind) or self._add_variant(kind, call)
-        with self._pool.on_stream():
-            for model in gathered_models():  # a replay may read others (a teacher), and waits for none
-                if model is not self._gathers:
-                    model.finish()
-            self._prepare()
-            variant.inputs.load(call)
-            self._options.load()
-            if variant.graph.is_captured:
-                self._replay(variant)
-            elif variant.num_eager < num_warmup_steps:
-                variant.outputs = self._run(variant)
-                variant.num_eager += 1
-                self._options.record_state()
-            else:
-                self._capture(variant)
-            outputs: T = detached_copies(variant.outputs)
-            variant.inputs.hand_back(call)
-        if not variant.graph.is_captured:
-            variant.outputs = None
+        if self.is_captured(kind):
+            self.load(kind, call)
+            return self.replay(kind, call)
+        if (num_eager := self.num_eager(kind)) == self._num_warmup_steps:
+            return self.capture(kind, call)
+        if num_eager == 0 and len(self._num_eager) == self._max_graphs:
+            raise RuntimeError(
+                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs from the "
+                f"last of them in {self._difference(kind)}; or raise max_graphs"
+            )
+        inputs = StaticInputs(call, self._device)
+        with self._ready():
+            inputs.load(call)
+            outputs: T = detached_copies(self._run(inputs))
+            self._options.record_state()
+            self.record_eager(kind)
+            inputs.hand_back(call)
         return outputs
 
     # ---- Which graph serves a call. ----
 
-    def kind_of(self, call: Any, host: Hashable = None) -> Kind:
+    def kind_of(self, call: Any, state: Surroundings) -> Kind:
         """What calls must have in common that one graph serves.
 
-        host  what else decides it
+        state  what is around this one
 
         Raises ``TypeError`` and ``ValueError`` for arguments that no graph can have.
         """
-        self._begin_call()
-        return signature(call), self._options.key(), self._around(), host
+        return signature(call), self._options.key(), state
+
+    def state(self) -> tuple[Surroundings, str | None]:
+        """What is around the call, as it was in one of the latest; else anew, and what has changed since the latest."""
+        changes = []
+        for at, state in enumerate(self._states):
+            if (change := state.change()) is None:
+                self._states.insert(0, self._states.pop(at))
+                return state, None
+            changes.append(change)
+        state = self.make_state(self._module, self._params, self._device.type, self._beside)
+        self._states.insert(0, state)
+        if len(self._states) > self.most_states:
+            self.forget(self._states[-1])
+        return state, changes[0] if changes else None
 
     def check_startable(self, kind: Kind) -> None:
         """Raise ``RuntimeError``, ``TypeError`` or ``ValueError`` where this call cannot be one of a graph."""
@@ -159,17 +176,42 @@ class StepGraphs(ABC, Generic[P, T, V]):
 
     def is_captured(self, kind: Kind) -> bool:
         """Whether calls of this kind are replays."""
-        variant = self._variants.get(kind)
-        return variant is not None and variant.graph.is_captured
+        return kind in self._variants
 
-    def has_room(self, kind: Kind) -> bool:
-        """Whether this kind has a graph, or may have one."""
-        return kind in self._variants or len(self._variants) < self._max_graphs
+    def has_room(self) -> bool:
+        """Whether another kind may have a graph."""
+        return len(self._variants) < self._max_graphs
 
-    def forget(self, host: Hashable) -> None:
-        """Free the graphs of kinds that were asked for with this ``host``."""
-        for kind in [kind for kind in self._variants if kind[3] == host]:
+    def num_eager(self, kind: Kind) -> int:
+        """Eager calls of this kind so far."""
+        return self._num_eager.get(kind, 0)
+
+    def record_eager(self, kind: Kind) -> None:
+        """A call of this kind has run eagerly, and the next of it may be captured."""
+        if len(self._num_eager) == _MOST_KINDS:
+            self._num_eager.clear()
+        self._num_eager[kind] = self.num_eager(kind) + 1
+
+    def forget(self, state: Surroundings) -> None:
+        """Free the graphs of calls that had this around them."""
+        self._states = [each for each in self._states if each is not state]
+        self._num_eager = {kind: number for kind, number in self._num_eager.items() if kind[2] is not state}
+        for kind in [kind for kind in self._variants if kind[2] is state]:
             self._free(self._variants.pop(kind))
+
+    def _difference(self, kind: Kind) -> str:
+        """What makes a call another kind, and what to do."""
+        arguments, options, _ = list(self._num_eager)[-1]
+        if kind[0] != arguments:
+            return "its arguments: give numbers that change as tensors, pad batches to few shapes"
+        if kind[1] != options:
+            return (
+                f"options of the optimizer ({', '.join(self._options.changed(options))}), which are numbers in the "
+                f"kernels: keep all but learning rates constant (cycle_momentum=False of torch's schedulers)"
+            )
+        return "the model or what is around the call: train() or eval(), hooks, buffers, frozen parameters, autocast"
+
+    # ---- Run, capture, replay. ----
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -183,114 +225,111 @@ class StepGraphs(ABC, Generic[P, T, V]):
             self._options.record_state()
 
     @contextmanager
-    def one_iteration(self) -> Iterator[None]:
-        """Around the function: raise ``RuntimeError`` at the end unless it was one whole iteration."""
-        with self._one_iteration():
+    def _ready(self) -> Iterator[None]:
+        """Around a call that is or will be a graph, on the stream of captures."""
+        with self._pool.on_stream():
+            for model in gathered_models():  # a replay may read others (a teacher), and waits for none
+                if model is not self._gathers:
+                    model.finish()
+            self._prepare()
+            self._options.load()
             yield
 
-    def _around(self) -> tuple[Hashable, ...]:
-        return (*surroundings(self._module, self._params, self._device.type), *self._hooks())
-
-    def _add_variant(self, key: Kind, call: Any) -> V:
-        if len(self._variants) == self._max_graphs:
-            raise RuntimeError(
-                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs from the "
-                f"last of them in {self._difference(key)}; or raise max_graphs"
-            )
-        variant = self._variants[key] = self.variant_type(call, self._device, self._pool)
-        return variant
-
-    def _difference(self, key: Kind) -> str:
-        """What makes a call with this key another kind, and what to do."""
-        arguments, options, *_ = list(self._variants)[-1]
-        if key[0] != arguments:
-            return "its arguments: give numbers that change as tensors, pad batches to few shapes"
-        if key[1] != options:
-            return (
-                f"options of the optimizer ({', '.join(self._options.changed(options))}), which are numbers in the "
-                f"kernels: keep all but learning rates constant (cycle_momentum=False of torch's schedulers)"
-            )
-        return "the model or what is around the call: train() or eval(), hooks, buffers, frozen parameters, autocast"
-
-    # ---- Run, capture, replay. ----
-
-    def _run(self, variant: V) -> Any:
+    def _run(self, inputs: StaticInputs) -> Any:
         """Call the function, and check that it was one iteration."""
-        args, kwargs = variant.inputs.args
-        with self._one_iteration(), self._masks.answered():
+        args, kwargs = inputs.args
+        with self.one_iteration(), self._masks.answered():
             outputs = self._train_step(*args, **kwargs)
-            variant.inputs.record_effects()
+            inputs.record_effects()
         check_outputs(outputs, self._name)
         return outputs
 
-    def _capture(self, variant: V) -> None:
+    def capture(self, kind: Kind, call: Any) -> T:
+        """Capture a call. It has run then, and later ones of its kind are replays."""
+        variant = self.variant_type(call, self._device, self._pool)
         check_memory_settings(self._device, self._num_ranks)
-        try:
-            with (
-                self._captured(variant),
-                _captured_gathers(),
-                self._options.in_device_memory(),
-                variant.graph.capture(),
-            ):
-                self._begin_capture()
-                with self._surroundings_kept(variant):
-                    variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant))
-            self.after_capture()
-        except BaseException:
-            variant.graph.reset()
-            self._capture_failed()
-            raise
-        self._end_capture(variant)
-        if variant.graph.ran:
-            self._finish_replay(variant)
-        else:
-            self._replay(variant)
+        with self._ready():
+            variant.inputs.load(call)
+            try:
+                with (
+                    self._captured(variant),
+                    _captured_gathers(),
+                    self._options.in_device_memory(),
+                    variant.graph.capture(),
+                ):
+                    self._begin_capture()
+                    modes = self.modes()
+                    variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant.inputs))
+                change, variant.modes = self.change_in_call(kind[2], modes)
+                self.after_capture(change)
+            except BaseException:
+                variant.graph.reset()
+                self._capture_failed()
+                raise
+            self._end_capture(variant)
+            self._variants[kind] = variant
+            if not variant.graph.ran:
+                self._launch(variant)
+            return self._finish(variant, call)
 
-    def _replay(self, variant: V) -> None:
-        self._launch(variant)
-        self._finish_replay(variant)
+    def _check_unchanged(self, change: str | None) -> None:
+        if change is not None:
+            raise RuntimeError(
+                f"{self._name} has replaced or changed {change}, which replays would not do: write buffers in place "
+                f"(copy_, add_), and change the rest before the graphed step"
+            )
 
-    def _finish_replay(self, variant: V) -> None:
+    def load(self, kind: Kind, call: Any) -> None:
+        """Copy a call's arguments to where its graph reads them."""
+        with self._pool.on_stream():
+            self._variants[kind].inputs.load(call)
+
+    def replay(self, kind: Kind, call: Any) -> T:
+        """Replay the graph of a call, whose arguments are loaded."""
+        variant = self._variants[kind]
+        with self._ready():
+            self._launch(variant)
+            return self._finish(variant, call)
+
+    def _finish(self, variant: V, call: Any) -> T:
+        """Behind the device's work of a step."""
         for model in gathered_models():  # the step may have written to others (a sharded average of weights)
             if model is not self._gathers:
                 model.record_replay()
         for module, mode in variant.modes:
             module.training = mode
         self._after_replay(variant)
+        outputs: T = detached_copies(variant.outputs)
+        variant.inputs.hand_back(call)
+        return outputs
 
-    @contextmanager
-    def _surroundings_kept(self, variant: V) -> Iterator[None]:
-        """Around the function's Python: note modes that it leaves changed, for replays, and raise for what they cannot
-        change."""
-        modes = {module: module.training for module in self._module.modules()}
-        before = self._around()
-        yield
-        variant.modes = [
-            (module, module.training)
-            for module in self._module.modules()
-            if modes.get(module, module.training) != module.training
-        ]
-        for module, mode in variant.modes:
+    def modes(self) -> dict[nn.Module, bool]:
+        """``training`` of each module."""
+        return {module: module.training for module in self._module.modules()}
+
+    def change_in_call(self, state: Surroundings, before: dict[nn.Module, bool]) -> tuple[str | None, list[Any]]:
+        """What the function has changed around it, and the modules that it leaves in another mode, as replays will.
+
+        before  ``modes`` before the call
+        """
+        left = [(module, now) for module, now in self.modes().items() if before.get(module, now) != now]
+        for module, mode in left:
             module.training = not mode
-        after = self._around()
-        for module, mode in variant.modes:
+        change = state.change()
+        for module, mode in left:
             module.training = mode
-        if after != before:
-            raise RuntimeError(
-                f"{self._name} has replaced a buffer, or has changed hooks, modules or what is frozen, which replays "
-                f"would not do: write buffers in place (copy_, add_), and change the rest before the graphed step"
-            )
+        return change, left
 
     def _free(self, variant: V) -> None:
         variant.graph.reset()
 
     # ---- What a subclass says of its wrapper. ----
 
-    def _begin_call(self) -> None:
+    def begin_call(self) -> None:
         """Before a graph is looked for."""
 
-    def _hooks(self) -> Sequence[Hashable]:
-        """Hooks of the wrapper's own that are called in an iteration."""
+    def _beside(self) -> Sequence[object]:
+        """What else is compared: hooks of the wrapper's own that are called in an iteration."""
         return ()
 
     @abstractmethod
@@ -313,7 +352,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
         """Before an eager call, a capture or a replay, on its stream."""
 
     @abstractmethod
-    def _one_iteration(self) -> AbstractContextManager[None]:
+    def one_iteration(self) -> AbstractContextManager[None]:
         """Around the function's Python: raise ``RuntimeError`` at the end unless it was one whole iteration."""
 
     @contextmanager

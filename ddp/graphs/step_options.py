@@ -121,7 +121,7 @@ def _identity(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return id(value)
     if isinstance(value, list | tuple):
-        return tuple(map(_identity, value))
+        return tuple(map(id if value and isinstance(value[0], Tensor) else _identity, value))
     if isinstance(value, dict):
         return tuple((name, _identity(item)) for name, item in value.items())
     return value if isinstance(value, Hashable) else id(value)

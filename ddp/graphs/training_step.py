@@ -114,7 +114,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         self._num_loads = optimizer.num_loads
         self._trained = {id(entry.owned.param) for entry in model.bucket_params}
 
-    def _begin_call(self) -> None:
+    def begin_call(self) -> None:
         """Capture anew where the state that was loaded since may have no momentum, and dampening makes a first step
         another one. Each rank decides alike: one without a shard cannot see what is missing."""
         if self._num_loads != self._optimizer.num_loads:
@@ -138,7 +138,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         optimizer.prepare_replay()
 
     @contextmanager
-    def _one_iteration(self) -> Iterator[None]:
+    def one_iteration(self) -> Iterator[None]:
         model, sync = self._model, self._optimizer.param_sync
         before = model.iteration, sync.num_published
         with counted_steps(self._name, self._optimizer, self._trained):

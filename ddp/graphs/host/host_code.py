@@ -24,20 +24,17 @@ class Names(NamedTuple):
     used: frozenset[str] = frozenset()
     """Globals that it reads or writes."""
     attributes: frozenset[str] = frozenset()
-    """Attributes of anything but the function's own object."""
+    """Attributes of anything."""
     values: frozenset[str] = frozenset()
     """Those of ``attributes`` that are not only called."""
-    on_self: frozenset[str] = frozenset()
-    """Attributes of its own object."""
     imports: frozenset[str] = frozenset()
     """Modules that it imports when it runs."""
 
 
 @functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType, own_name: str) -> Names:
-    """own_name: the variable that is the function's own object, or an empty string."""
-    used, attributes, values, on_self, imports = (set[str]() for _ in Names._fields)
-    before: Any = ""
+def names_in(code: types.CodeType) -> Names:
+    """The names in ``code``."""
+    used, attributes, values, imports = (set[str]() for _ in Names._fields)
     for instruction in dis.get_instructions(code):
         name, opname = instruction.argval, instruction.opname
         if opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"):
@@ -45,22 +42,17 @@ def names_in(code: types.CodeType, own_name: str) -> Names:
         elif opname == "IMPORT_NAME":
             imports.add(name)
         elif opname in ("LOAD_ATTR", "STORE_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
-            if own_name and before == own_name:
-                on_self.add(name)
-            else:
-                attributes.add(name)
-                if not _is_call(instruction):
-                    values.add(name)
-        loads = opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
-        before = name if loads else ""
+            attributes.add(name)
+            if not _is_call(instruction):
+                values.add(name)
     if used & {"getattr", "setattr", "hasattr"}:
         texts = {value for value in code.co_consts if isinstance(value, str)}
         attributes |= texts
         values |= texts
-    found = Names(*map(frozenset, (used, attributes, values, on_self, imports)))
+    found = Names(*map(frozenset, (used, attributes, values, imports)))
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            found = Names(*(own | more for own, more in zip(found, names_in(inner, own_name), strict=True)))
+            found = Names(*(own | more for own, more in zip(found, names_in(inner), strict=True)))
     return found
 
 
@@ -71,15 +63,15 @@ def _is_call(instruction: dis.Instruction) -> bool:
     return instruction.opname == "LOAD_METHOD"
 
 
-def functions_in(value: Any) -> Iterator[tuple[types.FunctionType, bool]]:
-    """The functions in what a class has under a name, and whether each gets the object: of methods, properties and
-    static methods, and those that a library's decorator has wrapped."""
+def functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """The functions in what a class has under a name: methods, those of properties and static methods, and those that
+    a library's decorator has wrapped."""
     if isinstance(value, types.FunctionType):
-        yield value, True
+        yield value
     parts = (getattr(value, name, None) for name in ("fget", "fset", "func", "__func__", "__wrapped__"))
     for part in parts if not isinstance(value, type) else ():
-        for function, gets_object in functions_in(part) if part is not None else ():
-            yield function, gets_object and not isinstance(value, staticmethod | classmethod)
+        if part is not None:
+            yield from functions_in(part)
 
 
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -4,139 +4,88 @@ import enum
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ABSENT",
-    "HOOKS",
-    "SIMPLE",
-    "Place",
-    "address_of",
-    "attributes_of",
-    "contents",
-    "items_of",
-    "named_attributes",
-    "own_attributes",
-    "state_of_module",
-]
+__all__ = ["ABSENT", "SIMPLE", "Place", "attributes_of", "is_same", "kept"]
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size, range)
 """Values that are equal wherever they are."""
-
-
-class _Absent:
-    """In the place of a name that is not there."""
-
-
-ABSENT = _Absent()
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HELD = ("_parameters", "_buffers", "_modules", *HOOKS)
+ABSENT = object()
+"""In the place of a name that is not there."""
 
 
 class Place:
     """Values that are read together.
 
-    read      their present list
-    describe  a name for each
-    path      a name for all
+    read   their present values by name
+    path   the name of what holds them, for messages
+    items  they are items of a container, and no attributes
     """
 
-    __slots__ = ("_describe", "_path", "_read", "names", "values")
+    __slots__ = ("_items", "_names", "_path", "_read", "_values")
 
-    def __init__(self, read: Callable[[], Any], describe: Callable[[], list[str]], path: str) -> None:
-        self._read, self._describe, self._path = read, describe, path
+    def __init__(self, read: Callable[[], Mapping[Any, Any]], path: str, *, items: bool = False) -> None:
+        self._read, self._path, self._items = read, path, items
         self.take()
 
     def take(self) -> None:
-        """Keep what is there now. Tensors with a graph are held weakly: a kept loss would keep its activations."""
-        self.values = list(map(_kept, self._read()))
-        self.names = self._describe()
+        """Keep what is there now."""
+        now = self._read()
+        self._names, self._values = list(now), list(map(kept, now.values()))
+
+    def labeled(self) -> list[tuple[str, Any]]:
+        """The kept names and values, each with a name for messages."""
+        found = [(self._label(name), value) for name, value in zip(self._names, self._values, strict=True)]
+        return [*((self._path, name) for name in self._names), *found] if self._items else found
+
+    def _label(self, name: Any) -> str:
+        if self._items:
+            return f"{self._path}[{name!r}]"
+        return ".".join(part for part in (self._path, name) if part)
 
     def change(self) -> str | None:
-        """A name of what is another value now; None where there is none."""
-        now, values = self._read(), self.values
-        if len(now) == len(values) and all(map(operator.is_, now, values)):
-            return None
+        """The name of what is another value now; None where there is none."""
+        now, names, values = self._read(), self._names, self._values
         if len(now) != len(values):
-            name = (set(self._describe()) ^ set(self.names) or {self._path}).pop()
-            return self._path if name.startswith(f"{self._path}[") else name
-        for at, (value, before) in enumerate(zip(now, values, strict=True)):
-            if value is before or (type(before) is weakref.ref and before() is value):
-                continue
-            if not _equal(value, before):
-                return self._describe()[at]
-            values[at] = value
+            return self._path if self._items else self._label(next(iter(now.keys() ^ set(names))))
+        if not all(map(operator.is_, now.values(), values)) or not all(map(operator.is_, now, names)):
+            for at, (name, value) in enumerate(now.items()):
+                if not (is_same(value, values[at]) and is_same(name, names[at])):
+                    return self._label(name)
+            self.take()  # equal numbers that were made anew
         return None
 
 
-def _kept(value: Any) -> Any:
+def kept(value: Any) -> Any:
+    """``value``; tensors with a graph weakly, as a kept loss would keep its activations."""
     return weakref.ref(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 
-def _equal(value: Any, before: Any) -> bool:
-    """Whether an equal value was made anew. Other objects are equal to themselves alone."""
+def is_same(value: Any, before: Any) -> bool:
+    """Whether ``before``, as ``kept``, is this object or an equal value. Other objects equal themselves alone."""
+    if value is before or (type(before) is weakref.ref and before() is value):
+        return True
     if type(value) is not type(before):
         return False
-    if isinstance(value, tuple | frozenset):
-        return len(value) == len(before) and (
-            value == before
-            if isinstance(value, frozenset)
-            else all(a is b or _equal(a, b) for a, b in zip(value, before, strict=True))
-        )
+    if isinstance(value, tuple):
+        return len(value) == len(before) and all(map(is_same, value, before))
     if isinstance(value, types.MethodType):  # each look at a method makes another
         return value.__self__ is before.__self__ and value.__func__ is before.__func__
     is_number = type(value).__module__ == "numpy" and type(value).__hash__ is not None  # an array has no hash
     return (isinstance(value, SIMPLE) or is_number) and bool(value == before)
 
 
-def contents(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # not assigned yet
-        return [ABSENT]
-
-
-def items_of(names: Mapping[str, Any], keys: Iterable[str]) -> list[Any]:
-    return [names.get(key, ABSENT) for key in keys]
-
-
-def own_attributes(value: Any) -> Mapping[str, Any]:
-    try:
-        own: Mapping[str, Any] = vars(value)
-    except TypeError:  # it has slots, or is not Python's
-        return {}
-    return own
-
-
-def state_of_module(module: Mapping[str, Any]) -> list[Any]:
-    """Mode, parameters, buffers, children and hooks, of a module's ``vars``."""
-    return [module["training"], *(item for name in _HELD if module[name] for item in module[name].values())]
-
-
-def address_of(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def attributes_of(value: Any) -> list[str]:
-    """Names of an object's own attributes."""
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    return [*own_attributes(value), *(name for name in slots if hasattr(value, name))]
-
-
-def _slots_of(kind: type) -> list[str]:
-    slots = vars(kind).get("__slots__", ())
-    found = [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in found if not name.startswith("__")]
-
-
-def named_attributes(
-    value: Any, path: str, named: frozenset[str]
-) -> tuple[Callable[[], list[Any]], Callable[[], list[str]]]:
-    def names() -> list[str]:
-        return [name for name in attributes_of(value) if name in named]
-
-    return lambda: [getattr(value, name, ABSENT) for name in names()], lambda: [f"{path}.{name}" for name in names()]
+def attributes_of(value: Any, named: Callable[[str, Any], bool]) -> dict[str, Any]:
+    """An object's own attributes that are ``named``, in its ``__dict__`` or in slots."""
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    found.update(getattr(value, "__dict__", {}))
+    return {name: item for name, item in found.items() if named(name, item)}

@@ -14,12 +14,12 @@ __all__ = ["default_generators", "state_of_generator"]
 
 
 def default_generators(on_gpu: bool) -> Iterator[Place]:
-    yield Place(lambda: [random.getstate()], lambda: ["the random numbers of Python (random)"], "")
+    yield Place(lambda: {"": random.getstate()}, "the random numbers of Python (random)")
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        yield Place(lambda: [_of_numpy(numpy.random.get_state())], lambda: ["the random numbers of NumPy"], "")
+        yield Place(lambda: {"": _of_numpy(numpy.random.get_state())}, "the random numbers of NumPy")
     if on_gpu:  # without a GPU they are those of the device, which replays draw
-        yield Place(lambda: [_bytes(torch.get_rng_state())], lambda: ["torch's random numbers on the CPU"], "")
+        yield Place(lambda: {"": _bytes(torch.get_rng_state())}, "torch's random numbers on the CPU")
 
 
 def _of_numpy(state: Any) -> Hashable:

@@ -7,6 +7,7 @@ for CUDA graphs: a replay runs none of the program's Python.
 import logging
 import random
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -588,6 +589,10 @@ def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 2
 
 
+def half(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output / 2
+
+
 def change_global(job: Job) -> None:
     global factor
     factor = 1.5 - factor
@@ -599,6 +604,10 @@ CHANGES: dict[str, Callable[[Job], Any]] = {
     "dropout": lambda job: setattr(job.net.dropout, "p", 0.5),
     "train": lambda job: job.net.train(not job.net.training) is None,
     "hook": lambda job: job.net.up.register_forward_hook(double).id > 0,
+    "new attribute": lambda job: setattr(job.net.up, "extra", 1),
+    "other attribute": lambda job: (
+        [setattr(job.net.up, "extra", job.net.up.in_features), delattr(job.net.up, "in_features")] == [None, None]
+    ),
     "another function": lambda job: setattr(job.net, "inside", torch.tanh),
     "global": change_global,
     "decay": lambda job: job.optimizer.param_groups[0].update(weight_decay=0.5),
@@ -610,6 +619,31 @@ CHANGES: dict[str, Callable[[Job], Any]] = {
 def test_a_change_between_two_calls_is_seen(change: str) -> None:
     step = check(at_step(CHANGES[change], 4), dropout=change in ("dropout", "train"))
     assert (step.why_eager, step.num_graphs) == (None, 2)
+
+
+def removed(job: Job, handle: Any) -> None:
+    handle.remove()
+
+
+def emptied(job: Job, handle: Any) -> None:
+    job.net.up._forward_hooks = OrderedDict()
+
+
+def exchanged(job: Job, handle: Any) -> None:
+    handle.remove()
+    job.net.up.register_forward_hook(half)
+
+
+@pytest.mark.parametrize("change", [removed, emptied, exchanged])
+@pytest.mark.sampled(3)
+def test_a_hook_that_leaves_is_seen(change: Callable[[Job, Any], None]) -> None:
+    def program(job: Job) -> None:
+        handle = job.net.up.register_forward_hook(double)
+        job.graphed(job.iterate)
+        job.run(lambda number: change(job, handle) if number == 4 else None)
+        job.run()
+
+    assert check(program).num_graphs == 2
 
 
 def test_what_comes_back_has_its_graph_still() -> None:

@@ -410,6 +410,29 @@ def array_that_is_replaced() -> Any:
     return held, lambda held: float(held.weights[0]), lambda: setattr(held, "weights", np.full(3, 0.5))
 
 
+@container
+def list_in_a_tuple() -> Any:
+    held = ("scale", [1.0])
+    return held, lambda held: held[1][0], lambda: held[1].__setitem__(0, 0.5)
+
+
+@container
+def set_of_numbers() -> Any:
+    held = {1.0}
+    return held, lambda held: sum(held), lambda: (held.clear(), held.add(0.5))
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+@container
+def slot() -> Any:
+    held = Slotted()
+    held.scale = 1.0
+    return held, lambda held: held.scale, lambda: setattr(held, "scale", 0.5)
+
+
 def program_of(make: Callable[[], Any]) -> Program:
     def program(job: Job) -> Any:
         held, read, change = make()

@@ -131,7 +131,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.training_step",
-                "GraphedTrainingStep._begin_call",
+                "GraphedTrainingStep.begin_call",
                 'any(group.get("dampening")',
                 'all(group.get("dampening")',
             ),

@@ -44,7 +44,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs._finish_replay",
+                "StepGraphs._finish",
                 """
                 for module, mode in variant.modes:
                     module.training = mode
@@ -63,7 +63,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs._finish_replay",
+                "StepGraphs._finish",
                 "model.record_replay()",
                 "pass",
             ),
@@ -78,7 +78,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs.run",
+                "StepGraphs._ready",
                 """
                 if model is not self._gathers:
                     model.finish()
@@ -96,7 +96,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs.run",
+                "StepGraphs._finish",
                 "variant.inputs.hand_back(call)",
                 "",
             ),
@@ -172,12 +172,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs.run",
+                "StepGraphs._ready",
                 "self._options.load()",
-                """
-                if not variant.graph.is_captured:
-                    self._options.load()
-                """,
+                "",
             ),
         ],
     ),
@@ -298,9 +295,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs._surroundings_kept",
-                "if after != before:",
-                "if len(after) != len(before):",
+                "StepGraphs._check_unchanged",
+                "if change is not None:",
+                "if False:",
             ),
         ],
     ),
@@ -312,10 +309,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.graphs.surroundings",
-                "surroundings",
-                "seen += (id(module), module.training)",
-                "seen.append(id(module))",
+                "maingrad.ddp.graphs.host.surroundings",
+                "Surroundings._names_of",
+                '"training", *_TABLES',
+                "*_TABLES",
             ),
         ],
     ),
@@ -328,7 +325,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.training_step",
-                "GraphedTrainingStep._hooks",
+                "GraphedTrainingStep._beside",
                 "return [*grad_hook_keys(self._shards), *hook_keys(plain), *seen]",
                 "return [*grad_hook_keys(self._shards)]",
             ),

@@ -8,37 +8,45 @@ CHANGED = f"{TESTS}::test_a_change_between_two_calls_is_seen"
 READS = "tests/ddp/graphs/test_graphed_reads.py::test_a_number_that_changes_is_seen_wherever_it_is"
 MODELS = "tests/ddp/graphs/test_graphed_models.py"
 STEP, STATE = "maingrad.ddp.graphs.auto_step", "maingrad.ddp.graphs.host.host_state"
+GRAPHS, PLACES = "maingrad.ddp.graphs.step_graphs", "maingrad.ddp.graphs.host.host_places"
 
 FAULTS = [
     Fault(
         "68a-a-change-in-a-call-is-not-seen",
         sentence="A step that counts on the host is captured.",
         tests=[f"{EAGER}[counter_in_the_module]", f"{EAGER}[counter_in_the_closure]"],
-        changes=[Change(STEP, "AutoStep._change_in_call", "(changed := host.change()) is not None", "False")],
+        changes=[Change(STEP, "AutoStep._change_in_call", "[0]) is not None", "[0]) is not None and False")],
     ),
     Fault(
         "68b-draws-of-the-host-are-not-seen",
         sentence="A step that draws random numbers on the host is captured.",
         tests=[f"{EAGER}[python_draws]", f"{EAGER}[own_generator_draws]"],
-        changes=[Change(STEP, "AutoStep._change_in_call", "(drawn := host.draws()) is not None", "False")],
+        changes=[Change(STEP, "AutoStep._change_in_call", "(drawn := state.draws()) is not None", "False")],
     ),
     Fault(
         "68c-a-change-between-calls-is-not-seen",
         sentence="A replay runs although Python would read another number.",
         tests=[f"{CHANGED}[attribute]", f"{CHANGED}[global]"],
-        changes=[Change(STEP, "AutoStep._host", "if change is None:", "if True:")],
+        changes=[Change(GRAPHS, "StepGraphs.state", "(change := state.change()) is None", "True")],
     ),
     Fault(
         "68d-attributes-of-classes-are-not-compared",
         sentence="A step that counts in a class is captured.",
         tests=[f"{EAGER}[counter_of_the_class]"],
-        changes=[Change(STATE, "HostState._visit_class", "self._places.append(place)", "pass")],
+        changes=[
+            Change(
+                STATE,
+                "HostState._visit_class",
+                "vars(kind).get(name, ABSENT) for name in names",
+                "ABSENT for name in ()",
+            )
+        ],
     ),
     Fault(
         "68e-ranks-decide-alone",
         sentence="One rank runs eagerly while the other replays.",
         tests=[f"{TESTS}::test_one_rank_that_must_stay_eager_stops_all"],
-        changes=[Change(STEP, "AutoStep._agree", "if not self._groups:", "if True:")],
+        changes=[Change(STEP, "AutoStep._tell", "if not self._groups:", "if True:")],
     ),
     Fault(
         "68f-arguments-that-are-taken-apart",
@@ -90,26 +98,24 @@ FAULTS = [
         "68k-iterators-are-not-seen",
         sentence="A step that takes its batch from an iterator is captured, and sees one batch for ever.",
         tests=[f"{EAGER}[reads_an_iterator]"],
-        changes=[Change(STEP, "AutoStep._kind_of", "host.lost is not None", "False")],
+        changes=[Change(STEP, "AutoStep._kind_of", "state.lost is not None", "False")],
     ),
     Fault(
         "68l-functions-behind-decorators-are-not-seen",
         sentence="A replay runs although a function behind a library's decorator would read another number.",
         tests=[f"{READS}[decorated_function]", f"{READS}[context_manager]"],
-        changes=[
-            Change(STATE, "HostState._visit_function", '(wrapped := own.get("__wrapped__")) is not None', "False")
-        ],
+        changes=[Change(STATE, "HostState._visit_function", 'self._reach(own.get("__wrapped__"), path, True)', "pass")],
     ),
     Fault(
         "68m-what-hooks-read-is-not-seen",
         sentence="A replay runs although a hook of the model would read another number.",
         tests=[f"{READS}[hook_of_a_module]", f"{READS}[hook_of_a_gradient]"],
-        changes=[Change(STATE, "HostState._walk", "self._reach_hooks()", "pass")],
+        changes=[Change(STATE, "HostState._walk", "in self.hooks()", "in ()")],
     ),
     Fault(
         "68n-keys-are-not-compared",
         sentence="A replay runs although a dict has another key.",
         tests=[f"{READS}[keys_of_a_dict]"],
-        changes=[Change(STATE, "HostState._visit", "[*value, *value.values()]", "[*value.values()]")],
+        changes=[Change(PLACES, "Place.change", "not all(map(operator.is_, now, names))", "False")],
     ),
 ]
