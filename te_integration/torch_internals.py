@@ -3,7 +3,6 @@
 ``torch.distributed.pipelining`` is imported in a function: the import takes half a second, and only pipelines need it.
 """
 
-import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -22,7 +21,6 @@ __all__ = [
     "is_compiled_autograd_on",
     "make_effectful_op",
     "running_pipeline_step",
-    "watch_prehooks",
 ]
 
 _GRAPH_BREAKS = "each fused layer under torch.compile is a graph break, which is slower, and fullgraph=True is refused"
@@ -136,28 +134,6 @@ def let_traces_call(cls: type, names: tuple[str, ...], *, guarded: Callable[[Any
         warn_of_loss(f"has another torch._library.opaque_object ({error})", _GRAPH_BREAKS)
         return False
     return True
-
-
-def _register_prehook(node: Any, fn: Any) -> Any:
-    node.has_prehook = True
-    return super(type(node), node).register_prehook(fn)
-
-
-def watch_prehooks(function: Any) -> None:
-    """Let nodes of an autograd function remember that they got a prehook. torch cannot list the hooks of a node."""
-    node_class = getattr(function, "_backward_cls", None)
-    if node_class is not None and hasattr(node_class, "register_prehook"):
-        node_class.register_prehook = _register_prehook
-    else:
-        _warn_of_prehooks()
-
-
-@functools.cache
-def _warn_of_prehooks() -> None:
-    warn_of_loss(
-        "has no _backward_cls.register_prehook of autograd functions",
-        "zero-bubble schedules over torch's own PipelineStage are not refused: use maingrad's PipelineStage",
-    )
 
 
 _schedule_class = on_first_use(

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..ddp.contract.delayed import DelayedWgrad, delaying_into
+from ..ddp.contract.delay_blocks import delaying_into
+from ..ddp.contract.delayed import DelayedWgrad
 from ..ddp.contract.module import forms_of
 from ..ddp.torch_internals import weak_method
 

@@ -1,25 +1,37 @@
 """Weight gradients of a backward that is captured into a graph: what the capture notes, and what each replay says.
 
 A replay runs kernels and no Python. So a capture computes nothing for a provider: no flag is set, no record is opened,
-nothing is queued. The targets hand each product to the running ``BackwardCapture`` instead, which keeps a ``Delivery``.
-Around each replay the deliveries are opened and handed over as an eager backward would do:
+nothing is queued. A forward that is captured gives its products a ``CapturedTarget``, which hands them to the running
+``BackwardCapture``, which keeps a ``Delivery``. Around each replay the deliveries are opened and handed over as an
+eager backward would do:
 
-    capture   WgradTarget.deliver --> BackwardCapture.note --> Delivery.compute      (in the graph)
+    capture   CapturedTarget.deliver --> BackwardCapture.note --> Delivery.compute   (in the graph)
     replay    open_deliveries (beta) --> the graph --> settle_kept, Delivery.hand_over  (flag, queue, return value)
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .delayed import DelayedWgrad, absorb_late_sum, live_queue
-from .main_grad import accumulator_of, add_to_grad, hand_over, open_for_write, record_of
+from . import target
+from .delayed import DelayedTarget, DelayedWgrad, absorb_late_sum, add_to_grad, live_queue
+from .main_grad import Demand, Place, WgradTarget, accumulator_of, hand_over, open_for_write, record_of
 
-__all__ = ["BackwardCapture", "Delivery", "FirstWrites", "Kept", "noting", "open_deliveries", "settle_kept"]
+__all__ = [
+    "BackwardCapture",
+    "CapturedTarget",
+    "Delivery",
+    "FirstWrites",
+    "Kept",
+    "noting",
+    "open_deliveries",
+    "settle_kept",
+]
 
 Compute = Callable[[Sequence[bool]], Sequence[Tensor | None]]
 Kept = list[tuple[Tensor, Tensor]]
@@ -159,18 +171,61 @@ class BackwardCapture:
             delivery.compute(self._first_writes)
 
 
-active: BackwardCapture | None = None
-"""The capture under way in this process. No thread-local: CUDA backwards run on threads of autograd's."""
+class CapturedTarget:
+    """The gradients go to a capture, which does with each what the target that it stands for would do.
+
+    around   the target of an eager forward
+    capture  of the layer
+    """
+
+    def __init__(self, around: WgradTarget, capture: BackwardCapture) -> None:
+        self._target = around
+        self._capture = capture
+
+    def serves(self, weights: Sequence[Tensor], queue: object | None) -> bool:
+        """Whether another forward of the same capture may use this target."""
+        return self._target.serves(weights, queue)
+
+    def demand(self, weight_node: Any) -> Demand:
+        """A captured backward computes every gradient of its layer, and each replay asks the engine again."""
+        return Demand.ACCUMULATE
+
+    def resolve(self, wanted: Sequence[bool]) -> list[Place | None]:
+        """As the target does."""
+        return self._target.resolve(wanted)
+
+    def deliver(self, places: Sequence[Place | None], operands: Sequence[Any], backward: int) -> list[Tensor | None]:
+        """Leave the gradients with the capture. Autograd gets nothing."""
+        eager = self._target
+        mine = [place is not None for place in places]
+        if eager.fused:
+            places = [place and eager.place_for_write(number, place.weight) for number, place in enumerate(places)]
+        weights = [place.weight for place in places if place is not None]
+
+        def compute(overwrite: Sequence[bool]) -> list[Tensor | None]:
+            if not eager.fused:
+                found = eager.product.gradients(mine, weights[0].dtype, *operands)
+                return [gradient for gradient, own in zip(found, mine, strict=True) if own]
+            betas = iter(overwrite)
+            accumulators = [place and place.accumulator for place in places]
+            eager.product.accumulate(accumulators, [own and next(betas) for own in mine], *operands)
+            return [None] * len(weights)
+
+        queue = eager.queue if isinstance(eager, DelayedTarget) else None
+        self._capture.note(Delivery(eager.owner, weights, fused=eager.fused, queue=queue, compute=compute))
+        return [None] * len(places)
 
 
 @contextmanager
 def noting(capture: BackwardCapture) -> Iterator[None]:
-    """In this block, backwards of all threads leave their weight gradients with ``capture``."""
-    global active
-    if active is not None:
-        raise RuntimeError("another backward is being captured in this process: capture one model at a time")
-    active = capture
+    """In this block, forwards of all threads give new products a ``CapturedTarget``.
+
+    Not of this thread alone: CUDA backwards, and what they compute again, run on threads of autograd's.
+    """
+    if target.captured is not None:
+        raise RuntimeError("another layer is being captured in this process: capture one model at a time")
+    target.captured = partial(CapturedTarget, capture=capture)
     try:
         yield
     finally:
-        active = None
+        target.captured = None

@@ -1,11 +1,13 @@
-"""``DelayedWgrad``: the weight gradient of one product, computed some time after backward; and who delays."""
+"""Weight gradients that are computed some time after backward: ``DelayedTarget`` and its entries in a queue.
+
+A backward puts a ``DelayedWgrad`` into a queue. Everything else it does at once: errors, the flag, what autograd gets.
+"""
 
 import functools
 import itertools
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,20 +15,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..torch_internals import checkpointed_region
-from .main_grad import hand_over_sum
+from ..torch_internals import has_tensor_hooks
+from .main_grad import (
+    Place,
+    WgradProduct,
+    WgradTarget,
+    add_to_main_grad,
+    check_provided,
+    hand_over,
+    has_main_grad,
+    record_of,
+)
 from .record import GradRecord, PendingWgrad
+from .torch_wrappers import TorchShards, in_torch_ddp, refuse_delay
 
 __all__ = [
+    "DelayedTarget",
     "DelayedWgrad",
     "Operands",
+    "WgradQueueLike",
     "absorb_late_sum",
+    "add_to_grad",
     "compute_pending",
-    "current_checkpoint",
-    "delay_blocks",
-    "delaying_into",
     "live_queue",
-    "queue_of_block",
 ]
 
 _sequence = itertools.count()
@@ -43,6 +54,98 @@ class QuantizedOperand(Protocol):
 Operands = Sequence[Tensor | QuantizedOperand]
 """What a product's weight gradients are computed from: ``dy`` [T, N] and ``x`` [T, K], or both quantised; of a grouped
 product the experts' offsets [E + 1] too."""
+
+
+class WgradQueueLike(Protocol):
+    """A queue of delayed weight gradients."""
+
+    def put(self, entry: "DelayedWgrad") -> None:
+        """Append ``entry``."""
+
+
+class DelayedTarget(WgradTarget):
+    """The gradients wait in a queue, and are then written to ``main_grad``, or are summed for ``.grad``.
+
+    fused  False: they are for ``.grad``
+    queue  is held weakly: modules must not keep it alive
+
+    Raises ``RuntimeError`` for weights whose gradients torch's own wrappers reduce in backward.
+    """
+
+    __slots__ = ("fused", "queue")
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        names: Sequence[str],
+        product: WgradProduct,
+        owner: str,
+        *,
+        fused: bool,
+        queue: WgradQueueLike,
+    ) -> None:
+        super().__init__(weights, names, product, owner)
+        self.fused = fused
+        self.queue = weakref.ref(queue)
+        for weight, name in zip(weights, self._names, strict=True):
+            if not has_main_grad(weight):
+                if TorchShards.of(weight) is not None:
+                    raise TorchShards.refuse_delay(name)
+                refuse_delay(name, weight)
+
+    def serves(self, weights: Sequence[Tensor], queue: object | None) -> bool:
+        """Never inside torch's ``DistributedDataParallel``: a new target refuses it by name."""
+        return queue is not None and self.queue() is queue and self.refers_to(weights) and not in_torch_ddp()
+
+    def place(self, number: int) -> Place | None:
+        """As ``WgradTarget``'s, but a hook on the weight is an error: it would see no gradient in this backward."""
+        weight = self.alive(number)
+        if has_tensor_hooks(weight):
+            raise RuntimeError(
+                f"{self._names[number]}: a hook on the weight (register_hook) wants to see its gradient in backward, "
+                f"and that is delayed; remove the hook and change .grad or main_grad before the step, or let this "
+                f"module compute its gradients in backward"
+            )
+        if not weight.requires_grad:
+            return None
+        if self.fused:
+            check_provided(weight, self._names[number])
+        return Place(weight, None)  # a lazy provider allocates when the delayed gradient is written, and not now
+
+    def deliver(self, places: Sequence[Place | None], operands: Sequence[Any], backward: int) -> list[Tensor | None]:
+        """In backward: queue the gradients, and set the flags. Returns what autograd gets."""
+        mine = [place is not None for place in places]
+        records = [record_of(place.weight) for place in places if place is not None]
+        known = [record for record in records if record is not None]
+        # The queue must not keep the graph of the input, which keeps the weights.
+        kept = tuple(each.detach() if isinstance(each, Tensor) else each for each in operands)
+        compute, alive = partial(self._compute, mine), partial(self._alive, mine)
+        entry = DelayedWgrad(compute, kept, known, self.owner, backward, alive)
+        live_queue(self.queue, self.owner).put(entry)
+        return [place and hand_over(place.weight, record_of(place.weight), fused=self.fused) for place in places]
+
+    def _compute(self, mine: Sequence[bool], entry: "DelayedWgrad", *operands: Any) -> None:
+        """Compute the delayed gradients ``entry``, and then raise ``RuntimeError`` for a weight that was freed."""
+        kept = [own and reference() is not None for reference, own in zip(self._references, mine, strict=True)]
+        weights = [self.alive(number) for number, own in enumerate(kept) if own]
+        if weights and self.fused:
+            written = iter(weights)
+            places = [self.place_for_write(number, next(written)) if own else None for number, own in enumerate(kept)]
+            self.accumulate(places, operands, entry.backward)
+        elif weights:
+            found = self.product.gradients(kept, weights[0].dtype, *operands)
+            for weight, gradient in zip(weights, (each for each in found if each is not None), strict=True):
+                add_to_grad(weight, gradient, record_of(weight))
+        for weight in weights:
+            absorb_late_sum(weight, record_of(weight), entry)
+        for number, own in enumerate(mine):
+            if own:
+                self.alive(number)
+
+    def _alive(self, mine: Sequence[bool]) -> list[Tensor]:
+        """The weights of a delayed gradient; none where one was freed, so that the queue drops the entry."""
+        found = [reference() for reference, own in zip(self._references, mine, strict=True) if own]
+        return [] if any(weight is None for weight in found) else found
 
 
 class DelayedWgrad:
@@ -185,10 +288,23 @@ def compute_pending(records: Iterable[GradRecord]) -> None:
             pending.compute()
 
 
+def add_to_grad(weight: Tensor, gradient: Tensor, record: GradRecord | None) -> None:
+    """Sum a delayed gradient that is not fused, as autograd sums it in ``.grad``. Never assign over one.
+
+    Our provider keeps the sum beside ``.grad``, which may show this iteration's gradient already.
+    """
+    gradient = gradient.to(weight.dtype)  # a product computes all its slices in one dtype
+    if record is None:
+        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    else:
+        record.late_sum = gradient if record.late_sum is None else record.late_sum.add_(gradient)
+
+
 def absorb_late_sum(weight: Tensor, record: GradRecord | None, entry: DelayedWgrad) -> None:
-    """After a delayed gradient was written: absorb the sum that unfused owners of a tied weight have added to."""
+    """After the microbatch's last delayed gradient was written: absorb what unfused owners of the weight have added."""
     if record is not None and record.late_sum is not None and entry.is_last_of(record):
-        hand_over_sum(record)
+        grad, record.late_sum = record.late_sum, None
+        add_to_main_grad(record, grad)
 
 
 # ---- Without a wrapper of ours, a step while a gradient is not computed yet would lack that gradient, which would then
@@ -225,81 +341,3 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"and be added to the next iteration's .grad; call backward_dw() or drain its WgradQueue before the step, "
             f"or clear() the queue to give it up"
         )
-
-
-# ---- Modules with delay_wgrad_compute always delay. All others delay in a ``delayed_wgrad`` block, kept here. ----
-
-
-class _DelayBlocks(threading.local):
-    """The ``delayed_wgrad`` blocks of one thread."""
-
-    def __init__(self) -> None:
-        # Set here and not as class attributes: torch.compile does not guard class attributes.
-        self.queue: Any = None
-        """The innermost block's queue."""
-        self.region: Any = None
-        """The checkpointed region in which the innermost block was entered; None outside of regions."""
-        self.num_entered = 0
-        """Number of blocks entered so far; a caller that reads it twice knows whether a block came in between."""
-
-
-delay_blocks = _DelayBlocks()
-_around: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
-"""The queue of each checkpointed region whose first forward ran in a block."""
-
-
-def queue_of_block() -> Any:
-    """The queue that a forward of this thread delays to now: the innermost block's, or None.
-
-    In a recompute the block around the region's first forward counts, and a block around the backward does not: the
-    recompute must save the same tensors as the first forward. A block inside the region is entered again and counts.
-    """
-    queue = delay_blocks.queue
-    if torch.compiler.is_compiling() or (queue is None and not _around):
-        return queue
-    checkpoint = current_checkpoint()
-    if checkpoint is None:
-        return queue
-    region, is_recompute = checkpoint
-    if queue is not None and delay_blocks.region is region:
-        return queue
-    if is_recompute:
-        return _around.get(region)
-    if queue is not None:
-        _around[region] = queue
-    return queue
-
-
-@contextmanager
-def delaying_into(queue: Any) -> Iterator[None]:
-    """In this block, forwards of this thread delay all weight gradients of our modules into ``queue``."""
-    before = delay_blocks.queue, delay_blocks.region
-    checkpoint = None if torch.compiler.is_compiling() else current_checkpoint()
-    delay_blocks.queue, delay_blocks.region = queue, None if checkpoint is None else checkpoint[0]
-    delay_blocks.num_entered += 1
-    try:
-        yield
-    finally:
-        delay_blocks.queue, delay_blocks.region = before
-
-
-# ---- Which region of torch.utils.checkpoint a forward runs in. Non-reentrant checkpointing uses only the saved tensors
-# ---- of a recompute: the backwards of the first forward read them in the order in which the first forward saved its
-# ---- own. So a module must save the same tensors in the recompute, whatever has changed in between. torch checks
-# ---- shapes and dtypes only.
-
-
-def current_checkpoint() -> tuple[Any, bool] | None:
-    """The innermost region around this thread's forward, and whether the forward is its recompute. None outside.
-
-    A region is an object that lives as long as the graph of its first forward. Raises ``RuntimeError`` where this torch
-    version does not show the region.
-    """
-    try:
-        return checkpointed_region()
-    except LookupError:
-        raise RuntimeError(
-            f"torch {torch.__version__} does not show which checkpointed region a forward belongs to, and its "
-            f"recompute could not be told to delay weight gradients alike: use delay_wgrad_compute=True or "
-            f"fuse_wgrad_accumulation=True of each module inside, or use_reentrant=True, with delayed_wgrad"
-        ) from None

@@ -6,40 +6,49 @@ in ``.grad`` and the provider's hook moves it, or the consumer adds to ``main_gr
 parameter. The attribute names are Megatron's and Transformer Engine's, so either side can be theirs. No other file of
 this library reads or writes these attributes.
 
-    provider                                          consumer
-    attach() --- main_grad, grad_added_to_main_grad --> accumulator_of()       (backward, before any GEMM)
-                                                        open_for_write()       (does this GEMM overwrite?)
-    absorb_grad() <------- flag, .grad ---------------- hand_over()            (after the GEMM: flag, return value)
+    provider                                          consumer, in backward
+    attach() --- main_grad, grad_added_to_main_grad --> demand()               step 3.1: who asks for the gradient?
+                                                        WgradTarget.resolve    step 3.2: where does it go?
+                                                        WgradTarget.deliver    step 3.4: main_grad (+)= dW
+    absorb_grad() <------- flag, .grad ---------------- hand_over()            step 3.5: the flag, the return value
                   <------- .grad ---------------------- backward_dw()          (later, where a foreign module delays)
 
-A ``GradRecord`` holds what our provider knows of a parameter beyond these. A foreign provider has no records.
-``target.py`` calls the consumer's functions in the right order; ``module.py`` is for modules.
+The steps are those of ``docs/by_hand.py``; ``te_integration/dense/linear.py`` has 2.1 to 3.3, which come before. Below,
+the provider comes first, then the consumer, then the provider's hook, which is step 4.
+
+A ``GradRecord`` holds what our provider knows of a parameter beyond the attributes. A foreign provider has no records.
+Other kinds of ``WgradTarget`` are in ``delayed.py``, ``capturing.py`` and ``torch_wrappers.py``.
 """
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from ..torch_internals import has_tensor_hooks
+from ..torch_internals import has_tensor_hooks, will_execute
 from .record import GradRecord, PendingWgrad, check_accumulator
 
 __all__ = [
+    "Demand",
+    "Place",
+    "WgradProduct",
+    "WgradTarget",
     "absorb_grad",
     "accumulator_of",
     "add_grad",
-    "add_to_grad",
+    "add_to_main_grad",
     "attach",
     "attach_lazily",
-    "check_delayable",
     "check_provided",
     "check_unattached",
+    "demand",
     "detach",
     "forget_failed_backward",
     "former_name",
     "hand_over",
-    "hand_over_sum",
     "has_main_grad",
     "is_delayed",
     "is_foreign",
@@ -50,7 +59,6 @@ __all__ = [
     "placeholder",
     "record_of",
     "take_grad_of_backward",
-    "take_grad_of_backward_dw",
 ]
 
 _RECORD = "_maingrad_record"
@@ -58,7 +66,7 @@ _OVERWRITTEN_IN = "_maingrad_overwritten_in"
 _former: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # names in wrappers that are gone, for errors
 
 
-# ---- Provider: attaching records to parameters, and the hook's truth table. ----
+# ---- The provider attaches records to parameters. ----
 
 
 def check_unattached(param: Tensor, name: str) -> None:
@@ -145,178 +153,144 @@ def is_lazy(param: Tensor) -> bool:
     return hasattr(param, "__fsdp_param__")
 
 
-def absorb_grad(param: Tensor, record: GradRecord) -> None:
-    """The truth table of the post-accumulate-grad hook: add ``.grad`` to ``main_grad``, clear ``.grad`` and the flag.
+# ---- The consumer: what a module's backward asks, in order, and what it leaves behind. ----
 
-    ====================  =====  =================================================================================
-    ``.grad``             flag   action
-    ====================  =====  =================================================================================
-    a gradient            False  added; copied where it is the first write and ``first_write_overwrites``
-    None                  any    nothing to add
-    a gradient            True   our module wrote and returned None: the gradient is of another use of a tied weight,
-                                 and is added
-    a placeholder         True   a foreign module wrote: dropped; under ``zero_out_wgrad`` (it holds zeros, and perhaps
-                                 a gradient of another use) added
-    ====================  =====  =================================================================================
+
+class Demand(enum.Enum):
+    """The running backward's use of a weight's gradient."""
+
+    ACCUMULATE = "backward(): deliver it to the parameter"
+    NOTHING = "the gradient is not asked for: autograd.grad(loss, inputs), backward(inputs=...)"
+    RETURN = "autograd.grad(loss, weight), or create_graph=True: return it to the caller, without a side effect"
+
+
+def demand(weight_node: Any) -> Demand:
+    """Ask the engine what it will do with a weight's gradient; ``weight_node`` is ``ctx.next_functions[i][0]``.
+
+    Only ``ACCUMULATE`` allows a write to ``main_grad``.
     """
-    grad = param.grad
-    # Step 4 of docs/by_hand.py: with the flag, the gradient is in main_grad already.
-    flag = getattr(param, "grad_added_to_main_grad", False)
-    if flag:
-        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    ours, record.consumer_wrote = record.consumer_wrote, False
-    if flag and not ours:
-        _check_foreign_write(record)
-        if not getattr(param, "zero_out_wgrad", False):
-            param.grad = None
-            return
-    if grad is None:
-        return
+    # Step 3.1: who asks for the gradient?
+    if torch.is_grad_enabled():
+        return Demand.RETURN  # create_graph=True: the gradient itself must be differentiable
     try:
-        _check_without_graph(record, grad)
-        _add(record, grad)
-    finally:
-        param.grad = None  # after the write: where every ``.grad`` is None, a write begins a new iteration
+        wanted = will_execute(weight_node)
+    except RuntimeError:
+        return Demand.RETURN  # the engine raises exactly where autograd.grad captures this leaf
+    return Demand.ACCUMULATE if wanted else Demand.NOTHING
 
 
-def _check_without_graph(record: GradRecord, grad: Tensor) -> None:
-    if grad.requires_grad:
-        raise RuntimeError(
-            f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, "
-            f"which main_grad cannot hold; use torch.autograd.grad(..., create_graph=True) instead"
-        )
+class WgradProduct(Protocol):
+    """How the weight gradients of one product are computed: ``DenseWgrad``, or ``GroupedWgrad`` for experts."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None: ...
+
+    rows_apart: bool
+    """``main_grad`` need not be contiguous: see ``accumulator_of``."""
+
+    def fits(self, weights: Sequence[Tensor]) -> bool:
+        """Whether the weights have the shapes that this object was made for."""
+
+    def accumulate(self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], *operands: Any) -> None:
+        """``main_grad (+)= dW`` for each weight; weights with None are left out."""
+
+    def gradients(self, wanted: Sequence[bool], dtype: torch.dtype, *operands: Any) -> list[Tensor | None]:
+        """``dW`` of each wanted weight as a new tensor of ``dtype``; None for the rest."""
 
 
-def _add(record: GradRecord, grad: Tensor) -> None:
-    if grad.layout is not torch.strided:
-        grad = grad.to_dense()  # nn.Embedding(sparse=True)
-    if record.open_for_write():
-        record.view.copy_(grad)
-    else:
-        record.view.add_(grad)
-    record.num_hook_writes += 1
+class Place(NamedTuple):
+    """Where a weight's gradient goes. A backward looks it up before it computes any product."""
+
+    weight: Tensor
+    """The weight's Python object, which carries the contract's attributes."""
+    accumulator: Tensor | None
+    """The checked ``main_grad``; None where this backward does not write it."""
 
 
-def take_grad_of_backward(param: Tensor, record: GradRecord) -> None:
-    """The post-accumulate-grad hook: ``absorb_grad``, or part of it where a foreign module delays the gradient.
+class WgradTarget:
+    """Where the gradients of one product's weights go: into ``main_grad``, in backward.
 
-    After a foreign module's backward, ``.grad`` holds the gradient (biases under fp8, and biases of activations), or
-    memory that ``backward_dw`` will fill and assign (Transformer Engine's ``GroupedLinear``). Only ``backward_dw`` can
-    tell, by looking at ``.grad``; so ``.grad`` stays until then. Two things are absorbed at once: ``.grad`` of a tied
-    weight, because ``backward_dw`` would assign over the other owner's part, and a placeholder.
+    A target refers to the weights' Python objects weakly. An autograd graph must not keep a weight alive, and the
+    object that ``ctx.saved_tensors`` returns may be a copy without attributes (saved-tensor hooks, recompute, offload).
+    Each weight has its own flag and record, may be frozen alone, and its own first write overwrites.
+
+    weights  of the product
+    names    of the weights, for errors
+    product  computes the gradients
+    owner    the module, for errors
+
+    ``target.choose_target`` lists the other kinds.
     """
-    delayer = record.foreign_delayer
-    if delayer is None or record.shared or getattr(param, "grad_added_to_main_grad", False):
-        absorb_grad(param, record)
-        part_in_grad = False
-    else:
-        part_in_grad = param.grad is not None
-    if delayer is not None:
-        record.pending.append(PendingWgrad(delayer, part_in_grad=part_in_grad))
+
+    __slots__ = ("_names", "_references", "owner", "product")
+    fused = True
+    """The gradients go into ``main_grad``; False (delayed ones only): into ``.grad``."""
+    demand = staticmethod(demand)
+
+    def __init__(self, weights: Sequence[Tensor], names: Sequence[str], product: WgradProduct, owner: str) -> None:
+        self.owner = owner
+        self.product = product
+        self._references = tuple(map(TensorWeakRef, weights))
+        self._names = tuple(f"{owner}, {name}" for _, name in zip(weights, names, strict=True))
+
+    def serves(self, weights: Sequence[Tensor], queue: object | None) -> bool:
+        """Whether a forward of these weights, delayed into ``queue`` or not, may use this target."""
+        return queue is None and self.refers_to(weights)
+
+    def refers_to(self, weights: Sequence[Tensor]) -> bool:
+        """Whether this is the target of ``weights``, in this order."""
+        return len(weights) == len(self._references) and all(map(_refers_to, self._references, weights))
+
+    def resolve(self, wanted: Sequence[bool]) -> list[Place | None]:
+        """Where this backward's gradients go. None for weights that are not wanted, and where autograd delivers.
+
+        Raises ``RuntimeError`` that names the module: for a weight that was freed, and for a missing or unfit
+        ``main_grad`` (see ``accumulator_of``).
+        """
+        # Step 3.2: where does the gradient go?
+        return [self.place(number) if want else None for number, want in enumerate(wanted)]
+
+    def place(self, number: int) -> Place | None:
+        """Where the gradient of one weight goes; None where autograd delivers it."""
+        weight = self.alive(number)
+        if has_tensor_hooks(weight):  # registered after the forward: the hook must get the gradient
+            return None
+        if not weight.requires_grad:  # frozen after the forward: autograd drops the gradient
+            return None
+        return self.place_for_write(number, weight)
+
+    def place_for_write(self, number: int, weight: Tensor) -> Place:
+        """``place`` of a gradient that is written right after."""
+        return Place(weight, accumulator_of(weight, self._names[number], rows_apart=self.product.rows_apart))
+
+    def alive(self, number: int) -> Tensor:
+        """One weight. Raises ``RuntimeError`` where it was freed."""
+        weight: Tensor | None = self._references[number]()
+        if weight is None:
+            raise RuntimeError(f"{self._names[number]}: the weight was freed between forward and backward")
+        return weight
+
+    def deliver(self, places: Sequence[Place | None], operands: Sequence[Any], backward: int) -> list[Tensor | None]:
+        """In backward: ``main_grad (+)= dW``, and the flags. Returns what autograd gets.
+
+        places    from ``resolve``; weights with None are left out
+        operands  what the product's ``accumulate`` takes
+        backward  number of the running backward; in reentrant recompute of the backward around it
+        """
+        self.accumulate(places, operands, backward)
+        return [place and hand_over(place.weight, record_of(place.weight), fused=True) for place in places]
+
+    def accumulate(self, places: Sequence[Place | None], operands: Sequence[Any], backward: int) -> None:
+        """``main_grad (+)= dW`` for each weight with a place."""
+        # Step 3.4: the product into main_grad. The first write of an iteration overwrites where the record allows it.
+        main_grads, overwrite = [], []
+        for place in places:
+            main_grads.append(place and place.accumulator)
+            overwrite.append(place is not None and open_for_write(place.weight, record_of(place.weight), backward))
+        self.product.accumulate(main_grads, overwrite, *operands)
 
 
-def take_grad_of_backward_dw(param: Tensor, record: GradRecord, owner: str) -> None:
-    """The foreign module ``owner`` has run its ``backward_dw`` for its oldest microbatch.
-
-    Raises ``RuntimeError`` where no backward has announced this gradient: its bucket may be reduced already.
-    """
-    mine = next((pending for pending in record.pending if pending.owner == owner), None)
-    if mine is None:
-        raise RuntimeError(
-            f"parameter '{record.name}': {owner}.backward_dw() ran more often than backwards of this parameter, and "
-            f"gradients count once a backward: a module of others that delays is used once in a forward, its weights "
-            f"are not tied to another that delays, and torch.autograd.grad is not called through it; build it with "
-            f"delay_wgrad_compute=False"
-        )
-    absorb_grad(param, record)
-    if any(pending.part_in_grad for pending in record.pending if pending is not mine):
-        # ``absorb_grad`` took the parts of later microbatches too. Their backward_dw must find a tensor to add to: for
-        # None it would assign its memory without these parts.
-        param.grad = torch.zeros_like(param)
-    record.delayed_wgrad_done(mine)
-
-
-def add_grad(param: Tensor, grad: Tensor) -> None:
-    """Add ``grad`` [shape of ``param``] to this iteration's gradient of a wrapped parameter, as a backward would.
-
-    For gradients that no ``backward()`` delivers: projected gradients (PCGrad), results of ``torch.autograd.grad``,
-    noise. ``grad`` is this rank's contribution, and is reduced with the others. Call it before the iteration's last
-    backward, or, in an iteration without a backward, before the step.
-
-    Raises ``ValueError`` for a parameter that no ``DistributedDataParallel`` has wrapped, or another shape;
-    ``RuntimeError`` once the parameter's bucket was launched.
-    """
-    record = record_of(param)
-    if record is None or record.is_of_unit:
-        raise ValueError("add_grad: this parameter is not wrapped in maingrad.ddp.DistributedDataParallel")
-    if grad.shape != param.shape:
-        raise ValueError(f"add_grad: parameter '{record.name}' is {tuple(param.shape)}, and grad {tuple(grad.shape)}")
-    with torch.no_grad():
-        _add(record, grad)
-
-
-def _check_foreign_write(record: GradRecord) -> None:
-    if record.open_for_write(written_already=True):
-        raise RuntimeError(
-            f"parameter '{record.name}' was accumulated into by a module that is not ours, into memory that was not "
-            f"zeroed because only our modules own it; register the parameter in that module as well, then wrap"
-        )
-
-
-def forget_failed_backward(param: Tensor) -> bool:
-    """Clear the flags of a backward that failed before the hook, or whose delayed gradients were given up.
-
-    Returns whether the flag was set: a module had written ``main_grad``.
-    """
-    flag: bool = getattr(param, "grad_added_to_main_grad", False)
-    if flag:
-        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    record = record_of(param)
-    if record is not None:
-        record.consumer_wrote, record.late_sum = False, None
-    return flag
-
-
-# ---- Consumer: what a module reads from a weight, and what it sets there. ----
-
-
-def mark_delayed(param: Tensor) -> None:
-    """Mark a parameter whose gradient is final only after ``backward_dw``. Foreign providers read the mark at wrap."""
-    param.skip_backward_post_hook = True  # type: ignore[attr-defined]
-
-
-def is_delayed(param: Tensor) -> bool:
-    """Whether a module, ours or foreign, has marked this parameter by ``mark_delayed``."""
-    return getattr(param, "skip_backward_post_hook", False)
-
-
-def check_delayable(weights: Iterable[Tensor], owner: str) -> None:
-    """Raise ``RuntimeError`` where a foreign provider would reduce a weight's gradient before it exists."""
-    for weight in weights:
-        if is_foreign(weight):
-            raise RuntimeError(
-                f"{owner}: delayed_wgrad(queue) over a weight whose main_grad a foreign provider owns, which asked "
-                f"at its wrap what is delayed; build the module with delay_wgrad_compute=True before wrapping, or "
-                f"use maingrad.ddp.DistributedDataParallel"
-            )
-
-
-def is_fusable(weight: Tensor) -> bool:
-    """Whether a module may write this weight's gradient itself.
-
-    False for a computed weight (``torch.nn.utils.parametrize``) without an accumulator: its gradient flows on to the
-    parameters it is computed from. False for a weight with hooks (``weight.register_hook``), which must get the
-    gradient. False for complex weights: the GEMM takes no conjugate.
-    """
-    if not (weight.requires_grad and weight.is_floating_point()) or has_tensor_hooks(weight):
-        return False
-    return weight.is_leaf or has_main_grad(weight)
-
-
-def check_provided(weight: Tensor, owner: str) -> None:
-    """Raise ``RuntimeError`` that names the module, for a weight without a provider."""
-    if not has_main_grad(weight):
-        raise _no_provider(weight, owner)
+def _refers_to(reference: TensorWeakRef, weight: Tensor) -> bool:
+    return reference() is weight
 
 
 def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> Tensor:
@@ -343,17 +317,14 @@ def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> T
     return main_grad
 
 
-def open_for_write(weight: Tensor, record: GradRecord | None, backward: int, *, ahead: Tensor | None = None) -> bool:
+def open_for_write(weight: Tensor, record: GradRecord | None, backward: int) -> bool:
     """Call once before each write. Returns whether that write overwrites (beta = 0) or adds (beta = 1).
 
     Our own record decides. A foreign provider's ``overwrite_main_grad`` holds for the first write of a backward only.
-
-    ahead  the token of a write in forward, under our own provider: see ``GradRecord.open_for_write``
     """
     if record is not None:
-        overwrite = record.open_for_write(ahead=ahead)
-        if ahead is None:  # else ``come`` counts
-            record.num_fused_writes += 1
+        overwrite = record.open_for_write()
+        record.num_fused_writes += 1
         return overwrite
     return getattr(weight, "overwrite_main_grad", False) and _first_write_of(backward, weight)
 
@@ -372,6 +343,7 @@ def hand_over(weight: Tensor, record: GradRecord | None, *, fused: bool) -> Tens
 
     The flag means "``.grad`` is a placeholder". A delayed weight's flag is set before its gradient is written.
     """
+    # Step 3.5: the flag, and what autograd gets.
     if record is not None:
         record.consumer_wrote = True
     if fused and hasattr(weight, "grad_added_to_main_grad"):
@@ -408,25 +380,6 @@ def placeholder(weight: Tensor) -> Tensor:
     return scratch[: weight.numel()].view(weight.shape).detach()
 
 
-def add_to_grad(weight: Tensor, gradient: Tensor, record: GradRecord | None) -> None:
-    """Sum a delayed gradient that is not fused, as autograd sums it in ``.grad``. Never assign over one.
-
-    Our provider keeps the sum beside ``.grad``, which may show this iteration's gradient already.
-    """
-    gradient = gradient.to(weight.dtype)  # a product computes all its slices in one dtype
-    if record is None:
-        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    else:
-        record.late_sum = gradient if record.late_sum is None else record.late_sum.add_(gradient)
-
-
-def hand_over_sum(record: GradRecord) -> None:
-    """Absorb the sum: the last delayed gradient of the microbatch, fused or not, was computed."""
-    grad, record.late_sum = record.late_sum, None
-    assert grad is not None, "the caller has looked"
-    _add(record, grad)
-
-
 def _no_provider(weight: Tensor, owner: str) -> RuntimeError:
     former = former_name(weight)
     missing = f"{owner}: fuse_wgrad_accumulation=True needs weight.main_grad"
@@ -448,3 +401,149 @@ def _first_write_of(backward: int, weight: Tensor) -> bool:
     first = getattr(weight, _OVERWRITTEN_IN, None) != backward
     setattr(weight, _OVERWRITTEN_IN, backward)
     return first
+
+
+# ---- The provider's hook: what a backward has left in .grad and in the flag. ----
+
+
+def absorb_grad(param: Tensor, record: GradRecord) -> None:
+    """The truth table of the post-accumulate-grad hook: add ``.grad`` to ``main_grad``, clear ``.grad`` and the flag.
+
+    ====================  =====  =================================================================================
+    ``.grad``             flag   action
+    ====================  =====  =================================================================================
+    a gradient            False  added; copied where it is the first write and ``first_write_overwrites``
+    None                  any    nothing to add
+    a gradient            True   our module wrote and returned None: the gradient is of another use of a tied weight,
+                                 and is added
+    a placeholder         True   a foreign module wrote: dropped; under ``zero_out_wgrad`` (it holds zeros, and perhaps
+                                 a gradient of another use) added
+    ====================  =====  =================================================================================
+    """
+    grad = param.grad
+    # Step 4 of docs/by_hand.py: with the flag, the gradient is in main_grad already.
+    flag = getattr(param, "grad_added_to_main_grad", False)
+    if flag:
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    ours, record.consumer_wrote = record.consumer_wrote, False
+    if flag and not ours:
+        _check_foreign_write(record)
+        if not getattr(param, "zero_out_wgrad", False):
+            param.grad = None
+            return
+    if grad is None:
+        return
+    try:
+        _check_without_graph(record, grad)
+        add_to_main_grad(record, grad)
+    finally:
+        param.grad = None  # after the write: where every ``.grad`` is None, a write begins a new iteration
+
+
+def _check_without_graph(record: GradRecord, grad: Tensor) -> None:
+    if grad.requires_grad:
+        raise RuntimeError(
+            f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, "
+            f"which main_grad cannot hold; use torch.autograd.grad(..., create_graph=True) instead"
+        )
+
+
+def add_to_main_grad(record: GradRecord, grad: Tensor) -> None:
+    """Add a gradient that autograd or a program brings; it is copied where it is the first write and may overwrite."""
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()  # nn.Embedding(sparse=True)
+    if record.open_for_write():
+        record.view.copy_(grad)
+    else:
+        record.view.add_(grad)
+    record.num_hook_writes += 1
+
+
+def take_grad_of_backward(param: Tensor, record: GradRecord) -> None:
+    """The post-accumulate-grad hook: ``absorb_grad``, or part of it where a foreign module delays the gradient.
+
+    After a foreign module's backward, ``.grad`` holds the gradient (biases under fp8, and biases of activations), or
+    memory that ``backward_dw`` will fill and assign (Transformer Engine's ``GroupedLinear``). Only ``backward_dw`` can
+    tell, by looking at ``.grad``; so ``.grad`` stays until then. Two things are absorbed at once: ``.grad`` of a tied
+    weight, because ``backward_dw`` would assign over the other owner's part, and a placeholder.
+    """
+    delayer = record.foreign_delayer
+    if delayer is None or record.shared or getattr(param, "grad_added_to_main_grad", False):
+        absorb_grad(param, record)
+        part_in_grad = False
+    else:
+        part_in_grad = param.grad is not None
+    if delayer is not None:
+        record.pending.append(PendingWgrad(delayer, part_in_grad=part_in_grad))
+
+
+def add_grad(param: Tensor, grad: Tensor) -> None:
+    """Add ``grad`` [shape of ``param``] to this iteration's gradient of a wrapped parameter, as a backward would.
+
+    For gradients that no ``backward()`` delivers: projected gradients (PCGrad), results of ``torch.autograd.grad``,
+    noise. ``grad`` is this rank's contribution, and is reduced with the others. Call it before the iteration's last
+    backward, or, in an iteration without a backward, before the step.
+
+    Raises ``ValueError`` for a parameter that no ``DistributedDataParallel`` has wrapped, or another shape;
+    ``RuntimeError`` once the parameter's bucket was launched.
+    """
+    record = record_of(param)
+    if record is None or record.is_of_unit:
+        raise ValueError("add_grad: this parameter is not wrapped in maingrad.ddp.DistributedDataParallel")
+    if grad.shape != param.shape:
+        raise ValueError(f"add_grad: parameter '{record.name}' is {tuple(param.shape)}, and grad {tuple(grad.shape)}")
+    with torch.no_grad():
+        add_to_main_grad(record, grad)
+
+
+def _check_foreign_write(record: GradRecord) -> None:
+    if record.open_for_write(written_already=True):
+        raise RuntimeError(
+            f"parameter '{record.name}' was accumulated into by a module that is not ours, into memory that was not "
+            f"zeroed because only our modules own it; register the parameter in that module as well, then wrap"
+        )
+
+
+def forget_failed_backward(param: Tensor) -> bool:
+    """Clear the flags of a backward that failed before the hook, or whose delayed gradients were given up.
+
+    Returns whether the flag was set: a module had written ``main_grad``.
+    """
+    flag: bool = getattr(param, "grad_added_to_main_grad", False)
+    if flag:
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    record = record_of(param)
+    if record is not None:
+        record.consumer_wrote, record.late_sum = False, None
+    return flag
+
+
+# ---- What modules ask of a weight in forward. ----
+
+
+def is_fusable(weight: Tensor) -> bool:
+    """Whether a module may write this weight's gradient itself.
+
+    False for a computed weight (``torch.nn.utils.parametrize``) without an accumulator: its gradient flows on to the
+    parameters it is computed from. False for a weight with hooks (``weight.register_hook``), which must get the
+    gradient. False for complex weights: the GEMM takes no conjugate.
+    """
+    if not (weight.requires_grad and weight.is_floating_point()) or has_tensor_hooks(weight):
+        return False
+    return weight.is_leaf or has_main_grad(weight)
+
+
+def check_provided(weight: Tensor, owner: str) -> None:
+    """Raise ``RuntimeError`` that names the module, for a weight without a provider."""
+    if not has_main_grad(weight):
+        raise _no_provider(weight, owner)
+
+
+def mark_delayed(param: Tensor) -> None:
+    """Mark a parameter whose gradient is final only after ``backward_dw``. Foreign providers read the mark at wrap."""
+    param.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+
+def is_delayed(param: Tensor) -> bool:
+    """Whether a module, ours or foreign, has marked this parameter by ``mark_delayed``."""
+    return getattr(param, "skip_backward_post_hook", False)

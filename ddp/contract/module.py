@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..torch_internals import weak_method
-from .main_grad import is_delayed, mark_delayed, take_grad_of_backward_dw
+from .main_grad import absorb_grad, is_delayed, mark_delayed
 from .record import GradRecord
 from .torch_wrappers import is_sharded_by_torch
 
@@ -20,6 +21,7 @@ __all__ = [
     "is_sharded",
     "listen_to_foreign_delays",
     "record_shard",
+    "take_grad_of_backward_dw",
 ]
 
 _SHARD = "_maingrad_shard"
@@ -117,3 +119,24 @@ def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable
         record.foreign_delayer = type(module).__name__
         # A foreign module keeps the function and may outlive the wrapper: the function must not keep the buckets alive.
         register(partial(weak_method(take_grad_of_backward_dw, param, record), record.foreign_delayer))
+
+
+def take_grad_of_backward_dw(param: Tensor, record: GradRecord, owner: str) -> None:
+    """The foreign module ``owner`` has run its ``backward_dw`` for its oldest microbatch.
+
+    Raises ``RuntimeError`` where no backward has announced this gradient: its bucket may be reduced already.
+    """
+    mine = next((pending for pending in record.pending if pending.owner == owner), None)
+    if mine is None:
+        raise RuntimeError(
+            f"parameter '{record.name}': {owner}.backward_dw() ran more often than backwards of this parameter, and "
+            f"gradients count once a backward: a module of others that delays is used once in a forward, its weights "
+            f"are not tied to another that delays, and torch.autograd.grad is not called through it; build it with "
+            f"delay_wgrad_compute=False"
+        )
+    absorb_grad(param, record)
+    if any(pending.part_in_grad for pending in record.pending if pending is not mine):
+        # ``absorb_grad`` took the parts of later microbatches too. Their backward_dw must find a tensor to add to: for
+        # None it would assign its memory without these parts.
+        param.grad = torch.zeros_like(param)
+    record.delayed_wgrad_done(mine)

@@ -4,13 +4,12 @@ A record holds what our provider knows of the parameter beyond the attributes th
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["GradRecord", "PendingWgrad", "check_accumulator"]
+__all__ = ["GradRecord", "PendingWgrad", "WrittenInForward", "check_accumulator"]
 
 
 class PendingWgrad:
@@ -29,6 +28,16 @@ class PendingWgrad:
         """Place among all pending gradients: index of the first bucket that waits, number in order of creation."""
         self.compute: Callable[[], None] | None = None
         """Set by our queue: computes this gradient now. None for foreign modules."""
+
+
+class WrittenInForward(Protocol):
+    """Contributions that forwards have written: see ``te_integration/head/written_ahead.py``."""
+
+    def before_write(self, record: "GradRecord") -> None:
+        """Called before each other write. May take back what is of no use, or raise ``RuntimeError``."""
+
+    def check_all_came(self, record: "GradRecord") -> None:
+        """Raise ``RuntimeError`` where a contribution's backward has not come."""
 
 
 class GradRecord:
@@ -76,11 +85,8 @@ class GradRecord:
         """The version of ``view`` when the iteration began: a write by the program raises it."""
         self.written = False
         """``view`` holds a contribution of this iteration."""
-        self.ahead: list[StorageWeakRef] = []
-        """Contributions that forwards have written, and whose backward has not come: a weak reference to the token of
-        each, which lives as long as the forward's graph."""
-        self.keeps = False
-        """``view`` holds a contribution whose backward has come."""
+        self.ahead: WrittenInForward | None = None
+        """What forwards have written to ``view``, of a head that does so; None: no forward has."""
         self.closed: str | None = None
         """Why ``view`` is closed to writes: its bucket was launched or reduced. None while it is open."""
         self.ready = False
@@ -121,17 +127,16 @@ class GradRecord:
             self.view.zero_()
             self.record_version()
 
-    def open_for_write(self, *, written_already: bool = False, ahead: Tensor | None = None) -> bool:
+    def open_for_write(self, *, written_already: bool = False) -> bool:
         """Call before each write to ``view``. Returns whether the write overwrites (beta = 0) or adds.
 
         written_already  a foreign module has written ``view``, and says so now
-        ahead            the token of a write in forward: ``come`` takes it in backward
 
         Raises ``RuntimeError`` where the bucket was launched already, and before the first write of an iteration where
         the program has put values into ``view``: some modules would overwrite them, and others add to them.
         """
-        if self.ahead:
-            self._drop_abandoned()
+        if self.ahead is not None:
+            self.ahead.before_write(self)
         is_empty = not (self.written or written_already or self.closed) and self.make_room is None
         # A module of others that shares the weight with ours may have written, and says so only to the hook.
         is_of_ours = self.first_write_overwrites or not self.shared
@@ -145,54 +150,12 @@ class GradRecord:
             raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
         overwrite = self.first_write_overwrites and not self.written
         self.written = True
-        if ahead is None:
-            self.keeps = True
-        else:
-            self.ahead.append(StorageWeakRef(ahead.untyped_storage()))
         return overwrite
-
-    def come(self, ahead: Tensor, owner: str) -> None:
-        """In backward: the contribution with this token, which the forward wrote, is one of this iteration.
-
-        Raises ``RuntimeError`` where gradients were cleared after the forward.
-        """
-        mine = StorageWeakRef(ahead.untyped_storage())
-        if mine not in self.ahead:
-            raise RuntimeError(
-                f"{owner}: its forward wrote the gradient of parameter '{self.name}', as mode='in_forward' does, and "
-                f"gradients were cleared or reduced before the backward came: call zero_grad() before the forward, and "
-                f"each backward before the next iteration; or use mode='recompute'"
-            )
-        self.ahead.remove(mine)
-        self.keeps = True
-        self.num_fused_writes += 1
 
     def check_all_came(self) -> None:
         """Raise ``RuntimeError`` where ``view`` holds what a forward has written, and no backward has come for."""
-        if self.ahead:
-            self._drop_abandoned()
-            if self.ahead:
-                raise self._no_backward()
-
-    def _drop_abandoned(self) -> None:
-        """Take back what forwards wrote whose graphs are gone, if ``view`` holds nothing else."""
-        gone = [each for each in self.ahead if each.expired()]
-        if not gone:
-            return
-        if self.keeps or len(gone) < len(self.ahead):
-            raise self._no_backward()
-        self.ahead.clear()
-        self.written = False
-        if not self.first_write_overwrites:
-            self.view.zero_()
-        self.record_version()
-
-    def _no_backward(self) -> RuntimeError:
-        return RuntimeError(
-            f"parameter '{self.name}': a forward with mode='in_forward' has added its gradient, and its backward has "
-            f"not come: run forwards without a backward under torch.no_grad(), call zero_grad() after a forward that "
-            f"failed, or use mode='recompute'"
-        )
+        if self.ahead is not None:
+            self.ahead.check_all_came(self)
 
     def _check_zero(self) -> None:
         """Raise ``RuntimeError`` unless ``view`` holds zeros: a program may clear it by hand."""
@@ -231,8 +194,8 @@ class GradRecord:
     def reset(self) -> None:
         """Start a new iteration."""
         self.record_version()
-        self.written = self.keeps = self.ready = self.awaits_delayed = False
-        self.ahead.clear()
+        self.written = self.ready = self.awaits_delayed = False
+        self.ahead = None
         self.closed = self.of_weight = None
 
 

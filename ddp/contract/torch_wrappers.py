@@ -6,12 +6,12 @@ ranks, and its backward reduces ``.grad``, where our gradients are not. The owne
 
 Around modules that delay weight gradients: torch reduces ``.grad`` in backward, before the delayed gradient is there.
 
-``TorchShards`` says what gradients of weights are added to that ``torch.distributed.fsdp.fully_shard`` has gathered.
+``TorchShardedTarget`` adds gradients of weights that ``torch.distributed.fsdp.fully_shard`` has gathered.
 """
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..torch_internals import NO_BACKWARD, current_backward
 from ..torch_internals.distributed import accumulated_by_fsdp2, active_torch_ddp, gathered_by_fsdp2, params_of_torch_ddp
+from .main_grad import Place, WgradProduct, WgradTarget
 
 __all__ = [
+    "TorchShardedTarget",
     "TorchShards",
     "check_none_inside",
     "check_not_collected",
@@ -189,6 +191,35 @@ class TorchShards:
             f"build the module without delay_wgrad_compute=True and run its forward outside delayed_wgrad(queue), or "
             f"use maingrad.fsdp.fully_shard"
         )
+
+
+class TorchShardedTarget(WgradTarget):
+    """The accumulators are FSDP2's.
+
+    shards  of each weight; None for weights that FSDP2 did not make
+    """
+
+    __slots__ = ("_shards",)
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        names: Sequence[str],
+        product: WgradProduct,
+        owner: str,
+        shards: Sequence[TorchShards | None],
+    ) -> None:
+        super().__init__(weights, names, product, owner)
+        self._shards = shards
+
+    def place(self, number: int) -> Place | None:
+        """As ``WgradTarget``'s, in FSDP2's accumulator."""
+        shards = self._shards[number]
+        if shards is None:
+            return super().place(number)
+        weight = self.alive(number)
+        accumulator = shards.accumulator(weight)
+        return None if accumulator is None else Place(weight, accumulator)
 
 
 def is_sharded_by_torch(param: Tensor) -> bool:

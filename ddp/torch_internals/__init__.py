@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils.weak import TensorWeakRef
 
-from ...kernels.compat import private_name, raise_where_absent
+from ...kernels.compat import private_name, raise_where_absent, warn_of_loss
 
 __all__ = [
     "NO_BACKWARD",
@@ -62,6 +62,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "watch_prehooks",
     "weak_method",
     "will_execute",
 ]
@@ -437,3 +438,25 @@ def weak_method(method: Callable[..., Any], *objects: object) -> Callable[..., A
         return method(*alive, *args, **kwargs)
 
     return call
+
+
+def _register_prehook(node: Any, fn: Any) -> Any:
+    node.has_prehook = True
+    return super(type(node), node).register_prehook(fn)
+
+
+def watch_prehooks(function: Any) -> None:
+    """Let nodes of an autograd function remember that they got a prehook. torch cannot list the hooks of a node."""
+    node_class = getattr(function, "_backward_cls", None)
+    if node_class is not None and hasattr(node_class, "register_prehook"):
+        node_class.register_prehook = _register_prehook
+    else:
+        _warn_of_prehooks()
+
+
+@functools.cache
+def _warn_of_prehooks() -> None:
+    warn_of_loss(
+        "has no _backward_cls.register_prehook of autograd functions",
+        "zero-bubble schedules over torch's own PipelineStage are not refused: use maingrad's PipelineStage",
+    )

@@ -311,7 +311,7 @@ class BucketIteration(AroundModule):
     def _forget_ahead(self) -> None:
         """What is reduced next is discarded: no backward need have come for what forwards have written."""
         for record in self.records:
-            record.ahead.clear()
+            record.ahead = None
 
     def record_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ...ddp.buckets.graph_walk import differentiable_tensors
-from ...ddp.contract.delayed import delay_blocks
-from ...ddp.contract.target import Demand, demand
+from ...ddp.contract.delay_blocks import delay_blocks
+from ...ddp.contract.main_grad import Demand, demand
 from ...ddp.torch_internals import current_backward, delivers_to_all, tree_leaves, tree_map, will_execute
 from ..unit.unit import Unit
 

@@ -29,7 +29,7 @@ from torch import nn
 from ...ddp.buckets.iteration_ends import is_watched, record_forward
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.timeline import Observer
-from ...ddp.contract.delayed import delay_blocks
+from ...ddp.contract.delay_blocks import delay_blocks
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from ..unit.bucket import ShardedBucket
 from ..unit.mixed_precision import cast_floating, cast_inputs

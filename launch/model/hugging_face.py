@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...te_integration import convert_linears
-from ...te_integration.dense.linear_module import LinearModule
+from ...te_integration.dense.linear import LinearModule
 from ..config.error import ConfigError
 from ..config.model import ModelConfig
 from ..parallelizing.blocks import default_units

@@ -11,8 +11,7 @@ from ..dense.conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
 from ..dense.embedding import Embedding, calls_embedding_forward, fused_embedding_class, why_autograd
 from ..dense.layer_norm_linear import LayerNormLinear
 from ..dense.layer_norm_mlp import LayerNormMLP
-from ..dense.linear import Linear
-from ..dense.linear_module import LinearModule
+from ..dense.linear import Linear, LinearModule
 from ..experts.grouped_linear import GroupedLinear
 from ..experts.grouped_mlp import GroupedMLP
 from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts

@@ -1,4 +1,4 @@
-"""Linear layers: one differentiable operation (``fused_linear.py``) and the modules that use it.
+"""Linear layers: one differentiable operation (``linear.py``) and the modules that use it.
 
 Imports ``te_integration/wgrad_queue.py`` and ``ddp/contract``.
 """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels import scaled_glu, scaled_glu_backward
 from ...kernels.compat import HAS_TRITON
-from .fused_linear import in_transform
+from .products import in_transform
 
 __all__ = ["ACTIVATIONS", "Activation", "ScaledGlu", "activation_named"]
 

@@ -1,13 +1,13 @@
 """``compiled_linear``: a linear product in a form that ``torch.compile`` takes into its graph whole.
 
-Without a recipe the product, ``dx`` and ``db`` are the operations of ``fused_linear``. Under one they are two operators
+Without a recipe the product, ``dx`` and ``db`` are the operations of ``ProductUse``. Under one they are two operators
 that a compiler does not look into: one quantises and multiplies in forward, the other in backward. The weight gradient
 is one ``wgrad`` operator.
 """
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,36 +17,61 @@ from ...kernels.quantized import quantized_like
 from ..recipes import recipe_of
 from ..wgrad_queue import WgradQueue
 from .compiled_wgrad import mode_and_recipe, run_outside_graph, wgrad
-from .fused_linear import cast, dtype_of_products, input_grad, linear_product, rows_of
-from .linear_module import LinearModule, brought
+from .linear import PLAIN, Execution, LinearModule, brought
+from .products import cast, dtype_of_products, input_grad, linear_product, rows_of
 from .quantized_linear import Moment, backward_products, forward_product, takes_recipe
 
 __all__ = ["compiled_linear"]
 
 
-def _product_in_trace(
+class _InGraph(NamedTuple):
+    """The ``Execution`` of a product that a compiler takes into its graph."""
+
+    module: LinearModule
+    product: int
+    recipe: int
+
+    def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """See ``compiled_linear``."""
+        module = self.module
+        module.check_input(input, weights[0])
+        key, transposed = module._wgrad_key, module.transposed
+        return compiled_linear(input, weights, bias, key, self.product, transposed=transposed, recipe=self.recipe)
+
+
+class _OutsideGraph(NamedTuple):
+    """The ``Execution`` of a product that is a graph break: behind it eager code chooses how the product runs."""
+
+    module: LinearModule
+    queue: WgradQueue | None
+    product: int
+    only_save: bool
+
+    def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """See ``LinearModule.multiply``."""
+        arguments = input, weights, bias, self.queue, self.product, self.only_save
+        output: Tensor = run_outside_graph(LinearModule.multiply, self.module, *arguments)
+        return output
+
+
+def _execution(
     module: LinearModule,
     input: Tensor,
     weights: Sequence[Tensor],
-    bias: Tensor | None,
     queue: WgradQueue | None,
     product: int,
     only_save: bool,
-) -> Tensor | None:
+) -> Execution:
     product = operator.index(product)  # a graph that begins here, behind a break, would take it for a variable
     mode, recipe = mode_and_recipe(module, weights, queue, product, input)
     if mode == "autograd":
-        return None
+        return PLAIN
     if mode == "break":
-        arguments = (input, weights, bias, queue, product, only_save)
-        output: Tensor | None = run_outside_graph(LinearModule.fused_product, module, *arguments)
-        return output
-    module.check_input(input, weights[0])
-    key = module._wgrad_key
-    return compiled_linear(input, weights, bias, key, product, transposed=module.transposed, recipe=recipe)
+        return _OutsideGraph(module, queue, product, only_save)
+    return _InGraph(module, product, recipe)
 
 
-brought.product_in_trace = _product_in_trace
+brought.execution_in_trace = _execution
 
 
 def compiled_linear(
@@ -59,7 +84,7 @@ def compiled_linear(
     transposed: bool = False,
     recipe: int = -1,
 ) -> Tensor:
-    """``y = x W^T + b``, inside a graph; ``fused_linear`` has the shapes and dtypes.
+    """``y = x W^T + b``, inside a graph; ``ProductUse.multiply`` has the shapes and dtypes.
 
     key      of the module: ``WgradHandle.key``
     product  the number that the module's ``deliver_wgrad`` gets

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp.collectives.streams import is_capturing
-from ...ddp.contract.main_grad import is_foreign, is_fusable, record_of
+from ...ddp.contract.delayed import add_to_grad
+from ...ddp.contract.main_grad import WgradProduct, is_foreign, is_fusable, record_of
 from ...ddp.contract.module import forms_of
-from ...ddp.contract.target import WgradProduct, WgradTarget
-from ...ddp.torch_internals import current_backward, will_execute
+from ...ddp.torch_internals import current_backward, has_tensor_hooks, will_execute
 from ...kernels.quantized import Quantized, restored
 from .. import recipes
 from ..torch_internals import (
@@ -34,8 +34,8 @@ from ..torch_internals import (
     make_effectful_op,
 )
 from ..wgrad_queue import WgradQueue
-from .fused_linear import dtype_of_products, in_transform
-from .linear_module import LinearModule, brought
+from .linear import LinearModule, ProductUse, brought
+from .products import dtype_of_products, in_transform
 from .quantized_linear import HALF, QuantizedWgrad, warn_of_dtype
 
 __all__ = [
@@ -163,33 +163,40 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
 
     def deliver_by(self, computed_by: type[WgradProduct], product: int, operands: Sequence[Any]) -> None:
         """``deliver`` for what the class ``computed_by`` makes of its ``operands``."""
-        registered = self._registered(product)
+        registered = self.registered(product)
         wanted = self._weights_wanted(registered, product * len(registered))
         weights = [param if weight is None else weight for param, weight in zip(registered, wanted, strict=True)]
-        target = self._target(computed_by, product, weights)
-        target.deliver_in_graph([weight is not None for weight in wanted], operands, current_backward())
+        use = self.use(computed_by, product, weights)
+        for weight, name in zip(wanted, self.module.weights_of(product), strict=True):
+            if weight is not None:
+                _check_in_graph(weight, f"{use.owner}, {name}")
+        mine = [weight is not None and weight.requires_grad for weight in wanted]  # False: frozen after the forward
+        places = use.target.resolve(mine)
+        unwritten = [want and place is None for want, place in zip(mine, places, strict=True)]
+        if True in unwritten:  # FSDP2 has no accumulator, and takes ``.grad`` after this graph
+            gradients = use.product.gradients(unwritten, weights[0].dtype, *operands)
+            for weight, gradient in zip(weights, gradients, strict=True):
+                if gradient is not None:
+                    add_to_grad(weight, gradient, None)
+        if any(places):
+            use.target.deliver(places, operands, current_backward())
 
-    def write_ahead(self, computed_by: type[WgradProduct], operands: Sequence[Any]) -> Tensor:
-        """In a compiled forward: ``WgradTarget.write_ahead`` for the module's only weight."""
-        return self._target(computed_by, 0, self._registered(0)).write_ahead(operands)
+    def only_weight_wanted(self) -> Tensor | None:
+        """The weight of a module with one, if this backward accumulates its gradient."""
+        (weight,) = self._weights_wanted(self.registered(0), 0)
+        return weight
 
-    def deliver_written(self, computed_by: type[WgradProduct], ahead: Tensor, poison: Tensor) -> None:
-        """In a compiled backward: ``WgradTarget.deliver_written``, if this backward accumulates the gradient."""
-        (weight,) = self._weights_wanted(self._registered(0), 0)
-        if weight is not None:
-            self._target(computed_by, 0, [weight]).deliver_written(ahead, poison)
-
-    def _registered(self, product: int) -> list[Tensor]:
+    def registered(self, product: int) -> list[Tensor]:
+        """The module's parameters of one product."""
         own = self.module.__dict__["_parameters"]
         return [own[name] for name in self.module.weights_of(product)]
 
-    def _target(self, computed_by: type[WgradProduct], product: int, weights: Sequence[Tensor]) -> WgradTarget:
+    def use(self, computed_by: type[WgradProduct], product: int, weights: Sequence[Tensor]) -> ProductUse:
+        """The ``ProductUse`` of a product whose gradients the class ``computed_by`` computes."""
         module = self.module
         # Without a queue the forward was fused, whatever the option says by now: only such a forward leads here.
         fused = module.fuse_wgrad_accumulation or module.wgrad_queue is None
-        target = module.use(product, weights, fused, module.wgrad_queue, computed_by=computed_by).target
-        assert target is not None, "the forward was fused or delayed"
-        return target
+        return module.use(product, weights, fused, module.wgrad_queue, computed_by=computed_by)
 
     def _weights_wanted(self, registered: Sequence[Tensor], first: int) -> list[Tensor | None]:
         """Return, for each parameter of a product, the weight whose gradient this backward accumulates, or None.
@@ -254,6 +261,17 @@ def _grad_receiver(param: Tensor | None) -> str:
     if record_of(param) is not None:
         return "ours"
     return "foreign" if is_foreign(param) else "unknown"
+
+
+def _check_in_graph(weight: Tensor, owner: str) -> None:
+    """Raise ``RuntimeError`` where autograd must have the gradient, for a reason that came after the compilation."""
+    hooked = has_tensor_hooks(weight)
+    if hooked or is_foreign(weight):
+        what = "a hook (register_hook)" if hooked else "a main_grad of others"
+        raise RuntimeError(
+            f"{owner}: the weight got {what} after the layer was compiled, and the compiled backward has no "
+            f"gradient to hand over; call torch.compiler.reset() then, so that the layer is compiled again"
+        )
 
 
 def _weight_behind(following: Sequence[tuple[Any, int]], place: int, param: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .linear_module import LinearModule
+from .linear import PLAIN, LinearModule
 
 __all__ = ["FusedConv1D", "fused_conv1d_class", "is_conv1d_class"]
 
@@ -48,10 +48,12 @@ class FusedConv1D(LinearModule, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        output = self.fused_product(x, (self.weight,), self.bias, self.queue_now())
-        if output is None:
-            output = super().forward(x)  # Conv1D's
-        return output
+        weights = (self.weight,)
+        execution = self.execution(x, weights, self.queue_now())
+        if execution is PLAIN:
+            output: Tensor = super().forward(x)  # Conv1D's
+            return output
+        return execution.multiply(x, weights, self.bias)
 
     def describe(self) -> str:
         """For errors: which layer this is."""

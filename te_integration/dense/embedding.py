@@ -20,8 +20,7 @@ from ...ddp.torch_internals import current_backward
 from ...kernels import embedding_wgrad_accumulate
 from ...kernels.permutation.reference import embedding_grad
 from .compiled_wgrad import mode_of, run_outside_graph, wgrad
-from .fused_linear import ProductUse, wanted_and_places, weight_grads
-from .linear_module import LinearModule
+from .linear import LinearModule, ProductUse, wanted_and_places, weight_grads
 
 __all__ = ["Embedding", "calls_embedding_forward", "fused_embedding_class", "why_autograd"]
 
@@ -180,7 +179,7 @@ class _FusedEmbedding(torch.autograd.Function):
         return (None,) * 5 + tuple(weight_grads(ctx, wanted, places, operands))
 
 
-_apply_directly = super(torch.autograd.Function, _FusedEmbedding).apply  # as in ``fused_linear``
+_apply_directly = super(torch.autograd.Function, _FusedEmbedding).apply  # as in ``linear.py``
 
 
 def compiled_embedding(tokens: Tensor, weight: Tensor, key: Tensor, padding_idx: int | None) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..te_arguments import refuse_unsupported
-from .linear import ParametersSplit, SplitLinear
-from .linear_module import InitMethod, one_dtype
+from .linear import SplitLinear
+from .linear_options import InitMethod, ParametersSplit, one_dtype
 from .normalization import NormalizingModule
 
 __all__ = ["LayerNormLinear"]

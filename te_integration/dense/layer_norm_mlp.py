@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
 from .activations import activation_named
-from .linear_module import InitMethod, LinearModule, one_dtype, reset_linear
+from .linear import LinearModule
+from .linear_options import InitMethod, one_dtype, reset_linear
 from .normalization import NormalizingModule
 
 __all__ = ["LayerNormMLP"]

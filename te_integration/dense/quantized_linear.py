@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ...ddp.collectives.streams import capture_number
-from ...ddp.contract.main_grad import record_of
-from ...ddp.contract.target import Demand, DenseWgrad, demand
-from ...ddp.torch_internals import current_backward, delivers_to_all
+from ...ddp.contract.main_grad import Demand, demand, record_of
+from ...ddp.torch_internals import current_backward, delivers_to_all, watch_prehooks
 from ...kernels.quantized import (
     Quantized,
     lacking,
@@ -28,19 +27,9 @@ from ...kernels.quantized import (
 from ..recipes import DelayedScaling, Operand, Recipe, is_recomputed_without_region, recipe_now
 from ..scaling.delayed_scaling import scaling_of
 from ..scaling.product_scaling import ProductScaling
-from ..torch_internals import watch_prehooks
 from ..wgrad_queue import WgradQueue
-from .fused_linear import (
-    ProductUse,
-    cast,
-    dtype_of_products,
-    fused_linear,
-    in_transform,
-    rows_of,
-    wanted_and_places,
-    weight_grads,
-)
-from .linear_module import LinearModule, brought
+from .linear import Execution, LinearModule, ProductUse, brought, wanted_and_places, weight_grads
+from .products import DenseWgrad, cast, dtype_of_products, in_transform, rows_of
 
 __all__ = [
     "HALF",
@@ -96,40 +85,61 @@ def recipe_of_forward(module: LinearModule, input: Tensor) -> Recipe | None:
     return recipe
 
 
-def _product(
+class _Quantized(NamedTuple):
+    """The ``Execution`` of a quantised product."""
+
+    use: ProductUse
+    recipe: Recipe
+    scaling: ProductScaling | None
+
+    def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """See ``quantized_linear``."""
+        output = quantized_linear(input, weights, bias, self.use, self.scaling or self.recipe)
+        if self.scaling is not None:
+            self.scaling.forward_done(has_graph=output.requires_grad)
+        return output
+
+
+class _Empty(NamedTuple):
+    """The ``Execution`` under a recipe where there is nothing to quantise, and no amax.
+
+    The backward ends the iteration of the scales all the same: ranks with tokens agree with this one.
+    """
+
+    use: ProductUse
+    scaling: ProductScaling | None
+
+    def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """See ``ProductUse``."""
+        leading = input.shape[:-1] if input.dim() > 2 else ()
+        output = self.use.multiply(input.flatten(0, -2) if leading else input, weights, bias)
+        if leading and not self.use.only_save:
+            output = output.unflatten(0, leading)  # here: see quantized_linear
+        if self.scaling is not None:
+            self.scaling.forward_done(has_graph=output.requires_grad)
+            if output.requires_grad:
+                nodes = [get_gradient_edge(weight).node for weight in weights if weight.requires_grad]
+                output.register_hook(partial(_enter_backward, self.scaling, nodes))
+        return output
+
+
+def _execution(
     recipe: Recipe,
     module: LinearModule,
     input: Tensor,
     weights: Sequence[Tensor],
-    bias: Tensor | None,
     queue: WgradQueue | None,
     product: int,
     only_save: bool,
-) -> Tensor | None:
+) -> Execution:
     module.check_input(input, weights[0])
     if in_transform():
         raise RuntimeError(f"{module.describe()}: a recipe does not go with transforms of torch.func")
     fused, queue = module.delivery(weights, queue)
     scaling = scaling_of(module, recipe, product, input.device) if isinstance(recipe, DelayedScaling) else None
     if input.numel() and any(weight.numel() for weight in weights):
-        use = module.use(product, weights, fused, queue, only_save, QuantizedWgrad)
-        output = quantized_linear(input, weights, bias, use, scaling or recipe)
-        if scaling is not None:
-            scaling.forward_done(has_graph=output.requires_grad)
-        return output
-    # There is nothing to quantise, and no amax. The backward ends the iteration of the scales all the same: ranks with
-    # tokens agree with this one.
-    use = module.use(product, weights, fused, queue, only_save)
-    leading = input.shape[:-1] if input.dim() > 2 else ()
-    output = fused_linear(input.flatten(0, -2) if leading else input, weights, bias, use)
-    if leading and not only_save:
-        output = output.unflatten(0, leading)  # here: see quantized_linear
-    if scaling is not None:
-        scaling.forward_done(has_graph=output.requires_grad)
-        if output.requires_grad:
-            nodes = [get_gradient_edge(weight).node for weight in weights if weight.requires_grad]
-            output.register_hook(partial(_enter_backward, scaling, nodes))
-    return output
+        return _Quantized(module.use(product, weights, fused, queue, only_save, QuantizedWgrad), recipe, scaling)
+    return _Empty(module.use(product, weights, fused, queue, only_save), scaling)
 
 
 def _enter_backward(scaling: ProductScaling, nodes: Sequence[Any], grad: Tensor) -> None:
@@ -138,7 +148,7 @@ def _enter_backward(scaling: ProductScaling, nodes: Sequence[Any], grad: Tensor)
 
 
 brought.recipe_of_forward = recipe_of_forward
-brought.quantized_product = _product
+brought.execution_under_recipe = _execution
 
 
 def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
@@ -172,7 +182,7 @@ def warn_of_dtype(recipe: Recipe, dtype: torch.dtype, owner: str) -> None:
 def quantized_linear(
     input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: ProductUse, recipe: Quantizing
 ) -> Tensor:
-    """``y = x W^T + b``; arguments as those of ``fused_linear``. All three products take quantised operands.
+    """``y = x W^T + b``; arguments as those of ``ProductUse.multiply``. All three products take quantised operands.
 
     Saved for backward is the input's transposed quantised copy: half of bf16's bytes, or a quarter. Raises
     ``RuntimeError`` for second derivatives.

@@ -17,7 +17,7 @@ from ...kernels.operators import (
     grouped_wgrad_op,
 )
 from ..dense.compiled_wgrad import wgrad
-from ..dense.fused_linear import cast, dtype_of_products
+from ..dense.products import cast, dtype_of_products
 from .fused_grouped_linear import parts_of
 
 __all__ = ["compiled_grouped_linear"]

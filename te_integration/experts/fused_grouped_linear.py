@@ -11,18 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...ddp.contract.target import Demand
-from ...ddp.torch_internals import current_backward
+from ...ddp.contract.main_grad import Demand
+from ...ddp.torch_internals import current_backward, watch_prehooks
 from ...kernels import PerExpert, grouped_bias_grad, grouped_linear, grouped_scale_grad
-from ..dense.fused_linear import (
-    ProductUse,
-    cast,
-    dtype_of_products,
-    refuse_in_transform,
-    wanted_and_places,
-    weight_grads,
-)
-from ..torch_internals import watch_prehooks
+from ..dense.linear import ProductUse, wanted_and_places, weight_grads
+from ..dense.products import cast, dtype_of_products, refuse_in_transform
 from .grouped_products import (
     differentiable_bias_grad,
     differentiable_linear,
@@ -231,7 +224,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
             return (dx, None, None, *dws, *_bias_grads(ctx, dy, scale, biases))
 
 
-# Its C++ base is faster: see ``dense/fused_linear.py``. torch.func's transforms are refused.
+# Its C++ base is faster: see ``dense/linear.py``. torch.func's transforms are refused.
 _apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
 watch_prehooks(_FusedGroupedLinear)
 

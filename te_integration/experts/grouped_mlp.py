@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dense.compiled_wgrad import run_outside_graph
-from ..dense.linear_module import InitMethod, one_dtype
+from ..dense.linear_options import InitMethod, one_dtype
 from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
 from .grouped_module import ExpertLayer, TEGroupedModule

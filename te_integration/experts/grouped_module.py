@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ...ddp.contract.grouped_wgrad import GroupedWgrad
 from .. import recipes
 from ..dense.compiled_wgrad import mode_of
-from ..dense.fused_linear import refuse_in_transform
-from ..dense.linear_module import InitMethod, LinearModule, reset_linear
+from ..dense.linear import LinearModule
+from ..dense.linear_options import InitMethod, reset_linear
+from ..dense.products import refuse_in_transform
 from ..dense.quantized_linear import recipe_of_forward
 from ..wgrad_queue import WgradQueue
 from .compiled_grouped_linear import compiled_grouped_linear

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...kernels import permute_rows, unpermute_rows
 from ...kernels.operators import permute_rows_op, unpermute_rows_op
-from ..dense.fused_linear import refuse_in_transform
+from ..dense.products import refuse_in_transform
 
 __all__ = ["RowIdMap", "moe_permute", "moe_permute_with_probs", "moe_unpermute", "row_id_map"]
 

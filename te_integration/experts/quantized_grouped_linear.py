@@ -20,7 +20,7 @@ from ...kernels.quantized import (
     restored,
     scaled_grouped_product,
 )
-from ..dense.fused_linear import ProductUse
+from ..dense.linear import ProductUse
 from ..dense.quantized_linear import Moment, kept_copies, overflow_as_nan, second_derivatives
 from ..recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Operand, Recipe
 from .fused_grouped_linear import GroupedCall, fused_grouped_linear, per_expert

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...kernels import scaled_glu
 from ..dense.activations import ScaledGlu, activation_named
-from ..dense.fused_linear import cast, dtype_of_products, in_transform
+from ..dense.products import cast, dtype_of_products, in_transform
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSwiGLU", "glu_options", "scaled_activation"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...ddp.collectives.streams import is_capturing
-from ...ddp.contract.delayed import delay_blocks
+from ...ddp.contract.delay_blocks import delay_blocks
+from ...ddp.contract.main_grad import Demand, demand
 from ...ddp.contract.module import DelayedWgradModule
-from ...ddp.contract.target import Demand, demand
 from ...ddp.torch_internals import NO_BACKWARD, current_backward
 from ...ddp.wrapper.attachment import AroundModule
 from ..recipes import Recipe, recipe_now

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ...ddp.contract.delayed import delay_blocks
+from ...ddp.contract.delay_blocks import delay_blocks
 from ...ddp.contract.main_grad import is_lazy
 from ...ddp.contract.module import DelayedWgradModule, is_sharded
 from ...ddp.torch_internals import has_tensor_hooks

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from ...ddp.contract.capturing import BackwardCapture, FirstWrites, noting
 from ...ddp.contract.main_grad import accumulator_of, forget_failed_backward, has_main_grad
 from ...ddp.graphs.capture import GraphPool
+from ..dense.linear import forget_uses
 from .signature import Signature, tensors_in
 
-__all__ = ["Trial", "content_kept", "differentiable", "run_trials"]
+__all__ = ["Trial", "captured_by", "content_kept", "differentiable", "run_trials"]
 
 
 class Trial(NamedTuple):
@@ -29,6 +30,17 @@ class Trial(NamedTuple):
 def differentiable(outputs: Any) -> list[Tensor]:
     """The tensors among a layer's outputs through which a backward goes."""
     return [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+
+
+@contextmanager
+def captured_by(capture: BackwardCapture, module: nn.Module) -> Iterator[None]:
+    """In this block, forwards of ``module`` leave their weight gradients with ``capture``."""
+    forget_uses(module)
+    try:
+        with noting(capture):
+            yield
+    finally:
+        forget_uses(module)
 
 
 @contextmanager
@@ -63,12 +75,12 @@ def run_trials(
             first_writes = FirstWrites(in_order=overwrites)
             inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in samples]
             args, kwargs = signature.arguments(inputs)
-            outputs = differentiable(module(*args, **kwargs))
             wanted = [*trained, *differentiable(inputs)]
             capture = BackwardCapture(first_writes)
             grads: Sequence[Tensor | None] = ()
-            if outputs and wanted:
-                with noting(capture):
+            with captured_by(capture, module):
+                outputs = differentiable(module(*args, **kwargs))
+                if outputs and wanted:
                     grads = torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)), allow_unused=True)
             delayed = [delivery for delivery in capture.deliveries if delivery.delayed]
             for delivery in delayed:

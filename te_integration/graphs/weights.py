@@ -7,7 +7,7 @@ from torch import nn
 
 from ...ddp.gathers.waiting_params import is_waiting_hook
 from ...ddp.torch_internals import registered_params
-from ..dense.linear_module import LinearModule
+from ..dense.linear import LinearModule
 from .captured_order import ReplayError
 
 __all__ = ["CapturedWeights", "hooks_of"]

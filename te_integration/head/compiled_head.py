@@ -16,10 +16,11 @@ from ...kernels.cross_entropy.chunks import head_losses
 from ...kernels.cross_entropy.reference import LossTerms
 from ...kernels.operators import define_operator
 from ..dense.compiled_wgrad import handle_in_backward, handle_of, refuse_graphs_of_torch
-from ..dense.fused_linear import cast
+from ..dense.products import cast
 from ..torch_internals import make_effectful_op
 from .in_forward import poison_of
 from .recomputing import HeadWgrad, HeadWork, head_of
+from .written_ahead import deliver_written, write_ahead
 
 __all__ = ["compiled_losses", "compiled_losses_in_forward"]
 
@@ -231,7 +232,7 @@ def _in_forward(operands: list[Tensor], key: Tensor, *rest: Any) -> tuple[Tensor
     with torch.no_grad():
         head = head_of(hidden, weight, bias[0] if bias else None, targets, LossTerms(*terms), chunk_tokens)
         work = HeadWork(head, announced.expand(targets.shape), None, needs_hidden=needs_dx, needs_bias=needs_db)
-        ahead = handle.write_ahead(HeadWgrad, (work,))
+        ahead = write_ahead(handle.use(HeadWgrad, 0, handle.registered(0)), (work,))
         found = work.run()
     assert found.losses is not None, "no log-sum-exp was given"
     return found.losses, _or_empty(found.hidden, hidden), _or_empty(found.bias, announced), ahead
@@ -260,7 +261,9 @@ def _came(operands: list[Tensor], key: Tensor, ignore_index: int) -> Tensor:
     grads, announced, targets, ahead = operands
     handle = handle_in_backward(key)
     poison = poison_of(grads, announced, targets, ignore_index, handle.module.describe())
-    handle.deliver_written(HeadWgrad, ahead, poison)
+    weight = handle.only_weight_wanted()
+    if weight is not None:
+        deliver_written(handle.use(HeadWgrad, 0, [weight]), ahead, poison)
     return poison
 
 

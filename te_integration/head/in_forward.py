@@ -1,7 +1,7 @@
 """``losses_in_forward``: the head's losses, with all gradients made in forward of the only logits.
 
 The gradient that backward will bring is known before. ``dW`` goes into ``main_grad`` in forward, and a token stands for
-that contribution until backward comes: ``GradRecord`` has what becomes of one whose backward does not come.
+that contribution until backward comes: ``written_ahead.py`` has what becomes of one whose backward does not come.
 
 Legend: T tokens, K features, V classes.
 """
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.contract.main_grad import is_fusable, record_of
-from ...ddp.contract.target import Demand, demand
+from ...ddp.contract.main_grad import Demand, demand, is_fusable, record_of
 from ...ddp.torch_internals import NO_BACKWARD, checkpointed_regions, current_backward
 from ...kernels.cross_entropy.chunks import HeadGrads, head_losses
 from ...kernels.cross_entropy.reference import LossTerms
-from ..dense.fused_linear import ProductUse, cast
+from ..dense.linear import ProductUse
+from ..dense.products import cast
 from .recomputing import HeadWork, head_of, refuse_create_graph
+from .written_ahead import deliver_written, write_ahead
 
 __all__ = ["can_write_in_forward", "losses_in_forward", "poison_of"]
 
@@ -78,8 +79,7 @@ class _InForward(torch.autograd.Function):
         work: Any = HeadWork(head, grads, None, needs_hidden=needs_dx, needs_bias=needs_db)
         ctx.ahead = None
         if needs_dw:
-            assert use.target is not None, "can_write_in_forward was asked"
-            ctx.ahead = use.target.write_ahead((work,))
+            ctx.ahead = write_ahead(use, (work,))
         found: HeadGrads = work.run()
         ctx.found = found.hidden, None if bias is None or found.bias is None else cast(found.bias, bias.dtype)
         ctx.announced, ctx.targets, ctx.ignore_index = announced, targets, terms.ignore_index
@@ -104,7 +104,7 @@ class _InForward(torch.autograd.Function):
             )
         poison = poison_of(grads[0], ctx.announced, ctx.targets, ctx.ignore_index, owner)
         if wanted is Demand.ACCUMULATE:
-            dw = ctx.use.target.deliver_written(ctx.ahead, poison)
+            dw = deliver_written(ctx.use, ctx.ahead, poison)
         else:
             dw = None
         (dx, db), ctx.found, ctx.ahead = ctx.found, None, None

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ...ddp.contract.main_grad import has_main_grad, is_fusable
 from ...kernels.cross_entropy.reference import LossTerms, scaled_and_capped, token_losses_reference
 from ..dense.compiled_wgrad import mode_of, run_outside_graph
-from ..dense.fused_linear import ProductUse, cast, dtype_of_products, in_transform, rows_of
-from ..dense.linear import SplitLinear
-from ..dense.linear_module import InitMethod, one_dtype
+from ..dense.linear import ProductUse, SplitLinear
+from ..dense.linear_options import InitMethod, one_dtype
+from ..dense.products import cast, dtype_of_products, in_transform, rows_of
 from ..wgrad_queue import WgradQueue
 from .compiled_head import compiled_losses, compiled_losses_in_forward
 from .in_forward import can_write_in_forward, losses_in_forward

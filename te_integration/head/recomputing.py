@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.torch_internals import current_backward
+from ...ddp.torch_internals import current_backward, watch_prehooks
 from ...kernels.cross_entropy.chunks import Head, HeadGrads, head_grads, head_losses
 from ...kernels.cross_entropy.reference import LossTerms
-from ..dense.fused_linear import ProductUse, cast, wanted_and_places, weight_grads
-from ..torch_internals import watch_prehooks
+from ..dense.linear import ProductUse, wanted_and_places, weight_grads
+from ..dense.products import cast
 
 __all__ = ["HeadWgrad", "HeadWork", "head_of", "recomputed_losses", "refuse_create_graph"]
 
@@ -135,7 +135,7 @@ class _Recomputed(torch.autograd.Function):
         return found.hidden, dw, db, None, None, None, None
 
 
-_apply_directly = super(torch.autograd.Function, _Recomputed).apply  # as in ``fused_linear.py``
+_apply_directly = super(torch.autograd.Function, _Recomputed).apply  # as in ``dense/linear.py``
 watch_prehooks(_Recomputed)
 
 

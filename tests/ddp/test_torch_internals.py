@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import torch_internals as internals
-from maingrad.ddp.contract.delayed import current_checkpoint
+from maingrad.ddp.contract.delay_blocks import current_checkpoint
 from maingrad.ddp.torch_internals import distributed
 
 TORCH = f"torch {torch.__version__} broke maingrad.ddp.torch_internals"

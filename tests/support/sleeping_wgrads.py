@@ -8,7 +8,7 @@ from typing import NamedTuple
 from delayed_group import CollectiveInterval
 from torch import Tensor
 
-from maingrad.ddp.contract import target as wgrad_target
+from maingrad.te_integration.dense import products as dense_products
 
 __all__ = ["SLEEP", "Wgrad", "share_under", "sleeping_wgrads"]
 
@@ -25,7 +25,7 @@ class Wgrad(NamedTuple):
 @contextmanager
 def sleeping_wgrads() -> Iterator[list[Wgrad]]:
     """Every fused weight gradient takes 50 ms longer, and is noted."""
-    real, intervals = wgrad_target.wgrad_accumulate, []
+    real, intervals = dense_products.wgrad_accumulate, []
 
     def slow(dy: Tensor, x: Tensor, accumulator: Tensor, *, overwrite: bool = False) -> None:
         start = time.perf_counter()
@@ -33,11 +33,11 @@ def sleeping_wgrads() -> Iterator[list[Wgrad]]:
         real(dy, x, accumulator, overwrite=overwrite)
         intervals.append(Wgrad(start, time.perf_counter()))
 
-    wgrad_target.wgrad_accumulate = slow
+    dense_products.wgrad_accumulate = slow
     try:
         yield intervals
     finally:
-        wgrad_target.wgrad_accumulate = real
+        dense_products.wgrad_accumulate = real
 
 
 def share_under(wgrads: Sequence[Wgrad], collectives: Sequence[CollectiveInterval]) -> float:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp.contract import grouped_wgrad as grouped_products
-from maingrad.ddp.contract import target as wgrad_target
+from maingrad.te_integration.dense import products as dense_products
 
 __all__ = ["PLAIN", "Setting", "Twin", "Unit", "accumulate", "batch", "counted_writes", "shard", "worst_difference"]
 
@@ -102,7 +102,7 @@ def worst_difference(model: nn.Module, twin: nn.Module) -> float:
 @contextmanager
 def counted_writes() -> Iterator[list[bool]]:
     """One entry for each product that adds to an accumulator: of one weight, or of all experts."""
-    dense, grouped, writes = wgrad_target.wgrad_accumulate, grouped_products.grouped_wgrad, []
+    dense, grouped, writes = dense_products.wgrad_accumulate, grouped_products.grouped_wgrad, []
 
     def count_dense(*args: Any, overwrite: bool = False) -> None:
         writes.append(overwrite)
@@ -113,8 +113,8 @@ def counted_writes() -> Iterator[list[bool]]:
             writes.append(False if overwrite is False else any(overwrite))
         grouped(*args, overwrite=overwrite)
 
-    wgrad_target.wgrad_accumulate, grouped_products.grouped_wgrad = count_dense, count_grouped
+    dense_products.wgrad_accumulate, grouped_products.grouped_wgrad = count_dense, count_grouped
     try:
         yield writes
     finally:
-        wgrad_target.wgrad_accumulate, grouped_products.grouped_wgrad = dense, grouped
+        dense_products.wgrad_accumulate, grouped_products.grouped_wgrad = dense, grouped

@@ -155,7 +155,7 @@ def test_an_iteration_after_a_failed_backward_starts_clean(monkeypatch: pytest.M
         raise torch.OutOfMemoryError("no memory for the GEMM")
 
     with monkeypatch.context() as patch:
-        patch.setattr("maingrad.ddp.contract.target.wgrad_accumulate", fail)
+        patch.setattr("maingrad.te_integration.dense.products.wgrad_accumulate", fail)
         with pytest.raises(torch.OutOfMemoryError):
             loss_of(ddp, second).backward()
     ddp.zero_grad_buffer()

@@ -183,7 +183,7 @@ def test_row_frozen(provider: Callable[[nn.Module], object]) -> None:
 def gemm_does_nothing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     called: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        "maingrad.ddp.contract.target.wgrad_accumulate", lambda dy, x, grad, **_: called.append(grad.shape)
+        "maingrad.te_integration.dense.products.wgrad_accumulate", lambda dy, x, grad, **_: called.append(grad.shape)
     )
     return called
 

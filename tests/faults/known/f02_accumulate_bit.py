@@ -12,8 +12,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.contract.main_grad",
                 "open_for_write",
-                "overwrite = record.open_for_write(ahead=ahead)",
-                "overwrite = record.open_for_write(ahead=ahead) or not weight.grad_added_to_main_grad",
+                "overwrite = record.open_for_write()",
+                "overwrite = record.open_for_write() or not weight.grad_added_to_main_grad",
             ),
         ],
     ),

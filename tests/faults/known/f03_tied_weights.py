@@ -86,10 +86,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.target",
-                "WgradTarget._compute",
+                "maingrad.ddp.contract.delayed",
+                "DelayedTarget._compute",
                 "for weight in weights:",
-                "for weight in () if self._fused else weights:",
+                "for weight in () if self.fused else weights:",
             ),
         ],
     ),

@@ -11,7 +11,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.main_grad",
+                "maingrad.ddp.contract.delayed",
                 "add_to_grad",
                 "weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)",
                 "weight.grad = gradient",
@@ -29,10 +29,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.fused_linear",
+                "maingrad.te_integration.dense.linear",
                 "_FusedLinear.backward",
                 "db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None",
-                "db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db and not use.target.delays else None",
+                "db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db and not hasattr(use.target, 'queue') else None",
             ),
         ],
     ),

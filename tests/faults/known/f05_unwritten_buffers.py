@@ -38,12 +38,12 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.target",
-                "WgradTarget.deliver",
-                "live_queue(self._queue, self._owner).put(entry)",
+                "maingrad.ddp.contract.delayed",
+                "DelayedTarget.deliver",
+                "live_queue(self.queue, self.owner).put(entry)",
                 """
-                live_queue(self._queue, self._owner).put(entry)
-                if not self._fused:
+                live_queue(self.queue, self.owner).put(entry)
+                if not self.fused:
                     return [None if place is None else torch.full_like(place[0], torch.nan) for place in places]
                 """,
             ),
@@ -77,7 +77,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.main_grad",
+                "maingrad.ddp.contract.module",
                 "take_grad_of_backward_dw",
                 "if any(pending.part_in_grad for pending in record.pending if pending is not mine):",
                 "if False:",

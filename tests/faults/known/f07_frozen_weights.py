@@ -10,13 +10,13 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
+                "maingrad.te_integration.dense.linear",
                 "LinearModule.multiply",
-                "output = self.fused_product(input, weights, bias, queue, product, only_save)",
+                "return self.execution(",
                 """
-                output = self.fused_product(input, weights, bias, queue, product, only_save)
                 if bias is not None and not any(weight.requires_grad for weight in weights):
                     bias = bias.detach()
+                return self.execution(
                 """,
             ),
         ],

@@ -21,9 +21,9 @@ FAULTS = [
             Change(
                 "maingrad.ddp.contract.main_grad",
                 "open_for_write",
-                "overwrite = record.open_for_write(ahead=ahead)",
+                "overwrite = record.open_for_write()",
                 """
-                overwrite = record.open_for_write(ahead=ahead)
+                overwrite = record.open_for_write()
                 record.written = not overwrite
                 """,
             ),

@@ -65,11 +65,11 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.target",
-                "_Weight.__init__",
+                "maingrad.ddp.contract.delayed",
+                "DelayedTarget.__init__",
                 """
-                if self._torch_shards is not None:
-                    raise self._torch_shards.refuse_delay(owner)
+                if TorchShards.of(weight) is not None:
+                    raise TorchShards.refuse_delay(name)
                 """,
                 "",
             ),
@@ -123,9 +123,9 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.fused_linear",
-                "ProductUse.serves",
-                "and not (queue is not None and in_torch_ddp())",
+                "maingrad.ddp.contract.delayed",
+                "DelayedTarget.serves",
+                "and not in_torch_ddp()",
                 "",
             ),
         ],

@@ -25,17 +25,15 @@ FAULTS = [
                 "open_for_write",
                 """
                 if record is not None:
-                    overwrite = record.open_for_write(ahead=ahead)
-                    if ahead is None:  # else ``come`` counts
-                        record.num_fused_writes += 1
+                    overwrite = record.open_for_write()
+                    record.num_fused_writes += 1
                     return overwrite
                 return getattr(weight, "overwrite_main_grad", False) and _first_write_of(backward, weight)
                 """,
                 """
                 if record is not None:
-                    overwrite = record.open_for_write(ahead=ahead)
-                    if ahead is None:  # else ``come`` counts
-                        record.num_fused_writes += 1
+                    overwrite = record.open_for_write()
+                    record.num_fused_writes += 1
                     return _BITS.setdefault(backward, overwrite)
                 return _BITS.setdefault(
                     backward, getattr(weight, "overwrite_main_grad", False) and _first_write_of(backward, weight)
@@ -71,7 +69,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
+                "maingrad.te_integration.dense.linear",
                 "LinearModule.delivery",
                 "if not needing or in_transform() or not all(map(is_fusable, needing)):",
                 "if not needing or in_transform() or not is_fusable(needing[0]):",

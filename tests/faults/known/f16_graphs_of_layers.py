@@ -139,6 +139,27 @@ FAULTS = [
         ],
     ),
     Fault(
+        "16j-an-eager-forward-leaves-its-gradient-with-a-capture",
+        sentence="What a capture has chosen for a product's gradients is there for the next eager forward.",
+        tests=[
+            "tests/te_integration/graphs/test_callables.py::test_an_eager_first_microbatch_is_not_overwritten",
+        ],
+        changes=[
+            Change(
+                "maingrad.te_integration.graphs.trial",
+                "captured_by",
+                """
+                finally:
+                    forget_uses(module)
+                """,
+                """
+                finally:
+                    pass
+                """,
+            ),
+        ],
+    ),
+    Fault(
         "16i-static-gradients-are-given-away",
         sentence="Without a provider .grad is the graph's memory, which the next replay overwrites.",
         tests=[

@@ -9,7 +9,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.fused_linear",
+                "maingrad.te_integration.dense.linear",
                 "wanted_and_places",
                 """
                 if use.fused and Demand.ACCUMULATE not in wanted:

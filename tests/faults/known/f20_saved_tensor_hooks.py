@@ -10,7 +10,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.fused_linear",
+                "maingrad.te_integration.dense.linear",
                 "weight_grads",
                 "delivered = use.target.deliver(places, operands, backward)",
                 """

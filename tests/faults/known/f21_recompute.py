@@ -57,7 +57,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.delayed",
+                "maingrad.ddp.contract.delay_blocks",
                 "queue_of_block",
                 """
                 if is_recompute:

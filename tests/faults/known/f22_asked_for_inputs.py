@@ -10,7 +10,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.target",
+                "maingrad.ddp.contract.main_grad",
                 "demand",
                 "return Demand.ACCUMULATE if wanted else Demand.NOTHING",
                 "return Demand.ACCUMULATE",
@@ -27,7 +27,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.target",
+                "maingrad.ddp.contract.main_grad",
                 "demand",
                 "return Demand.RETURN  # create_graph=True: the gradient itself must be differentiable",
                 "return Demand.ACCUMULATE",

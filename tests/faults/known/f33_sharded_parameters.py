@@ -120,8 +120,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.target",
-                "_Weight.resolve",
+                "maingrad.ddp.contract.main_grad",
+                "WgradTarget.place",
                 "if has_tensor_hooks(weight):  # registered after the forward: the hook must get the gradient",
                 "if False:  # registered after the forward: the hook must get the gradient",
             ),

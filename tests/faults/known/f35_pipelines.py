@@ -194,9 +194,9 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.contract.target",
-                "WgradTarget.__init__",
-                "weakref.ref(queue)  # weak: modules must not keep a queue alive",
+                "maingrad.ddp.contract.delayed",
+                "DelayedTarget.__init__",
+                "weakref.ref(queue)",
                 "lambda: queue",
             ),
         ],

@@ -42,8 +42,8 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.linear_module",
-                "LinearModule.__setstate__",
+                "maingrad.te_integration.dense.linear_options",
+                "LinearOptions.__setstate__",
                 """
                 if "_wgrad_handle" in state:
                     self.make_handle()  # a copy is a module of its own

@@ -52,7 +52,7 @@ FAULTS = [
         sentence="A fused layer that is frozen between forward and backward writes main_grad; autograd drops a gradient.",
         tests=[f"{DDP}test_a_fused_layer_that_is_frozen_before_its_backward_gets_no_gradient"],
         changes=[
-            Change("maingrad.ddp.contract.target", "_Weight.resolve", "if not weight.requires_grad:", "if False:")
+            Change("maingrad.ddp.contract.main_grad", "WgradTarget.place", "if not weight.requires_grad:", "if False:")
         ],
     ),
     Fault(

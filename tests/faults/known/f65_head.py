@@ -5,7 +5,7 @@ from fault import Change, Fault
 TESTS = "tests/te_integration/head/test_linear_cross_entropy.py"
 IN_FORWARD = "tests/te_integration/head/test_in_forward.py"
 CHUNKS = "maingrad.kernels.cross_entropy.chunks"
-RECORD = "maingrad.ddp.contract.record"
+AHEAD = "maingrad.te_integration.head.written_ahead"
 
 FAULTS = [
     Fault(
@@ -102,15 +102,15 @@ FAULTS = [
         "65h-what-a-forward-wrote-stays",
         sentence="What a forward wrote whose backward does not come is added to the next gradient.",
         tests=[f"{IN_FORWARD}::test_a_forward_whose_graph_is_gone_is_taken_back"],
-        changes=[Change(RECORD, "GradRecord._drop_abandoned", "self.written = False", "")],
+        changes=[Change(AHEAD, "WrittenAhead.drop_abandoned", "record.written = False", "")],
     ),
     Fault(
         "65i-cleared-gradients-are-taken-for-written",
         sentence="A backward whose forward's gradient was cleared goes on without a weight gradient.",
         tests=[f"{IN_FORWARD}::test_an_exception_between_forward_and_backward"],
         changes=[
-            Change(RECORD, "GradRecord.come", "if mine not in self.ahead:", "if False:"),
-            Change(RECORD, "GradRecord.come", "self.ahead.remove(mine)", "self.ahead.clear()"),
+            Change(AHEAD, "deliver_written", "or mine not in ahead.tokens:", "or False:"),
+            Change(AHEAD, "deliver_written", "ahead.tokens.remove(mine)", "ahead.tokens.clear()"),
         ],
     ),
 ]

@@ -123,7 +123,12 @@ FAULTS = [
             "test_a_group_that_waits_keeps_nothing_of_the_layers_before",
         ],
         changes=[
-            Change("maingrad.te_integration.dense.fused_linear", "weight_grads", "if use.target.delays:", "if False:"),
+            Change(
+                "maingrad.ddp.contract.delayed",
+                "DelayedTarget.deliver",
+                "each.detach() if isinstance(each, Tensor) else each for each in operands",
+                "operands",
+            ),
         ],
     ),
     Fault(
@@ -137,9 +142,9 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.dense.fused_linear",
+                "maingrad.te_integration.dense.linear",
                 "weight_grads",
-                "ctx.outer_backward if ctx.outer_backward != -1 else current_backward()",
+                "ctx.outer_backward if ctx.outer_backward != NO_BACKWARD else current_backward()",
                 "current_backward()",
             ),
         ],

@@ -314,8 +314,8 @@ def test_recompute_in_a_delayed_wgrad_block_uses_its_queue() -> None:
 
 def written_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool]]:
     """(shape, whether it overwrote) of every fused weight gradient from now on."""
-    from maingrad.ddp.contract import target as wgrad_target
     from maingrad.kernels import wgrad_accumulate
+    from maingrad.te_integration.dense import products as dense_products
 
     seen: list[tuple[tuple[int, ...], bool]] = []
 
@@ -323,7 +323,7 @@ def written_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...
         seen.append((tuple(grad.shape), overwrite))
         wgrad_accumulate(dy, x, grad, overwrite=overwrite)
 
-    monkeypatch.setattr(wgrad_target, "wgrad_accumulate", note)
+    monkeypatch.setattr(dense_products, "wgrad_accumulate", note)
     return seen
 
 

@@ -246,7 +246,7 @@ def test_autograd_passes_over_a_fused_weights_gradient_nowhere(
     """The GEMM is left out, so that only operations of autograd and of our code are recorded."""
     called: list[tuple[int, ...]] = []
     gemm, grouped = (
-        "maingrad.ddp.contract.target.wgrad_accumulate",
+        "maingrad.te_integration.dense.products.wgrad_accumulate",
         "maingrad.ddp.contract.grouped_wgrad.grouped_wgrad",
     )
     monkeypatch.setattr(gemm, lambda dy, x, grad, **_: called.append(grad.shape))

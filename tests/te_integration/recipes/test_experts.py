@@ -25,7 +25,7 @@ from maingrad.te_integration import (
     autocast,
     delayed_wgrad,
 )
-from maingrad.te_integration.dense.fused_linear import ProductUse
+from maingrad.te_integration.dense.linear import ProductUse
 from maingrad.te_integration.experts.quantized_grouped_linear import quantized_grouped_linear
 from maingrad.te_integration.recipes import Operand, Recipe
 
