@@ -46,9 +46,12 @@ def _load_tokenizer(path: str) -> Any:
     except ImportError:
         raise ConfigError(f"data.tokenizer = {path!r}: the package is missing; pip install tokenizers") from None
     try:
-        return Tokenizer.from_file(path)
+        tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the package raises plain Exception
         raise ConfigError(f"data.tokenizer = {path!r}: is no readable tokenizer.json ({error})") from None
+    tokenizer.no_padding()  # documents are as long as they are, whatever the file says of a model's inputs
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _documents(files: Sequence[Path], key: str | None) -> Iterator[str]:

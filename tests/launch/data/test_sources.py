@@ -275,6 +275,19 @@ def test_another_end_token_encodes_text_anew(tmp_path: Path):
     assert last == [1, 2]
 
 
+def test_padding_and_truncation_of_a_tokenizer_do_not_change_documents(tmp_path: Path):
+    tokenizers = pytest.importorskip("tokenizers")
+    text, path = tmp_path / "a.txt", tokenizer_file(tmp_path / "tokenizer.json")
+    text.write_text("def f(x):\n    return x * 2\n" * 20)
+    plain = tokenizers.Tokenizer.from_file(str(path))
+    ids = plain.encode(text.read_text()).ids
+    plain.enable_truncation(4)
+    plain.enable_padding(length=10**9)  # 4 GB of ids for each document
+    plain.save(str(path))
+    assert main(["tokenize", str(tmp_path / "set"), str(text), "--tokenizer", str(path)]) == 0
+    assert read_indexed(tmp_path / "set").tokens[:].tolist() == ids
+
+
 def test_the_command_tokenize_writes_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
