@@ -53,7 +53,7 @@ class AroundOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._share()
         for inner in self._inners:
-            inner.__setstate__({"param_groups": inner.param_groups})  # type: ignore[no-untyped-call]
+            inner.__setstate__({"param_groups": inner.param_groups})
 
     def _share(self) -> None:
         for inner, indices in zip(self._inners, self._places, strict=True):
