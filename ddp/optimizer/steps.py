@@ -261,9 +261,14 @@ class StepsByClass:
         for each in self._steps:
             full = each.full(to_load=to_load)
             slices |= {held.name: held for held in full.slices}
-            masters |= {flat.bucket.index: master for flat, master in zip(each.flats, full.masters, strict=True)}
-            own = (segment.master for segment in each.segments)
-            states |= {master: full.state[master] for master in own if master in full.state}
+            mine = {flat.bucket.index: master for flat, master in zip(each.flats, full.masters, strict=True)}
+            for segment in each.segments:
+                index, part = segment.flat.bucket.index, slice(segment.start, segment.end)
+                if (others := masters.get(index, mine[index])).data_ptr() != mine[index].data_ptr():
+                    others[part] = mine[index][part]  # copies, each with the masters of one class
+                if segment.master in full.state:
+                    states[segment.master] = full.state[segment.master]
+            masters = mine | masters
         return FullState(
             [slices[held.name] for held in self._slices], [masters[flat.bucket.index] for flat in self._flats], states
         )

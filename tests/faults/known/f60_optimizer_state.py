@@ -70,7 +70,7 @@ FAULTS = [
             Change(
                 FORMS,
                 "CompactSteps.take_loaded",
-                "kept.view(-1).copy_(remainder[segment.start : segment.end])",
+                "kept.view(-1).copy_(remainder)",
                 "kept.zero_()",
             ),
         ],
