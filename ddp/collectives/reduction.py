@@ -232,7 +232,7 @@ class GradReduction:
 
         into  [range_inside] gets the result of a reduce-scatter in place of ``grads``
         """
-        # Step 6 of docs/by_hand.py, where the table above says which collectives.
+        # Step 6.3 of docs/by_hand.py, where the table above says which collectives.
         return in_stages(self._stages(grads, into), (grads,))
 
     def inside(self, grads: Tensor, into: Tensor | None = None) -> Generator[Any, None, Tensor]:

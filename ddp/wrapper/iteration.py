@@ -1,9 +1,10 @@
 """``BucketIteration``: one iteration of a wrapper, from the first backward to the next iteration.
 
-    backward    hooks launch complete buckets (``buckets/reducer.py``), its end the others, but for those that wait
-                for delayed gradients; then ``.grad`` is shown
-    reduction   ``finish_reduction``, by a first read of ``.grad``, or a step: launches what is left, waits, compares
-                ranks, once an iteration
+    backward    hooks launch complete buckets (``buckets/reducer.py``). The end of the last backward launches the
+                others, except those that wait for delayed gradients, and shows ``.grad``
+    reduction   launches the buckets that are left, waits, and compares ranks, once an iteration. The first read of
+                ``.grad`` does so at once (``finish_reduction``), a step of ``DistributedOptimizer`` bucket by bucket
+                (``start_for_step``, ``wait_for_buckets``) where it may
     clearing    every ``.grad`` is None: the next forward or backward begins a new iteration
 
 ``start_grad_sync``, ``finish_grad_sync``, ``zero_grad_buffer`` and ``expose_grads`` do the same when a program says so,

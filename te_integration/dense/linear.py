@@ -72,7 +72,7 @@ class _Brought:
     recipe_of_forward: Callable[["LinearModule", Tensor], Any]
     """The recipe of a forward of this input; None: there is none. Of ``quantized_linear.py``."""
     execution_under_recipe: Callable[..., Execution]
-    """``LinearModule.execution`` under a recipe, which comes first. Of ``quantized_linear.py``."""
+    """``LinearModule.execution`` under a recipe, which is the first argument. Of ``quantized_linear.py``."""
     execution_in_trace: Callable[..., Execution]
     """``LinearModule.execution`` in code that a compiler traces. Of ``compiled_linear.py``."""
     name_for_graphs: Callable[["LinearModule"], None]
