@@ -215,20 +215,20 @@ class WgradTarget:
 
     weights  of the product
     names    of the weights, for errors
-    product  computes the gradients
+    wgrad    computes the gradients
     owner    the module, for errors
 
     ``target.choose_target`` lists the other kinds.
     """
 
-    __slots__ = ("_names", "_references", "owner", "product")
+    __slots__ = ("_names", "_references", "owner", "wgrad")
     fused = True
     """The gradients go into ``main_grad``; False (delayed ones only): into ``.grad``."""
     demand = staticmethod(demand)
 
-    def __init__(self, weights: Sequence[Tensor], names: Sequence[str], product: WgradProduct, owner: str) -> None:
+    def __init__(self, weights: Sequence[Tensor], names: Sequence[str], wgrad: WgradProduct, owner: str) -> None:
         self.owner = owner
-        self.product = product
+        self.wgrad = wgrad
         self._references = tuple(map(TensorWeakRef, weights))
         self._names = tuple(f"{owner}, {name}" for _, name in zip(weights, names, strict=True))
 
@@ -260,7 +260,7 @@ class WgradTarget:
 
     def place_for_write(self, number: int, weight: Tensor) -> Place:
         """``place`` of a gradient that is written right after."""
-        return Place(weight, accumulator_of(weight, self._names[number], rows_apart=self.product.rows_apart))
+        return Place(weight, accumulator_of(weight, self._names[number], rows_apart=self.wgrad.rows_apart))
 
     def alive(self, number: int) -> Tensor:
         """One weight. Raises ``RuntimeError`` where it was freed."""
@@ -273,7 +273,7 @@ class WgradTarget:
         """In backward: ``main_grad (+)= dW``, and the flags. Returns what autograd gets.
 
         places    from ``resolve``; weights with None are left out
-        operands  what the product's ``accumulate`` takes
+        operands  what ``wgrad.accumulate`` takes
         backward  number of the running backward; in reentrant recompute of the backward around it
         """
         self.accumulate(places, operands, backward)
@@ -286,7 +286,7 @@ class WgradTarget:
         for place in places:
             main_grads.append(place and place.accumulator)
             overwrite.append(place is not None and open_for_write(place.weight, record_of(place.weight), backward))
-        self.product.accumulate(main_grads, overwrite, *operands)
+        self.wgrad.accumulate(main_grads, overwrite, *operands)
 
 
 def _refers_to(reference: TensorWeakRef, weight: Tensor) -> bool:

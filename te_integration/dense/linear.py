@@ -313,7 +313,8 @@ class Linear(SplitLinear, nn.Linear):
 class ProductUse:
     """The ``Execution`` of a fused or delayed product: all but its tensors. Forwards with equal options share one.
 
-    weights              of the product, for which ``product`` computes the gradients
+    weights              of the product
+    wgrad                computes their gradients
     names                of the weights in error messages
     owner                name of the module in error messages
     fused                each weight gradient is one GEMM into the weight's ``main_grad``. False, with a ``queue``: it
@@ -330,17 +331,17 @@ class ProductUse:
         "only_save",
         "owner",
         "packed",
-        "product",
         "save_original_input",
         "target",
         "transposed",
+        "wgrad",
     )
 
     def __init__(
         self,
         weights: Sequence[Tensor],
         names: Sequence[str],
-        product: WgradProduct,
+        wgrad: WgradProduct,
         owner: str,
         *,
         fused: bool = True,
@@ -351,14 +352,14 @@ class ProductUse:
     ) -> None:
         self.owner, self.fused, self.transposed = owner, fused, transposed
         self.save_original_input, self.only_save = save_original_input, only_save
-        self.product = product
+        self.wgrad = wgrad
         self.packed = weights[0].dim() == 3
         """All experts' weights are one [E, N, K]."""
-        self.target = choose_target(weights, names, product, owner, fused=fused, queue=queue)
+        self.target = choose_target(weights, names, wgrad, owner, fused=fused, queue=queue)
 
     def serves(self, weights: Sequence[Tensor], queue: WgradQueue | None) -> bool:
         """Whether a forward of these weights, delayed into ``queue`` or not, may reuse this object."""
-        return self.target.serves(weights, queue) and self.product.fits(weights)
+        return self.target.serves(weights, queue) and self.wgrad.fits(weights)
 
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """``y = x W^T + b``. Backward: ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` as the options say.
@@ -449,14 +450,14 @@ def weight_grads(
 ) -> list[Tensor | None]:
     """What backward returns for each weight of a product; gradients that have a place are delivered there.
 
-    operands  what ``ctx.use.product`` takes
+    operands  what ``ctx.use.wgrad`` takes
     """
     use: ProductUse = ctx.use
     results: list[Tensor | None] = [None] * len(wanted)
     if None in places:
         returned = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
         if True in returned:
-            results = use.product.gradients(returned, ctx.weight_dtype, *operands)
+            results = use.wgrad.gradients(returned, ctx.weight_dtype, *operands)
     if not any(places):
         return results
     # The nested backward of a reentrant recompute counts as part of the backward around it.
