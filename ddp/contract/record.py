@@ -78,7 +78,7 @@ class GradRecord:
         self.awaits_delayed = False
         """Only the pending gradients are missing. ``reset`` clears this."""
         self.late_sum: Tensor | None = None
-        """The sum of a microbatch's unfused delayed gradients so far; ``hand_over_sum`` will absorb it."""
+        """The sum of a microbatch's unfused delayed gradients so far. ``absorb_late_sum`` adds it to ``view``."""
 
         # Per iteration: ``reset`` clears them.
         self.version = view._version
