@@ -124,7 +124,7 @@ class Readiness:
         self._passed.clear()
         self.trained.clear()
         self._unused = None
-        self._checked = self._counts = False  # a backward that raised has not told its end
+        self._checked = self._counts = False  # a backward that raised never reported its end
         self._outer_task = None
 
     def listen(self, reopen: Callable[[], None]) -> list[RemovableHandle]:

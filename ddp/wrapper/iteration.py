@@ -187,8 +187,11 @@ class BucketIteration(AroundModule):
 
     @property
     def can_wait_by_bucket(self) -> bool:
-        """Whether a step may wait for buckets one by one, in its own order: other ranks may wait for all at once, by
-        ``finish_grad_sync``."""
+        """Whether a step may wait for buckets one by one, in its own order.
+
+        Not where something follows on the waits for all of them; and not where a wait begins a second collective, since
+        another rank may wait in the plan's order, by ``finish_grad_sync``.
+        """
         return self.ddp_config.can_wait_by_bucket and self._launcher.waits_launch_nothing
 
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
