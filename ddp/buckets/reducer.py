@@ -276,7 +276,7 @@ class Readiness:
         if record.pending:
             record.awaits_delayed = True
             return
-        bucket.mark_ready(record)
+        bucket.mark_ready(record)  # step 5.2 of docs/by_hand.py: one parameter more
         if bucket.phase is Phase.READY:
             self._check_once()
             self._launcher.on_bucket_ready(bucket)
@@ -457,7 +457,8 @@ class BucketLauncher:
             self._in_flight[bucket.index] = flight
 
     def _reduce(self, bucket: Bucket, reduction: GradReduction, begin: Callable[[], InFlight]) -> InFlight:
-        """Start the bucket's first collective. Backward goes on."""
+        """Start the bucket's first collective, on the current stream. Backward goes on."""
+        # Step 6.3 of docs/by_hand.py.
         for record in bucket.records:
             record.zero_unwritten()
         if self._before_launch is not None:

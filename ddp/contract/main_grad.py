@@ -439,7 +439,7 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
     ====================  =====  =================================================================================
     """
     grad = param.grad
-    # With the flag, the gradient is in ``main_grad`` already.
+    # Step 4 of docs/by_hand.py: with the flag, the gradient is in main_grad already.
     flag = getattr(param, "grad_added_to_main_grad", False)
     if flag:
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
