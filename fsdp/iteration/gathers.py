@@ -32,7 +32,7 @@ class UnitGathers:
         self.meter = Meter()
         """Bytes of whole parameters."""
         for bucket in self._buckets:
-            bucket.gathered.meter = self.meter
+            bucket.whole_params.meter = self.meter
         self.stream = communication_stream(device)
         self._freed: list[torch.cuda.Event] = []  # of freed units, for which the stream has not waited yet
         # The order in which the last outermost forward, and the current one, have entered units. It predicts which unit
