@@ -12,7 +12,7 @@ these steps, here and in the files that a step names. ``Unit`` lists what of a u
                     2  modules register the whole parameters          Registration (../unit/registration.py)
     post_forward    3  modules register the shards; free the memory   UnitGathers.release
     pre_backward    4  gather the unit again, and the next one
-    (first write)   5  whole gradients take memory                    GradRecord.make_room, GradRounds.make_room (rounds.py)
+    (first write)   5  whole gradients take memory                    GradRounds.make_room (rounds.py), by the record
     post_backward   6  free the whole parameters; gather ahead
                     7  keep the gradients, or launch their reduction  GradRounds.leave
     end_backward    8  send what is left; .grad is complete           GradRounds, GradShard (../unit/grad_shard.py)
