@@ -47,7 +47,7 @@ class UnitGathers:
         """An outermost forward starts."""
         self._last_order, self._order = self._order, []
 
-    def enter(self, unit: Unit) -> list[Unit]:
+    def forward_enters(self, unit: Unit) -> list[Unit]:
         """A unit's forward starts. Returns the unit that followed the last time; none if the order has changed."""
         index = len(self._order)
         self._order.append(unit)

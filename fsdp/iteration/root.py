@@ -97,7 +97,7 @@ class Root:
         if task == -1:  # not a recompute
             if not self._running:
                 self.begin(unit)
-            following = self.gathers.enter(unit)
+            following = self.gathers.forward_enters(unit)
         self.gathers.gather(unit)
         for other in following if unit.forward_prefetch is None else unit.forward_prefetch:
             self.gathers.gather(other)
@@ -294,7 +294,7 @@ class Root:
             backward.entered[unit] = set()
             backward.tasks[task].append(unit)
         if trains:
-            self.grads.enter(unit, delays=delays)
+            self.grads.backward_enters(unit, delays=delays)
         return backward
 
     def _leave_unit(self, unit: Unit, backward: Backward) -> None:

@@ -1,8 +1,8 @@
 """``GradRounds``: the gradients of all units in an iteration, and the memory for them.
 
 ``GradRound`` has the table of states. The order of the methods of ``GradRounds`` is that of an iteration: ``begin`` (a
-forward), ``backward_began``, ``enter`` (a unit), ``make_room`` (the first write), ``leave`` (keeps or sends gradients),
-``backward_ended`` (sends the rest), ``_finish``.
+forward), ``backward_began``, ``backward_enters`` (a unit), ``make_room`` (the first write), ``leave`` (keeps or sends
+gradients), ``backward_ended`` (sends the rest), ``_finish``.
 """
 
 import enum
@@ -199,7 +199,7 @@ class GradRounds:
         self._is_busy = True
         self._notice_all_cleared()
 
-    def enter(self, unit: Unit, *, delays: bool) -> None:
+    def backward_enters(self, unit: Unit, *, delays: bool) -> None:
         """Backward has reached the outputs of a unit; ``delays``: of a forward that ran under ``delayed_wgrad``."""
         for grad_round in self._of[unit]:
             grad_round.delays = grad_round.delays or delays

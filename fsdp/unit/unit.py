@@ -11,7 +11,7 @@ memory of whole parameters   ``Unit.gathered``;              ``UnitGathers.gathe
                                                              where placements keep parameters whole
 form that modules register   ``Registration``                ``Root``: ``show_whole`` around a forward,
                                                              ``show_in_backward`` in a backward; ``unshard()``
-state of the gradients       ``GradRound.state``             ``GradRounds``: ``enter``, ``leave``, ``_finish``
+state of the gradients       ``GradRound.state``             ``GradRounds``: ``backward_enters``, ``leave``, ``_finish``
 memory of whole gradients    ``ShardedBucket.whole_grads``;  ``GradRounds.make_room`` takes it at the first write, and
                              ``Phase`` of each bucket        ``finish_reduction`` frees it. The phase goes from IDLE
                                                              to ACCUMULATING, REDUCING, REDUCED and IDLE
