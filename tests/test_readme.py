@@ -259,7 +259,7 @@ def test_fsdp_has_its_blocks() -> None:
 
 
 def test_sharding_has_its_blocks() -> None:
-    assert len(SHARDING) == 7
+    assert len(SHARDING) == 8
     assert sum("assert sum(held.values())" in block for block in SHARDING) == 1
 
 

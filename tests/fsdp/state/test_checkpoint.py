@@ -581,8 +581,9 @@ def misfits(folder: Path) -> None:
     frozen.cube.requires_grad_(False)
     with pytest.raises(ValueError, match=r"'cube' is frozen, or without an optimizer, and was in parameter group 0"):
         load_checkpoint(folder, frozen, adamw(frozen))
+    whole = shard_everything()
     with pytest.raises(ValueError, match=r"has the state of AdamW, and this optimizer is SGD"):
-        load_checkpoint(folder, frozen, torch.optim.SGD(frozen.parameters()))
+        load_checkpoint(folder, whole, torch.optim.SGD(whole.parameters()))
     half = shard_everything(kept=BF16)
     with pytest.raises(ValueError, match=r"updates parameter '\S+' in bfloat16, and the saved one did in float32"):
         load_checkpoint(folder, half, adamw(half))

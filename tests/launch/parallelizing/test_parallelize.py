@@ -532,7 +532,7 @@ def test_an_optimizer_needs_a_wrapped_model() -> None:
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be positive"),
         ({"param_groups": [{"params": "*.weigth"}]}, ValueError, "no trainable parameter is called '\\*.weigth'"),
         ({"param_groups": [{"params": "*", "lrr": 1.0}]}, TypeError, "param_groups\\[0\\]: .*'lrr'"),
-        ({"optimizer_class": Block}, TypeError, "optimizer_class is a subclass of torch.optim.Optimizer"),
+        ({"optimizer_class": Block}, TypeError, "optimizer.class is a subclass of torch.optim.Optimizer"),
     ],
 )
 @pytest.mark.sampled(8)
