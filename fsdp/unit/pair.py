@@ -40,7 +40,7 @@ def make_pair(
 
     shard         [mine.numel] this rank's elements ``mine`` of the bucket
     whole_params  [n] memory of the whole parameters
-    unit      the unit's name, for errors
+    unit          the unit's name, for errors
     """
     part = Range(slot.start, slot.end).intersect(mine)
     offset = part.start - mine.start
