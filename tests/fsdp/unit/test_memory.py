@@ -153,7 +153,7 @@ def peaks(
     outermost, block = root.units[:2]
     params, grads = (
         [sum(getattr(bucket, kind).nbytes for bucket in unit.buckets) for unit in (outermost, block)]
-        for kind in ("gathered", "grads")
+        for kind in ("whole_params", "whole_grads")
     )
     found = []
     for _ in range(3):
