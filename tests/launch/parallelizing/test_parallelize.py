@@ -163,6 +163,7 @@ def test_every_form_trains_what_plain_pytorch_trains(model: str, ranks: int, for
     check_same(maingrad.simulate(train, ranks, *MODELS[model], form, optimizer=how), wanted)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.sampled(6)
@@ -211,6 +212,7 @@ def test_zero1_over_a_mesh_of_two_dims_is_a_hybrid() -> None:
 # ---- Dtypes. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.sampled(2)
 def test_param_dtype_computes_in_bf16_over_fp32_masters(form: str) -> None:
