@@ -17,7 +17,7 @@ from torch import Tensor
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.flat_update import FlatUpdate
 from ...kernels.optimizer.lion import LionUpdate
-from ...kernels.optimizer.reference import AdamOptions, AdamTensors, LionOptions, Options, SGDOptions
+from ...kernels.optimizer.reference import AdamOptions, LionOptions, Options, SGDOptions, UpdateRow
 from ...kernels.optimizer.sgd import SGDUpdate
 from ..collectives.streams import is_capturing
 from ..torch_grads.lion import Lion
@@ -369,7 +369,7 @@ class OnePassSteps(TorchSteps):
             self._in_graphs.append((key, used, update))
         return update
 
-    def _row(self, held: ParamSlice, tensors: Mapping[str, Tensor]) -> AdamTensors:
+    def _row(self, held: ParamSlice, tensors: Mapping[str, Tensor]) -> UpdateRow:
         assert held.segment is not None
         part = slice(held.offset, held.offset + held.end - held.start)
         mine = {key: tensor.detach().view(-1)[part] for key, tensor in tensors.items() if key not in ("step", *SCALES)}
@@ -379,7 +379,7 @@ class OnePassSteps(TorchSteps):
         if self.blocks is not None:
             place = self.blocks.scales_in_segment(held)
             scales = [*(tensors[scale_key(key)][place] for key in keys), None, None]
-        return AdamTensors(
+        return UpdateRow(
             grad=held.segment.grads.view(-1)[part],
             exp_avg=moments[0],
             exp_avg_sq=moments[1],
