@@ -142,7 +142,7 @@ class Root:
         """Forward has raised, or a recompute has stopped it early; ``wrote``: whole parameters hold refused writes."""
         wrote = unit.writes.forward_failed() or wrote
         self._show_shards(unit)
-        self._leave_forward(unit, has_graph=False)
+        self._leave_forward(unit, has_graph=False, failed=True)
         for bucket in unit.buckets if wrote else ():
             bucket.record_change()  # the next forward gathers what was there before the write
 
@@ -152,7 +152,7 @@ class Root:
             # Autocast caches casts of parameters, which would stay in memory. Their gradients would come too late.
             torch.clear_autocast_cache()
 
-    def _leave_forward(self, unit: Unit, *, has_graph: bool) -> None:
+    def _leave_forward(self, unit: Unit, *, has_graph: bool, failed: bool = False) -> None:
         """A unit's forward is over; ``has_graph``: hooks on its graph will tell of backward."""
         hooks = self._running.pop()
         if has_graph:
@@ -164,7 +164,9 @@ class Root:
         if not in_backward and (not has_graph or (unit.reshards and not self.gathers.came_last(unit))):
             self.gathers.release(unit)
         if not self._running and current_backward() == -1:
-            if not has_graph:
+            # A model without parameters of its own has no hooks, and the units in it may wait for backward.
+            awaits_backward = has_graph or (hooks.trace.has_graph and not hooks.listens)
+            if failed or not awaits_backward:
                 self.gathers.release_all()
             self._note_forward(hooks.trace)
             self.observer.forward_ended()

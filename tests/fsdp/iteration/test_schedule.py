@@ -253,6 +253,42 @@ def test_no_gather_comes_twice() -> None:
         assert len(gathers) == 6 + (microbatches - 1) * 4, gathers
 
 
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_units_wait_for_backward_in_a_model_without_parameters_of_its_own_too(own: bool, reshards: bool) -> None:
+    """Gathers of three blocks in forward and in backward, after a first iteration."""
+
+    def on_each_rank() -> tuple[int, int, int]:
+        torch.manual_seed(0)
+        blocks = [nn.Linear(8, 8, bias=False) for _ in range(3)]
+        model: Any = nn.Sequential(*blocks, *[nn.Linear(8, 8)] * own)
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=reshards)
+        fully_shard(model)
+        filled: list[int] = []
+        for unit in model.units:
+            for bucket in unit.buckets if unit.name else ():
+                fill = bucket.fill
+                bucket.fill = lambda fill=fill: (filled.append(1), fill())[1]
+        counts: list[int] = []
+        for _ in range(2):
+            loss = model(torch.randn(2, 8)).square().mean()
+            counts.append(len(filled))
+            loss.backward()
+            counts.append(len(filled))
+            for param in model.parameters():
+                param.grad = None
+        model(torch.randn(2, 8))  # without a backward the memory of a forward is not kept
+        with torch.no_grad():
+            model(torch.randn(2, 8))
+        held = sum(
+            bucket.whole_params.data.untyped_storage().nbytes() for unit in model.units for bucket in unit.buckets
+        )
+        return counts[2] - counts[1], counts[3] - counts[2], held
+
+    assert simulate(on_each_rank, 2) == [(3, 2 if reshards else 0, 0)] * 2
+
+
 class Added(nn.Module):
     """Adds rows of a table, in a reentrant checkpoint: the table's unit has no input that requires a gradient."""
 
