@@ -18,7 +18,7 @@ Legend: T rows (all leading dims of the input together), K ``in_features``, N ``
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -55,15 +55,19 @@ class Execution(Protocol):
         """``x W^T + b``: x [..., K], weights [N_i, K] each (slices of W along N), b [N] -> [..., N]."""
 
 
-class _Plain:
+class _Plain(NamedTuple):
     """Autograd computes everything."""
 
+    transposed: bool
+
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """See ``Execution``."""
-        return F.linear(input, weights[0] if len(weights) == 1 else torch.cat(tuple(weights)), bias)
+        """See ``Execution``; a ``transposed`` weight is [K, N]."""
+        weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
+        return F.linear(input, weight.t() if self.transposed else weight, bias)
 
 
-PLAIN = _Plain()
+PLAIN = _Plain(False), _Plain(True)
+"""By a module's ``transposed``."""
 
 
 class _Brought:
@@ -131,7 +135,7 @@ class LinearModule(LinearOptions):
             return brought.execution_under_recipe(recipe, self, input, weights, queue, product, only_save)
         fused, queue = self.delivery(weights, queue)
         if not fused and queue is None:
-            return PLAIN
+            return PLAIN[self.transposed]
         self.check_input(input, weights[0])
         return self.use(product, weights, fused, queue, only_save)
 
