@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ddp.contract import target as targets
 from ...ddp.contract.delay_blocks import check_delayable, queue_of_block
 from ...ddp.contract.main_grad import Demand, Place, WgradProduct, is_fusable
-from ...ddp.contract.target import choose_target
 from ...ddp.contract.torch_wrappers import record_without_grad, refuse_delay_in_recompute
 from ...ddp.torch_internals import NO_BACKWARD, current_backward, watch_prehooks
 from ..te_arguments import refuse_unsupported
@@ -42,7 +42,6 @@ __all__ = [
     "ProductUse",
     "SplitLinear",
     "brought",
-    "forget_uses",
     "wanted_and_places",
     "weight_grads",
 ]
@@ -192,12 +191,6 @@ class LinearModule(LinearOptions):
         return use
 
 
-def forget_uses(module: nn.Module) -> None:
-    """Let the next forward of the modules in ``module`` choose anew where each weight gradient goes."""
-    for each in module.modules():
-        vars(each).pop("_uses", None)
-
-
 class SplitLinear(LinearModule):
     """Mixin of modules with one product. The parameters are ``weight`` and ``bias``, or slices of both along N."""
 
@@ -330,6 +323,7 @@ class ProductUse:
     """
 
     __slots__ = (
+        "captured",
         "fused",
         "only_save",
         "owner",
@@ -358,11 +352,14 @@ class ProductUse:
         self.product = product
         self.packed = weights[0].dim() == 3
         """All experts' weights are one [E, N, K]."""
-        self.target = choose_target(weights, names, product, owner, fused=fused, queue=queue)
+        self.captured = targets.captured
+        """The capture that this object was made in; None: none."""
+        self.target = targets.choose_target(weights, names, product, owner, fused=fused, queue=queue)
 
     def serves(self, weights: Sequence[Tensor], queue: WgradQueue | None) -> bool:
         """Whether a forward of these weights, delayed into ``queue`` or not, may reuse this object."""
-        return self.target.serves(weights, queue) and self.product.fits(weights)
+        same = self.captured is targets.captured and self.target.serves(weights, queue)
+        return same and self.product.fits(weights)
 
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """``y = x W^T + b``. Backward: ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` as the options say.
