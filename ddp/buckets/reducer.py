@@ -7,13 +7,15 @@ Backward has written ``main_grad``, or has left ``.grad``. Parameters 9 and 8 li
     reduction's stream                  +-> reduce bucket 0  +--> reduce bucket 1      |  |
                                                        event 0 ------------- event 1 --+--+
 
-    1  the hook runs: ``.grad``, if there is one, goes into ``main_grad``      every microbatch
-    2  is this the parameter's last gradient of the iteration?                 the microbatch outside ``no_sync``
-    3  the bucket counts its parameters; with the last one it is ready
-    4  ready buckets are launched in the plan's order
-    5  the collectives start on a stream of their own (``collectives/reduction.py``), and backward goes on
-    6  the step, or the first read of ``.grad``, launches what is left
-    7  and waits: ``Bucket.reduced`` holds this rank's part of the sum
+The steps are those of ``docs/by_hand.py``:
+
+    4    the hook runs: ``.grad``, if there is one, goes into ``main_grad``    every microbatch
+    5.1  is this the parameter's last gradient of the iteration?               the microbatch outside ``no_sync``
+    5.2  the bucket counts its parameters; with the last one it is ready
+    6.1  ready buckets are launched in the plan's order
+    6.2  the step, or the first read of ``.grad``, launches what is left: all, without ``overlap_grad_reduce``
+    6.3  a launch: the collectives start on a stream of their own (``collectives/reduction.py``), backward goes on
+    7    the step, or the first read, waits: ``Bucket.reduced`` holds this rank's part of the sum
 
 On CPUs there are no streams: gloo's threads reduce, and step 7 waits for them on the host.
 
@@ -60,7 +62,7 @@ from .iteration_ends import TrainedBackwards, is_watched, record_forward
 __all__ = ["BucketLauncher", "Readiness"]
 
 
-# ---- Steps 1 to 3: hooks.
+# ---- Steps 4 and 5: hooks.
 
 
 class Readiness:
@@ -102,7 +104,7 @@ class Readiness:
         self.sync = True
         """Whether this is the final microbatch of the iteration."""
         self.completes: frozenset[int] | None = None
-        """``id`` of the records whose last contribution comes in this backward; None: all that the backward reaches."""
+        """``id`` of the records that this backward completes. None means all that it reaches."""
         self.trained = TrainedBackwards()
         self._checked = False  # the model was checked before this iteration's first launch
 
@@ -115,14 +117,14 @@ class Readiness:
         """Parameters that no forward of the final microbatch reaches; None: there was no such forward yet."""
         self._passed: dict[int, tuple[Bucket, GradRecord]] = {}
         """By ``id``: records whose hook ran and may run again. They get ready when the outermost backward ends."""
-        self._counts = False  # it accumulates into a parameter, as ``autograd.grad`` does not
+        self._counts = False  # this backward has brought a parameter's gradient; one of ``autograd.grad`` brings none
 
     def reset(self) -> None:
         """Start a new iteration."""
         self._passed.clear()
         self.trained.clear()
         self._unused = None
-        self._checked = self._counts = False  # a backward that raised has not told its end
+        self._checked = self._counts = False  # a backward that raised never reported its end
         self._outer_task = None
 
     def listen(self, reopen: Callable[[], None]) -> list[RemovableHandle]:
@@ -220,7 +222,7 @@ class Readiness:
         """In the hook: a parameter's gradient of one backward is in ``.grad``, in ``main_grad``, or in a queue."""
         if not self._counts:
             self._begin_to_count(param, record)
-        # 1. ``main_grad`` holds the sum of all microbatches so far.
+        # Step 4: ``main_grad`` holds the sum of all microbatches so far.
         if self._shown.active:
             self._shown.take_added(record)
         take_grad_of_backward(param, record)
@@ -228,7 +230,7 @@ class Readiness:
             self.trained.add(current_backward())
         if bucket.idle or self._raw_stream is not None:
             self._note_write(bucket)
-        # 2. The last gradient? Not under ``no_sync``; not yet where the hook may run again in this backward.
+        # Step 5.1: the last gradient? Not under ``no_sync``; not yet where the hook may run again in this backward.
         if not (self.sync and self._overlap) or not self._is_last(record):
             return
         nested = self._outer_task is not None and current_backward() != self._outer_task
@@ -268,13 +270,13 @@ class Readiness:
         return self.completes is None or id(record) in self.completes
 
     def _mark_ready(self, bucket: Bucket, record: GradRecord) -> None:
-        """3. The parameter's last gradient is written, unless a delayed one is pending: it calls again."""
+        """Step 5.2: the last gradient is written. If a delayed one is pending, its ``on_delayed_wgrad`` calls again."""
         if record.closed is not None:
             return  # its bucket was launched already, with what this backward has brought so far
         if record.pending:
             record.awaits_delayed = True
             return
-        bucket.mark_ready(record)  # step 5 of docs/by_hand.py: one parameter more
+        bucket.mark_ready(record)  # step 5.2 of docs/by_hand.py: one parameter more
         if bucket.phase is Phase.READY:
             self._check_once()
             self._launcher.on_bucket_ready(bucket)
@@ -325,7 +327,7 @@ class Readiness:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last backward has raised: outside of a backward, the end of one is still to come."""
+        """Whether the last backward has raised: no backward runs, and the end of the last one was never reported."""
         return self._outer_task is not None and current_backward() == NO_BACKWARD
 
     def check_backward_over(self, caller: str) -> None:
@@ -338,7 +340,7 @@ class Readiness:
             )
 
 
-# ---- Steps 4 to 7: reductions.
+# ---- Steps 6 and 7: reductions.
 
 
 class BucketLauncher:
@@ -406,7 +408,7 @@ class BucketLauncher:
         self.launch_ready()
 
     def launch_ready(self) -> None:
-        """4. Launch while the next bucket of the plan is ready. Called too when a delayed gradient was computed."""
+        """Step 6.1: launch while the plan's next bucket is ready. Called too when a delayed gradient was computed."""
         while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
             self._launch_next()
 
@@ -414,7 +416,7 @@ class BucketLauncher:
         return bucket.phase is Phase.READY or (self._all_came and not any(record.pending for record in bucket.records))
 
     def launch_rest(self) -> None:
-        """6. Launch all buckets that are left, ready or not. Gradients of unused parameters are zeros."""
+        """Step 6.2: launch all buckets that are left, ready or not. Gradients of unused parameters are zeros."""
         while self._next < len(self._buckets):
             self._launch_next()
 
@@ -426,7 +428,7 @@ class BucketLauncher:
     # ---- One bucket. ----
 
     def launch(self, bucket: Bucket, start: Callable[[Tensor], InFlight] | None = None) -> None:
-        """5. Launch this bucket now. The caller makes sure that all ranks launch in one order.
+        """Step 6.3: launch this bucket now. The caller makes sure that all ranks launch in one order.
 
         start  reduces the bucket's ``grad_data``; None: the bucket's own reduction
         """
@@ -455,8 +457,8 @@ class BucketLauncher:
             self._in_flight[bucket.index] = flight
 
     def _reduce(self, bucket: Bucket, reduction: GradReduction, begin: Callable[[], InFlight]) -> InFlight:
-        """The first collective starts, and backward goes on."""
-        # Step 6 of docs/by_hand.py, on the current stream.
+        """Start the bucket's first collective, on the current stream. Backward goes on."""
+        # Step 6.3 of docs/by_hand.py.
         for record in bucket.records:
             record.zero_unwritten()
         if self._before_launch is not None:
@@ -465,7 +467,7 @@ class BucketLauncher:
         return self.observer.launch(bucket.name, reduction.name, nbytes, begin)
 
     def wait(self) -> None:
-        """7. Make the current stream (CUDA) or this thread (CPU) wait for every launched reduction."""
+        """Step 7: make the current stream (CUDA) or this thread (CPU) wait for every launched reduction."""
         for bucket in self._buckets:
             self.wait_for(bucket)
 

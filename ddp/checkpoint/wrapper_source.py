@@ -71,9 +71,11 @@ class WrapperSource:
         if saving:
             optimizer.refresh_masters()
         slices, parts = {}, optimizer.full_slices(to_load=not saving)
-        # To read parameters on the CPU takes less time than to gather shards over gloo. Alike on all ranks.
+        # To read parameters on the CPU takes less time than to gather shards over gloo. Alike on all ranks. Copies of
+        # compact state's masters are to be read themselves.
         self._reads_whole = not saving and all(
-            part.param.is_cpu and part.master.dtype is part.param.dtype for part in parts
+            part is own and part.param.is_cpu and part.master.dtype is part.param.dtype
+            for part, own in zip(parts, optimizer.slices, strict=True)
         )
         for part in parts:
             slices[part.name] = HeldSlice(

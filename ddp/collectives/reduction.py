@@ -232,7 +232,7 @@ class GradReduction:
 
         into  [range_inside] gets the result of a reduce-scatter in place of ``grads``
         """
-        # Step 6 of docs/by_hand.py, where the table above says which collectives.
+        # Step 6.3 of docs/by_hand.py, where the table above says which collectives.
         return in_stages(self._stages(grads, into), (grads,))
 
     def inside(self, grads: Tensor, into: Tensor | None = None) -> Generator[Any, None, Tensor]:
@@ -252,7 +252,8 @@ class GradReduction:
                 yield from self._sum_shards(grads, mine)
             elif self.scatters:
                 assert inner is not None, "a group of more than one rank"
-                # The only collective of its bucket: the launcher has one stream then, and NCCL may run on it.
+                # With one collective for each bucket the launcher has one stream. NCCL runs on it, and not on torch's
+                # stream for NCCL, which costs the host two events.
                 on_stream = grads.is_cuda and self.grid.outer_size == 1
                 yield start_reduce_scatter(mine, grads, self._op(inner), inner, on_stream=on_stream)
             else:

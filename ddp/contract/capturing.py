@@ -216,11 +216,11 @@ class CapturedTarget:
 
         def compute(overwrite: Sequence[bool]) -> list[Tensor | None]:
             if not eager.fused:
-                found = eager.product.gradients(mine, weights[0].dtype, *operands)
+                found = eager.wgrad.gradients(mine, weights[0].dtype, *operands)
                 return [gradient for gradient, own in zip(found, mine, strict=True) if own]
             betas = iter(overwrite)
             accumulators = [place and place.accumulator for place in places]
-            eager.product.accumulate(accumulators, [own and next(betas) for own in mine], *operands)
+            eager.wgrad.accumulate(accumulators, [own and next(betas) for own in mine], *operands)
             return [None] * len(weights)
 
         queue = eager.queue if isinstance(eager, DelayedTarget) else None

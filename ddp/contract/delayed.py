@@ -78,13 +78,13 @@ class DelayedTarget(WgradTarget):
         self,
         weights: Sequence[Tensor],
         names: Sequence[str],
-        product: WgradProduct,
+        wgrad: WgradProduct,
         owner: str,
         *,
         fused: bool,
         queue: WgradQueueLike,
     ) -> None:
-        super().__init__(weights, names, product, owner)
+        super().__init__(weights, names, wgrad, owner)
         self.fused = fused
         self.queue = weakref.ref(queue)
         for weight, name in zip(weights, self._names, strict=True):
@@ -133,7 +133,7 @@ class DelayedTarget(WgradTarget):
             places = [self.place_for_write(number, next(written)) if own else None for number, own in enumerate(kept)]
             self.accumulate(places, operands, entry.backward)
         elif weights:
-            found = self.product.gradients(kept, weights[0].dtype, *operands)
+            found = self.wgrad.gradients(kept, weights[0].dtype, *operands)
             for weight, gradient in zip(weights, (each for each in found if each is not None), strict=True):
                 add_to_grad(weight, gradient, record_of(weight))
         for weight in weights:

@@ -10,8 +10,8 @@ this library reads or writes these attributes.
     attach() --- main_grad, grad_added_to_main_grad --> demand()               step 3.1: who asks for the gradient?
                                                         WgradTarget.resolve    step 3.2: where does it go?
                                                         WgradTarget.deliver    step 3.4: main_grad (+)= dW
-    absorb_grad() <------- flag, .grad ---------------- hand_over()            step 3.5: the flag, the return value
-                  <------- .grad ---------------------- backward_dw()          (later, where a foreign module delays)
+    take_grad_of_backward() <--- flag, .grad ---------- hand_over()            step 3.5: the flag, the return value
+        absorb_grad()       <--- .grad ---------------- backward_dw()          (later, where a foreign module delays)
 
 The steps are those of ``docs/by_hand.py``; ``te_integration/dense/linear.py`` has 2.1 to 3.3, which come before. Below,
 the provider comes first, then the consumer, then the provider's hook, which is step 4.
@@ -215,20 +215,20 @@ class WgradTarget:
 
     weights  of the product
     names    of the weights, for errors
-    product  computes the gradients
+    wgrad    computes the gradients
     owner    the module, for errors
 
     ``target.choose_target`` lists the other kinds.
     """
 
-    __slots__ = ("_names", "_references", "owner", "product")
+    __slots__ = ("_names", "_references", "owner", "wgrad")
     fused = True
     """The gradients go into ``main_grad``; False (delayed ones only): into ``.grad``."""
     demand = staticmethod(demand)
 
-    def __init__(self, weights: Sequence[Tensor], names: Sequence[str], product: WgradProduct, owner: str) -> None:
+    def __init__(self, weights: Sequence[Tensor], names: Sequence[str], wgrad: WgradProduct, owner: str) -> None:
         self.owner = owner
-        self.product = product
+        self.wgrad = wgrad
         self._references = tuple(map(TensorWeakRef, weights))
         self._names = tuple(f"{owner}, {name}" for _, name in zip(weights, names, strict=True))
 
@@ -260,7 +260,7 @@ class WgradTarget:
 
     def place_for_write(self, number: int, weight: Tensor) -> Place:
         """``place`` of a gradient that is written right after."""
-        return Place(weight, accumulator_of(weight, self._names[number], rows_apart=self.product.rows_apart))
+        return Place(weight, accumulator_of(weight, self._names[number], rows_apart=self.wgrad.rows_apart))
 
     def alive(self, number: int) -> Tensor:
         """One weight. Raises ``RuntimeError`` where it was freed."""
@@ -273,7 +273,7 @@ class WgradTarget:
         """In backward: ``main_grad (+)= dW``, and the flags. Returns what autograd gets.
 
         places    from ``resolve``; weights with None are left out
-        operands  what the product's ``accumulate`` takes
+        operands  what ``wgrad.accumulate`` takes
         backward  number of the running backward; in reentrant recompute of the backward around it
         """
         self.accumulate(places, operands, backward)
@@ -286,7 +286,7 @@ class WgradTarget:
         for place in places:
             main_grads.append(place and place.accumulator)
             overwrite.append(place is not None and open_for_write(place.weight, record_of(place.weight), backward))
-        self.product.accumulate(main_grads, overwrite, *operands)
+        self.wgrad.accumulate(main_grads, overwrite, *operands)
 
 
 def _refers_to(reference: TensorWeakRef, weight: Tensor) -> bool:
@@ -406,8 +406,26 @@ def _first_write_of(backward: int, weight: Tensor) -> bool:
 # ---- The provider's hook: what a backward has left in .grad and in the flag. ----
 
 
+def take_grad_of_backward(param: Tensor, record: GradRecord) -> None:
+    """Step 4, in the post-accumulate-grad hook: ``absorb_grad``, or part of it where a foreign module delays.
+
+    After a foreign module's backward, ``.grad`` holds the gradient (biases under fp8, and biases of activations), or
+    memory that ``backward_dw`` will fill and assign (Transformer Engine's ``GroupedLinear``). Only ``backward_dw`` can
+    tell, by looking at ``.grad``; so ``.grad`` stays until then. Two things are absorbed at once: ``.grad`` of a tied
+    weight, because ``backward_dw`` would assign over the other owner's part, and a placeholder.
+    """
+    delayer = record.foreign_delayer
+    if delayer is None or record.shared or getattr(param, "grad_added_to_main_grad", False):
+        absorb_grad(param, record)
+        part_in_grad = False
+    else:
+        part_in_grad = param.grad is not None
+    if delayer is not None:
+        record.pending.append(PendingWgrad(delayer, part_in_grad=part_in_grad))
+
+
 def absorb_grad(param: Tensor, record: GradRecord) -> None:
-    """The truth table of the post-accumulate-grad hook: add ``.grad`` to ``main_grad``, clear ``.grad`` and the flag.
+    """Add ``.grad`` to ``main_grad``, and clear ``.grad`` and the flag.
 
     ====================  =====  =================================================================================
     ``.grad``             flag   action
@@ -416,8 +434,8 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
     None                  any    nothing to add
     a gradient            True   our module wrote and returned None: the gradient is of another use of a tied weight,
                                  and is added
-    a placeholder         True   a foreign module wrote: dropped; under ``zero_out_wgrad`` (it holds zeros, and perhaps
-                                 a gradient of another use) added
+    a placeholder         True   a foreign module wrote: dropped. Under ``zero_out_wgrad`` the placeholder is zeros plus
+                                 the gradient of another use, if there is one: added
     ====================  =====  =================================================================================
     """
     grad = param.grad
@@ -457,24 +475,6 @@ def add_to_main_grad(record: GradRecord, grad: Tensor) -> None:
     else:
         record.view.add_(grad)
     record.num_hook_writes += 1
-
-
-def take_grad_of_backward(param: Tensor, record: GradRecord) -> None:
-    """The post-accumulate-grad hook: ``absorb_grad``, or part of it where a foreign module delays the gradient.
-
-    After a foreign module's backward, ``.grad`` holds the gradient (biases under fp8, and biases of activations), or
-    memory that ``backward_dw`` will fill and assign (Transformer Engine's ``GroupedLinear``). Only ``backward_dw`` can
-    tell, by looking at ``.grad``; so ``.grad`` stays until then. Two things are absorbed at once: ``.grad`` of a tied
-    weight, because ``backward_dw`` would assign over the other owner's part, and a placeholder.
-    """
-    delayer = record.foreign_delayer
-    if delayer is None or record.shared or getattr(param, "grad_added_to_main_grad", False):
-        absorb_grad(param, record)
-        part_in_grad = False
-    else:
-        part_in_grad = param.grad is not None
-    if delayer is not None:
-        record.pending.append(PendingWgrad(delayer, part_in_grad=part_in_grad))
 
 
 def add_grad(param: Tensor, grad: Tensor) -> None:

@@ -78,7 +78,7 @@ class GradRecord:
         self.awaits_delayed = False
         """Only the pending gradients are missing. ``reset`` clears this."""
         self.late_sum: Tensor | None = None
-        """The sum of a microbatch's unfused delayed gradients so far; ``hand_over_sum`` will absorb it."""
+        """The sum of a microbatch's unfused delayed gradients so far. ``absorb_late_sum`` adds it to ``view``."""
 
         # Per iteration: ``reset`` clears them.
         self.version = view._version
@@ -86,7 +86,7 @@ class GradRecord:
         self.written = False
         """``view`` holds a contribution of this iteration."""
         self.ahead: WrittenInForward | None = None
-        """What forwards have written to ``view``, of a head that does so; None: no forward has."""
+        """Contributions that forwards of ``LinearCrossEntropy`` have written to ``view``; None: there are none."""
         self.closed: str | None = None
         """Why ``view`` is closed to writes: its bucket was launched or reduced. None while it is open."""
         self.ready = False

@@ -53,7 +53,7 @@ captured: Callable[[WgradTarget], Target] | None = None
 def choose_target(
     weights: Sequence[Tensor],
     names: Sequence[str],
-    product: WgradProduct,
+    wgrad: WgradProduct,
     owner: str,
     *,
     fused: bool,
@@ -73,13 +73,13 @@ def choose_target(
     """
     target: WgradTarget
     if queue is not None:
-        target = DelayedTarget(weights, names, product, owner, fused=fused, queue=queue)
+        target = DelayedTarget(weights, names, wgrad, owner, fused=fused, queue=queue)
     elif not fused:
         return AutogradTarget()
     else:
         shards = [None if has_main_grad(weight) else TorchShards.of(weight) for weight in weights]
         if any(shards):
-            target = TorchShardedTarget(weights, names, product, owner, shards)
+            target = TorchShardedTarget(weights, names, wgrad, owner, shards)
         else:
-            target = WgradTarget(weights, names, product, owner)
+            target = WgradTarget(weights, names, wgrad, owner)
     return target if captured is None else captured(target)

@@ -205,11 +205,11 @@ class TorchShardedTarget(WgradTarget):
         self,
         weights: Sequence[Tensor],
         names: Sequence[str],
-        product: WgradProduct,
+        wgrad: WgradProduct,
         owner: str,
         shards: Sequence[TorchShards | None],
     ) -> None:
-        super().__init__(weights, names, product, owner)
+        super().__init__(weights, names, wgrad, owner)
         self._shards = shards
 
     def place(self, number: int) -> Place | None:

@@ -114,17 +114,20 @@ class CompactSteps(OnePassSteps):
         for segment in self.segments:
             if loaded is None and segment.master in written:
                 self.inner.state[segment.master].pop(REMAINDER, None)
-        for flat, master in zip(self.flats, [] if loaded is None else loaded.masters, strict=loaded is not None):
-            if flat.owned_params.dtype is not torch.bfloat16:
-                flat.owned_params.copy_(master)
+        masters: dict[int, Tensor] = {}
+        if loaded is not None:
+            masters = {flat.bucket.index: each for flat, each in zip(self.flats, loaded.masters, strict=True)}
+        for segment in self.segments if masters else ():  # a bucket may hold another class's elements too
+            mine = slice(segment.start, segment.end)
+            master, owned_params = masters[segment.flat.bucket.index][mine], segment.flat.owned_params[mine]
+            if owned_params.dtype is not torch.bfloat16:
+                owned_params.copy_(master)
                 continue
             param, remainder = split_master(master)
-            flat.owned_params.copy_(param)
-            for segment in self.segments:
-                if segment.flat is flat:
-                    kept = self._zeros(segment.master, torch.int16)
-                    kept.view(-1).copy_(remainder[segment.start : segment.end])
-                    self.inner.state[segment.master][REMAINDER] = kept
+            owned_params.copy_(param)
+            kept = self._zeros(segment.master, torch.int16)
+            kept.view(-1).copy_(remainder)
+            self.inner.state[segment.master][REMAINDER] = kept
         for segment in self.segments:
             state = self.inner.state[segment.master]
             for key in state.keys() & set(MOMENTS):

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.flat_update import FlatUpdate
 from ...kernels.optimizer.lion import LionUpdate
-from ...kernels.optimizer.reference import AdamOptions, AdamTensors, LionOptions, Options, SGDOptions
+from ...kernels.optimizer.reference import AdamOptions, LionOptions, Options, SGDOptions, UpdateRow
 from ...kernels.optimizer.sgd import SGDUpdate
 from ..collectives.streams import is_capturing
 from ..torch_grads.lion import Lion
@@ -261,9 +261,14 @@ class StepsByClass:
         for each in self._steps:
             full = each.full(to_load=to_load)
             slices |= {held.name: held for held in full.slices}
-            masters |= {flat.bucket.index: master for flat, master in zip(each.flats, full.masters, strict=True)}
-            own = (segment.master for segment in each.segments)
-            states |= {master: full.state[master] for master in own if master in full.state}
+            mine = {flat.bucket.index: master for flat, master in zip(each.flats, full.masters, strict=True)}
+            for segment in each.segments:
+                index, part = segment.flat.bucket.index, slice(segment.start, segment.end)
+                if (others := masters.get(index, mine[index])).data_ptr() != mine[index].data_ptr():
+                    others[part] = mine[index][part]  # copies, each with the masters of one class
+                if segment.master in full.state:
+                    states[segment.master] = full.state[segment.master]
+            masters = mine | masters
         return FullState(
             [slices[held.name] for held in self._slices], [masters[flat.bucket.index] for flat in self._flats], states
         )
@@ -364,7 +369,7 @@ class OnePassSteps(TorchSteps):
             self._in_graphs.append((key, used, update))
         return update
 
-    def _row(self, held: ParamSlice, tensors: Mapping[str, Tensor]) -> AdamTensors:
+    def _row(self, held: ParamSlice, tensors: Mapping[str, Tensor]) -> UpdateRow:
         assert held.segment is not None
         part = slice(held.offset, held.offset + held.end - held.start)
         mine = {key: tensor.detach().view(-1)[part] for key, tensor in tensors.items() if key not in ("step", *SCALES)}
@@ -374,7 +379,7 @@ class OnePassSteps(TorchSteps):
         if self.blocks is not None:
             place = self.blocks.scales_in_segment(held)
             scales = [*(tensors[scale_key(key)][place] for key in keys), None, None]
-        return AdamTensors(
+        return UpdateRow(
             grad=held.segment.grads.view(-1)[part],
             exp_avg=moments[0],
             exp_avg_sq=moments[1],

@@ -48,6 +48,13 @@ class AroundOptimizer(torch.optim.Optimizer):
         inners = {index: each for each, indices in zip(self._inners, self._places, strict=True) for index in indices}
         return [type(inners[index]) for index in sorted(inners)]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As after a load, whose groups may lack options: those of ``torch.optim.Muon`` have no ``split``."""
+        super().__setstate__(state)
+        self._share()
+        for inner in self._inners:
+            inner.__setstate__({"param_groups": inner.param_groups})
+
     def _share(self) -> None:
         for inner, indices in zip(self._inners, self._places, strict=True):
             inner.param_groups = [self.param_groups[index] for index in indices]

@@ -13,10 +13,9 @@ __all__ = ["MuonGroups", "muon_groups"]
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = nn.modules.conv._ConvNd
+_LINEAR = (nn.Linear, DelayedWgradModule)
 _HEADS = ("lm_head", "head", "output", "output_layer", "score", "classifier", "unembed", "embed_out")
 """Last parts of the names of heads' modules."""
-_ROUTERS = ("gate", "router")
-"""Last parts of the names of routers' modules. A gate is a router where experts are beside it."""
 _FUSED = ("qkv", "query_key_value", "c_attn", "gate_up")
 """Parts of names of modules or parameters whose weight is several matrices, one below the other."""
 
@@ -47,18 +46,18 @@ def muon_groups(
     Left out, for another class: embeddings, and heads, tied ones too; vectors, and matrices of one row or column;
     convolutions; routers; matrices of modules that are no linear layers.
 
-    model    before or after the wrapper; names are those of its parameters
+    model    or its wrapper; names are those of the model's parameters
     routers  take routers too
     split    pattern of names -> parts of fused matrices, as ``Muon`` takes them. Known without: equal halves of a
-             ``gate_up`` linear layer, and thirds of a ``qkv`` whose rows are three times its columns
+             ``gate_up`` linear layer, and of a gated ``LayerNormMLP``'s or ``GroupedMLP``'s first weight; thirds of a
+             ``qkv`` whose rows are three times its columns
     options  of ``Muon``, for all groups
 
     Raises ``ValueError`` for a fused matrix of which the parts are not known, and for a pattern that matches no matrix.
     """
-    heads = {id(param) for param in _params_of_heads(model)}
-    rows_of_vocabulary = max(
-        (each.num_embeddings for each in model.modules() if isinstance(each, _EMBEDDINGS)), default=0
-    )
+    if hasattr(model, "bucket_params"):  # the wrapper: groups go by the names of its module
+        model = model.get_submodule("module")
+    heads = _heads_of(model)
     owners = {id(param): (path, owner) for path, owner, param in _owned(model)}
     embedded = {id(param) for _, owner, param in _owned(model) if isinstance(owner, _EMBEDDINGS)}
     left_out: dict[str, str] = {}
@@ -67,22 +66,23 @@ def muon_groups(
         if not param.requires_grad:
             continue
         path, owner = owners[id(param)]
-        is_linear = isinstance(owner, nn.Linear | DelayedWgradModule)
-        last = path.rpartition(".")[2]
+        is_linear = isinstance(owner, _LINEAR)
         if id(param) in embedded:
             why = "an embedding, or tied to one"
         elif param.dim() < 2 or param.is_complex() or 1 in param.shape[-2:]:
             why = "a vector"
-        elif isinstance(owner, _CONVOLUTIONS) or "Conv1D" in type(owner).__name__:
+        elif isinstance(owner, _CONVOLUTIONS):
             why = "of a convolution"
-        elif param.dim() > 3 or not (is_linear or param.dim() == 3):
+        elif "Conv1D" in type(owner).__name__:
+            why = "of transformers' Conv1D, whose rows are inputs"
+        elif param.dim() > 3 or not (is_linear or _is_of_experts(name, param, owner)):
             why = f"not of a linear layer, but of {type(owner).__name__}"
-        elif id(param) in heads or last in _HEADS or (is_linear and param.shape[0] == rows_of_vocabulary):
+        elif id(param) in heads:
             why = "of the head"
         elif not routers and _is_router(model, path):
             why = "of a router: routers=True takes it"
         else:
-            parts[name] = _parts_of(name, param, split or {}, is_linear)
+            parts[name] = _parts_of(name, param, split or {}, owner if is_linear else None)
             continue
         left_out[name] = why
     for pattern in split or {}:
@@ -101,30 +101,58 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     return ((path, owner, param) for path, owner, param in reversed(found) if param is not None)
 
 
-def _params_of_heads(model: nn.Module) -> list[Tensor]:
-    """Parameters of what ``get_output_embeddings`` of Hugging Face's models gives."""
+def _heads_of(model: nn.Module) -> set[int]:
+    """``id`` of parameters of heads: by their model, their names or what they are tied to; else by their rows."""
     finders: list[Any] = [getattr(each, "get_output_embeddings", None) for each in model.modules()]
-    heads = [find() for find in finders if find is not None]
-    return [param for head in heads if isinstance(head, nn.Module) for param in head.parameters()]
+    said = [find() for find in finders if find is not None]  # by Hugging Face's models
+    found = {id(param) for head in said if isinstance(head, nn.Module) for param in head.parameters()}
+    owned = list(_owned(model))
+    tables = [owner for _, owner, _ in owned if isinstance(owner, _EMBEDDINGS)]
+    linear = [
+        (path, param)
+        for path, owner, param in owned
+        if isinstance(owner, _LINEAR)
+        and param.dim() == 2
+        and not (isinstance(owner, _EMBEDDINGS) or _is_router(model, path))
+    ]
+    found |= {id(param) for path, param in linear if path.rpartition(".")[2] in _HEADS}
+    found |= {id(param) for _, param in linear} & {id(table.weight) for table in tables}
+    if not found:  # as many rows as the largest table, but for one as long as a hidden layer is wide: of positions
+        hidden = {param.shape[1] for _, param in linear}
+        rows = max((each.num_embeddings for each in tables if each.num_embeddings not in hidden), default=0)
+        found = {id(param) for _, param in linear if param.shape[0] == rows}
+    return found
 
 
 def _is_router(model: nn.Module, path: str) -> bool:
+    """A gate is a router where experts are beside it."""
     above, _, last = path.rpartition(".")
-    return last == "router" or (last in _ROUTERS and hasattr(model.get_submodule(above), "experts"))
+    return "router" in path.split(".") or (last == "gate" and hasattr(model.get_submodule(above), "experts"))
+
+
+def _is_of_experts(name: str, param: Tensor, owner: nn.Module) -> bool:
+    """Whether a parameter is a matrix for each expert: no table of positions [1, tokens, features]."""
+    return param.dim() == 3 and (len(param) > 1 or "expert" in f"{name} {type(owner).__name__}".lower())
 
 
 def _parts_of(
-    name: str, param: Tensor, split: Mapping[str, int | Sequence[int]], is_linear: bool
+    name: str, param: Tensor, split: Mapping[str, int | Sequence[int]], linear: nn.Module | None
 ) -> int | Sequence[int]:
+    """linear: the layer, if it is a linear one."""
     given = next((parts for pattern, parts in split.items() if fnmatch.fnmatchcase(name, pattern)), None)
     if given is not None:
         return given
+    local = name.rpartition(".")[2]
+    second = getattr(linear, local.replace("fc1", "fc2"), None) if local.startswith("fc1_weight") else None
+    if second is not None and param.shape[-2] == 2 * second.shape[-1]:  # a gate, which halves what the second takes
+        return 2
     what = next((each for each in _FUSED if each in name.lower()), None)
     if what is None:
         return 1
-    if is_linear and what == "gate_up":
+    by_rows = linear is not None and not getattr(linear, "transposed", False)
+    if by_rows and what == "gate_up":
         return 2
-    if is_linear and what == "qkv" and param.shape[0] == 3 * param.shape[1]:
+    if by_rows and what == "qkv" and param.shape[0] == 3 * param.shape[1]:
         return 3
     raise ValueError(
         f"muon_groups: '{name}' {list(param.shape)} seems to be several matrices in one, and the rows of each are not "

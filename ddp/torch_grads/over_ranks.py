@@ -99,6 +99,9 @@ def local_shape(info: ShardInfo) -> tuple[int, ...]:
 def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each whole gradient: 0-dim tensors of ``dtype``, or of the gradient's own dtype. One collective.
 
+    Ranks have different numbers of gradients without a whole: the first norm is that of all of them together, and a
+    norm of norms is not changed by the others, which are zeros, or for inf and -inf the same.
+
     grads   local shards of gradients, all on one device, perhaps empty
     shards  for each gradient, which shard it is; ``everyone`` is the same for all
     ord     order p of the norm: (sum |g|^p)^(1/p), the maximum for inf, the minimum for -inf, the number of elements
@@ -108,13 +111,16 @@ def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtyp
     """
     ord = float(ord)
     everyone = everyone_of(next((shard for shard in shards if shard.is_slice), shards[0]))
-    local = _local_norms(grads, ord)
+    local, has_whole = _local_norms(grads, ord), shards[0].has_whole
     if math.isinf(ord):
-        found = _extremum_over_ranks(local, everyone, largest=ord > 0)
+        local = local if has_whole else (local.amax() if ord > 0 else local.amin())[None]
+        found = _extremum_over_ranks(local, everyone, largest=ord > 0).expand(len(grads))
     else:
         powers = _divided(local if ord == 0 else local.pow(ord), [shard.num_replicas for shard in shards])
+        powers = powers if has_whole else powers.sum()[None]
         found = reduced(powers, everyone, RankGrid.sum)
         found = found if ord == 0 else found.pow(1 / ord)
+        found = torch.cat([found, found.new_zeros(len(grads) - len(found))])
     dtypes = [dtype or grad.dtype.to_real() for grad in grads]
     if len(set(dtypes)) == 1:
         return list(found.to(dtypes[0]).unbind())

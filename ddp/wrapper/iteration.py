@@ -1,9 +1,10 @@
 """``BucketIteration``: one iteration of a wrapper, from the first backward to the next iteration.
 
-    backward    hooks launch complete buckets (``buckets/reducer.py``), its end the others, but for those that wait
-                for delayed gradients; then ``.grad`` is shown
-    reduction   ``finish_reduction``, by a first read of ``.grad``, or a step: launches what is left, waits, compares
-                ranks, once an iteration
+    backward    hooks launch complete buckets (``buckets/reducer.py``). The end of the last backward launches the
+                others, except those that wait for delayed gradients, and shows ``.grad``
+    reduction   launches the buckets that are left, waits, and compares ranks, once an iteration. The first read of
+                ``.grad`` does so at once (``finish_reduction``), a step of ``DistributedOptimizer`` bucket by bucket
+                (``start_for_step``, ``wait_for_buckets``) where it may
     clearing    every ``.grad`` is None: the next forward or backward begins a new iteration
 
 ``start_grad_sync``, ``finish_grad_sync``, ``zero_grad_buffer`` and ``expose_grads`` do the same when a program says so,
@@ -186,8 +187,11 @@ class BucketIteration(AroundModule):
 
     @property
     def can_wait_by_bucket(self) -> bool:
-        """Whether a step may wait for buckets one by one, in its own order: other ranks may wait for all at once, by
-        ``finish_grad_sync``."""
+        """Whether a step may wait for buckets one by one, in its own order.
+
+        Not where something follows on the waits for all of them; and not where a wait begins a second collective, since
+        another rank may wait in the plan's order, by ``finish_grad_sync``.
+        """
         return self.ddp_config.can_wait_by_bucket and self._launcher.waits_launch_nothing
 
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:

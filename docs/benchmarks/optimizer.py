@@ -20,9 +20,9 @@ from maingrad.kernels.optimizer.eight_bits import quantize_moment
 from maingrad.kernels.optimizer.lion import LionUpdate
 from maingrad.kernels.optimizer.reference import (
     AdamOptions,
-    AdamTensors,
     LionOptions,
     SGDOptions,
+    UpdateRow,
     join_master,
     split_master,
 )
@@ -101,7 +101,7 @@ def update_of(state, kind, moments, form):
             first, scale = quantize_moment(first, signed=True)
             second, scale_sq = quantize_moment(second, signed=False)
         tensors = grad, first, second, step, own_master, own_param, own_remainder, scale, scale_sq
-        row = AdamTensors(*tensors, key=key)
+        row = UpdateRow(*tensors, key=key)
         rows.append(row if kind == "adamw" else row._replace(exp_avg_sq=None, exp_avg_sq_scale=None))
     return update(rows), (master, param, remainder, exp_avg, exp_avg_sq)
 

@@ -34,10 +34,11 @@ def connect_units(
 ) -> None:
     """Make ``units`` one model: names, separate process groups for gathers, the factor of averages. Collective.
 
-    module    the outermost unit's
-    units     the outermost first
-    buckets   all of the units' buckets, about in backward's order
-    failures  names what a rank waits for
+    module        the outermost unit's
+    units         the outermost first
+    buckets       all of the units' buckets, about in backward's order
+    root          of the model; it is being made
+    failures      names what a rank waits for
     copy_engines  gathers run on copy engines
 
     Gradients are divided by the number of the outermost unit's ranks, also those of experts: an expert has seen the
@@ -73,7 +74,7 @@ def use_copy_engines(units: Sequence[Unit], buckets: Sequence[ShardedBucket], fa
     if units[0].copy_engine_gather is False or any(bucket.whole_params_at_rest for bucket in buckets):
         return False
     gathers = [
-        Gather(bucket.gathered.nbytes, inner)
+        Gather(bucket.whole_params.nbytes, inner)
         for bucket in buckets
         if (inner := bucket.reduction.grid.inner) is not None and inner.size() > 1
     ]
@@ -125,7 +126,7 @@ def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream | None, num_unit
         pool = MappedPool(gather, device)
         # In each unit, the bytes of its buckets, rounded up to 2 MiB as the caching allocator does for large blocks.
         sizes = [
-            sum(-(-bucket.gathered.nbytes // 2**21) * 2**21 for bucket in unit.buckets if bucket in buckets)
+            sum(-(-bucket.whole_params.nbytes // 2**21) * 2**21 for bucket in unit.buckets if bucket in buckets)
             for unit in units
         ]
         if not buckets[0].whole_params_at_rest:
@@ -136,4 +137,4 @@ def map_memory(units: Sequence[Unit], stream: torch.cuda.Stream | None, num_unit
             pool.share()
             del reserved
         for bucket in buckets:
-            bucket.gathered.pool = pool
+            bucket.whole_params.pool = pool

@@ -32,7 +32,7 @@ class UnitGathers:
         self.meter = Meter()
         """Bytes of whole parameters."""
         for bucket in self._buckets:
-            bucket.gathered.meter = self.meter
+            bucket.whole_params.meter = self.meter
         self.stream = communication_stream(device)
         self._freed: list[torch.cuda.Event] = []  # of freed units, for which the stream has not waited yet
         # The order in which the last outermost forward, and the current one, have entered units. It predicts which unit
@@ -47,7 +47,7 @@ class UnitGathers:
         """An outermost forward starts."""
         self._last_order, self._order = self._order, []
 
-    def enter(self, unit: Unit) -> list[Unit]:
+    def forward_enters(self, unit: Unit) -> list[Unit]:
         """A unit's forward starts. Returns the unit that followed the last time; none if the order has changed."""
         index = len(self._order)
         self._order.append(unit)

@@ -5,13 +5,14 @@
     reduces                                                   |       k+2          |  k+1               |
 
 The order of the methods is that of an iteration. ``FSDPModule`` calls the first two, and hooks of autograd
-(``hooks.py``) the others. Comments have the numbers of these steps, here and in the files that a step names::
+(``hooks.py``) the others. Step 5 is called by the gradient itself, from inside a backward. Comments have the numbers of
+these steps, here and in the files that a step names. ``Unit`` lists what of a unit changes in them::
 
     pre_forward     1  gather the unit and the next one, and wait     UnitGathers (gathers.py), ShardedBucket.fill
                     2  modules register the whole parameters          Registration (../unit/registration.py)
     post_forward    3  modules register the shards; free the memory   UnitGathers.release
     pre_backward    4  gather the unit again, and the next one
-    on_grad         5  the first gradient takes memory                GradRounds.make_room (rounds.py)
+    (first write)   5  whole gradients take memory                    GradRounds.make_room (rounds.py), by the record
     post_backward   6  free the whole parameters; gather ahead
                     7  keep the gradients, or launch their reduction  GradRounds.leave
     end_backward    8  send what is left; .grad is complete           GradRounds, GradShard (../unit/grad_shard.py)
@@ -82,7 +83,7 @@ class Root:
         """Gather by kernels from now on, in memory that torch's allocator chooses."""
         self.copy_engines = False
         for bucket in self.buckets:
-            bucket.gathered.pool = None
+            bucket.whole_params.pool = None
 
     # ---- Forward. ----
 
@@ -96,7 +97,7 @@ class Root:
         if task == -1:  # not a recompute
             if not self._running:
                 self.begin(unit)
-            following = self.gathers.enter(unit)
+            following = self.gathers.forward_enters(unit)
         self.gathers.gather(unit)
         for other in following if unit.forward_prefetch is None else unit.forward_prefetch:
             self.gathers.gather(other)
@@ -293,7 +294,7 @@ class Root:
             backward.entered[unit] = set()
             backward.tasks[task].append(unit)
         if trains:
-            self.grads.enter(unit, delays=delays)
+            self.grads.backward_enters(unit, delays=delays)
         return backward
 
     def _leave_unit(self, unit: Unit, backward: Backward) -> None:

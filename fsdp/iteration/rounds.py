@@ -1,8 +1,8 @@
 """``GradRounds``: the gradients of all units in an iteration, and the memory for them.
 
 ``GradRound`` has the table of states. The order of the methods of ``GradRounds`` is that of an iteration: ``begin`` (a
-forward), ``backward_began``, ``enter`` (a unit), ``make_room`` (the first write), ``leave`` (keeps or sends gradients),
-``backward_ended`` (sends the rest), ``_finish``.
+forward), ``backward_began``, ``backward_enters`` (a unit), ``make_room`` (the first write), ``leave`` (keeps or sends
+gradients), ``backward_ended`` (sends the rest), ``_finish``.
 """
 
 import enum
@@ -66,7 +66,7 @@ class GradRound:
                  delayed
     SENT_INSIDE  sent inside the instance, in a            freed when another bucket needs the       WRITING, SENT
                  microbatch that is not the last           memory, or at the end
-    SENT         sent over all ranks, in the last          the same                                  WRITING, IDLE
+    SENT         sent over all ranks, in the last          freed likewise                            WRITING, IDLE
                  microbatch or after it
     ===========  ========================================  ========================================  =================
 
@@ -136,7 +136,7 @@ class GradRounds:
         self.meter = Meter()
         """Bytes of whole gradients."""
         for bucket in buckets:
-            bucket.grads.meter = self.meter
+            bucket.whole_grads.meter = self.meter
         self.launcher = BucketLauncher(
             [bucket.grad_bucket for bucket in buckets],
             [bucket.reduction for bucket in buckets],
@@ -152,7 +152,9 @@ class GradRounds:
                 tuple(b for b in unit.buckets if b.trainable and b.delayed is delayed) for delayed in (False, True)
             ]
             self._of[unit] = [GradRound(unit, kind) for kind in kinds if kind]
-        self._all = [grads for unit in reversed(units) for grads in self._of[unit]]  # about in backward's order
+        self._all = [
+            grad_round for unit in reversed(units) for grad_round in self._of[unit]
+        ]  # about in backward's order
         self.were_mixed = False
         """The iteration was refused because ranks had run different units. The next forward makes all ranks alike."""
         self._due: list[GradRound] | None = None  # to be sent, after the iteration's last backward
@@ -166,7 +168,7 @@ class GradRounds:
     @property
     def under_way(self) -> bool:
         """An iteration has begun and has not ended."""
-        return any(grads.under_way for grads in self._all)
+        return any(grad_round.under_way for grad_round in self._all)
 
     @property
     def is_clear(self) -> bool:
@@ -197,20 +199,20 @@ class GradRounds:
         self._is_busy = True
         self._notice_all_cleared()
 
-    def enter(self, unit: Unit, *, delays: bool) -> None:
+    def backward_enters(self, unit: Unit, *, delays: bool) -> None:
         """Backward has reached the outputs of a unit; ``delays``: of a forward that ran under ``delayed_wgrad``."""
-        for grads in self._of[unit]:
-            grads.delays = grads.delays or delays
-            if grads.state is not State.WRITING:
-                grads.move(State.WRITING)
+        for grad_round in self._of[unit]:
+            grad_round.delays = grad_round.delays or delays
+            if grad_round.state is not State.WRITING:
+                grad_round.move(State.WRITING)
 
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give the bucket's whole gradients memory. If a reduction still uses the memory, wait for it first."""
         # 5. The first GEMM of the bucket's parameters takes the memory of ``main_grad``, within the pool's bound.
         self.finish_reduction(bucket)
-        if not bucket.grads.resident:
+        if not bucket.whole_grads.resident:
             self._bound_pool(bucket)
-            bucket.grads.take()
+            bucket.whole_grads.take()
         if bucket.grad_bucket.idle:
             bucket.grad_bucket.phase = Phase.ACCUMULATING
 
@@ -219,18 +221,18 @@ class GradRounds:
 
         Nothing happens after a backward that was no part of an iteration.
         """
-        for grads in self._of[unit]:
-            if grads.state is not State.WRITING:
+        for grad_round in self._of[unit]:
+            if grad_round.state is not State.WRITING:
                 continue
-            if grads.has_pending:
-                grads.delays = True
+            if grad_round.has_pending:
+                grad_round.delays = True
             # 7. Keep the gradients for the next microbatch, or launch their reduction.
-            if grads.delays or (grads.buckets[0].reduces_once and not final):
-                grads.move(State.KEPT)
-                for bucket in grads.buckets:
+            if grad_round.delays or (grad_round.buckets[0].reduces_once and not final):
+                grad_round.move(State.KEPT)
+                for bucket in grad_round.buckets:
                     bucket.grad_shard.defer()
             else:
-                self._send(grads, final=final)
+                self._send(grad_round, final=final)
 
     def delayed_wgrad_done(self) -> None:
         """A delayed weight gradient was computed."""
@@ -256,7 +258,7 @@ class GradRounds:
             self._delayed_in = None
 
     def _end_iteration(self, *, finish: bool = True) -> None:
-        self._due = [grads for grads in self._all if grads.is_left]
+        self._due = [grad_round for grad_round in self._all if grad_round.is_left]
         self._send_due(finish=finish)
 
     def _send_due(self, *, complete: bool = True, finish: bool = True) -> None:
@@ -269,10 +271,10 @@ class GradRounds:
         """
         assert self._due is not None, "the iteration's backwards are over"
         while self._due and not (complete and self._due[0].has_pending):
-            grads = self._due.pop(0)
-            if not grads.delays:  # otherwise .grad may have been set to None before its gradients came
-                self._notice_cleared(grads)
-            self._send(grads, final=True, bounds_pool=finish)
+            grad_round = self._due.pop(0)
+            if not grad_round.delays:  # otherwise .grad may have been set to None before its gradients came
+                self._notice_cleared(grad_round)
+            self._send(grad_round, final=True, bounds_pool=finish)
         if not self._due:
             self._due = None
             if finish:
@@ -285,12 +287,12 @@ class GradRounds:
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
             bucket.grad_shard.publish()
-        reached = [grads for grads in self._all if grads.under_way]
-        self._delayed_in = next((grads.unit.label for grads in reached if grads.delays), None)
-        for grads in reached:
-            grads.move(State.IDLE)
-        for grads in self._all:
-            grads.reset()
+        reached = [grad_round for grad_round in self._all if grad_round.under_way]
+        self._delayed_in = next((grad_round.unit.label for grad_round in reached if grad_round.delays), None)
+        for grad_round in reached:
+            grad_round.move(State.IDLE)
+        for grad_round in self._all:
+            grad_round.reset()
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
             current_stream(self._device).synchronize()  # offloaded: the optimizer reads .grad on the host
         with torch.no_grad():
@@ -319,9 +321,9 @@ class GradRounds:
         self._is_busy = False
         self.trained.clear()
         self._finish_reductions()
-        for grads in self._all:
-            grads.reset()
-            for bucket in grads.buckets:
+        for grad_round in self._all:
+            grad_round.reset()
+            for bucket in grad_round.buckets:
                 bucket.discard_grads()
 
     # ---- ``.grad`` that the program has set to None. ----
@@ -336,30 +338,30 @@ class GradRounds:
     def _notice_all_cleared(self) -> None:
         if self.trained and self.is_clear:
             self.trained.clear()
-        for grads in self._all:
-            if grads.is_left:
-                self._notice_cleared(grads)
+        for grad_round in self._all:
+            if grad_round.is_left:
+                self._notice_cleared(grad_round)
 
-    def _notice_cleared(self, grads: GradRound) -> None:
-        for bucket in grads.buckets:
+    def _notice_cleared(self, grad_round: GradRound) -> None:
+        for bucket in grad_round.buckets:
             if bucket.grad_shard.was_cleared:
                 self.finish_reduction(bucket)
                 bucket.discard_grads()
 
     # ---- One reduction. ----
 
-    def _send(self, grads: GradRound, *, final: bool, bounds_pool: bool = True) -> None:
+    def _send(self, grad_round: GradRound, *, final: bool, bounds_pool: bool = True) -> None:
         """Launch the reductions of a round. In state SENT_INSIDE only those across instances are left.
 
         bounds_pool  gradients that were kept now count for the pool, and the launch waits until the pool is within its
                      bound. False: no wait, because other parts of the model compute meanwhile
         """
-        inside = grads.state is not State.SENT_INSIDE
-        grads.move(State.SENT if final else State.SENT_INSIDE)
-        for bucket in grads.buckets:
+        inside = grad_round.state is not State.SENT_INSIDE
+        grad_round.move(State.SENT if final else State.SENT_INSIDE)
+        for bucket in grad_round.buckets:
             if inside or bucket.reduction.grid.outer_size > 1:
-                kept = grads.delays or bucket.reduces_once
-                self._launch(grads.unit, bucket, bounds_pool=kept and bounds_pool, inside=inside, across=final)
+                kept = grad_round.delays or bucket.reduces_once
+                self._launch(grad_round.unit, bucket, bounds_pool=kept and bounds_pool, inside=inside, across=final)
 
     def _launch(self, unit: Unit, bucket: ShardedBucket, *, bounds_pool: bool, inside: bool, across: bool) -> None:
         if not bucket.is_written:
@@ -401,13 +403,13 @@ class GradRounds:
             return
         bucket.grad_shard.landed()
         self.launcher.wait_for(bucket.grad_bucket)
-        home = bucket.grads.stream  # the memory returns to this stream
+        home = bucket.whole_grads.stream  # the memory returns to this stream
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
         bucket.grad_bucket.reset()
         self._pool.ended(bucket)
         if not bucket.whole_grads_at_rest:
-            bucket.grads.release()
+            bucket.whole_grads.release()
 
     # ---- Checks. ----
 
@@ -424,7 +426,7 @@ class GradRounds:
         if self._is_busy or (self._due is None and self._delayed_in is None):
             return  # a launch has raised: ``begin`` gives the iteration up
         if not all(bucket.grad_shard.is_cleared for bucket in self._buckets):
-            unit = self._delayed_in or next(grads.unit.label for grads in self._all if grads.delays)
+            unit = self._delayed_in or next(grad_round.unit.label for grad_round in self._all if grad_round.delays)
             if self._due is not None:
                 self._send_due(complete=False)  # other ranks wait for these, and then raise as well
             raise delays_left(what, unit)
@@ -434,7 +436,9 @@ class GradRounds:
     def _check_complete(self, caller: str) -> None:
         """Raise ``RuntimeError`` if a backward has failed, or a delayed weight gradient is not computed."""
         if self._is_busy:  # perhaps between two units
-            raise backward_raised(caller, (grads.unit for grads in self._all if grads.state is State.WRITING))
+            raise backward_raised(
+                caller, (grad_round.unit for grad_round in self._all if grad_round.state is State.WRITING)
+            )
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
         self._check_nothing_beside()
 

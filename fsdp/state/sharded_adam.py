@@ -30,7 +30,7 @@ from ...ddp.optimizer.steps import MASTER, REMAINDER, adam_options
 from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.eight_bits import blocks_of
-from ...kernels.optimizer.reference import AdamTensors
+from ...kernels.optimizer.reference import UpdateRow
 from ..tensors.parameter import ShardedParameter
 from .held_state import MOMENTS, STEP, HeldState, flat_of
 from .optimizer_state import params_of, places_of, translate_state_dicts
@@ -329,11 +329,11 @@ class _ShardedAdam(Optimizer):
             self._captured.append(update)
         return update
 
-    def _row(self, param: Tensor, grad: Tensor, group: int) -> AdamTensors:
+    def _row(self, param: Tensor, grad: Tensor, group: int) -> UpdateRow:
         held = self._held[param]
         mine = {key: tensor if key == STEP else tensor.view(-1) for key, tensor in held.on_device.items()}
         remainder = mine.get(REMAINDER)
-        return AdamTensors(
+        return UpdateRow(
             grad,
             mine["exp_avg"],
             mine["exp_avg_sq"],

@@ -2,12 +2,13 @@
 
 All four have the bucket's layout, so that no tensor is copied between layouts::
 
-    shard        [n / shards]   the module's dtype; the sharded parameters are its memory, each with its own version
-    gathered     [n]            the computing dtype; the whole parameters are views of it
-    grads        [n]            the whole parameters' main_grad are views of it
-    grad shard   [n / shards]   the sharded parameters' .grad are views of it
+    shard         [n / shards]   the module's dtype; the sharded parameters are its memory, each with its own version
+    whole_params  [n]            the computing dtype; the whole parameters are views of it
+    whole_grads   [n]            the whole parameters' main_grad are views of it
+    grad_shard    [n / shards]   the sums of gradients; the sharded parameters' .grad are views of them
 
-``gathered`` and ``grads`` have memory only while they are used, unless the placements keep them whole at rest.
+``whole_params`` and ``whole_grads`` have memory only while they are used, unless the placements keep them at rest.
+``unit.py`` says when it comes and goes.
 """
 
 import dataclasses
@@ -97,23 +98,23 @@ class ShardedBucket:
         """[n / shards], the module's dtype."""
         if options.offload_to_cpu:  # pinned host memory
             self.shard = self.shard.cpu().pin_memory()
-        self.gathered = WholeParams(layout.numel, layout.slots[0].spec.param_dtype, device)
+        self.whole_params = WholeParams(layout.numel, layout.slots[0].spec.param_dtype, device)
         self.pairs: tuple[ShardedPair, ...] = tuple(
             [
-                make_pair(entry, slot, self.shard, mine, self.gathered.data, reduction, unit)
+                make_pair(entry, slot, self.shard, mine, self.whole_params.data, reduction, unit)
                 for slot, entry in zip(layout.slots, owned, strict=True)
             ]
         )
         self._shards = [pair.sharded.detach() for pair in self.pairs]
         """The sharded parameters as plain tensors, whose versions are read fast."""
-        self.gathered.params = tuple(pair.whole for pair in self.pairs)
+        self.whole_params.params = tuple(pair.whole for pair in self.pairs)
         self._part = slice(*reduction.range_inside(layout.numel))
-        self._gather_input = self.gathered.data[self._part]  # what this rank brings to the gather
+        self._gather_input = self.whole_params.data[self._part]  # what this rank brings to the gather
         self._instance: Tensor | None = None
         if reduction.scatters_across and reduction.grid.outer_size > 1:
             # That part has shards of several instances. It is gathered across instances only after a change.
             self._instance = torch.empty_like(self._gather_input)
-        self.gathered.release()
+        self.whole_params.release()
         self._gathered_version = -1
         self.gather: ParamGather
         """Made by ``connect``."""
@@ -176,17 +177,21 @@ class ShardedBucket:
     def connect(self, index: int, failures: FailureReporter) -> None:
         """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
         wholes = [pair.whole for pair in self.pairs]
-        self.gathered.refusal = refusal_of_params(self.name)
-        self.gather = ParamGather(self.name, self.gathered.data, wholes, self.reduction.grid, failures, in_graph=True)
+        self.whole_params.refusal = refusal_of_params(self.name)
+        self.gather = ParamGather(
+            self.name, self.whole_params.data, wholes, self.reduction.grid, failures, in_graph=True
+        )
         if not self.trainable:
             return
-        self.grads.refusal = refusal_of_grads(self.name)
+        self.whole_grads.refusal = refusal_of_grads(self.name)
         for pair, record in zip(self.pairs, self.records, strict=True):
             record.name = pair.sharded.shard.name
             record.bucket_index = index
             record.make_room = weak_method(self._make_room)
             record.on_delayed_wgrad = weak_method(self._delayed_wgrad_done)
-        self.grad_bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
+        self.grad_bucket = Bucket(
+            dataclasses.replace(self.layout, index=index), self.whole_grads.data, list(self.records)
+        )
 
     # ---- Parameters. ----
 
@@ -197,13 +202,13 @@ class ShardedBucket:
         """
         if was_read:
             self.gather.flat = self._gather_input = self.gather.flat.new_empty(0)  # lets go of the memory
-            self.gathered.leave([pair.sharded.shard.name for pair in self.pairs])
-            self.gather.flat, self._gather_input = self.gathered.data, self.gathered.data[self._part]
-        self.gathered.release()
+            self.whole_params.leave([pair.sharded.shard.name for pair in self.pairs])
+            self.gather.flat, self._gather_input = self.whole_params.data, self.whole_params.data[self._part]
+        self.whole_params.release()
 
     def fill(self) -> None:
         """Take memory for the whole parameters and copy this rank's shard into its place, before the gather."""
-        self.gathered.take()
+        self.whole_params.take()
         changed, self._gathered_version = self.changed, self._version
         if self._instance is None:
             self._gather_input.copy_(self.shard, non_blocking=True)
@@ -219,7 +224,7 @@ class ShardedBucket:
     @property
     def is_written(self) -> bool:
         """Whole gradients have memory, and no reduction uses it."""
-        return self.grads.resident and self.grad_bucket.phase is Phase.ACCUMULATING
+        return self.whole_grads.resident and self.grad_bucket.phase is Phase.ACCUMULATING
 
     @property
     def is_launched(self) -> bool:
@@ -250,7 +255,7 @@ class ShardedBucket:
         """Discard this rank's gradients of the iteration. The caller has waited for a reduction of them."""
         self.grad_shard.give_up()
         if not self.whole_grads_at_rest:
-            self.grads.release()
+            self.whole_grads.release()
         self.grad_bucket.reset()
         for pair, record in zip(self.pairs, self.records, strict=True):
             forget_failed_backward(pair.whole)
@@ -258,12 +263,12 @@ class ShardedBucket:
             pair.whole.grad = None
 
     def _make_grads(self, owned: Sequence[OwnedParam], dtype: torch.dtype) -> None:
-        self.grads = ReleasableBuffer(self.layout.numel, dtype, self.device)
+        self.whole_grads = ReleasableBuffer(self.layout.numel, dtype, self.device)
         self.records = tuple(
             [
                 GradRecord(
                     slot.spec.name,
-                    self.grads.data[slot.start : slot.end].view(slot.spec.shape),
+                    self.whole_grads.data[slot.start : slot.end].view(slot.spec.shape),
                     first_write_overwrites=True,
                     shared=len(pair.places) > 1,
                 )
@@ -278,7 +283,7 @@ class ShardedBucket:
             self.device,
             weak_method(self._finish_reduction),
         )
-        self.grads.release()
+        self.whole_grads.release()
         here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
         for entry, pair, record in zip(owned, self.pairs, self.records, strict=True):
             attach_lazily(pair.whole, record)

@@ -84,18 +84,20 @@ class GradPool:
 
     def __init__(self, units: "Sequence[Sequence[ShardedBucket]]") -> None:
         self._beside = {bucket: buckets for buckets in units for bucket in buckets}
-        self._limit = max((pool_limit([bucket.grads.nbytes for bucket in buckets]) for buckets in units), default=0)
+        self._limit = max(
+            (pool_limit([bucket.whole_grads.nbytes for bucket in buckets]) for buckets in units), default=0
+        )
         self._launched: list[ShardedBucket] = []  # whose memory a reduction uses, in the order of launches
 
     def to_end_before(self, bucket: "ShardedBucket") -> "Sequence[ShardedBucket]":
         """Return the buckets whose reductions must end before this one takes memory, the oldest first."""
         if bucket not in self._beside:
             return ()
-        written = bucket.grads.nbytes
+        written = bucket.whole_grads.nbytes
         for other in self._beside[bucket]:
-            if other is not bucket and other.grads.resident and other not in self._launched:
-                written += other.grads.nbytes
-        return self._launched[: num_to_end(written, [each.grads.nbytes for each in self._launched], self._limit)]
+            if other is not bucket and other.whole_grads.resident and other not in self._launched:
+                written += other.whole_grads.nbytes
+        return self._launched[: num_to_end(written, [each.whole_grads.nbytes for each in self._launched], self._limit)]
 
     def launched(self, bucket: "ShardedBucket") -> None:
         """A reduction uses the bucket's memory."""

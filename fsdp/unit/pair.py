@@ -32,15 +32,15 @@ def make_pair(
     slot: ParamSlot,
     shard: Tensor,
     mine: Range,
-    gathered: Tensor,
+    whole_params: Tensor,
     reduction: GradReduction,
     unit: str,
 ) -> ShardedPair:
     """The parameter ``entry``, which lies in ``slot`` of its bucket, as views of the bucket's flat tensors.
 
-    shard     [mine.numel] this rank's elements ``mine`` of the bucket
-    gathered  [n] memory of the whole parameters
-    unit      the unit's name, for errors
+    shard         [mine.numel] this rank's elements ``mine`` of the bucket
+    whole_params  [n] memory of the whole parameters
+    unit          the unit's name, for errors
     """
     part = Range(slot.start, slot.end).intersect(mine)
     offset = part.start - mine.start
@@ -57,11 +57,11 @@ def make_pair(
         reduction.grid,
         is_slice(entry.param),
         place=slot.start,
-        bucket_numel=gathered.numel(),
+        bucket_numel=whole_params.numel(),
     )
     # ``.data``: a version of its own tells which parameter a program has written. Autograd must not see a view.
     sharded = make_sharded(shard[offset : offset + part.numel].data, info, entry.param.requires_grad)
-    whole = nn.Parameter(gathered[slot.start : slot.end].view(slot.spec.shape).data, entry.param.requires_grad)
+    whole = nn.Parameter(whole_params[slot.start : slot.end].view(slot.spec.shape).data, entry.param.requires_grad)
     # What torch does not set: Megatron's marks, and the user's attributes.
     marks: dict[str, Any] = dict(entry.param.__dict__)
     whole.__dict__.update(marks)

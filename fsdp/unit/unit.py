@@ -1,6 +1,24 @@
 """``Unit``: the parameters that are gathered together for one module's forward and backward, and freed together.
 
-``iteration/root.py`` tells when that happens.
+Five things of a unit change in an iteration. ``iteration/root.py`` tells when; here is where each one is kept, who
+changes it, and when its memory comes and goes:
+
+===========================  ==============================  ========================================================
+what                         kept in                         changed by
+===========================  ==============================  ========================================================
+memory of whole parameters   ``Unit.gathered``;              ``UnitGathers.gather`` takes it, ``release`` frees it.
+                             ``ShardedBucket.whole_params``  It stays between ``unshard()`` and ``reshard()``, and
+                                                             where placements keep parameters whole
+form that modules register   ``Registration``                ``Root``: ``show_whole`` around a forward,
+                                                             ``show_in_backward`` in a backward; ``unshard()``
+state of the gradients       ``GradRound.state``             ``GradRounds``: ``backward_enters``, ``leave``, ``_finish``
+memory of whole gradients    ``ShardedBucket.whole_grads``;  ``GradRounds.make_room`` takes it at the first write, and
+                             ``Phase`` of each bucket        ``finish_reduction`` frees it. The phase goes from IDLE
+                                                             to ACCUMULATING, REDUCING, REDUCED and IDLE
+sums of the shards           ``GradShard``                   ``claim`` takes memory before a reduction;
+                                                             ``free_if_cleared`` frees it in the first forward after
+                                                             ``zero_grad``
+===========================  ==============================  ========================================================
 """
 
 import weakref

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from .flat_update import FlatUpdate
-from .reference import AdamTensors
+from .reference import UpdateRow
 
 __all__ = ["AdamUpdate"]
 
@@ -29,7 +29,7 @@ class AdamUpdate(FlatUpdate):
 
     def __init__(
         self,
-        tensors: Sequence[AdamTensors],
+        tensors: Sequence[UpdateRow],
         *,
         decoupled: bool = True,
         maximize: bool = False,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..compat import HAS_TRITON, runs_on_triton
 from .eight_bits import BLOCK, blocks_of
-from .reference import AdamTensors, Options, Rule, adam_update_reference
+from .reference import Options, Rule, UpdateRow, update_reference
 
 if HAS_TRITON:
     from .triton_update import TritonUpdate
@@ -45,10 +45,10 @@ class FlatUpdate:
     """The least and the largest number of moments of a row: ``exp_avg``, then ``exp_avg_sq``."""
 
     def __init__(
-        self, tensors: Sequence[AdamTensors], rule: Rule, *, maximize: bool = False, grads_move: bool = False
+        self, tensors: Sequence[UpdateRow], rule: Rule, *, maximize: bool = False, grads_move: bool = False
     ) -> None:
         """
-        tensors     rows, on one device; see ``AdamTensors`` for shapes and dtypes
+        tensors     rows, on one device; see ``UpdateRow`` for shapes and dtypes
         maximize    ascend
         grads_move  each call is given the gradients, for which ``takes`` is True. None is kept, so that their memory
                     may be freed between steps
@@ -106,7 +106,7 @@ class FlatUpdate:
             tensors = self._tensors
             if grads is not None:
                 tensors = tuple(row._replace(grad=grad) for row, grad in zip(tensors, grads, strict=True))
-            adam_update_reference(
+            update_reference(
                 tensors,
                 options,
                 divisor=divisor,
@@ -125,7 +125,7 @@ def _is_number(tensor: Tensor, device: torch.device | None) -> bool:
     return tensor.dim() == 0 and tensor.dtype is torch.float32 and tensor.device == device
 
 
-def _check_row(own: str, moments: tuple[int, int], index: int, row: AdamTensors, device: torch.device) -> None:
+def _check_row(own: str, moments: tuple[int, int], index: int, row: UpdateRow, device: torch.device) -> None:
     """Raise for a row that does not fit.
 
     own      name of the update

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from .flat_update import FlatUpdate
-from .reference import AdamTensors
+from .reference import UpdateRow
 
 __all__ = ["LionUpdate"]
 
@@ -23,5 +23,5 @@ class LionUpdate(FlatUpdate):
 
     moments = (1, 1)
 
-    def __init__(self, tensors: Sequence[AdamTensors], *, maximize: bool = False) -> None:
+    def __init__(self, tensors: Sequence[UpdateRow], *, maximize: bool = False) -> None:
         super().__init__(tensors, "lion", maximize=maximize)

@@ -35,25 +35,25 @@ from .eight_bits import dequantize_moment, quantize_moment
 
 __all__ = [
     "AdamOptions",
-    "AdamTensors",
     "LionOptions",
     "Options",
     "Rule",
     "SGDOptions",
-    "adam_update_reference",
+    "UpdateRow",
     "fma",
     "join_master",
     "power",
     "random_bits",
     "round_stochastically",
     "split_master",
+    "update_reference",
 ]
 
 
 Rule = Literal["adamw", "adam", "sgd", "lion"]
 
 
-class AdamTensors(NamedTuple):
+class UpdateRow(NamedTuple):
     """Consecutive elements [n] of one parameter: one row of the update's table. n may be 0."""
 
     grad: Tensor
@@ -116,8 +116,8 @@ class LionOptions(NamedTuple):
 Options = AdamOptions | SGDOptions | LionOptions
 
 
-def adam_update_reference(
-    tensors: Sequence[AdamTensors],
+def update_reference(
+    tensors: Sequence[UpdateRow],
     options: Sequence[Options],
     *,
     divisor: Tensor | None = None,
@@ -135,7 +135,7 @@ def adam_update_reference(
 
 
 def _update_row(
-    row: AdamTensors,
+    row: UpdateRow,
     options: Options,
     divisor: Tensor | None,
     found_inf: Tensor | None,
@@ -252,7 +252,7 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     return ((param.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
-def _new_master(row: AdamTensors, master: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _new_master(row: UpdateRow, master: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Tensors to write, each with its new values."""
     if row.remainder is None:
         assert row.master is not None, "FlatUpdate has checked the row"

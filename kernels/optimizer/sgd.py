@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from .flat_update import FlatUpdate
-from .reference import AdamTensors
+from .reference import UpdateRow
 
 __all__ = ["SGDUpdate"]
 
@@ -28,5 +28,5 @@ class SGDUpdate(FlatUpdate):
 
     moments = (0, 1)
 
-    def __init__(self, tensors: Sequence[AdamTensors], *, maximize: bool = False) -> None:
+    def __init__(self, tensors: Sequence[UpdateRow], *, maximize: bool = False) -> None:
         super().__init__(tensors, "sgd", maximize=maximize)

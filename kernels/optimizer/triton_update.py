@@ -9,7 +9,7 @@ from torch import Tensor
 from ..compat import device_of
 from ..triton_support import Launches, kinds_of
 from .eight_bits import BLOCK, code_table
-from .reference import AdamTensors, Options, Rule, power
+from .reference import Options, Rule, UpdateRow, power
 from .triton_kernels import NUM_SCALARS, elements_kernel, steps_kernel
 
 __all__ = ["TritonUpdate"]
@@ -33,7 +33,7 @@ _KINDS = {None: "", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16
 class TritonUpdate:
     """``FlatUpdate`` of rows that it has checked, by a launch for steps, torch's for powers, and one for each form."""
 
-    def __init__(self, tensors: Sequence[AdamTensors], rule: Rule, maximize: bool, grads_move: bool = False) -> None:
+    def __init__(self, tensors: Sequence[UpdateRow], rule: Rule, maximize: bool, grads_move: bool = False) -> None:
         # What the table points to is kept.
         self._rows = [row._replace(grad=row.grad.new_empty(0)) for row in tensors] if grads_move else tensors
         self._device = tensors[0].grad.device
@@ -126,14 +126,14 @@ class TritonUpdate:
         return made
 
 
-def _fields(row: AdamTensors, slot: int) -> list[int]:
+def _fields(row: UpdateRow, slot: int) -> list[int]:
     """The row of the table: 12 integers, of which the kernels read some by number."""
     tensors = row.grad, row.exp_avg, row.exp_avg_sq, row.master, row.param, row.remainder
     addresses = [0 if each is None else each.data_ptr() for each in (*tensors, row.exp_avg_scale, row.exp_avg_sq_scale)]
     return [row.grad.numel(), *addresses, row.first, row.key & 0xFFFFFFFF, slot]
 
 
-def _chunks_by_form(tensors: Sequence[AdamTensors]) -> dict[tuple[str, str, str, str, bool], list[tuple[int, int]]]:
+def _chunks_by_form(tensors: Sequence[UpdateRow]) -> dict[tuple[str, str, str, str, bool], list[tuple[int, int]]]:
     """For each set of dtypes and alignment: the row and the number within the row of each chunk."""
     forms: dict[tuple[str, str, str, str, bool], list[tuple[int, int]]] = {}
     chunk = CHUNK_BLOCKS * BLOCK

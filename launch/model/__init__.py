@@ -1,4 +1,4 @@
-"""The GPT that configured runs train: dense or with experts.
+"""The models that configured runs train: the GPT, dense or with experts, and those of Hugging Face.
 
-Imports ``config``.
+Imports ``config``, ``parallelizing``, ``safetensors_io.py`` and ``te_integration``.
 """

@@ -1,4 +1,4 @@
 """``maingrad plan``: computes, from shapes alone, what a run allocates and sends.
 
-Imports ``config`` and ``model``.
+Imports ``training`` and what it imports.
 """

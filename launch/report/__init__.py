@@ -1,4 +1,4 @@
 """Pictures, tables and digests of what runs and benchmarks have recorded.
 
-Imports ``config``, ``plan`` and ``training``'s records.
+Imports ``config``, ``data``, ``plan`` and ``training``.
 """

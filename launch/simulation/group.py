@@ -1,6 +1,9 @@
 """The process group of a simulated rank and the work handles of its operations, for ``torch.distributed``.
 
 Every rank has its own `SimulatedProcessGroup` for each group. ``meeting.py`` has the state that a group's ranks share.
+
+A collective that tests on simulated ranks are to see needs a method here, of the name that torch.distributed calls, and
+a function in ``collectives.py`` that says what the collective does to tensors.
 """
 
 # mypy: disable-error-code="override"

@@ -1,4 +1,4 @@
 """``maingrad train``: the training loop, its wrappers, its records and its checkpoints.
 
-Imports ``config``, ``data`` and ``model``.
+Imports ``config``, ``data``, ``model`` and ``parallelizing``.
 """

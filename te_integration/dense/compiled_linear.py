@@ -87,7 +87,7 @@ def compiled_linear(
     """``y = x W^T + b``, inside a graph; ``ProductUse.multiply`` has the shapes and dtypes.
 
     key      of the module: ``WgradHandle.key``
-    product  the number that the module's ``deliver_wgrad`` gets
+    product  index of the product in the module, for ``WgradHandle.deliver``
     recipe   by its ``number_of``; -1: none
     """
     input = cast(input, dtype_of_products(input))

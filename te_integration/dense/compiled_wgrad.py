@@ -174,7 +174,7 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         places = use.target.resolve(mine)
         unwritten = [want and place is None for want, place in zip(mine, places, strict=True)]
         if True in unwritten:  # FSDP2 has no accumulator, and takes ``.grad`` after this graph
-            gradients = use.product.gradients(unwritten, weights[0].dtype, *operands)
+            gradients = use.wgrad.gradients(unwritten, weights[0].dtype, *operands)
             for weight, gradient in zip(weights, gradients, strict=True):
                 if gradient is not None:
                     add_to_grad(weight, gradient, None)

@@ -75,7 +75,7 @@ class _Brought:
     recipe_of_forward: Callable[["LinearModule", Tensor], Any]
     """The recipe of a forward of this input; None: there is none. Of ``quantized_linear.py``."""
     execution_under_recipe: Callable[..., Execution]
-    """``LinearModule.execution`` under a recipe, which comes first. Of ``quantized_linear.py``."""
+    """``LinearModule.execution`` under a recipe, which is the first argument. Of ``quantized_linear.py``."""
     execution_in_trace: Callable[..., Execution]
     """``LinearModule.execution`` in code that a compiler traces. Of ``compiled_linear.py``."""
     name_for_graphs: Callable[["LinearModule"], None]
@@ -310,7 +310,8 @@ class Linear(SplitLinear, nn.Linear):
 class ProductUse:
     """The ``Execution`` of a fused or delayed product: all but its tensors. Forwards with equal options share one.
 
-    weights              of the product, for which ``product`` computes the gradients
+    weights              of the product
+    wgrad                computes their gradients
     names                of the weights in error messages
     owner                name of the module in error messages
     fused                each weight gradient is one GEMM into the weight's ``main_grad``. False, with a ``queue``: it
@@ -328,17 +329,17 @@ class ProductUse:
         "only_save",
         "owner",
         "packed",
-        "product",
         "save_original_input",
         "target",
         "transposed",
+        "wgrad",
     )
 
     def __init__(
         self,
         weights: Sequence[Tensor],
         names: Sequence[str],
-        product: WgradProduct,
+        wgrad: WgradProduct,
         owner: str,
         *,
         fused: bool = True,
@@ -349,17 +350,17 @@ class ProductUse:
     ) -> None:
         self.owner, self.fused, self.transposed = owner, fused, transposed
         self.save_original_input, self.only_save = save_original_input, only_save
-        self.product = product
+        self.wgrad = wgrad
         self.packed = weights[0].dim() == 3
         """All experts' weights are one [E, N, K]."""
         self.captured = targets.captured
         """The capture that this object was made in; None: none."""
-        self.target = targets.choose_target(weights, names, product, owner, fused=fused, queue=queue)
+        self.target = targets.choose_target(weights, names, wgrad, owner, fused=fused, queue=queue)
 
     def serves(self, weights: Sequence[Tensor], queue: WgradQueue | None) -> bool:
         """Whether a forward of these weights, delayed into ``queue`` or not, may reuse this object."""
         same = self.captured is targets.captured and self.target.serves(weights, queue)
-        return same and self.product.fits(weights)
+        return same and self.wgrad.fits(weights)
 
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """``y = x W^T + b``. Backward: ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` as the options say.
@@ -392,8 +393,8 @@ class _FusedLinear(torch.autograd.Function):
         *weights, bias = weights_and_bias
         x = cast(input, dtype)
         needs_dw = True in ctx.needs_input_grad[3:-1]
-        # Step 2 of docs/by_hand.py, here 2.3: what the two products of backward need is saved. Weights are left out
-        # where no dx is wanted: they may then change in place before backward.
+        # Step 2.3 of docs/by_hand.py: what the two products of backward need is saved. Weights are left out where no
+        # dx is wanted: they may then change in place before backward.
         ctx.save_for_backward(input if needs_dw else None, *(weights if ctx.needs_input_grad[0] else ()))
         ctx.use = use
         # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
@@ -418,7 +419,7 @@ class _FusedLinear(torch.autograd.Function):
             dx = cast(input_grad(dy, weights, transposed=use.transposed), ctx.input_dtype)
         dy_rows = rows_of(dy)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        # Step 3 of docs/by_hand.py, here 3.4 and 3.5: the weight gradients, into main_grad or to autograd.
+        # Step 3.4 of docs/by_hand.py, and 3.5: the weight gradients, into main_grad or to autograd.
         if x is None:
             return (dx, None, None, *[None] * len(needs_dw), db)
         x_rows = cast(rows_of(x), dy.dtype)
@@ -450,14 +451,14 @@ def weight_grads(
 ) -> list[Tensor | None]:
     """What backward returns for each weight of a product; gradients that have a place are delivered there.
 
-    operands  what ``ctx.use.product`` takes
+    operands  what ``ctx.use.wgrad`` takes
     """
     use: ProductUse = ctx.use
     results: list[Tensor | None] = [None] * len(wanted)
     if None in places:
         returned = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
         if True in returned:
-            results = use.product.gradients(returned, ctx.weight_dtype, *operands)
+            results = use.wgrad.gradients(returned, ctx.weight_dtype, *operands)
     if not any(places):
         return results
     # The nested backward of a reentrant recompute counts as part of the backward around it.

@@ -37,9 +37,9 @@ def compiled_grouped_linear(
     """``y[t] = x[t] W_e^T + s[t] b_e``, inside a graph; ``fused_grouped_linear`` has the shapes and dtypes.
 
     weights, biases  E tensors each, or one packed tensor; no biases: an empty sequence
-    key              of the module whose ``deliver_wgrad`` writes the weight gradients, ``WgradHandle.key``; None:
-                     autograd delivers them
-    product          the number that ``deliver_wgrad`` gets
+    key              of the module, ``WgradHandle.key``, by which ``WgradHandle.deliver`` writes the weight gradients;
+                     None: autograd delivers them
+    product          index of the product in the module
     transposed       see ``ProductUse``
     """
     rows = cast(rows, dtype_of_products(rows))

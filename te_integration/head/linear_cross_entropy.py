@@ -282,8 +282,8 @@ def _function_losses(
     terms: LossTerms,
     chunk_tokens: int,
 ) -> Tensor:
-    product, fused = HeadWgrad((weight,)), _goes_into_main_grad(weight)
-    use = ProductUse((weight,), ("weight",), product, "linear_cross_entropy", fused=fused)
+    wgrad, fused = HeadWgrad((weight,)), _goes_into_main_grad(weight)
+    use = ProductUse((weight,), ("weight",), wgrad, "linear_cross_entropy", fused=fused)
     return _losses_by(use, rows, weight, bias, targets, announced, terms, chunk_tokens)
 
 

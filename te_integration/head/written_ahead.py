@@ -86,7 +86,7 @@ def write_ahead(use: ProductUse, operands: tuple[object, ...]) -> Tensor:
     assert place is not None and record is not None, "the caller asks can_write_in_forward"
     token = torch.empty(1, dtype=torch.uint8, device="cpu")
     overwrite = _open_ahead(record, token)
-    use.product.accumulate([place.accumulator], [overwrite], *operands)
+    use.wgrad.accumulate([place.accumulator], [overwrite], *operands)
     return token
 
 

@@ -213,7 +213,7 @@ def sharded(placements: str = "zero3", **options: Any) -> Any:
 
 
 def pools_of(model: Any) -> set[Any]:
-    return {bucket.gathered.pool for bucket in root_of(model).buckets}
+    return {bucket.whole_params.pool for bucket in root_of(model).buckets}
 
 
 @pytest.fixture

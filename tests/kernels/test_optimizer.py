@@ -16,14 +16,14 @@ from maingrad.kernels.optimizer.eight_bits import dequantize_moment, quantize_mo
 from maingrad.kernels.optimizer.lion import LionUpdate
 from maingrad.kernels.optimizer.reference import (
     AdamOptions,
-    AdamTensors,
     LionOptions,
     Rule,
     SGDOptions,
-    adam_update_reference,
+    UpdateRow,
     fma,
     join_master,
     split_master,
+    update_reference,
 )
 from maingrad.kernels.optimizer.sgd import SGDUpdate
 
@@ -46,7 +46,7 @@ FORMS = [  # dtypes of gradients and moments, and the form of the parameter
 
 def rows_of(
     grad: torch.dtype, moment: torch.dtype, form: str, device: str = "cpu", lengths: Sequence[int] = LENGTHS
-) -> list[AdamTensors]:
+) -> list[UpdateRow]:
     """Rows of two groups and two steps; of every other one no address is a multiple of 16."""
     generator = torch.Generator().manual_seed(0)
     count = sum(lengths)
@@ -76,11 +76,11 @@ def rows_of(
         if index % 2:
             moved = {name: torch.cat((value[:1], value))[1:] for name, value in moved.items()}
         full = {"master": None, **moved}
-        rows.append(AdamTensors(step=steps[index % 2], first=512 * index, key=77 + index, group=index // 2 % 2, **full))
+        rows.append(UpdateRow(step=steps[index % 2], first=512 * index, key=77 + index, group=index // 2 % 2, **full))
     return rows
 
 
-def copies(rows: Sequence[AdamTensors], device: str | None = None) -> list[AdamTensors]:
+def copies(rows: Sequence[UpdateRow], device: str | None = None) -> list[UpdateRow]:
     copied: dict[int, Tensor] = {}
 
     def copy(value: Any) -> Any:
@@ -90,15 +90,15 @@ def copies(rows: Sequence[AdamTensors], device: str | None = None) -> list[AdamT
             copied[id(value)] = value.clone().to(device or value.device)
         return copied[id(value)]
 
-    return [AdamTensors(*map(copy, row)) for row in rows]
+    return [UpdateRow(*map(copy, row)) for row in rows]
 
 
-def launched(rows: Sequence[AdamTensors], rule: Rule = "adamw", maximize: bool = False) -> Callable[..., None]:
+def launched(rows: Sequence[UpdateRow], rule: Rule = "adamw", maximize: bool = False) -> Callable[..., None]:
     update = TritonUpdate(rows, rule, maximize)
     return lambda options, divisor=None, found_inf=None: update(options, divisor, found_inf)
 
 
-def assert_same(rows: Sequence[AdamTensors], expected: Sequence[AdamTensors]) -> None:
+def assert_same(rows: Sequence[UpdateRow], expected: Sequence[UpdateRow]) -> None:
     for index, (row, other) in enumerate(zip(rows, expected, strict=True)):
         for name, value in row._asdict().items():
             if isinstance(value, Tensor):
@@ -107,7 +107,7 @@ def assert_same(rows: Sequence[AdamTensors], expected: Sequence[AdamTensors]) ->
                 assert torch.equal(mine, wanted), f"{name} of row {index}"
 
 
-def differ(rows: Sequence[AdamTensors], others: Sequence[AdamTensors]) -> bool:
+def differ(rows: Sequence[UpdateRow], others: Sequence[UpdateRow]) -> bool:
     return any(
         not torch.equal(value, other)
         for row, theirs in zip(rows, others, strict=True)
@@ -124,7 +124,7 @@ def test_without_eps_what_has_no_gradient_becomes_nan_as_in_torch(device: str) -
     rows = rows_of(torch.float32, torch.float32, "none", device, lengths=[300])
     expected = copies(rows)
     launched(rows)([AdamOptions(1e-3, 0.9, 0.999, 0.0, 0.1)])
-    adam_update_reference(expected, [AdamOptions(1e-3, 0.9, 0.999, 0.0, 0.1)])
+    update_reference(expected, [AdamOptions(1e-3, 0.9, 0.999, 0.0, 0.1)])
     master, theirs = rows[0].master, expected[0].master
     assert master is not None and theirs is not None
     assert master[::7].isnan().all() and master.isnan().sum() == len(master[::7])
@@ -143,7 +143,7 @@ def test_kernel_is_the_reference_bit_for_bit(device: str, form: tuple[torch.dtyp
     update = launched(rows, **signs)
     for _ in range(3):
         update(OPTIONS, divisor)
-        adam_update_reference(expected, OPTIONS, divisor=divisor, **signs)
+        update_reference(expected, OPTIONS, divisor=divisor, **signs)
     assert_same(rows, expected)
     assert differ(rows, before) and [row.step.item() for row in rows[:2]] == [6.0, 3.0]
 
@@ -170,7 +170,7 @@ def test_kernels_of_sgd_and_lion(device: str, rule: Rule, form: tuple[torch.dtyp
     for skipped in (0.0, 1.0, 0.0, 0.0):
         found_inf = torch.tensor(skipped, device=device)
         update(options, divisor, found_inf)
-        adam_update_reference(expected, options, divisor=divisor, found_inf=found_inf, rule=rule, maximize=maximize)
+        update_reference(expected, options, divisor=divisor, found_inf=found_inf, rule=rule, maximize=maximize)
     assert_same(rows, expected)
     assert differ(rows, before) and [row.step.item() for row in rows[:2]] == [6.0, 3.0]
 
@@ -187,7 +187,7 @@ def test_bits_of_torchs_fused_sgd(momentum: float, nesterov: bool) -> None:
     param = torch.nn.Parameter(torch.randn(100_000, device="cuda", generator=generator))
     theirs = torch.optim.SGD([param], **options._asdict(), fused=True)
     buffer = torch.zeros_like(param.detach()) if momentum else None
-    row = AdamTensors(torch.empty(100_000, device="cuda"), buffer, None, torch.zeros((), device="cuda"))
+    row = UpdateRow(torch.empty(100_000, device="cuda"), buffer, None, torch.zeros((), device="cuda"))
     row = row._replace(master=param.detach().clone())
     ours = SGDUpdate([row])
     for _ in range(20):
@@ -209,7 +209,7 @@ def test_where_torchs_fused_adam_rounds_its_decay_twice() -> None:
     param = torch.nn.Parameter(torch.randn(1 << 20, device="cuda", generator=generator))
     theirs = torch.optim.Adam([param], lr=1e-3, weight_decay=0.1, fused=True)
     moments = torch.zeros(2, 1 << 20, device="cuda")
-    row = AdamTensors(torch.empty(1 << 20, device="cuda"), *moments, torch.zeros((), device="cuda"))
+    row = UpdateRow(torch.empty(1 << 20, device="cuda"), *moments, torch.zeros((), device="cuda"))
     row = row._replace(master=param.detach().clone())
     row.grad.normal_(generator=generator)
     param.grad = row.grad.clone()
@@ -246,7 +246,7 @@ def test_gradients_may_move_and_are_not_kept(device: str, launches: bool) -> Non
             update.move_grads(grads)
             update(OPTIONS, None, None)
         theirs = [row._replace(grad=grad) for row, grad in zip(expected, grads, strict=True)]
-        adam_update_reference(theirs, OPTIONS)
+        update_reference(theirs, OPTIONS)
         seen += [weakref.ref(grad) for grad in grads]
         del grads, theirs
     assert_same(rows, [row._replace(grad=torch.empty(0)) for row in expected])
@@ -262,7 +262,7 @@ def test_options_that_change_and_a_learning_rate_in_a_tensor(device: str) -> Non
     for beta1, lr in ((0.9, rate), (0.9, rate), (0.5, 1e-3), (0.5, rate), (0.5, rate), (0.5, 0.0)):
         options = [AdamOptions(lr, beta1, 0.99, 1e-8, 0.1)]
         update(options)
-        adam_update_reference(expected, options)
+        update_reference(expected, options)
         rate *= 0.7  # the next call reads it
     assert_same(rows, expected)
 
@@ -359,7 +359,7 @@ def test_steps_of_torchs_optimizer_on_a_cpu(dtype: torch.dtype, fused: bool, dec
     make = torch.optim.AdamW if decoupled else torch.optim.Adam
     theirs = make([param], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, fused=fused)
     exp_avg, exp_avg_sq = torch.zeros(2, 3000, dtype=dtype)
-    row = AdamTensors(torch.zeros_like(start), exp_avg, exp_avg_sq, torch.tensor(0.0), start)
+    row = UpdateRow(torch.zeros_like(start), exp_avg, exp_avg_sq, torch.tensor(0.0), start)
     ours = AdamUpdate([row], decoupled=decoupled)
     for _ in range(20):
         row.grad.normal_(generator=generator)
@@ -471,7 +471,7 @@ def test_nan_and_infinity_of_gradients_show(device: str, form: tuple[torch.dtype
     rows[0].grad[5], rows[0].grad[900] = float("nan"), float("inf")
     expected = copies(rows)
     launched(rows)(OPTIONS)
-    adam_update_reference(expected, OPTIONS)
+    update_reference(expected, OPTIONS)
     for row in (*rows, *expected):
         assert row.param[5].isnan() and row.param[900].isnan()
         assert not row.param[1000:].isnan().any()
@@ -526,7 +526,7 @@ def test_masters_that_are_parameters() -> None:
 def test_rows_that_do_not_fit_are_refused() -> None:
     (row,) = rows_of(torch.float32, torch.float32, "bf16", lengths=[600])
     (bits,) = rows_of(torch.float32, torch.uint8, "remainder", lengths=[600])
-    wrong: list[tuple[AdamTensors, type[Exception], str]] = [
+    wrong: list[tuple[UpdateRow, type[Exception], str]] = [
         (row._replace(exp_avg=row.exp_avg[1:]), ValueError, "exp_avg of row 0"),
         (row._replace(grad=torch.randn(1200)[::2]), ValueError, "grad of row 0"),
         (row._replace(grad=row.grad.double()), TypeError, "grad of row 0"),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.eight_bits import code_table, dequantize_moment, quantize_moment
-from maingrad.kernels.optimizer.reference import AdamOptions, AdamTensors, random_bits, round_stochastically
+from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow, random_bits, round_stochastically
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_a_second_moment_in_bf16_decays() -> None:
     """0.999 of a bf16 number rounds to itself: only random roundings follow the average."""
     count, steps = 20_000, 200
     exp_avg, exp_avg_sq = torch.zeros(count).bfloat16(), torch.ones(count).bfloat16()
-    row = AdamTensors(torch.zeros(count), exp_avg, exp_avg_sq, torch.tensor(0.0), torch.zeros(count), key=3)
+    row = UpdateRow(torch.zeros(count), exp_avg, exp_avg_sq, torch.tensor(0.0), torch.zeros(count), key=3)
     update = AdamUpdate([row])
     for _ in range(steps):
         update([AdamOptions(0.0, 0.9, 0.999, 1e-8, 0.0)])
@@ -182,7 +182,7 @@ def test_training_with_8_bit_moments_goes_the_way_of_fp32() -> None:
         moments, scales = [torch.zeros(600, dtype=moment) for _ in range(2)], [None, None]
         if moment is torch.uint8:
             scales = [torch.zeros(3), torch.zeros(3)]
-        update = AdamUpdate([AdamTensors(grad, *moments, torch.tensor(0.0), weight, None, None, *scales)])
+        update = AdamUpdate([UpdateRow(grad, *moments, torch.tensor(0.0), weight, None, None, *scales)])
         for _ in range(150):
             torch.mv(inputs.T, inputs @ weight - target, out=grad)
             update([AdamOptions(3e-3, 0.9, 0.95, 1e-8, 0.0)], divisor=torch.tensor(512.0))

@@ -4,6 +4,8 @@ The reference holds one fp32 master for each parameter and one optimizer of each
 up by hand.
 """
 
+import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,26 @@ def test_schedules_act_on_the_groups_of_all_classes() -> None:
         assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_by_masters_whose_number_differs_between_ranks(norm_type: float) -> None:
+    """As Lightning clips, over ``param_groups``."""
+
+    def on_each_rank(clips: bool) -> tuple[int, Tensor, Tensor]:
+        ddp, optimizer = build(torch.float32, SELECTED)
+        backward(ddp, 0, torch.float32)
+        masters = [param for group in optimizer.param_groups for param in group["params"]]
+        given = masters if clips else list(ddp.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(given, 1e-3, norm_type)
+        return len(masters), norm, torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0, norm_type)
+
+    ours, expected = simulate(on_each_rank, 2, True), simulate(on_each_rank, 2, False)
+    assert len({count for count, _, _ in ours}) == 2
+    for (_, norm, clipped), (_, whole, by_params) in zip(ours, expected, strict=True):
+        torch.testing.assert_close(norm, whole)
+        torch.testing.assert_close(clipped, by_params)
+        torch.testing.assert_close(clipped.item(), 1e-3, rtol=1e-2, atol=0)
+
+
 def test_state_dicts_of_all_classes() -> None:
     def on_each_rank() -> dict[str, Tensor]:
         ddp, optimizer = build(BF16, ZERO1)
@@ -186,6 +208,20 @@ def test_state_dicts_of_all_classes() -> None:
     expected = stock(BF16, 3)
     for ours in simulate(on_each_rank, 3):
         assert_same(ours, expected)
+
+
+def test_state_of_torchs_muon_is_taken() -> None:
+    """Its groups have no ``split``."""
+    theirs, ours = ({"params": "3.weight", "optimizer": cls, "ns_steps": 3} for cls in (optim.Muon, Muon))
+    ddp, optimizer = build(torch.float32, {}, {"param_groups": [theirs]})
+    train(ddp, optimizer, torch.float32, range(2))
+    other, its = build(torch.float32, {}, {"param_groups": [ours]})
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same(weights(other), weights(ddp))
+    train(ddp, optimizer, torch.float32, range(2, 3))
+    train(other, its, torch.float32, range(2, 3))
+    for name, weight in weights(other).items():  # torch rounds to bf16
+        torch.testing.assert_close(weight, weights(ddp)[name], rtol=0, atol=1e-4)
 
 
 @pytest.mark.in_turn
@@ -290,6 +326,33 @@ def test_compact_state_of_the_other_class() -> None:
     (compact,) = simulate(trained, 1, BF16, SELECTED, exact, 3)
     for name, weight in compact.items():  # bf16 parameters are masters rounded half up, in place of half to even
         torch.testing.assert_close(weight, full[name], rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_two_classes_with_compact_state_in_one_bucket(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A load of one class's state leaves the other's parameters and remainders as they were loaded."""
+    options = {
+        "param_groups": [{"params": "*.bias", "optimizer": Lion, "lr": 0.01}],
+        "state": "compact",
+        "moment_dtype": torch.float32,
+    }
+
+    def masters(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
+        return {held.name: held.master.clone() for held in optimizer.full_slices()}
+
+    def on_each_rank() -> None:
+        ddp, optimizer = build(dtype, {"use_distributed_optimizer": True}, options)
+        train(ddp, optimizer, dtype, range(3))
+        save_checkpoint(tmp_path / "saved", ddp, optimizer)
+        loaded, its = build(dtype, {"use_distributed_optimizer": True}, options)
+        load_checkpoint(tmp_path / "saved", loaded, its)
+        restored, theirs = build(dtype, {"use_distributed_optimizer": True}, options)
+        theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for model, other in ((loaded, its), (restored, theirs)):
+            assert_same(weights(model), weights(ddp))
+            assert_same(masters(other), masters(optimizer))
+
+    simulate(on_each_rank, 2)
 
 
 def test_only_selected_parameters_are_kept_whole() -> None:

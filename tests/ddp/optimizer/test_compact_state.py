@@ -12,7 +12,7 @@ import maingrad
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from maingrad.kernels.optimizer.adamw import AdamUpdate
-from maingrad.kernels.optimizer.reference import AdamOptions, AdamTensors, split_master
+from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow, split_master
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import load_safetensors, save_safetensors
 
@@ -62,7 +62,7 @@ class Masters:
 
     def step(self, optimizer: DistributedOptimizer, grads: dict[str, Tensor], divisor: Tensor | None) -> None:
         rows = [
-            AdamTensors(grads[name], *self.moments[name], self.steps[name], master, None, None, None, None)
+            UpdateRow(grads[name], *self.moments[name], self.steps[name], master, None, None, None, None)
             for name, master in self.masters.items()
         ]
         group = optimizer.param_groups[0]

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Muon, muon_groups
-from maingrad.te_integration import GroupedLinear, LayerNormMLP, Linear
+from maingrad.launch.config.model import ModelConfig
+from maingrad.launch.model.gpt import GPT
+from maingrad.te_integration import GroupedLinear, GroupedMLP, LayerNormMLP, Linear, convert_linears
 
 
 class Experts(nn.Module):
@@ -88,6 +90,81 @@ def test_fused_matrices_have_parts() -> None:
         muon_groups(Fused(), split={"*kqv*": 3})
 
 
+def test_gated_weights_of_our_modules_have_halves() -> None:
+    gated = nn.ModuleDict(
+        {
+            "plain": LayerNormMLP(16, 32),
+            "gated": LayerNormMLP(16, 32, activation="swiglu"),
+            "experts": GroupedMLP(2, 16, 32),
+            "packed": GroupedMLP(2, 16, 32, single_grouped_weight=True),
+        }
+    )
+    parts = {name: group["split"] for group in muon_groups(gated).groups for name in group["params"]}
+    assert {name for name, each in parts.items() if each == 2} == {
+        "gated.fc1_weight",
+        "experts.fc1_weight0",
+        "experts.fc1_weight1",
+        "packed.fc1_weight",
+    }
+    assert parts["plain.fc1_weight"] == parts["packed.fc2_weight"] == 1
+
+
+def test_routers_that_hold_a_linear_layer() -> None:
+    sizes: Any = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "vocab_size": 64}
+    experts: Any = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 32}
+    model = GPT(ModelConfig(**sizes, **experts))
+    split = {"*.qkv.*": [16, 8, 8]}
+    found = muon_groups(model, split=split)
+    (router,) = [name for name in found.left_out if "router" in name]
+    assert found.left_out[router] == "of a router: routers=True takes it"
+    assert router in muon_groups(model, split=split, routers=True).matrices
+
+
+class Positions(nn.Module):
+    """Few characters, and tables of positions: rows as many as a hidden layer's, and [1, tokens, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(10, 16)
+        self.positions = nn.Embedding(32, 16)
+        self.learned = nn.Parameter(torch.zeros(1, 32, 16))
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+        self.to_characters = nn.Linear(16, 10)
+
+
+def test_tables_of_positions() -> None:
+    found = muon_groups(Positions())
+    assert set(found.matrices) == {"up.weight", "down.weight"}
+    assert found.left_out["to_characters.weight"] == "of the head"
+    assert found.left_out["learned"] == "not of a linear layer, but of Positions"
+
+
+def test_rows_of_a_known_head_are_those_of_other_matrices_too() -> None:
+    """No other matrix is the head, though it has as many rows as the vocabulary."""
+    model = nn.ModuleDict({"embedding": nn.Embedding(48, 16), "qkv": nn.Linear(16, 48), "lm_head": nn.Linear(16, 48)})
+    assert muon_groups(model).matrices == ("qkv.weight",)
+    tied = nn.ModuleDict({"embedding": nn.Embedding(48, 16), "qkv": nn.Linear(16, 48), "last": nn.Linear(16, 48)})
+    tied["last"].weight = tied["embedding"].weight
+    assert muon_groups(tied).matrices == ("qkv.weight",)
+
+
+def test_matrices_with_rows_of_inputs() -> None:
+    """Parts of these lie beside each other: halves of rows would cut each part."""
+    transformers = pytest.importorskip("transformers")
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    experts: Any = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **heads, **experts))
+    for converted in (False, True):
+        if converted:
+            convert_linears(model)
+        with pytest.raises(ValueError, match=r"gate_up_proj' \[4, 16, 32\] seems to be several matrices"):
+            muon_groups(model)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=64))
+    assert muon_groups(model).left_out["transformer.h.0.mlp.c_fc.weight"].startswith("of transformers' Conv1D")
+
+
 def test_hugging_face_models() -> None:
     transformers = pytest.importorskip("transformers")
     sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
@@ -106,6 +183,7 @@ def test_groups_go_to_the_optimizer(sharded: bool) -> None:
     muon = muon_groups(net, lr=0.02)
     kept: Any = {"use_distributed_optimizer": True, "keep_params_whole": muon.matrices} if sharded else {}
     model = DistributedDataParallel(net, DistributedDataParallelConfig(**kept))
+    assert muon_groups(model, lr=0.02) == muon
     optimizer = DistributedOptimizer(model, lr=0.01, param_groups=muon.groups)
     before = [param.detach().clone() for param in net.parameters()]
     model(torch.randn(4, 16)).square().mean().backward()

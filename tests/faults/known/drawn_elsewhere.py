@@ -14,7 +14,7 @@ FAULTS = [
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._check_complete",
                 "if self._is_busy:",
-                "if any(grads.state is State.WRITING for grads in self._all):",
+                "if any(grad_round.state is State.WRITING for grad_round in self._all):",
             ),
         ],
     ),

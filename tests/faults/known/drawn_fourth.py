@@ -15,7 +15,7 @@ FAULTS = [
             "tests/fsdp/iteration/test_delayed_units.py::test_modules_that_get_a_queue_of_their_own_after_they_were_sharded"
         ],
         changes=[
-            Change("maingrad.fsdp.iteration.rounds", "GradRounds.leave", "if grads.has_pending:", "if False:"),
+            Change("maingrad.fsdp.iteration.rounds", "GradRounds.leave", "if grad_round.has_pending:", "if False:"),
         ],
     ),
     Fault(

@@ -74,9 +74,9 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.leave",
-                "for bucket in grads.buckets:",
+                "for bucket in grad_round.buckets:",
                 """
-                for bucket in grads.buckets:
+                for bucket in grad_round.buckets:
                     for record in bucket.records:
                         record.written = False
                 """,

@@ -59,8 +59,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._end_iteration",
-                "grads.is_left",
-                "grads.is_left and grads.delays",
+                "grad_round.is_left",
+                "grad_round.is_left and grad_round.delays",
             ),
         ],
     ),
@@ -101,7 +101,7 @@ FAULTS = [
                 """,
                 """
                 if self._due is None:
-                    self._due = [grads for grads in self._all if grads.is_left]
+                    self._due = [grad_round for grad_round in self._all if grad_round.is_left]
                 self._send_due()
                 """,
             ),
@@ -120,11 +120,11 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.leave",
-                "for bucket in grads.buckets:",
+                "for bucket in grad_round.buckets:",
                 """
-                for bucket in grads.buckets:
+                for bucket in grad_round.buckets:
                     bucket.grad_bucket.reset()
-                    bucket.grads.release()
+                    bucket.whole_grads.release()
                 """,
             ),
         ],
@@ -142,8 +142,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.leave",
-                "if grads.delays or (grads.buckets[0].reduces_once and not final):",
-                "if grads.delays:",
+                "if grad_round.delays or (grad_round.buckets[0].reduces_once and not final):",
+                "if grad_round.delays:",
             ),
         ],
     ),
@@ -164,8 +164,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._end_iteration",
-                "self._due = [grads for grads in self._all if grads.is_left]",
-                "self._due = [grads for grads in self._all if grads.state is not State.IDLE]",
+                "self._due = [grad_round for grad_round in self._all if grad_round.is_left]",
+                "self._due = [grad_round for grad_round in self._all if grad_round.state is not State.IDLE]",
             ),
         ],
     ),

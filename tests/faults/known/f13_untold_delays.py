@@ -106,11 +106,11 @@ FAULTS = [
                 "GradRounds._send_due",
                 """
                 while self._due and not (complete and self._due[0].has_pending):
-                    grads = self._due.pop(0)
+                    grad_round = self._due.pop(0)
                 """,
                 """
-                while done := next((grads for grads in self._due or () if not (complete and grads.has_pending)), None):
-                    self._due.remove(grads := done)
+                while done := next((grad_round for grad_round in self._due or () if not (complete and grad_round.has_pending)), None):
+                    self._due.remove(grad_round := done)
                 """,
             ),
         ],
@@ -156,8 +156,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds.leave",
-                "if grads.delays or (grads.buckets[0].reduces_once and not final):",
-                "if grads.has_pending or (grads.buckets[0].reduces_once and not final):",
+                "if grad_round.delays or (grad_round.buckets[0].reduces_once and not final):",
+                "if grad_round.has_pending or (grad_round.buckets[0].reduces_once and not final):",
             ),
         ],
     ),

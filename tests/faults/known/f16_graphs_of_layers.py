@@ -139,10 +139,10 @@ FAULTS = [
         ],
     ),
     Fault(
-        "16j-an-eager-forward-leaves-its-gradient-with-a-capture",
-        sentence="What a capture has chosen for a product's gradients is there for the next eager forward.",
+        "16j-a-capture-that-fails-leaves-its-choices-on-the-modules",
+        sentence="A capture that fails leaves on the modules what it has chosen for their gradients.",
         tests=[
-            "tests/te_integration/graphs/test_callables.py::test_an_eager_first_microbatch_is_not_overwritten",
+            "tests/te_integration/graphs/test_refused.py::test_a_capture_that_fails_leaves_the_model_as_it_was",
         ],
         changes=[
             Change(

@@ -57,9 +57,9 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.rounds",
                 "GradRounds._send_due",
-                "self._notice_cleared(grads)",
+                "self._notice_cleared(grad_round)",
                 """
-                if any(bucket.grad_shard.was_cleared for bucket in grads.buckets):
+                if any(bucket.grad_shard.was_cleared for bucket in grad_round.buckets):
                     continue
                 """,
             ),

@@ -70,7 +70,7 @@ FAULTS = [
             Change(
                 FORMS,
                 "CompactSteps.take_loaded",
-                "kept.view(-1).copy_(remainder[segment.start : segment.end])",
+                "kept.view(-1).copy_(remainder)",
                 "kept.zero_()",
             ),
         ],
@@ -80,9 +80,7 @@ FAULTS = [
         sentence="A step that a scaler skips counts for the bias corrections of AdamW.",
         tests=[f"{COMPACT}::test_a_step_that_is_skipped_changes_nothing"],
         changes=[
-            Change(
-                REFERENCE, "adam_update_reference", "step += 1 if found_inf is None else 1 - found_inf", "step += 1"
-            ),
+            Change(REFERENCE, "update_reference", "step += 1 if found_inf is None else 1 - found_inf", "step += 1"),
         ],
     ),
     Fault(

@@ -56,7 +56,7 @@ FAULTS = [
                 "return (None,) * 5 + tuple(weight_grads(ctx, wanted, places, operands))",
                 """
                 weight_grads(ctx, wanted, places, operands)
-                return (None,) * 5 + tuple(ctx.use.product.gradients([True], ctx.weight_dtype, *operands))
+                return (None,) * 5 + tuple(ctx.use.wgrad.gradients([True], ctx.weight_dtype, *operands))
                 """,
             )
         ],

@@ -51,7 +51,7 @@ FAULTS = [
         sentence="A graphed step over units that chose copy engines gathers into memory that is not the graph's.",
         tests=[f"{TESTS}::test_a_graphed_step_gathers_by_kernels[True]"],
         changes=[
-            Change("maingrad.fsdp.iteration.root", "Root.gather_by_kernels", "bucket.gathered.pool = None", "pass"),
+            Change("maingrad.fsdp.iteration.root", "Root.gather_by_kernels", "bucket.whole_params.pool = None", "pass"),
         ],
     ),
     Fault(

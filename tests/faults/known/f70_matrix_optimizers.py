@@ -67,4 +67,25 @@ FAULTS = [
             Change("maingrad.ddp.torch_grads.muon_groups", "_parts_of", "if what is None:", "if what != 'gate_up':")
         ],
     ),
+    Fault(
+        "70g-masters-of-two-classes-in-one-bucket",
+        sentence="A state dict has the masters of one class, where a bucket holds two classes with compact state.",
+        tests=[f"{CLASSES}::test_two_classes_with_compact_state_in_one_bucket"],
+        changes=[
+            Change("maingrad.ddp.optimizer.steps", "StepsByClass.full", "others[part] = mine[index][part]", "pass")
+        ],
+    ),
+    Fault(
+        "70h-norms-of-masters-by-their-number",
+        sentence="Ranks with different numbers of masters sum different numbers of norms.",
+        tests=[f"{CLASSES}::test_clipping_by_masters_whose_number_differs_between_ranks"],
+        changes=[
+            Change(
+                "maingrad.ddp.torch_grads.over_ranks",
+                "norms",
+                "powers = powers if has_whole else powers.sum()[None]",
+                "",
+            )
+        ],
+    ),
 ]

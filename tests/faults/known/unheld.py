@@ -95,7 +95,7 @@ FAULTS = [
         sentence="Delayed gradients that are computed after .grad was cleared are discarded.",
         tests=[f"{ITERATION}/test_delayed_units.py::test_gradients_are_cleared_while_delayed_ones_wait"],
         changes=[
-            Change("maingrad.fsdp.iteration.rounds", "GradRounds._send_due", "if not grads.delays:", "if True:"),
+            Change("maingrad.fsdp.iteration.rounds", "GradRounds._send_due", "if not grad_round.delays:", "if True:"),
         ],
     ),
     Fault(

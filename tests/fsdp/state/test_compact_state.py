@@ -32,7 +32,7 @@ from maingrad.fsdp import (
 )
 from maingrad.fsdp.state import sharded_adam
 from maingrad.kernels.optimizer.adamw import AdamUpdate
-from maingrad.kernels.optimizer.reference import AdamOptions, AdamTensors, split_master
+from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow, split_master
 from maingrad.launch import simulate
 
 HYPER: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -94,7 +94,7 @@ class Masters:
 
     def step(self, group: Mapping[str, Any], grads: Mapping[str, Tensor]) -> None:
         rows = [
-            AdamTensors(grads[name], *self.moments[name], self.steps[name], master, None, None, None, None)
+            UpdateRow(grads[name], *self.moments[name], self.steps[name], master, None, None, None, None)
             for name, master in self.masters.items()
         ]
         AdamUpdate(rows)([AdamOptions(group["lr"], *group["betas"], group["eps"], group["weight_decay"])])

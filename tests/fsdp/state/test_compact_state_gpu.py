@@ -72,7 +72,9 @@ def test_bytes_at_rest(form: str, nbytes: float) -> None:
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
     root = 2**21  # tables, counters, the last unit's whole parameters are below it
-    whole = sum(bucket.gathered.nbytes for unit in model.units for bucket in unit.buckets if bucket.gathered.resident)
+    whole = sum(
+        bucket.whole_params.nbytes for unit in model.units for bucket in unit.buckets if bucket.whole_params.resident
+    )
     assert nbytes * numel <= held - whole <= nbytes * numel + root
     model(batch(3)).float().square().mean().backward()
     assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in model.parameters())

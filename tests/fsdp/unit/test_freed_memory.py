@@ -195,9 +195,11 @@ def memory_of_a_block() -> tuple[int, int]:
     model = sharded()
     with model.unsharded():
         pass
-    meter = sum(bucket.gathered.data.untyped_storage().nbytes() for unit in model.units for bucket in unit.buckets)
+    meter = sum(bucket.whole_params.data.untyped_storage().nbytes() for unit in model.units for bucket in unit.buckets)
     with model.unsharded():
-        held = sum(bucket.gathered.data.untyped_storage().nbytes() for unit in model.units for bucket in unit.buckets)
+        held = sum(
+            bucket.whole_params.data.untyped_storage().nbytes() for unit in model.units for bucket in unit.buckets
+        )
     return meter, held
 
 

@@ -30,9 +30,9 @@ class Watched:
             for bucket in unit.buckets:
                 self.objects[f"bucket of {unit.label}"] = weakref.ref(bucket)
                 self.watch_memory(f"shards of {unit.label}", bucket.shard)
-                self.watch_memory(f"whole parameters of {unit.label}", bucket.gathered.data)
+                self.watch_memory(f"whole parameters of {unit.label}", bucket.whole_params.data)
                 if bucket.trainable:
-                    self.watch_memory(f"whole gradients of {unit.label}", bucket.grads.data)
+                    self.watch_memory(f"whole gradients of {unit.label}", bucket.whole_grads.data)
             for pair in unit.pairs:
                 self.objects[f"shard of {pair.sharded.shard.name}"] = weakref.ref(pair.sharded)
                 self.objects[f"whole {pair.sharded.shard.name}"] = weakref.ref(pair.whole)

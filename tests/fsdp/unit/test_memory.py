@@ -153,7 +153,7 @@ def peaks(
     outermost, block = root.units[:2]
     params, grads = (
         [sum(getattr(bucket, kind).nbytes for bucket in unit.buckets) for unit in (outermost, block)]
-        for kind in ("gathered", "grads")
+        for kind in ("whole_params", "whole_grads")
     )
     found = []
     for _ in range(3):
@@ -200,7 +200,7 @@ def whole_parameters(run: Run, microbatches: int) -> tuple[Whole, Whole]:
     model = shard(Transformer(run), BLOCKS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter, units = root_of(model).gathers.meter, root_of(model).units
-    outermost, block = (sum(bucket.gathered.nbytes for bucket in unit.buckets) for unit in units[:2])
+    outermost, block = (sum(bucket.whole_params.nbytes for bucket in unit.buckets) for unit in units[:2])
 
     def in_blocks(nbytes: int) -> float:
         return (nbytes - outermost) / block if nbytes else 0
@@ -306,21 +306,23 @@ def watch(placements: str, size: int, microbatches: int, run: Run = plainly, **h
     def noted(model: Transformer, x: Tensor) -> Tensor:
         for block in model.blocks:
             x = run_one(block, x)
-            x.register_hook(lambda _: found.append((in_blocks(), [b.name for b in outermost if b.grads.resident])))
+            x.register_hook(
+                lambda _: found.append((in_blocks(), [b.name for b in outermost if b.whole_grads.resident]))
+            )
         return x
 
     def run_one(block: nn.Module, x: Tensor) -> Tensor:
         return block(x) if run is plainly else checkpoint(block, x, use_reentrant=False)
 
     def in_blocks() -> int:
-        return sum(bucket.grads.nbytes for bucket in inner if bucket.grads.resident)
+        return sum(bucket.whole_grads.nbytes for bucket in inner if bucket.whole_grads.resident)
 
     mesh = mesh_of(instances, dist.get_world_size() // instances)
     model = shard(Transformer(noted), BLOCKS, placements=placements, mesh=mesh, bucket_size=size, **how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     root = root_of(model)
     outermost, inner = root.units[0].buckets, [bucket for unit in root.units[1:] for bucket in unit.buckets]
-    sizes = [bucket.grads.nbytes for bucket in root.units[1].buckets]
+    sizes = [bucket.whole_grads.nbytes for bucket in root.units[1].buckets]
     iterate(model, microbatches)
     optimizer.step()
     optimizer.zero_grad()
@@ -329,7 +331,7 @@ def watch(placements: str, size: int, microbatches: int, run: Run = plainly, **h
 
     def taking(bucket: Any) -> None:
         nonlocal most
-        events.append(("again" if bucket.grads.resident else "take", bucket.grad_bucket.name))
+        events.append(("again" if bucket.whole_grads.resident else "take", bucket.grad_bucket.name))
         make_room(bucket)
         most = max(most, in_blocks())
 

@@ -356,9 +356,9 @@ def test_copy_engines_have_room_for_all_buckets_of_the_units_at_once(
         blocks = [nn.Sequential(nn.Linear(512, width), nn.Linear(width, 512)) for width in widths]
         model = shard(nn.Sequential(*blocks, nn.Linear(512, 16)), [str(i) for i in range(5)], bucket_size=size)
         connect.map_memory(root_of(model).units, object(), 3)  # type: ignore[arg-type]
-        (pool,) = {bucket.gathered.pool for unit in root_of(model).units for bucket in unit.buckets}
+        (pool,) = {bucket.whole_params.pool for unit in root_of(model).units for bucket in unit.buckets}
         outermost, *units = [
-            sum(-(-bucket.gathered.nbytes // (2 * mib)) * 2 * mib for bucket in unit.buckets)
+            sum(-(-bucket.whole_params.nbytes // (2 * mib)) * 2 * mib for bucket in unit.buckets)
             for unit in root_of(model).units
         ]
         assert pool.nbytes == [outermost + sum(sorted(units)[-3:])]
