@@ -157,15 +157,27 @@ def settle_kept(kept: Kept) -> None:
 
 
 class BackwardCapture:
-    """Notes the weight gradients of one backward that is captured."""
+    """Notes the weight gradients of one backward that is captured.
 
-    def __init__(self, first_writes: FirstWrites) -> None:
+    params  of the captured layer
+    """
+
+    def __init__(self, first_writes: FirstWrites, params: Sequence[Tensor]) -> None:
         self._first_writes = first_writes
+        self._params = set(map(id, params))
         self.deliveries: list[Delivery] = []
         """In the order of the backward."""
 
     def note(self, delivery: Delivery) -> None:
-        """Compute the gradients in the graph, or, where they are delayed, keep them for a graph of their own."""
+        """Compute the gradients in the graph, or, where they are delayed, keep them for a graph of their own.
+
+        Raises ``ValueError`` for a weight that is no parameter of the layer: no replay would report its gradient.
+        """
+        if not self._params.issuperset(map(id, delivery.weights)):
+            raise ValueError(
+                f"{delivery.owner} is used by a captured layer that does not register it: make it a submodule of the "
+                f"layer (no list, no closure), or leave the layer out of the graphs"
+            )
         self.deliveries.append(delivery)
         if not delivery.delayed:
             delivery.compute(self._first_writes)
@@ -175,10 +187,10 @@ class CapturedTarget:
     """The gradients go to a capture, which does with each what the target that it stands for would do.
 
     around   the target of an eager forward
-    capture  of the layer
+    capture  of the layer, held weakly: modules keep the targets of their last forwards
     """
 
-    def __init__(self, around: WgradTarget, capture: BackwardCapture) -> None:
+    def __init__(self, around: WgradTarget, capture: "weakref.ref[BackwardCapture]") -> None:
         self._target = around
         self._capture = capture
 
@@ -212,7 +224,9 @@ class CapturedTarget:
             return [None] * len(weights)
 
         queue = eager.queue if isinstance(eager, DelayedTarget) else None
-        self._capture.note(Delivery(eager.owner, weights, fused=eager.fused, queue=queue, compute=compute))
+        capture = self._capture()
+        assert capture is not None, "it is under way"
+        capture.note(Delivery(eager.owner, weights, fused=eager.fused, queue=queue, compute=compute))
         return [None] * len(places)
 
 
@@ -224,7 +238,7 @@ def noting(capture: BackwardCapture) -> Iterator[None]:
     """
     if target.captured is not None:
         raise RuntimeError("another layer is being captured in this process: capture one model at a time")
-    target.captured = partial(CapturedTarget, capture=capture)
+    target.captured = partial(CapturedTarget, capture=weakref.ref(capture))
     try:
         yield
     finally:

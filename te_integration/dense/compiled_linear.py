@@ -65,7 +65,7 @@ def _execution(
     product = operator.index(product)  # a graph that begins here, behind a break, would take it for a variable
     mode, recipe = mode_and_recipe(module, weights, queue, product, input)
     if mode == "autograd":
-        return PLAIN
+        return PLAIN[module.transposed]
     if mode == "break":
         return _OutsideGraph(module, queue, product, only_save)
     return _InGraph(module, product, recipe)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .linear import PLAIN, LinearModule
+from .linear import LinearModule
 
 __all__ = ["FusedConv1D", "fused_conv1d_class", "is_conv1d_class"]
 
@@ -48,12 +48,7 @@ class FusedConv1D(LinearModule, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        weights = (self.weight,)
-        execution = self.execution(x, weights, self.queue_now())
-        if execution is PLAIN:
-            output: Tensor = super().forward(x)  # Conv1D's
-            return output
-        return execution.multiply(x, weights, self.bias)
+        return self.multiply(x, (self.weight,), self.bias, self.queue_now())
 
     def describe(self) -> str:
         """For errors: which layer this is."""

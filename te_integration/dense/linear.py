@@ -18,15 +18,15 @@ Legend: T rows (all leading dims of the input together), K ``in_features``, N ``
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ddp.contract import target as targets
 from ...ddp.contract.delay_blocks import check_delayable, queue_of_block
 from ...ddp.contract.main_grad import Demand, Place, WgradProduct, is_fusable
-from ...ddp.contract.target import choose_target
 from ...ddp.contract.torch_wrappers import record_without_grad, refuse_delay_in_recompute
 from ...ddp.torch_internals import NO_BACKWARD, current_backward, watch_prehooks
 from ..te_arguments import refuse_unsupported
@@ -42,7 +42,6 @@ __all__ = [
     "ProductUse",
     "SplitLinear",
     "brought",
-    "forget_uses",
     "wanted_and_places",
     "weight_grads",
 ]
@@ -55,15 +54,19 @@ class Execution(Protocol):
         """``x W^T + b``: x [..., K], weights [N_i, K] each (slices of W along N), b [N] -> [..., N]."""
 
 
-class _Plain:
+class _Plain(NamedTuple):
     """Autograd computes everything."""
 
+    transposed: bool
+
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """See ``Execution``."""
-        return F.linear(input, weights[0] if len(weights) == 1 else torch.cat(tuple(weights)), bias)
+        """See ``Execution``; a ``transposed`` weight is [K, N]."""
+        weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
+        return F.linear(input, weight.t() if self.transposed else weight, bias)
 
 
-PLAIN = _Plain()
+PLAIN = _Plain(False), _Plain(True)
+"""By a module's ``transposed``."""
 
 
 class _Brought:
@@ -131,7 +134,7 @@ class LinearModule(LinearOptions):
             return brought.execution_under_recipe(recipe, self, input, weights, queue, product, only_save)
         fused, queue = self.delivery(weights, queue)
         if not fused and queue is None:
-            return PLAIN
+            return PLAIN[self.transposed]
         self.check_input(input, weights[0])
         return self.use(product, weights, fused, queue, only_save)
 
@@ -186,12 +189,6 @@ class LinearModule(LinearOptions):
                 only_save=only_save,
             )
         return use
-
-
-def forget_uses(module: nn.Module) -> None:
-    """Let the next forward of the modules in ``module`` choose anew where each weight gradient goes."""
-    for each in module.modules():
-        vars(each).pop("_uses", None)
 
 
 class SplitLinear(LinearModule):
@@ -327,6 +324,7 @@ class ProductUse:
     """
 
     __slots__ = (
+        "captured",
         "fused",
         "only_save",
         "owner",
@@ -355,11 +353,14 @@ class ProductUse:
         self.wgrad = wgrad
         self.packed = weights[0].dim() == 3
         """All experts' weights are one [E, N, K]."""
-        self.target = choose_target(weights, names, wgrad, owner, fused=fused, queue=queue)
+        self.captured = targets.captured
+        """The capture that this object was made in; None: none."""
+        self.target = targets.choose_target(weights, names, wgrad, owner, fused=fused, queue=queue)
 
     def serves(self, weights: Sequence[Tensor], queue: WgradQueue | None) -> bool:
         """Whether a forward of these weights, delayed into ``queue`` or not, may reuse this object."""
-        return self.target.serves(weights, queue) and self.wgrad.fits(weights)
+        same = self.captured is targets.captured and self.target.serves(weights, queue)
+        return same and self.wgrad.fits(weights)
 
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """``y = x W^T + b``. Backward: ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` as the options say.

@@ -9,13 +9,13 @@ What a backward says to a provider of ``main_grad`` is said by Python around the
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...ddp.contract.capturing import BackwardCapture, Delivery, open_deliveries, settle_kept
+from ...ddp.contract.capturing import BackwardCapture, Delivery, noting, open_deliveries, settle_kept
 from ...ddp.contract.delayed import DelayedWgrad
 from ...ddp.contract.main_grad import record_of
 from ...ddp.graphs.capture import CapturedGraph
@@ -23,7 +23,7 @@ from ...ddp.torch_internals import has_one_hook, has_tensor_hooks
 from ..pipeline.order import Kind
 from .captured_order import CapturedOrder, ReplayError
 from .signature import Sample, Signature, Structure, tensors_in
-from .trial import Trial, captured_by, content_kept, differentiable
+from .trial import Trial, content_kept, differentiable
 from .weights import CapturedWeights
 
 __all__ = ["LayerGraphs"]
@@ -68,7 +68,7 @@ class LayerGraphs:
         self._grads: list[Tensor | None] = []  # of inputs, then of params; None where there is none
         self._captured: tuple[list[Tensor], list[Tensor]] | None = None  # F's inputs and outputs, with autograd's graph
         self._shared: list[Tensor] = []  # buffers with the results of the graph that was captured last
-        self._noted = BackwardCapture(order.first_writes)
+        self._noted = BackwardCapture(order.first_writes, self.params)
         self._now: list[Delivery] = []  # weight gradients that D computes
         self._later: list[Delivery] = []  # that W computes
         self._entries: list[DelayedWgrad] = []
@@ -90,7 +90,7 @@ class LayerGraphs:
             for buffer, kind in zip(self._inputs, self.signature.kinds, strict=True)
         ]
         args, kwargs = self.signature.arguments(leaves)
-        with self._capture(Kind.FORWARD), captured_by(self._noted, self.module):
+        with self._capture(Kind.FORWARD), noting(self._noted):
             result = self.module(*args, **kwargs)
             outputs = tensors_in(result)
             self._outputs = [self._static(output) for output in outputs]
@@ -111,7 +111,7 @@ class LayerGraphs:
                 buffer.zero_()
         noted = self._noted
         shared_outputs, self._shared = self._shared, []
-        with self._capture(Kind.DGRAD), captured_by(noted, self.module):
+        with self._capture(Kind.DGRAD), noting(noted):
             grads = torch.autograd.grad(outputs, [*sources, *self.params], self._output_grads, allow_unused=True)
             worth = [0] * len(sources) + [_WORTH_A_COPY] * len(self.params)
             static = iter(
@@ -144,7 +144,7 @@ class LayerGraphs:
     @contextmanager
     def _capture(self, kind: Kind) -> Iterator[None]:
         graph = self._graphs[kind]
-        with content_kept(self.module) if graph.ran else nullcontext(), graph.capture():
+        with content_kept(self.module, runs=graph.ran), graph.capture():
             yield
         self._steps[kind] = self._order.append(f"the {kind.value} of {self.place}")
 

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp.contract.capturing import BackwardCapture, FirstWrites, noting
-from ...ddp.contract.main_grad import accumulator_of, forget_failed_backward, has_main_grad
+from ...ddp.contract.main_grad import accumulator_of, forget_failed_backward, has_main_grad, record_of
 from ...ddp.graphs.capture import GraphPool
-from ..dense.linear import forget_uses
 from .signature import Signature, tensors_in
 
-__all__ = ["Trial", "captured_by", "content_kept", "differentiable", "run_trials"]
+__all__ = ["Trial", "content_kept", "differentiable", "run_trials"]
 
 
 class Trial(NamedTuple):
@@ -33,31 +32,29 @@ def differentiable(outputs: Any) -> list[Tensor]:
 
 
 @contextmanager
-def captured_by(capture: BackwardCapture, module: nn.Module) -> Iterator[None]:
-    """In this block, forwards of ``module`` leave their weight gradients with ``capture``."""
-    forget_uses(module)
-    try:
-        with noting(capture):
-            yield
-    finally:
-        forget_uses(module)
+def content_kept(module: nn.Module, *, runs: bool = True) -> Iterator[None]:
+    """Give accumulators and buffers of ``module`` their present content back after a block that runs it.
 
-
-@contextmanager
-def content_kept(module: nn.Module) -> Iterator[None]:
-    """Give accumulators and buffers of ``module`` their present content back after a block that runs it."""
-    kept: list[Tensor] = [buffer for buffer in module.buffers() if not buffer.is_inference()]
-    kept += [
-        accumulator_of(param, type(module).__name__, rows_apart=True)
-        for param in module.parameters()
-        if param.requires_grad and has_main_grad(param)
-    ]
+    runs  False: the block captures operations that do not run, and raise versions alone
+    """
+    records = [record for record in map(record_of, module.parameters()) if record is not None]
+    untouched = [record for record in records if record.version == record.view._version]
+    kept: list[Tensor] = []
+    if runs:
+        kept += [buffer for buffer in module.buffers() if not buffer.is_inference()]
+        kept += [
+            accumulator_of(param, type(module).__name__, rows_apart=True)
+            for param in module.parameters()
+            if param.requires_grad and has_main_grad(param)
+        ]
     copies = [tensor.clone() for tensor in kept]
     try:
         yield
     finally:
         for tensor, copy in zip(kept, copies, strict=True):
             tensor.data.copy_(copy)  # captured autograd graphs that have saved it are to see no change
+        for record in untouched:
+            record.record_version()  # the program has written nothing by hand
 
 
 def run_trials(
@@ -76,9 +73,9 @@ def run_trials(
             inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in samples]
             args, kwargs = signature.arguments(inputs)
             wanted = [*trained, *differentiable(inputs)]
-            capture = BackwardCapture(first_writes)
+            capture = BackwardCapture(first_writes, trained)
             grads: Sequence[Tensor | None] = ()
-            with captured_by(capture, module):
+            with noting(capture):
                 outputs = differentiable(module(*args, **kwargs))
                 if outputs and wanted:
                     grads = torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)), allow_unused=True)

@@ -231,6 +231,18 @@ def test_a_fused_conv1d_returns_the_gradient_that_autograd_grad_asks_for() -> No
     assert not model.weight.main_grad.any()
 
 
+def test_a_compiled_conv1d_whose_weight_is_parametrized_later() -> None:
+    """A computed weight is a graph break, behind which plain autograd computes the product."""
+    torch.manual_seed(0)
+    model = Conv1D(8, 8)  # square: a product with the weight's transpose has this shape too
+    plain = copy.deepcopy(model)
+    convert_linears(model)
+    for each in (model, plain):
+        parametrize.register_parametrization(each, "weight", nn.Softplus())
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), plain(x))
+
+
 def test_a_conv1d_under_autocast() -> None:
     def loss(model: nn.Module, index: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -144,6 +144,22 @@ FAULTS = [
         ],
     ),
     Fault(
+        "36l-a-graph-break-multiplies-by-the-transpose-of-a-transposed-weight",
+        sentence="Behind a graph break a Conv1D of a computed weight is multiplied as a Linear: silent where it is square.",
+        tests=[
+            "tests/te_integration/test_convert_transformers.py"
+            "::test_a_compiled_conv1d_whose_weight_is_parametrized_later"
+        ],
+        changes=[
+            Change(
+                "maingrad.te_integration.dense.linear",
+                "_Plain.multiply",
+                "weight.t() if self.transposed else weight",
+                "weight",
+            ),
+        ],
+    ),
+    Fault(
         "48e-slices-share-memory",
         sentence="A slice of a weight that is saved or freed takes the other slices along.",
         tests=["tests/te_integration/dense/test_split_hooks.py::test_a_slice_has_memory_of_its_own"],

@@ -146,16 +146,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.te_integration.graphs.trial",
-                "captured_by",
-                """
-                finally:
-                    forget_uses(module)
-                """,
-                """
-                finally:
-                    pass
-                """,
+                "maingrad.te_integration.dense.linear",
+                "ProductUse.serves",
+                "self.captured is targets.captured and ",
+                "",
             ),
         ],
     ),

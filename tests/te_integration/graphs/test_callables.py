@@ -324,6 +324,21 @@ def test_an_eager_first_microbatch_is_not_overwritten():
     assert torch.equal(layer.weight.main_grad, torch.full((WIDTH, WIDTH), 2.0 * ROWS))
 
 
+def test_a_capture_behind_an_iteration():
+    """Fused layers do not zero their gradients between iterations: what is there was not written by hand."""
+    (layer,) = linears(1, delay_wgrad_compute=False)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    x = torch.ones(ROWS, WIDTH).requires_grad_()
+    layer(x).sum().backward()
+    assert layer.weight.grad.any()
+    ddp.zero_grad()
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    for run in (graphed, layer):
+        run(x).sum().backward()
+        assert torch.equal(layer.weight.grad, torch.full((WIDTH, WIDTH), 1.0 * ROWS))
+        ddp.zero_grad()
+
+
 def test_dropout_draws_anew_and_backward_takes_the_mask_of_its_forward():
     module = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64, bias=False))
     with torch.no_grad():

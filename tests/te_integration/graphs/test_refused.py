@@ -94,6 +94,28 @@ def test_a_container_that_passes_on_what_its_layers_delay_is_captured():
     assert not container.need_backward_dw()
 
 
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_layer_that_uses_a_module_of_elsewhere(ran_before):
+    class Layer(nn.Module):
+        def __init__(self, other):
+            super().__init__()
+            self.own, self.others = linear(delay_wgrad_compute=False), [other]
+
+        def forward(self, x):
+            return self.others[0](self.own(x))
+
+    other = linear(delay_wgrad_compute=False)
+    layer = Layer(other)
+    ddp = wrapped(other, layer)
+    if ran_before:
+        layer(x()).sum().backward()
+        ddp.zero_grad()
+    with pytest.raises(ValueError, match="is used by a captured layer that does not register it"):
+        make_graphed_callables([layer], [(x(),)])
+    layer(x()).sum().backward()
+    assert other.weight.grad.any()
+
+
 def test_only_layers_that_delay_get_wgrad_graphs_last_layer_first():
     layers = [linear(), linear(delay_wgrad_compute=False), nn.Linear(WIDTH, WIDTH), linear()]
     ddp = wrapped(*layers)
