@@ -200,6 +200,7 @@ def test_the_page_tells_of_every_step() -> None:
     assert len(re.findall(r"^\| \d+ \|.*`\w+/[\w/]+\.py`.*$", walk, re.MULTILINE)) == len(rows), "each names a file"
 
 
+@pytest.mark.in_turn
 def test_the_program_runs_as_the_page_prints_it(programs: list[Program], monkeypatch: pytest.MonkeyPatch) -> None:
     command = "python docs/by_hand.py"
     assert f"\n    {command}  #" in SOURCE

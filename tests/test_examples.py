@@ -88,6 +88,7 @@ def assert_learnt(steps: list[str]) -> None:
     assert sum(losses[-5:]) / 5 < losses[0] - 1.0
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.sampled(1)
 def test_learns_and_resumes(name: str, tmp_path: Path) -> None:

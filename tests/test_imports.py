@@ -269,6 +269,7 @@ assert "torch" in sys.modules
 """
 
 
+@pytest.mark.in_turn
 def test_the_root_loads_torch_for_a_name_and_core_dependencies_are_enough_to_train_a_fused_step() -> None:
     """No triton, and nothing from any extra."""
     done = outside(ROOT_ALONE + FUSED_STEP, "triton", *LAUNCH_ONLY)
@@ -284,6 +285,7 @@ def test_the_trainer_is_found_by_the_roots_name() -> None:
         from maingrad.hugging_face import Trianer  # noqa: F401
 
 
+@pytest.mark.in_turn
 def test_imports_follow_the_direction() -> None:
     for room, path, tree in trees():
         for level, name in imports(tree):
@@ -297,6 +299,7 @@ def test_imports_follow_the_direction() -> None:
                 assert first in {*MAY_IMPORT[room], "__version__"}, f"{where}: not from {room}"
 
 
+@pytest.mark.in_turn
 def test_the_contract_stays_in_one_file() -> None:
     for _, path, tree in trees():
         for node in ast.walk(tree) if path != "ddp/contract/main_grad.py" else ():
@@ -306,6 +309,7 @@ def test_the_contract_stays_in_one_file() -> None:
                 assert name not in CONTRACT, f"{where}: {name} is for ddp/contract/main_grad.py; call what it offers"
 
 
+@pytest.mark.in_turn
 def test_folders_files_and_functions_stay_short() -> None:
     for folder in {path.parent for path in SOURCES}:
         entries = {path.relative_to(folder).parts[0] for path in SOURCES if folder in path.parents} - {"__init__.py"}
@@ -318,6 +322,7 @@ def test_folders_files_and_functions_stay_short() -> None:
                 assert length <= 80, f"{path}: {node.name} has {length} lines"
 
 
+@pytest.mark.in_turn
 def test_docstrings_begin_with_what_they_are_about() -> None:
     """A reader of one docstring has not read the one above: "Of the parameter." says of what, and not what."""
     for _, path, tree in trees():
@@ -373,6 +378,7 @@ def test_wrapping_loads_no_checkpoint_of_torchs() -> None:
     assert done.stdout == "False\n", done.stderr
 
 
+@pytest.mark.in_turn
 def test_imports_under_another_default_device() -> None:
     done = outside("import torch; torch.set_default_device('meta'); import maingrad.ddp, maingrad.fsdp")
     assert done.returncode == 0, done.stderr

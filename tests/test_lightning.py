@@ -64,6 +64,7 @@ def maingrad_weights(model: Any) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize(
     "form", ["zero1", *(pytest.param(form, marks=pytest.mark.slow) for form in ("ddp", "zero2", "zero3"))]
@@ -99,6 +100,7 @@ def run_the_page(folder: str) -> list[float]:
     return [*losses, module.model(x).item()]
 
 
+@pytest.mark.in_turn
 def test_docs_switching_trains(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     for before, after in run_ranks(run_the_page, 2, str(tmp_path)):

@@ -159,6 +159,7 @@ def test_each_node_starts_its_torchrun(tmp_path: Path) -> None:
     assert len(said.splitlines()) == 2
 
 
+@pytest.mark.in_turn
 def test_the_saved_job_is_queued_again_and_a_finished_one_is_not(tmp_path: Path) -> None:
     """With a program in torchrun's place that ends with the status it is told, as soon as SIGTERM comes."""
     waits = "import signal, sys; signal.signal(15, lambda *_: sys.exit({})); open(sys.argv[5][-1], 'w'); signal.pause()"
@@ -188,6 +189,7 @@ PAGE = (ROOT / "docs/multi_node.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
+@pytest.mark.in_turn
 def test_the_page_checks_and_queues_a_configuration_that_exists(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def assert_bitwise_equal(first: Outcome, second: Outcome) -> None:
         assert torch.equal(weight, second.weights[name]), name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.sampled(1)
@@ -116,6 +117,7 @@ def test_more_gloo_processes_repeat_bitwise(tmp_path: Path, ranks: int) -> None:
         assert_bitwise_equal(outcome, first[0])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.sampled(1)

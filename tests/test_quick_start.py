@@ -50,6 +50,7 @@ def printed(own: str, *runs: tuple[str, int]) -> list[str]:
     return said
 
 
+@pytest.mark.in_turn
 def test_the_program_trains_and_goes_on(tmp_path: Path) -> None:
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     for folder in (whole, parts):
@@ -95,6 +96,7 @@ def test_the_printed_command_trains_and_goes_on(device: str, tmp_path: Path, mon
     assert steps_in(tmp_path / "parts", 20) + steps_in(tmp_path / "parts", 40) == whole
 
 
+@pytest.mark.in_turn
 def test_another_model_goes_on_too_with_tied_embeddings_and_dropout(tmp_path: Path) -> None:
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     for folder in (whole, parts):

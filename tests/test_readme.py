@@ -137,6 +137,7 @@ def test_gradient_checkpointing_trains() -> None:
     assert sum(record.num_fused_writes for record in names["model"].records) == 3 * 4 * 2, "steps, blocks, layers"
 
 
+@pytest.mark.in_turn
 def test_blocks_compile_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's lines, with a backend that needs no C++ compiler."""
     compile = nn.Module.compile
@@ -215,6 +216,7 @@ def run_sharded(block: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return before, [value.full_tensor() for value in names["model"].state_dict().values()]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("number", range(len(FSDP)))
 @pytest.mark.sampled(1)
 def test_fsdp_on_four_ranks(number: int) -> None:
@@ -259,7 +261,7 @@ def test_fsdp_has_its_blocks() -> None:
 
 
 def test_sharding_has_its_blocks() -> None:
-    assert len(SHARDING) == 7
+    assert len(SHARDING) == 8
     assert sum("assert sum(held.values())" in block for block in SHARDING) == 1
 
 

@@ -49,6 +49,7 @@ def read_by_the_code() -> set[str]:
     return {name for path in paths for name in reads(path, path.read_text())}
 
 
+@pytest.mark.in_turn
 def test_each_variable_that_the_code_reads_is_in_the_table() -> None:
     found = read_by_the_code()
     assert {"WORLD_SIZE", "RANK", "CUDA_DEVICE_MAX_CONNECTIONS"} <= found

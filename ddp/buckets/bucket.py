@@ -119,7 +119,7 @@ class Bucket:
         if record.ready:
             return
         record.ready = True
-        self._num_ready += 1  # step 5 of docs/by_hand.py
+        self._num_ready += 1
         if self._num_ready == len(self.records):
             self.phase = Phase.READY
 

@@ -274,7 +274,7 @@ class Readiness:
         if record.pending:
             record.awaits_delayed = True
             return
-        bucket.mark_ready(record)
+        bucket.mark_ready(record)  # step 5 of docs/by_hand.py: one parameter more
         if bucket.phase is Phase.READY:
             self._check_once()
             self._launcher.on_bucket_ready(bucket)
@@ -455,7 +455,8 @@ class BucketLauncher:
             self._in_flight[bucket.index] = flight
 
     def _reduce(self, bucket: Bucket, reduction: GradReduction, begin: Callable[[], InFlight]) -> InFlight:
-        """Step 6 of docs/by_hand.py: the first collective starts, and backward goes on."""
+        """The first collective starts, and backward goes on."""
+        # Step 6 of docs/by_hand.py, on the current stream.
         for record in bucket.records:
             record.zero_unwritten()
         if self._before_launch is not None:

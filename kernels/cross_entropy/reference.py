@@ -33,11 +33,6 @@ class LossTerms(NamedTuple):
     logit_scale: float = 1.0
     """Factor of the logits, before the cap."""
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the loss is not of the product itself."""
-        return self.logit_softcap is not None or self.logit_scale != 1.0
-
 
 def scaled_and_capped(logits: Tensor, terms: LossTerms) -> Tensor:
     """``z`` of the legend, in the dtype of ``logits``."""

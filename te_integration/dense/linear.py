@@ -391,8 +391,8 @@ class _FusedLinear(torch.autograd.Function):
         *weights, bias = weights_and_bias
         x = cast(input, dtype)
         needs_dw = True in ctx.needs_input_grad[3:-1]
-        # Step 2.3: what the two products of backward need is saved. Weights are left out where no dx is wanted:
-        # they may then change in place before backward.
+        # Step 2 of docs/by_hand.py, here 2.3: what the two products of backward need is saved. Weights are left out
+        # where no dx is wanted: they may then change in place before backward.
         ctx.save_for_backward(input if needs_dw else None, *(weights if ctx.needs_input_grad[0] else ()))
         ctx.use = use
         # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
@@ -417,7 +417,7 @@ class _FusedLinear(torch.autograd.Function):
             dx = cast(input_grad(dy, weights, transposed=use.transposed), ctx.input_dtype)
         dy_rows = rows_of(dy)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        # Steps 3.4 and 3.5: the weight gradients, into main_grad or to autograd.
+        # Step 3 of docs/by_hand.py, here 3.4 and 3.5: the weight gradients, into main_grad or to autograd.
         if x is None:
             return (dx, None, None, *[None] * len(needs_dw), db)
         x_rows = cast(rows_of(x), dy.dtype)

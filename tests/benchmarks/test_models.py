@@ -66,6 +66,7 @@ def check_rows(rows: list[Measurement], names: set[str], num_ranks: int) -> None
     assert odd_losses(rows) == []
 
 
+@pytest.mark.in_turn
 def test_a_row_of_ours_and_one_of_torchs(tmp_path: Path) -> None:
     """One rank; ``slow`` tests have two."""
     assert models.main(["--out-dir", str(tmp_path), *TINY, "--rows", "zero1_compiled", "fsdp2_zero2"]) == 0
@@ -98,6 +99,7 @@ def step_of(architecture: Architecture, name: str, num_microbatches: int = 1) ->
     return ROWS[name].build(case)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("tied", [True, False])
 def test_fsdp2_with_torchaos_float8_trains(tied: bool) -> None:
     """The head of an untied model is gathered in float8."""

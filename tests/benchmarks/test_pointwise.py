@@ -7,6 +7,7 @@ import pytest
 from tables import read_csv
 
 
+@pytest.mark.in_turn
 def test_every_contender_computes_the_same(tmp_path: Path) -> None:
     options = ["--shapes", "24x32", "--num-repetitions", "1", "--backend", "aot_eager"]
     assert pointwise.main([*options, "--out-dir", str(tmp_path)]) == 0

@@ -103,6 +103,7 @@ def test_a_fault_that_is_wrong_is_named(tmp_path: Path, faults: str, message: st
         load_faults(tmp_path)
 
 
+@pytest.mark.in_turn
 def test_known_faults_are_found_in_the_library() -> None:
     for fault in load_faults():
         changed_sources(fault, ROOT)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from fault import Change, Fault
 
 HARNESS = Path(__file__).with_name("run.py")
@@ -154,6 +155,7 @@ def said_of(done: subprocess.CompletedProcess[str], name: str) -> str:
     return done.stdout.partition(f"\n{name}: ")[2].partition("\n\n")[0]
 
 
+@pytest.mark.in_turn
 def test_a_fault_that_its_tests_notice_passes(tmp_path: Path) -> None:
     faults = [
         fault("01-tripled", "return 3 * x", "test_double"),
@@ -167,6 +169,7 @@ def test_a_fault_that_its_tests_notice_passes(tmp_path: Path) -> None:
     assert "faults: 3, all noticed" in done.stdout
 
 
+@pytest.mark.in_turn
 def test_shares_together_are_all(tmp_path: Path) -> None:
     names = ["01-tripled", "01a-cubed", "01b-squared"]
     faults = [fault(name, f"return {index + 3} * x", "test_double") for index, name in enumerate(names)]
@@ -190,6 +193,7 @@ if importlib.util.find_spec("triton"):
     NOTICED.append(fault("01-kernel", "* 3", "test_what_triton_compiles", module="maingrad.kernel", old="* 2"))
 
 
+@pytest.mark.in_turn
 def test_whoever_imports_the_library_has_the_fault(tmp_path: Path) -> None:
     done = run(tmp_path, NOTICED, "--timeout", "60", "--preload", "pytest", "triton")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -249,6 +253,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn
 def test_anything_else_is_reported(tmp_path: Path) -> None:
     done = run(tmp_path, [wrong for wrong, _ in WRONG.values()], "--patched-only")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -256,6 +261,7 @@ def test_anything_else_is_reported(tmp_path: Path) -> None:
         assert complaint in said_of(done, name), done.stdout + done.stderr
 
 
+@pytest.mark.in_turn
 def test_a_test_must_pass_without_the_fault(tmp_path: Path) -> None:
     names = {"wrong": "failed", "skipped": "skipped"}
     done = run(tmp_path, [fault(f"01-{name}", "return 3 * x", f"test_{name}") for name in names])

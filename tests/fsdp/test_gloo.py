@@ -9,6 +9,7 @@ from maingrad.launch import simulate
 STEPS = 5
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("placements", "delay"),
     [

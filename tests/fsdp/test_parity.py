@@ -104,6 +104,7 @@ def hybrid(case: Sequence[Any], steps: int) -> Job:
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", SAMPLES["flat"], ids=str)
 @pytest.mark.sampled(1)
 def test_shards_agree_to_the_bit(case: Sequence[Any]) -> None:
@@ -116,6 +117,7 @@ def test_shards_agree_to_the_bit_everywhere(case: Sequence[Any]) -> None:
     check(flat(case, 20))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", SAMPLES["hybrid"], ids=str)
 @pytest.mark.sampled(1)
 def test_hybrids_add_microbatches_inside_first_and_then_across(case: Sequence[Any]) -> None:
@@ -162,6 +164,7 @@ def test_bf16_over_fp32_masters(placements: str, fused: bool) -> None:
         assert all(piece.values.dtype is torch.float32 for piece in trained.weights[0].values())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placements", ["zero2", "zero3"])
 @pytest.mark.sampled(1)
 def test_experts_on_a_mesh_of_their_own(placements: str) -> None:
@@ -182,6 +185,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
     return bool(difference <= 1e-5 * theirs.double().norm())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placements", [pytest.param("zero2", marks=pytest.mark.slow), "zero3", "hsdp", "hsdp_zero1"])
 @pytest.mark.parametrize("model", ["shapes", pytest.param("wide", marks=pytest.mark.slow)])
 @pytest.mark.sampled(1)

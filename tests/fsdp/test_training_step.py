@@ -19,12 +19,14 @@ def check(program: ShardedProgram, ranks: int = 2) -> None:
     assert simulate(both, ranks) == [[]] * ranks
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("placements", "form"), list(itertools.product(PLACEMENTS, FORMS)))
 @pytest.mark.sampled(1)
 def test_equals_eager(placements: str, form: str) -> None:
     check(ShardedProgram(placements=placements, form=form, events=("evaluate",)))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("event", "placements"), list(itertools.product(EVENTS, PLACEMENTS)))
 @pytest.mark.sampled(2)
 def test_what_programs_do_between_steps(event: str, placements: str) -> None:
@@ -36,10 +38,12 @@ def test_evaluation_of_whole_parameters() -> None:
     check(ShardedProgram(placements="zero1", events=("evaluate",)))
 
 
+@pytest.mark.in_turn
 def test_an_iteration_is_given_up() -> None:
     check(ShardedProgram(placements="zero1", events=("adversary", "aborts")))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "program",
     [
@@ -58,6 +62,7 @@ def test_other_programs(program: ShardedProgram) -> None:
     check(program)
 
 
+@pytest.mark.in_turn
 def test_two_instances() -> None:
     """Hybrid: a mesh of two dims."""
 

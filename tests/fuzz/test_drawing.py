@@ -27,12 +27,14 @@ def drawn() -> list[Program]:
     return [draw(seed) for seed in range(COUNT)]
 
 
+@pytest.mark.in_turn
 def test_a_seed_is_a_program(drawn: list[Program]) -> None:
     """In another process too: ``test_seeds.py`` compares."""
     assert len(set(drawn)) == COUNT
     assert drawn[7] == draw(7)
 
 
+@pytest.mark.in_turn
 def test_what_is_valid_stays_as_it_is(drawn: list[Program]) -> None:
     assert all(valid.valid(program) == program for program in drawn)
 

@@ -15,6 +15,7 @@ PROGRAMS = 21
 SHARES = 7
 
 
+@pytest.mark.in_turn
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.sampled(1)

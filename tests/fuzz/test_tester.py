@@ -118,6 +118,7 @@ def test_a_script_of_a_pipeline_stands_alone(tmp_path: Path) -> None:
     assert "Differs: rank 0: losses 3" in told
 
 
+@pytest.mark.in_turn
 def test_a_script_of_several_models_stands_alone(tmp_path: Path) -> None:
     """One comes out of its wrapper, another one judges it, and gradients are projected and put by hand."""
     extras = (Extra("put by hand"), Extra("attribute set"))
@@ -272,11 +273,13 @@ def test_a_wrong_number_is_a_finding() -> None:
     assert running._run_both(Program(phases=(Phase(2),)), names).kind == "fine"
 
 
+@pytest.mark.in_turn
 def test_a_program_that_hangs_is_ended() -> None:
     found = run_apart(lambda: time.sleep(60), limit=5.0)
     assert found.kind == "hang" and "time.sleep" not in found.message and "test_tester" in found.details
 
 
+@pytest.mark.in_turn
 def test_a_process_that_dies_is_a_finding() -> None:
     assert run_apart(lambda: os._exit(3), limit=30.0) == Outcome("crash", "the process ended with status 3")
 
@@ -284,6 +287,7 @@ def test_a_process_that_dies_is_a_finding() -> None:
 # ---- Shrinking. ----
 
 
+@pytest.mark.in_turn
 def test_what_does_not_matter_goes() -> None:
     """All that a finding needs stays, and nothing else."""
 

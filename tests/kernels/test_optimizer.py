@@ -445,6 +445,7 @@ def test_infinities_and_nan_stay() -> None:
         assert joined[0] == param[0] and joined[1:].isnan().all()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_remainders_are_fp32_masters_bit_for_bit(device: str) -> None:
     plain, split = rows_of(*FORMS[0], device), rows_of(torch.float32, torch.float32, "remainder", device)

@@ -57,6 +57,7 @@ def test_random_bits_are_even_and_tell_elements_steps_and_keys_apart() -> None:
             assert correlation.abs() < 6 / count**0.5
 
 
+@pytest.mark.in_turn
 def test_a_second_moment_in_bf16_decays() -> None:
     """0.999 of a bf16 number rounds to itself: only random roundings follow the average."""
     count, steps = 20_000, 200
@@ -170,6 +171,7 @@ def test_blocks_of_zeros_short_blocks_and_blocks_with_nan() -> None:
     assert empty.shape == none.shape == dequantize_moment(empty, none, signed=True).shape == (0,)
 
 
+@pytest.mark.in_turn
 def test_training_with_8_bit_moments_goes_the_way_of_fp32() -> None:
     """A least-squares problem: both reach the same loss, though no step is the same."""
     generator = torch.Generator().manual_seed(0)

@@ -77,6 +77,7 @@ def test_few_steps(num_steps: int, on_triton: str) -> None:
     assert error(found, exact(matrices, SIMPLE[:num_steps])) < 5e-3
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)
 def test_bits_depend_on_no_other_matrix_and_no_power_of_two(on_triton: str) -> None:
     for shape in ((3, 16, 40), (3, 24, 24)):

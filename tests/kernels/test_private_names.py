@@ -64,12 +64,14 @@ def test_without_any_private_name_every_package_is_imported_with_one_warning_for
     assert torch.plain["warnings"] == []
 
 
+@pytest.mark.in_turn
 def test_without_all_names_that_something_can_replace_training_gives_the_same_weights(torch: OtherTorch) -> None:
     names = [name for name, is_replaced in torch.names.items() if is_replaced and not name.startswith(NEEDED_BY_TORCH)]
     assert len(names) > 15
     assert torch.without(names)["programs"] == torch.plain["programs"]
 
 
+@pytest.mark.in_turn
 def test_without_operators_that_have_effects_a_compiled_layer_breaks_the_graph_and_warns_at_import(
     torch: OtherTorch,
 ) -> None:

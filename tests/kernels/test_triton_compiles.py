@@ -225,6 +225,7 @@ def compiled() -> dict[str, tuple[int, int, int]]:
     return {path: (int(wide), int(sums), int(bytewise)) for path, wide, sums, bytewise in lines}
 
 
+@pytest.mark.in_turn
 def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert compiled().keys() == KERNELS.keys()
     # Kernels need wide accesses for bandwidth; those of offsets and of steps move too little to matter.

@@ -31,6 +31,7 @@ def records(folder: Path) -> dict[str, Any]:
     return {record["kind"]: record for record in read_metrics(folder / "run" / "metrics.jsonl")}
 
 
+@pytest.mark.in_turn
 def test_train_alone(tmp_path: Path):
     done = run_python(*MAINGRAD, "train", tiny_toml(tmp_path), "--train.steps", "4")
     assert done.returncode == 0, done.stderr
@@ -73,6 +74,7 @@ def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
     assert records(tmp_path / "simulated")["final"]["weights_sha256"] == found["final"]["weights_sha256"]
 
 
+@pytest.mark.in_turn
 def test_torchrun_ends_with_the_cause(tmp_path: Path):
     done = run_python(*TORCHRUN, "train", tiny_toml(tmp_path), "--train.global-batch-size", "6", timeout=100.0)
     assert done.returncode != 0
@@ -96,6 +98,7 @@ def test_an_error_file_that_a_cluster_names_gets_the_mistake_of_every_run(
     assert [path.name for path in tmp_path.iterdir() if "error" in path.name] == []
 
 
+@pytest.mark.in_turn
 def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     settings = ["--train.save-every", "3", "--train.steps", "3", "--model.param-dtype", "bfloat16"]
     assert main(["simulate", str(tiny_toml(tmp_path)), "--ranks", "2", *settings]) == 0
@@ -177,6 +180,7 @@ def test_mistakes_are_answered_in_a_line(
         assert captured.err.count("\n") == 1
 
 
+@pytest.mark.in_turn
 def test_help_and_mistakes_do_not_wait_for_torch():
     for argument, status in (("--help", 0), ("trian", 2)):
         code = f"""

@@ -42,6 +42,7 @@ def test_a_failing_rank_raises_its_own_exception_with_its_traceback(monkeypatch:
     assert run_ranks(summed, 2, 1.0) == [(0, 3.0), (1, 3.0)]
 
 
+@pytest.mark.in_turn
 def test_ranks_that_hang_or_die_are_told_apart() -> None:
     with pytest.raises(TimeoutError, match=r"(?s)0\.5 s on rank 0:.*in hangs"):
         run_ranks(hangs, 1, timeout=0.5)

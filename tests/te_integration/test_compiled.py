@@ -488,6 +488,7 @@ def test_a_hook_between_forward_and_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.in_turn
 def test_frozen_thawed_unconverted_wrapped_again() -> None:
     """Each change takes effect in the next forward, as it does without a compiler."""
     model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
@@ -520,6 +521,7 @@ def test_a_copy_writes_its_own_gradient(way: str) -> None:
     assert writes(of_twin)["0.weight"] == 1
 
 
+@pytest.mark.in_turn
 def test_a_parametrized_weight_has_an_ordinary_gradient() -> None:
     layer = Linear(FEATURES, FEATURES, fuse_wgrad_accumulation=True)
     parametrize.register_parametrization(layer, "weight", nn.Softplus())
@@ -536,6 +538,7 @@ def test_a_parametrized_weight_has_an_ordinary_gradient() -> None:
 # ---- What stays a graph break. ----
 
 
+@pytest.mark.in_turn
 def test_a_block_that_delays_is_a_break_and_still_delays() -> None:
     model, queue = Pair(), WgradQueue()
     ddp = wrap(model)
@@ -554,6 +557,7 @@ def test_a_block_that_delays_is_a_break_and_still_delays() -> None:
         torch.testing.assert_close(grad, expected[name], msg=name)
 
 
+@pytest.mark.in_turn
 def test_a_foreign_provider_gets_its_placeholder() -> None:
     model = Pair()
     provider = ForeignProvider(model)

@@ -156,6 +156,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
 @pytest.mark.sampled(1)
@@ -164,6 +165,7 @@ def test_data_parallel(config: str, delay: bool) -> None:
     assert run_ranks(ddp_beside_eager, ranks, options, delay) == [ONE_GRAPH] * ranks
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3", "hsdp"])
 @pytest.mark.parametrize("each", [True, False], ids=["each", "once"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -202,6 +204,7 @@ def pipeline_beside_eager(kind: str) -> tuple[bool, bool]:
     return all(alike), compiled.slots == eager.slots
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["1F1B", "InterleavedZeroBubble"])
 @pytest.mark.sampled(1)
 def test_pipelines(kind: str) -> None:
@@ -237,6 +240,7 @@ def train_under_fsdp2(setting: Setting) -> tuple[float, int, int]:
     return worst, counters["stats"]["unique_graphs"], len(counters["graph_break"])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("bf16", [False, True], ids=["", "bf16"])
 @pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
 @pytest.mark.parametrize("reduce_each", [False, True], ids=["once", "each"])

@@ -590,6 +590,7 @@ def test_a_converted_model_is_one_graph() -> None:
     assert (explained.graph_count, explained.graph_break_count) == (1, 0)
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("adapt", ["subclass", "parametrized", "hooked"])
 @pytest.mark.sampled(1)

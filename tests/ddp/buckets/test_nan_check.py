@@ -182,6 +182,7 @@ def test_bad_gradients_end_every_process(config: str) -> None:
         ), ended.output
 
 
+@pytest.mark.in_turn
 def test_the_same_on_processes_leaves_no_trace() -> None:
     case = (torch.float32, CONFIGS["ZeRO-1"], 2, "first", math.nan, 0)
     all_ended = run_to_the_end(two_trainings, 3, *case)

@@ -138,6 +138,7 @@ def test_collectives_run_inside_the_backward_from_the_first_iteration(sharded: b
     check_overlap(Case(sharded=sharded, num_microbatches=(num_microbatches,) * 2))
 
 
+@pytest.mark.in_turn
 @COLLECTIVES
 @pytest.mark.sampled(1)
 def test_the_number_of_microbatches_may_change_between_iterations(sharded: bool) -> None:
@@ -168,6 +169,7 @@ def test_unused_parameters_hold_nothing_back(sharded: bool, unused: dict[str, An
     check_overlap(Case(sharded=sharded, find_unused=True, num_microbatches=(1, 2), **unused))
 
 
+@pytest.mark.in_turn
 @COLLECTIVES
 @pytest.mark.sampled(1)
 def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_backward_ends(sharded: bool) -> None:
@@ -195,6 +197,7 @@ def test_the_measure_fails_without_overlap(sharded: bool) -> None:
         assert all(measured.share < 0.01 for measured in iterations)
 
 
+@pytest.mark.in_turn
 @COLLECTIVES
 @pytest.mark.sampled(1)
 def test_the_measure_fails_in_the_wrong_order(sharded: bool) -> None:

@@ -131,6 +131,7 @@ def run(seed: int) -> bool:
     return len({tuple(orders) for _, orders in shuffled}) > 1
 
 
+@pytest.mark.in_turn
 def test_readiness_in_random_order() -> None:
     assert sum(run(seed) for seed in range(4)) >= 3
 
@@ -176,6 +177,7 @@ def train_delayed(by_rank: list[Delays]) -> Watched:
         return Watched(losses, weights, reductions, len(gather.intervals), len(sleep.intervals), seconds)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "what",
     [

@@ -364,6 +364,7 @@ def test_the_same_bits_on_other_numbers_of_ranks(name: str, ranks: int) -> None:
     check_same(PROGRAMS[name], ranks)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["three microbatches", "second backwards", "bf16 on the wire"])
 @pytest.mark.sampled(2)
 def test_the_same_bits_under_hybrid_sharding(name: str) -> None:

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GradScaler, clip_grad_norm
-from maingrad.ddp.buckets import launcher as launcher_module
+from maingrad.ddp.buckets import reducer as reducer_module
 from maingrad.ddp.gathers.param_gather import ParamGather
 from maingrad.launch import simulate
 
@@ -376,7 +376,7 @@ def test_memory_that_a_gather_still_writes_is_not_reused_before_it_ends() -> Non
 
 def test_memory_that_a_reduction_still_writes_is_not_reused_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, events = _Stream(), [object(), object(), object()]
-    monkeypatch.setattr(launcher_module, "current_stream", lambda device: stream)
+    monkeypatch.setattr(reducer_module, "current_stream", lambda device: stream)
     ddp = wrap(make_net(), bucket_size=300)
     launcher = ddp._launcher
     launcher._reduced, launcher._in_flight = events, {0: None, 2: None}

@@ -268,6 +268,7 @@ load_checkpoint(sys.argv[1], model)
 """
 
 
+@pytest.mark.in_turn
 def test_a_process_that_is_forked_meanwhile_saves_by_itself(tmp_path: Path) -> None:
     assert run_python("-c", FORKS, tmp_path / "c", timeout=60.0).returncode == 0
 
@@ -369,6 +370,7 @@ def die_with_a_save_under_way(folder: Path, victim: int) -> str:
     return "waited"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.sampled(2)
 def test_a_rank_that_dies_leaves_the_checkpoint_of_before(victim: int, tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def test_a_load_is_not_ahead_of_the_path(tmp_path: Path, monkeypatch: pytest.Mon
     assert_same(weights(model), weights(Everything(seed=2)))
 
 
+@pytest.mark.in_turn
 def test_every_load_beside_a_program_that_saves_all_the_time_is_whole(tmp_path: Path) -> None:
     model, counts = nn.Linear(3, 5), []
     with python_process("-c", SAVES, tmp_path / "c") as saves:

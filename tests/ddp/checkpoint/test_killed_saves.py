@@ -161,6 +161,7 @@ def at_every_moment(folder: Path, before: str) -> list[tuple[int | None, int, li
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "before",
     [pytest.param(name, marks=() if name in ("one", "two between renames") else pytest.mark.slow) for name in BEFORE],
@@ -280,6 +281,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind, ranks, victim, at, there", KILLS)
 @pytest.mark.sampled(1)
 def test_a_rank_that_is_killed_in_a_save_is_named(
@@ -323,6 +325,7 @@ def test_whatever_the_moment_it_is_named(kind: str, ranks: int, victim: int, tmp
         assert weights_alone(place / "c", kind) == (2 if at >= moved else 1), events[at - 1]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "kind, victim, at",
     [
@@ -361,6 +364,7 @@ def another_is_killed(folder: Path, victim: int) -> None:
     save_checkpoint(folder / "c", model, optimizer, extra=2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks, victim", [(2, 1), (3, 2)])
 @pytest.mark.sampled(1)
 def test_another_rank_that_is_killed_between_the_renames_is_named(ranks: int, victim: int, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ FAST = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "middle, dtype",
     [

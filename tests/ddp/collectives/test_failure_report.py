@@ -88,6 +88,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
     ]
 
 
+@pytest.mark.in_turn
 def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_report, "PATIENCE", 1.0)
     silent, (line,) = ask_others(dist.HashStore(), 0, 1000, "all_reduce of bucket 0")

@@ -141,6 +141,7 @@ ALL_DEATHS = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "world_size, config, victim, when, how, store",
     [*DEATHS, *(pytest.param(*death, marks=pytest.mark.slow) for death in ALL_DEATHS)],
@@ -188,6 +189,7 @@ def one_ends_beside_experts(victim: int) -> None:
         wrapped.zero_grad_buffer()
 
 
+@pytest.mark.in_turn
 def test_a_rank_that_dies_is_named_by_ranks_that_share_no_experts_with_it() -> None:
     all_ended = run_to_the_end(one_ends_beside_experts, 4, 3, collective_timeout=60.0)
     assert all_ended[3].exit_code == EXIT_CODES["SIGKILL"]
@@ -196,6 +198,7 @@ def test_a_rank_that_dies_is_named_by_ranks_that_share_no_experts_with_it() -> N
         assert_silent(report, 3, all_ended)
 
 
+@pytest.mark.in_turn
 def test_a_rank_that_dies_is_named_where_torch_chose_the_backend() -> None:
     all_ended = run_to_the_end(one_ends, 3, ZERO1, 2, "in backward", "SIGKILL", collective_timeout=60.0, backend=None)
     for rank in (0, 1):
@@ -204,6 +207,7 @@ def test_a_rank_that_dies_is_named_where_torch_chose_the_backend() -> None:
         assert report["fates"].endswith(f"  failed in the same: rank {1 - rank}\n")
 
 
+@pytest.mark.in_turn
 def test_a_rank_that_dies_before_it_wraps_its_model_is_named() -> None:
     all_ended = run_to_the_end(one_ends, 3, ALL_REDUCE, 2, "before wrapping", "os._exit", collective_timeout=60.0)
     assert all_ended[2].exit_code == 7
@@ -215,6 +219,7 @@ def test_a_rank_that_dies_before_it_wraps_its_model_is_named() -> None:
         assert same == f"  failed in the same: rank {1 - rank}"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("config", ["hybrid", pytest.param("all-reduce", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named_within_the_timeout(config: str) -> None:
     """The timeout also holds in groups that the wrapper makes."""
@@ -251,6 +256,7 @@ def reads_on(victim: int) -> list[str]:
     return errors
 
 
+@pytest.mark.in_turn
 def test_parameters_whose_gather_failed_never_show_old_values() -> None:
     all_ended = run_to_the_end(reads_on, 2, 1)
     assert [ended.exit_code for ended in all_ended] == [0, 7], all_ended[0].output
@@ -286,6 +292,7 @@ def other_number_of_steps(config: dict[str, Any], then: str, folder: str) -> Non
         save_checkpoint(folder, model, optimizer)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "config, then",
     [

@@ -108,6 +108,7 @@ def slow_collectives(sharded: bool) -> Waiting:
     return Waiting(end - start, first_ended > end, sum(c.queued < first_ended for c in collectives))
 
 
+@pytest.mark.in_turn
 @COLLECTIVES
 @pytest.mark.sampled(1)
 def test_hooks_never_wait_for_a_collective(sharded: bool) -> None:

@@ -117,6 +117,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[int, dict[Launch, int]]]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.sampled(1)
 def test_every_bucket_has_its_collectives_once_a_step(form: str) -> None:
@@ -131,6 +132,7 @@ def test_every_bucket_has_its_collectives_once_a_step(form: str) -> None:
             assert three[rank] - two[rank] == one_step, f"rank {rank}, {microbatches} microbatches"
 
 
+@pytest.mark.in_turn
 def test_experts_have_collectives_of_their_own_ranks() -> None:
     everyone, same_experts = (0, 1, 2, 3), (1, 3)
 

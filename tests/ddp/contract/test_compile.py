@@ -85,6 +85,7 @@ def each_layer(model: nn.Module) -> tuple[DistributedDataParallel, nn.Module]:
 WAYS = [around, inside, in_place, each_layer]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("compile_model", WAYS)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.sampled(1)
@@ -134,6 +135,7 @@ def test_a_whole_training_run_is_eagers() -> None:
         torch.testing.assert_close(weights(ddp)[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
+@pytest.mark.in_turn
 def test_a_model_compiled_before_it_was_wrapped_trains_through_main_grad() -> None:
     """The trace was made before any weight had a main_grad; it does not contain the fused layers."""
     model = make_model()
@@ -150,6 +152,7 @@ def test_a_model_compiled_before_it_was_wrapped_trains_through_main_grad() -> No
     assert sum(record.num_fused_writes for record in ddp.records) == 2 * NUM_FUSED
 
 
+@pytest.mark.in_turn
 def test_checks_after_wrapping_still_speak_in_a_compiled_model() -> None:
     ddp, compiled = around(make_model())
     plain = plain_twin(ddp.module)

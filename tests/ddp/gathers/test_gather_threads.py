@@ -161,6 +161,7 @@ def train_under_readers(how: str | None) -> tuple[list[str], bool, list[Tensor]]
     return errors, trained.is_plain(), values
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", READS)
 @pytest.mark.sampled(1)
 def test_training_goes_on_as_if_nobody_read(how: str) -> None:

@@ -551,6 +551,7 @@ def test_what_a_step_leaves_is_left_by_every_call(program: Program) -> None:
     assert check(program).num_graphs == (1 if program is hook_that_comes_later else 0)
 
 
+@pytest.mark.in_turn
 def test_more_values_than_can_be_compared() -> None:
     def program(job: Job) -> Any:
         data, scale = [[[at] for at in range(15)] for _ in range(4000)], [[[1.0]]]

@@ -34,6 +34,7 @@ def test_equals_eager(config: str, form: str) -> None:
     check(Program(config=config, form=form, events=("evaluate",)))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("event", "config"), list(itertools.product(EVENTS, ("all-reduce, overlap", "ZeRO-1, overlap")))
 )
@@ -42,12 +43,14 @@ def test_what_programs_do_between_steps(event: str, config: str) -> None:
     check(Program(config=config, events=(event,), form="dropout" if event == "mode" else "fused"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.sampled(3)
 def test_graphed_captures_every_form(form: str) -> None:
     check(Program(form=form, auto=True, events=("evaluate",)))
 
 
+@pytest.mark.in_turn
 def test_graphed_with_a_scaler_and_everything_between_steps() -> None:
     check(Program(auto=True, dtype=torch.float16, scaler=True))
     check(Program(auto=True, state="compact", events=tuple(event for event in EVENTS if event != "mode")))
@@ -166,6 +169,7 @@ def test_ranks(ranks: int, config: str) -> None:
     check(Program(config=config, events=("evaluate", "rank 0 reads")), ranks)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "program",
     [

@@ -188,6 +188,7 @@ def test_state_dicts_of_all_classes() -> None:
         assert_same(ours, expected)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2)])
 def test_checkpoints_go_on_with_other_ranks_and_layouts(tmp_path: Path, before: int, after: int) -> None:
     """The same gradients on all ranks, whatever their number is: a mean of equal ones is exact for powers of two."""
@@ -260,6 +261,7 @@ def test_compact_state_needs_buckets_of_its_own() -> None:
         only_muon()
 
 
+@pytest.mark.in_turn
 def test_compact_state_of_the_other_class() -> None:
     """Matrices keep fp32 masters and momentum. The number of ranks changes no bit."""
 

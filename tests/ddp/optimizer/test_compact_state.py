@@ -115,6 +115,7 @@ def test_masters_have_the_bits_of_fp32_masters(ranks: int, sharded: bool, clip: 
         assert below > 100  # masters have bits that no parameter shows
 
 
+@pytest.mark.in_turn
 def test_hybrid_instances_too() -> None:
     assert all(below > 100 for below in simulate(trains_as_masters, 4, True, None, 2, COMPACT))
 
@@ -145,6 +146,7 @@ def test_replicas_and_ranks_stay_equal_and_moments_are_bf16() -> None:
                 assert torch.equal(weight, expected[name]), (ranks, sharded, name)
 
 
+@pytest.mark.in_turn
 def test_training_is_as_good_as_with_full_state() -> None:
     losses = {}
     for state in ("full", "compact"):

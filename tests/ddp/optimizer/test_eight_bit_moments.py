@@ -104,6 +104,7 @@ def loads(path: Path, options: dict[str, Any]) -> Parts:
     return parts_of(optimizer)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
 @pytest.mark.sampled(6)
@@ -187,6 +188,7 @@ def test_atoms_without_effect_are_refused(fields: dict[str, Any], words: str) ->
         DistributedDataParallelConfig(**{"use_distributed_optimizer": True, **fields})
 
 
+@pytest.mark.in_turn
 def test_training_is_as_good_as_with_full_state() -> None:
     losses = {}
     for name, form in FORMS.items():

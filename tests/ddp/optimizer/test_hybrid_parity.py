@@ -78,6 +78,7 @@ def test_hybrid_adds_inside_first_then_across_everywhere(
     check(shape, microbatches=microbatches, fused=fused, delayed=delayed, variants=2, overlap=overlap)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("shape", "microbatches", "fused", "delayed", "overlap", "variants"),
     [
@@ -142,6 +143,7 @@ def train_on_a_mesh(two_dims: bool) -> Trained:
     return run_steps(ddp, DistributedOptimizer(ddp, lr=3e-2, weight_decay=0.1), 1, steps=5)
 
 
+@pytest.mark.in_turn
 def test_a_mesh_is_the_same_as_a_number_of_instances() -> None:
     for ours, theirs in zip(simulate(train_on_a_mesh, 4, True), simulate(train_on_a_mesh, 4, False), strict=True):
         assert_bitwise(ours, theirs)

@@ -132,6 +132,7 @@ def test_a_master_that_a_program_writes_without_a_word_is_refused_at_the_next_fo
         trained(optimizer, range(1, 2))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("way", ["load_state_dict", "state assigned"])
 def test_replaced_state_is_freed_by_the_next_step(form: str, way: str) -> None:

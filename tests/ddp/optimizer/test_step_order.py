@@ -36,6 +36,7 @@ def run(ends_by: str, config: dict[str, object], max_norm: float | None) -> list
     return list(weights(ddp).values())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize(("sharded", "gathers"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -106,6 +106,7 @@ def check(case: Case, *, fused_step: bool = True, steps: int = STEPS, **config: 
     return sharded
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 @pytest.mark.sampled(1)
 def test_zero1_is_bitwise_all_reduce(case: Case) -> None:
@@ -136,6 +137,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.sampled(1)
 def test_no_layout_changes_a_bit(layout: dict[str, Any]) -> None:
@@ -161,6 +163,7 @@ def test_a_width_of_2880(fused: bool, delayed: bool, ranks: int) -> None:
         assert_bitwise(ours, theirs)
 
 
+@pytest.mark.in_turn
 def test_the_reference_has_what_it_is_meant_to_have() -> None:
     """Each special case of the model exists, and works under plain data parallelism."""
     ranks = 4

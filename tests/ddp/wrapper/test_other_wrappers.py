@@ -51,7 +51,7 @@ def sharded_by_torch_after(module: nn.Module, *, part: Callable[[DistributedData
 
 OURS = "around a model in maingrad.ddp.DistributedDataParallel"
 UNIT = "of maingrad.fsdp.fully_shard"
-DTENSOR = r"parameter '1.\w+' was made a DTensor after wrapping \(torch.distributed.fsdp.fully_shard"
+DTENSOR = r"parameter '1.\w+' was made a DTensor after wrapping \(torch's fully_shard"
 
 REFUSED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "torch's DDP over ours": (lambda m: torch_over(DistributedDataParallel(m)), f"DistributedDataParallel {OURS}"),

@@ -139,6 +139,7 @@ def test_the_models_own_iteration_goes_on(run: Callable[..., None], kind: str) -
     train_beside(kind, run=run, ranks=2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("run", [between_microbatches, between_forward_and_backward])
 @pytest.mark.sampled(1)
 def test_over_instances(run: Callable[..., None]) -> None:

@@ -313,6 +313,7 @@ def draws(seeds: range) -> Iterator[tuple[Any, ...]]:
 
 
 # In that of seed 128 the pool has waited for more on one rank than on another when backward ends.
+@pytest.mark.in_turn
 @pytest.mark.parametrize("draw", list(draws(range(5, 200))), ids=str)
 @pytest.mark.sampled(1)
 def test_ranks_may_use_different_parameters_of_a_unit(draw: tuple[Any, ...]) -> None:

@@ -316,6 +316,7 @@ def test_recompute(kind: str, what: str, reentrant: bool) -> None:
     train_beside(kind, lambda: Recomputes(what, reentrant))
 
 
+@pytest.mark.in_turn
 def test_recompute_of_the_whole_model() -> None:
     def run(model: nn.Module, batches: Batches) -> None:
         for reentrant in (False, True):

@@ -108,6 +108,7 @@ def test_bf16_over_fp32_masters(placements: str) -> None:
 # ---- Some units hold, and others reduce every microbatch. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("delay", ["none", "modules, lagging", "queue"])
 @pytest.mark.parametrize("holding", [("",), UNITS, ("odd", "frozen_weight", "unused_layer")], ids=str)
 @pytest.mark.parametrize(("placements", "instances"), [("zero3", 1), ("hsdp", 2), ("zero2", 1)])
@@ -117,6 +118,7 @@ def test_each_unit_as_it_was_told(placements: str, instances: int, holding: tupl
     check(job._replace(holding=holding))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("holding", [("experts.1",), ("",), ("experts.0", "experts.1", "")], ids=str)
 @pytest.mark.sampled(1)
 def test_experts_on_a_mesh_of_their_own(holding: tuple[str, ...]) -> None:
@@ -306,6 +308,7 @@ def trained_and_saved(folder: Path, holding: Sequence[str], microbatches: int) -
     return {name: value.to_local().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.in_turn
 def test_checkpoints_do_not_tell_how_often_gradients_were_reduced(tmp_path: Path) -> None:
     holding = ("blocks.0", "blocks.1", "blocks.2", "")
     held = simulate(trained_and_saved, 2, tmp_path / "once", holding, 3)

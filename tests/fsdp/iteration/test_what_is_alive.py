@@ -86,6 +86,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 # ---- Two programs that everybody writes. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("who", ["nobody", "rank 0", "everybody"])
 @pytest.mark.parametrize("what", ["loss", "output", "output of an extra forward", "loss that is never used"])
 @pytest.mark.parametrize("kind", KINDS)

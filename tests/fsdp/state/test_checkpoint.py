@@ -124,6 +124,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtyp
 PLACEMENTS = ["zero1", "zero2", "zero3", "hybrid", "hsdp", "hsdp_zero1"]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "placement", [p if p in ("zero3", "hsdp_zero1") else pytest.param(p, marks=pytest.mark.slow) for p in PLACEMENTS]
 )
@@ -144,6 +145,7 @@ def test_through_zero1_and_ddp_and_back_no_bit_changes(
     assert_same_files(later, Path(f"{start}-later"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "placement, ranks",
     [
@@ -205,6 +207,7 @@ def test_real_ranks_save_what_simulated_ones_save(
     assert_same_files(simulated, tmp_path / "real")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placement", ["zero3", "hsdp", "hsdp_zero1"])
 def test_every_element_is_written_once_and_work_is_shared(
     saved: Callable[[str, torch.dtype | None], Path], placement: str
@@ -382,6 +385,7 @@ def test_weights_go_into_plain_modules_and_come_back(
     assert torch.equal(sharded["master"]["cube"], tensors["model"]["cube"].float())
 
 
+@pytest.mark.in_turn
 def test_loaded_weights_are_used_at_once(tmp_path: Path) -> None:
     """Also if whole parameters stay gathered."""
 
@@ -479,6 +483,7 @@ def with_stages(folder: Path, seed: int) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+@pytest.mark.in_turn
 def test_ranks_that_are_not_all_save_among_themselves(tmp_path: Path) -> None:
     trained = simulate(with_stages, 8, tmp_path, 0)
     assert not torch.equal(trained[0]["0.weight"], trained[7]["0.weight"])
@@ -581,8 +586,9 @@ def misfits(folder: Path) -> None:
     frozen.cube.requires_grad_(False)
     with pytest.raises(ValueError, match=r"'cube' is frozen, or without an optimizer, and was in parameter group 0"):
         load_checkpoint(folder, frozen, adamw(frozen))
+    whole = shard_everything()
     with pytest.raises(ValueError, match=r"has the state of AdamW, and this optimizer is SGD"):
-        load_checkpoint(folder, frozen, torch.optim.SGD(frozen.parameters()))
+        load_checkpoint(folder, whole, torch.optim.SGD(whole.parameters()))
     half = shard_everything(kept=BF16)
     with pytest.raises(ValueError, match=r"updates parameter '\S+' in bfloat16, and the saved one did in float32"):
         load_checkpoint(folder, half, adamw(half))

@@ -141,6 +141,7 @@ def test_masters_have_the_bits_of_fp32_masters(ranks: int, placements: str, clip
         assert below > 100  # masters have bits that no shard shows
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placements", ["hsdp", "hsdp_zero1"])
 def test_hybrids_too(placements: str) -> None:
     assert all(below > 50 for below in simulate(trains_as_masters, 4, placements, 0.05, EXACT))
@@ -643,6 +644,7 @@ def test_a_state_dict_is_a_copy_in_full_form() -> None:
 # ---- Graphed steps. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("place", [None, "host"])
 @pytest.mark.parametrize("writes", [False, True])
 def test_graphed_steps_have_the_same_bits(place: str | None, writes: bool) -> None:

@@ -177,6 +177,7 @@ def test_ranks_and_placements_change_no_bit_and_zero1_has_the_same() -> None:
         assert_same(expected, joined(simulate(lambda: trained(units, placements, offload_state=place), ranks)))  # noqa: B023
 
 
+@pytest.mark.in_turn
 def test_adam_and_fp32_shards() -> None:
     """fp32 shards are masters themselves."""
 
@@ -198,6 +199,7 @@ def test_adam_and_fp32_shards() -> None:
 # ---- Checkpoints and state dicts. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("before", "after", "place"), [(1, 3, "host"), (3, 2, None), (2, 4, None)])
 @pytest.mark.sampled(2)
 def test_training_goes_on_on_other_ranks_with_the_same_bits(
@@ -306,6 +308,7 @@ def test_a_step_that_is_skipped_changes_nothing() -> None:
     simulate(run, 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("place", [None, "host"])
 def test_graphed_steps_have_the_same_bits(place: str | None) -> None:
     """Between calls a program loads state, and takes an eager step."""
@@ -379,6 +382,7 @@ def test_a_layout_that_cuts_blocks_is_refused_on_all_ranks() -> None:
     train(build_one, ShardedAdamW(build_one.parameters(), **EIGHT), range(1))
 
 
+@pytest.mark.in_turn
 def test_make_optimizer_takes_it() -> None:
     def run() -> Pieces:
         policy = MixedPrecisionPolicy()

@@ -73,6 +73,7 @@ def load(folder: Path, ours: bool, placement: str) -> dict[str, Tensor]:
     return after
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("run", [simulate, pytest.param(run_ranks, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "saving, loading",

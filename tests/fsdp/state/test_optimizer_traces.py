@@ -147,6 +147,7 @@ def saved_after_a_skip(folder: Path, how: str) -> None:
     assert_same(whole(model), expected)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["save_checkpoint", "state_dict"])
 @pytest.mark.sampled(1)
 def test_a_run_that_was_saved_after_a_skipped_step_goes_on(how: str, tmp_path: Path) -> None:

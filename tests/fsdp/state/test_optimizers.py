@@ -85,6 +85,7 @@ def loop(kind: str, body: Callable[[Any, Any, Callable[[int], None]], None], mak
 some_kinds = pytest.mark.parametrize("kind", ["zero3", "zero1", pytest.param("hsdp_zero1", marks=pytest.mark.slow)])
 
 
+@pytest.mark.in_turn
 @some_kinds
 @pytest.mark.sampled(1)
 def test_two_optimizers_of_which_one_is_zeroed(kind: str) -> None:
@@ -201,6 +202,7 @@ def test_an_average_of_weights_that_is_swapped_in(kind: str) -> None:
     loop(kind, body)
 
 
+@pytest.mark.in_turn
 def test_schedules_of_the_learning_rate() -> None:
     def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, twin)]

@@ -105,6 +105,7 @@ def torchs_side(ours: Path, theirs: Path) -> None:
     save(theirs, False, "zero3", 6)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("run", [simulate, pytest.param(run_ranks, marks=pytest.mark.slow)])
 def test_checkpoints_go_to_fsdp2_and_come_from_it(tmp_path: Path, run: Any) -> None:
     """Three ranks of ours -> two of FSDP2 -> four of ours in two instances."""

@@ -49,6 +49,7 @@ def test_a_group_of_one_rank(kind: str) -> None:
     train_beside(kind, ranks=0)
 
 
+@pytest.mark.in_turn
 def test_a_mesh_of_one_instance_and_instances_of_one_rank() -> None:
     for shape in ((1, 2), (2, 1)):
         for row in ("hsdp", "hsdp_zero1", "hybrid"):
@@ -83,6 +84,7 @@ def shard_inner(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "zero2", "hsdp_zero1", "hsdp"])
 @pytest.mark.sampled(1)
 def test_more_ranks_than_elements(kind: str) -> None:
@@ -229,6 +231,7 @@ def shard_nested(model: nn.Module, **options: Any) -> None:
         fully_shard(module, **options)
 
 
+@pytest.mark.in_turn
 @every_kind
 @pytest.mark.sampled(2)
 def test_nested_units_some_of_them_without_parameters(kind: str) -> None:

@@ -180,6 +180,7 @@ def test_any_buckets_agree_with_data_parallelism_to_the_bit(
     assert_agrees(sharded, whole, replicas=1 if placements == "hsdp_zero1" else instances)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placements", ["zero2", "hsdp_zero1"])
 @pytest.mark.parametrize("holding", [(), (*UNITS, "")], ids=["", "reduced once"])
 @pytest.mark.sampled(1)

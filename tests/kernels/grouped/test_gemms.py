@@ -78,6 +78,7 @@ def assert_rows_close(actual: Tensor, a: Tensor, b: Tensor, splits: Sequence[int
     assert (actual[sum(splits) :] == 0).all(), "rows behind the last expert"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", ["packed", "discrete", "backwards"])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("config", GEMMS.values(), ids=GEMMS)
@@ -204,6 +205,7 @@ def test_an_accumulator_of_the_operands_dtype(device: str, config: WgradConfig, 
     check_wgrad(SPLITS["uneven"], 24, 40, torch.float16, device, config, **options)
 
 
+@pytest.mark.in_turn
 @settings(max_examples=max(3, settings.default.max_examples // 4))  # half a second each in the interpreter
 @given(
     splits=st.lists(st.integers(0, 50), min_size=1, max_size=5),

@@ -182,6 +182,7 @@ def test_many_experts_are_found(device: str) -> None:
     torch.testing.assert_close(ds[: sum(splits)], (dy[: sum(splits)] * of_row).sum(-1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 @given(
     st.lists(st.one_of(st.just(0), st.integers(0, 5), st.integers(30, 70)), min_size=1, max_size=5),

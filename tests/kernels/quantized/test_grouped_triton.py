@@ -91,6 +91,7 @@ def check_rows(found: GroupedQuantized | None, expected: GroupedQuantized) -> No
     assert not (nothing[:, end:] if expected.transposed else nothing[int(expected.offsets[-1]) :]).count_nonzero()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize(
     "splits",
@@ -116,6 +117,7 @@ def test_rows_of_experts(device: str, name: str, splits: str) -> None:
                 check_rows(columns, quantize_grouped(matrix, spec, offsets, transposed=True))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("name", ["current", "block, weights"])
 @pytest.mark.sampled(100)

@@ -81,6 +81,7 @@ def test_launches_that_differ_in_one_thing(device: str, name: str) -> None:
 SCALES = (1.0, 2.7, 3.1e-6, torch.finfo(torch.float32).max)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("name", NAMES[:2])
 @pytest.mark.sampled(1)

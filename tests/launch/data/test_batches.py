@@ -41,6 +41,7 @@ def batch(
     return sampler.batch(step, slice(first, first + rows))
 
 
+@pytest.mark.in_turn
 def test_standard_library_is_real_text_in_a_fixed_order():
     corpus = load_corpus(DataConfig(), sequence_length=128)
     files = stdlib_files()

@@ -459,6 +459,7 @@ def test_the_mean_is_over_all_counted_tokens(tmp_path: Path, documents: str):
     assert one.losses[0] == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.in_turn
 def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path):
     data = {"documents": "mask"}
     whole = train(megatron_config(tmp_path, "whole", data=data))

@@ -88,6 +88,7 @@ def run_config(folder: Path, source: Path, parallel: str, out: str, **model: Any
     return structure(document)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["tied", "qwen3-moe"])
 @pytest.mark.sampled(1)
 def test_ranks_and_ways_begin_with_the_same_model(tmp_path: Path, name: str):

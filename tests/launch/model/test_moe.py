@@ -374,6 +374,7 @@ def test_the_shipped_pair_differs_in_its_feed_forwards_alone():
 # ---- Training. ----
 
 
+@pytest.mark.in_turn
 def test_a_run_learns_and_records_its_routers(tmp_path: Path):
     experts = {**EXPERTS, "router_z_loss_coefficient": 1e-3, "shared_expert_ffn_dim": 16}
     settings = tiny_config(tmp_path, model=experts, train={"steps": 12, "log_every": 3})

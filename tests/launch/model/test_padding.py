@@ -60,6 +60,7 @@ def test_a_document_in_rows_of_12_and_96(changes: dict[str, Any]):
     assert_equal_for_all_rows(gpt(**changes), (12, 96))
 
 
+@pytest.mark.in_turn
 def test_compiled_blocks_leave_out_padding():
     model = gpt()
     for block in model.blocks:

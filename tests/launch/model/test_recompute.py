@@ -52,6 +52,7 @@ def outcome(config: Config, ranks: int = 1) -> tuple[tuple[float, ...], str]:
     return result.losses, str(read_metrics(Path(config.train.out_dir) / "metrics.jsonl")[-1]["weights_sha256"])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mode", range(len(MODES)))
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.sampled(1)

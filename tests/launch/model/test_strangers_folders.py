@@ -99,6 +99,7 @@ def test_no_command_runs_code_of_a_folder(trained: Path, tmp_path: Path, capsys:
     assert sys.stdin.read(4) == "y\ny\n", "nobody has asked"
 
 
+@pytest.mark.in_turn
 def test_a_user_may_trust_a_folder(tmp_path: Path) -> None:
     source = folder_of(tmp_path / "source")
     a_strangers(source, tmp_path / "ran")
@@ -135,6 +136,7 @@ def test_links_out_of_the_folder_are_not_copied(tmp_path: Path, capsys: pytest.C
         assert not {"tokenizer.json", "vocab.json"} & set(files)
 
 
+@pytest.mark.in_turn
 def test_a_snapshot_of_the_cache_keeps_its_files(tmp_path: Path) -> None:
     """There, files are links to ``blobs``."""
     repository = tmp_path / "models--somebody--model"
@@ -172,6 +174,7 @@ def test_a_report_replaces_links_and_not_what_they_link_to(tmp_path: Path) -> No
     assert not list(run.glob(".*")), "nothing is left beside"
 
 
+@pytest.mark.in_turn
 def test_a_copied_run_writes_through_no_link(tmp_path: Path) -> None:
     run, toml = tmp_path / "run", tiny_toml(tmp_path, train={"steps": 3})
     run.mkdir()

@@ -163,6 +163,7 @@ def test_every_form_trains_what_plain_pytorch_trains(model: str, ranks: int, for
     check_same(maingrad.simulate(train, ranks, *MODELS[model], form, optimizer=how), wanted)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.sampled(6)
@@ -211,6 +212,7 @@ def test_zero1_over_a_mesh_of_two_dims_is_a_hybrid() -> None:
 # ---- Dtypes. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.sampled(2)
 def test_param_dtype_computes_in_bf16_over_fp32_masters(form: str) -> None:
@@ -533,7 +535,7 @@ def test_an_optimizer_needs_a_wrapped_model() -> None:
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be positive"),
         ({"param_groups": [{"params": "*.weigth"}]}, ValueError, "no trainable parameter is called '\\*.weigth'"),
         ({"param_groups": [{"params": "*", "lrr": 1.0}]}, TypeError, "param_groups\\[0\\]: .*'lrr'"),
-        ({"optimizer_class": Block}, TypeError, "optimizer_class is a subclass of torch.optim.Optimizer"),
+        ({"optimizer_class": Block}, TypeError, "optimizer.class is a subclass of torch.optim.Optimizer"),
     ],
 )
 @pytest.mark.sampled(8)

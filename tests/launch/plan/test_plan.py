@@ -303,6 +303,7 @@ def cells(line: str) -> list[str]:
     return line.split("│")
 
 
+@pytest.mark.in_turn
 def test_large_models_cost_nothing_to_plan(tmp_path: Path):
     size = {"dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
     config = tiny_config(tmp_path, model=size | {"param_dtype": "bfloat16"}, train={"global_batch_size": 2048})

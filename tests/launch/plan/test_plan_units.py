@@ -230,6 +230,7 @@ def test_large_models_cost_nothing_to_plan(tmp_path: Path):
     assert plan.peak_params == plan.units[0].param_nbytes + 2 * plan.units[1].param_nbytes
 
 
+@pytest.mark.in_turn
 def test_buckets_halve_what_is_reduced_beside_a_unit(tmp_path: Path):
     """An 8B model: each block has six buckets; the embedding's gradient is written after the last block's."""
     size = {"dim": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14336, "vocab_size": 128256}
@@ -244,6 +245,7 @@ def test_buckets_halve_what_is_reduced_beside_a_unit(tmp_path: Path):
     assert one.peak_grads == head + embedding + 2 * block.grad_nbytes
 
 
+@pytest.mark.in_turn
 def test_a_router_of_another_dtype_is_a_unit_of_its_own(tmp_path: Path):
     experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16"}
     plan = plan_run(tiny_config(tmp_path, parallel="fsdp", model=experts), 2)

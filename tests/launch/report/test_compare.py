@@ -28,6 +28,7 @@ def last_validation(out_dir: Path) -> float:
     return next(r["loss"] for r in reversed(read_metrics(out_dir / "metrics.jsonl")) if r["kind"] == "validation")
 
 
+@pytest.mark.in_turn
 def test_the_table_holds_both_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense, sparse = run(tmp_path, "dense"), run(tmp_path, "sparse", model=EXPERTS)
     capsys.readouterr()
@@ -86,6 +87,7 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--compare BASE RUN" in capsys.readouterr().err
 
 
+@pytest.mark.in_turn
 def test_a_validation_that_is_no_number_is_named(tmp_path: Path) -> None:
     first, second = run(tmp_path, "first"), run(tmp_path, "second")
     records = read_metrics(second / "metrics.jsonl")

@@ -90,6 +90,7 @@ def write(run: Path, records: list[dict[str, Any]]) -> None:
     (run / "metrics.jsonl").write_text(text)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "kind, name",
     [("step", "loss"), ("step", "step"), ("validation", "loss"), ("final", "bigram_loss"), ("final", "seconds")],
@@ -110,6 +111,7 @@ def test_values_that_are_no_numbers(run: Path, kind: str, name: str, capsys: pyt
     assert (run / "loss.png").stat().st_size > 10_000
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.sampled(1)
 def test_all_fields_at_once(run: Path, value: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +124,7 @@ def test_all_fields_at_once(run: Path, value: str, capsys: pytest.CaptureFixture
     assert len(page.column("training loss", "run")) == 4
 
 
+@pytest.mark.in_turn
 def test_spans_of_a_timeline(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A span more for each value and each field; the sound spans are drawn."""
     records = lines_of(run)
@@ -146,6 +149,7 @@ def test_spans_of_a_timeline(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads((run / "overlap.json").read_text())["traceEvents"]
 
 
+@pytest.mark.in_turn
 def test_names_of_all_kinds(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Mathematics, halves of characters, markup, other scripts and lines in the names of buckets are text."""
     records = lines_of(run)
@@ -158,6 +162,7 @@ def test_names_of_all_kinds(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert {row["data-bucket"] for row in page.buckets} >= {"$\\frac{", "<b>&\"'", "重み\u202e"}
 
 
+@pytest.mark.in_turn
 def test_a_timeline_without_a_sound_reduction(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = lines_of(run)
     for record in records:
@@ -167,6 +172,7 @@ def test_a_timeline_without_a_sound_reduction(run: Path, capsys: pytest.CaptureF
     assert "No reduction of a step was timed" in report(run, capsys)[0].text
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "line",
     [
@@ -230,6 +236,7 @@ def test_a_run_is_given_once(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"'{run}' is given twice" in capsys.readouterr().err
 
 
+@pytest.mark.in_turn
 def test_a_run_that_goes_to_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ends as any other run, and its page says from which step on there is no number."""
     toml = tiny_toml(tmp_path, optimizer={"lr": 1e6, "warmup_steps": 0, "max_grad_norm": 1e9}, train={"steps": 12})
@@ -287,6 +294,7 @@ LACKING: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("damage", LACKING)
 @pytest.mark.sampled(1)
 def test_a_page_without_the_configuration_says_so(run: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,6 +308,7 @@ def test_a_page_without_the_configuration_says_so(run: Path, damage: str, capsys
     assert page.tables["versions"]["torch"] != ["none"], "from the first step's record"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("value", [10**400, 1e308, "two", None, [1], {"a": [2]}, True])
 @pytest.mark.sampled(1)
 def test_fields_beside_the_configuration(run: Path, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,6 +317,7 @@ def test_fields_beside_the_configuration(run: Path, value: Any, capsys: pytest.C
     assert page.value("steps", "run") == 4
 
 
+@pytest.mark.in_turn
 def test_what_is_missing_comes_last(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, [*lines_of(run), {"kind": "step", "step": 5, "loss": "<nan>"}])
     text = report(run, capsys)[0].text

@@ -102,6 +102,7 @@ def test_planned_bytes_are_those_of_the_plan(two_ranks: Path, tmp_path: Path) ->
         assert page.value(f"planned_{what}", "run") == nbytes
 
 
+@pytest.mark.in_turn
 def test_the_page_needs_no_other_file_and_no_network(two_ranks: Path, tmp_path: Path, pictures: None) -> None:
     page = page_of(tmp_path, two_ranks)
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\([^#]|<script", page.source)
@@ -109,6 +110,7 @@ def test_the_page_needs_no_other_file_and_no_network(two_ranks: Path, tmp_path: 
     assert all(found["href"].startswith("#") for _, found in page.tags if "href" in found)
 
 
+@pytest.mark.in_turn
 def test_no_attribute_is_escaped_twice(two_ranks: Path, tmp_path: Path, pictures: None) -> None:
     page = page_of(tmp_path, two_ranks)
     assert not [found for _, found in page.tags if any('"' in name or "&" in name for name in found)]
@@ -215,6 +217,7 @@ def test_equal_settings_and_equal_names(two_ranks: Path, tmp_path: Path) -> None
     assert page.value("loss", "a/run") == page.value("loss", "b/run") == of_kind(two_ranks, "step")[-1]["loss"]
 
 
+@pytest.mark.in_turn
 def test_a_name_is_text_and_never_markup(two_ranks: Path, tmp_path: Path, pictures: None) -> None:
     run = copy_of(two_ranks, tmp_path / "<b>&\"'")
     page = page_of(tmp_path, run)
@@ -233,6 +236,7 @@ def test_a_run_that_was_resumed_says_where(tmp_path: Path) -> None:
     assert ("exposed_ms", "run") not in page.figures
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.sampled(1)
 def test_experts_and_sharded_parameters(tmp_path: Path, parallel: str) -> None:
@@ -280,6 +284,7 @@ def test_a_run_that_ended_in_its_first_step(two_ranks: Path, tmp_path: Path) -> 
     assert page.value("planned_bytes", "early") > 0
 
 
+@pytest.mark.in_turn
 def test_a_loss_that_is_no_number_is_a_gap(two_ranks: Path, tmp_path: Path, pictures: None) -> None:
     def diverge(records: Records) -> None:
         for record in records:
@@ -306,6 +311,7 @@ def test_the_environment_says_what_was_run(two_ranks: Path, tmp_path: Path) -> N
     assert versions["torch"] != ["none"] and versions["ranks"] == ["2"]
 
 
+@pytest.mark.in_turn
 def test_the_command(two_ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], pictures: None) -> None:
     run = copy_of(two_ranks, tmp_path / "one")
     assert main(["report", str(run)]) == 0

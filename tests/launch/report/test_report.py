@@ -31,6 +31,7 @@ def test_writer_without_a_file_is_silent():
     writer.close()
 
 
+@pytest.mark.in_turn
 def test_loss_picture_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = tiny_config(tmp_path, data={"source": "stdlib", "paths": []})
     result = train(config)

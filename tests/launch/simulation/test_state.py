@@ -231,6 +231,7 @@ def megabytes_in_use() -> float:
     return (hblkhd + uordblks) / 1e6
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc counts the bytes in use")
 def test_many_simulations_leave_no_threads_and_no_memory():
     def fn(fail: bool) -> Tensor:

@@ -32,6 +32,7 @@ def kept(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "run" / "checkpoints").iterdir())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
     "keep, wanted",

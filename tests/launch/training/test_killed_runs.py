@@ -84,6 +84,7 @@ def what_was_said(ended: list[Ended]) -> str:
     return "\n".join(f"rank {rank}, {one.exit_code}:\n{one.output}" for rank, one in enumerate(ended))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.sampled(1)
 def test_two_kills(tmp_path: Path, parallel: str):

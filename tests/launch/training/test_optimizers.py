@@ -76,6 +76,7 @@ def test_each_trains_as_torch_does(name: str, tmp_path: Path):
     assert losses(config) == pytest.approx(plain_losses(config), rel=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("parallel", ["zero1", "hybrid", "fsdp", "hsdp"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.sampled(1)

@@ -64,6 +64,7 @@ def steps_of(folder: Path, out: str) -> list[int]:
     return [record["step"] for record in read_metrics(folder / out / "metrics.jsonl") if record["kind"] == "step"]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "before, after, ranks",
     [("zero1", "zero1", 2), ("zero1", "ddp", 2), pytest.param("ddp", "hybrid", 4, marks=pytest.mark.slow)],
@@ -138,6 +139,7 @@ def records_of_the_run(folder: Path, out: str) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("at", [3, 4, 6])
 @pytest.mark.sampled(1)
 def test_wherever_it_was_interrupted_no_validation_is_lost(tmp_path: Path, at: int):
@@ -154,6 +156,7 @@ def test_wherever_it_was_interrupted_no_validation_is_lost(tmp_path: Path, at: i
     assert (last["kind"], last["validation_loss"]) == ("final", whole.validation_loss)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("cut", [1, 5, 30])
 @pytest.mark.sampled(1)
 def test_a_last_line_that_was_cut_does_not_stop_a_resume(tmp_path: Path, cut: int):
@@ -217,6 +220,7 @@ def test_records_after_the_checkpoint_are_those_of_the_resumed_run(tmp_path: Pat
     assert steps_of(tmp_path, "run") == [1, 2, 3, 4, 5, 6], "a run that is not resumed begins anew"
 
 
+@pytest.mark.in_turn
 def test_a_new_run_does_not_mix_its_checkpoints_with_an_old_one_s(tmp_path: Path):
     train(config_of(tmp_path, "run", save_every=3))
     with pytest.raises(ConfigError, match=r"step-00000006' of an earlier run is there.*train\.resume = 'auto'"):
@@ -235,6 +239,7 @@ def test_auto_takes_the_newest_complete_one(tmp_path: Path):
     assert where_to_resume(config) == tmp_path / "run" / "checkpoints" / "step-00000011"
 
 
+@pytest.mark.in_turn
 def test_a_checkpoint_that_a_save_left_beside_its_place_is_gone_on_from(tmp_path: Path):
     train(config_of(tmp_path, "run", save_every=3))
     newest = Path(checkpoint(tmp_path, "run", 6))
@@ -303,6 +308,7 @@ def test_other_borders_of_documents_are_refused_where_they_matter(tmp_path: Path
         train(config("other", "mask", resume=resume["mask"]))
 
 
+@pytest.mark.in_turn
 def test_a_longer_run_goes_on_with_its_own_schedule(tmp_path: Path):
     """Half a cosine over the new number of steps, from the first step on that is taken again."""
     train(config_of(tmp_path, "run", save_every=6))

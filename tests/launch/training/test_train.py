@@ -121,6 +121,7 @@ def test_cosine_with_warmup_ends_where_it_should():
     assert lr_factor(OptimizerConfig(warmup_steps=0), 0, 0.0) == 1.0
 
 
+@pytest.mark.in_turn
 def test_a_run_ends_on_time_with_the_schedule_at_its_end(tmp_path: Path):
     config = tiny_config(tmp_path, train={"steps": 10**6, "max_seconds": 1.5, "eval_every": 10**6})
     began = time.monotonic()
@@ -173,6 +174,7 @@ def test_delayed_weight_gradients_train_the_same_model(tmp_path: Path, layers: i
         assert backward["end"] <= phase["start"] < phase["end"]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("param_dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_every_kind_of_parallelism_trains_the_same_model(tmp_path: Path, param_dtype: str):
     """Bit for bit: sharding decides where a number is kept, overlapping when it is sent.

@@ -43,6 +43,7 @@ def run(folder: Path, ranks: int, sections: dict[str, Any], train: dict[str, Any
     return losses, observed, found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "ranks, sections",
     [

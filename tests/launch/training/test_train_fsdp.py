@@ -58,6 +58,7 @@ def records(config: Config, kind: str) -> list[dict[str, Any]]:
     return [r for r in read_metrics(Path(config.train.out_dir) / "metrics.jsonl") if r["kind"] == kind]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "parallel, fsdp, model, ranks",
     [
@@ -101,6 +102,7 @@ def test_gradients_that_are_reduced_once_are_those_of_zero1(
     assert_same(run(tmp_path, parallel="zero1", **alike), reduced_once)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("eval_sequences", [1, 3])
 @pytest.mark.sampled(1)
 def test_validates_on_sequences_that_ranks_cannot_share_evenly(tmp_path: Path, eval_sequences: int):
@@ -112,6 +114,7 @@ def test_validates_on_sequences_that_ranks_cannot_share_evenly(tmp_path: Path, e
     assert losses["fsdp"] == pytest.approx(losses["zero1"], rel=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placements", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_microbatches_and_clipping(tmp_path: Path, placements: str):
     """Gradients are summed over ranks microbatch by microbatch: another order of the same sums."""
@@ -158,6 +161,7 @@ def test_one_rank_needs_no_process_group(tmp_path: Path):
     assert_same(wrapped, alone)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "before, after, ranks", [("fsdp", "zero1", 2), pytest.param("zero1", "hsdp", 4, marks=pytest.mark.slow)]
 )
@@ -181,6 +185,7 @@ def test_goes_on_from_the_other_s_checkpoint(tmp_path: Path, before: str, after:
 # ---- Records. ----
 
 
+@pytest.mark.in_turn
 def test_what_is_observed_and_recorded(tmp_path: Path):
     config = tiny_config(tmp_path, parallel="fsdp", model={"param_dtype": "bfloat16", "num_layers": 3})
     simulate(train, 2, config)
@@ -203,6 +208,7 @@ def test_what_is_observed_and_recorded(tmp_path: Path):
     assert {span["collective"] for span in timeline["gathers"]} == {"all_gather"}
 
 
+@pytest.mark.in_turn
 def test_same_weights_same_digest(tmp_path: Path):
     digests = []
     for parallel in ("zero1", "fsdp"):

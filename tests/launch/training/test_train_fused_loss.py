@@ -19,6 +19,7 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 32}
 GPTS: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tie_embeddings": True}, "experts": EXPERTS}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])
 @pytest.mark.parametrize("gpt", GPTS)
 @pytest.mark.sampled(3)

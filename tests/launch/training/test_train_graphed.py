@@ -28,6 +28,7 @@ def run(folder: Path, *, graphed: bool, ranks: int = 2, **sections: dict[str, An
     return losses, list(read_metrics(Path(config.train.out_dir) / "metrics.jsonl"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "sections",
     [

@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.parametrize("recompute", ["blocks", "attention", "operators"])
 @pytest.mark.parametrize("name", MODELS)
@@ -82,6 +83,7 @@ def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens).logits
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("name", "parallel"), [("llama", "zero1"), ("qwen3-moe", "fsdp"), ("gpt2", "fsdp")])
 @pytest.mark.sampled(1)
 def test_trains_on_two_ranks_and_is_saved_for_transformers(tmp_path: Path, name: str, parallel: str):
@@ -113,6 +115,7 @@ def test_pretrained_weights_begin_with_their_own_loss(tmp_path: Path):
     assert train(config).losses[0] == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.sampled(1)
 def test_a_checkpoint_becomes_a_folder(tmp_path: Path, parallel: str, capsys: pytest.CaptureFixture[str]):
@@ -153,6 +156,7 @@ def test_a_checkpoint_of_another_model_becomes_no_folder(tmp_path: Path, capsys:
         assert "is not of a run with model.hugging_face" in capsys.readouterr().err
 
 
+@pytest.mark.in_turn
 def test_bf16_parameters_and_tied_embeddings(tmp_path: Path):
     source = tmp_path / "source"
     transformers.LlamaConfig(**_COMMON, tie_word_embeddings=True).save_pretrained(source)

@@ -34,6 +34,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return run(tmp_path_factory.mktemp("recipes") / "plain")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("recipe", "within"),
     [("float8_current", 0.03), ("float8_delayed", 0.03), ("float8_block", 0.03), ("mxfp8", 0.03), ("nvfp4", 0.05)],
@@ -46,6 +47,7 @@ def test_learns(tmp_path: Path, plain: list[float], recipe: str, within: float) 
     assert low[-1] == pytest.approx(plain[-1], rel=within)
 
 
+@pytest.mark.in_turn
 def test_experts_learn(tmp_path: Path) -> None:
     """The router is in fp32, and a warning says that it stays so."""
     settings: dict[str, Any] = {"ranks": 1, "model": EXPERTS}
@@ -57,6 +59,7 @@ def test_experts_learn(tmp_path: Path) -> None:
     assert low[-1] == pytest.approx(plain[-1], rel=0.1)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.sampled(1)
 def test_delayed_scaling_resumes_on_other_ranks(tmp_path: Path, parallel: str) -> None:
@@ -72,6 +75,7 @@ def test_delayed_scaling_resumes_on_other_ranks(tmp_path: Path, parallel: str) -
     assert go("other", ranks=1, **resume)[-5:] == pytest.approx(whole[-5:], rel=2e-2)
 
 
+@pytest.mark.in_turn
 def test_as_a_graph(tmp_path: Path) -> None:
     eager = run(tmp_path / "eager", recipe="mxfp8", steps=6, eval_every=3)
     assert run(tmp_path / "graphed", recipe="mxfp8", steps=6, eval_every=3, cuda_graph=True) == pytest.approx(

@@ -97,6 +97,7 @@ def test_masked_tokens_make_another_mean() -> None:
     assert [str(finding.cause) for finding in found.findings] == ["weighted_mean"], str(found)
 
 
+@pytest.mark.in_turn
 def test_a_loss_of_the_balance_of_experts_compares_rows() -> None:
     model, batch = make("mixtral")
     model.config.output_router_logits = True

@@ -110,6 +110,7 @@ def test_an_error_of_the_program_shows_its_frame_first(program: str) -> None:
     assert files[-2] == "verify.py", "nothing between the call and the program"
 
 
+@pytest.mark.in_turn
 def test_the_pages_program_finds_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     exec(block, {})

@@ -35,12 +35,12 @@ def first_call_of_each(start: Callable[..., Any], changed: Callable[..., Any]) -
     """A method of ``GradReduction`` that takes gradients, changed for the first bucket of each reduction."""
     seen: set[int] = set()
 
-    def start_or_changed(self: GradReduction, grads: Tensor, *into: Any) -> Any:
+    def start_or_changed(self: GradReduction, grads: Tensor, into: Tensor | None = None) -> Any:
         if id(self) in seen:
-            return start(self, grads, *into)
+            return start(self, grads, into)
         seen.add(id(self))
         kept.append(self)
-        return changed(self, grads, *into)
+        return changed(self, grads, into)
 
     kept: list[GradReduction] = []  # ids of those that are gone would come again
     return start_or_changed
@@ -50,7 +50,7 @@ def leave_out_a_bucket(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         GradReduction,
         "start",
-        first_call_of_each(GradReduction.start, lambda self, grads: in_stages(iter(()), (grads,))),
+        first_call_of_each(GradReduction.start, lambda self, grads, into: in_stages(iter(()), (grads,))),
     )
 
 
@@ -67,8 +67,8 @@ def keep_a_shard_to_itself(patch: pytest.MonkeyPatch) -> None:
 def sum_a_bucket(patch: pytest.MonkeyPatch) -> None:
     start = GradReduction.start
 
-    def summed(self: GradReduction, grads: Tensor) -> Any:
-        return start(self, grads.mul_(self.grid.size))
+    def summed(self: GradReduction, grads: Tensor, into: Tensor | None = None) -> Any:
+        return start(self, grads.mul_(self.grid.size), into)
 
     patch.setattr(GradReduction, "start", first_call_of_each(start, summed))
 
@@ -167,7 +167,7 @@ def test_the_error_of_a_way_is_that_of_its_worst_rank(monkeypatch: pytest.Monkey
     """All ranks have all gradients, and one rank alone has wrong ones: not the last rank."""
     start = GradReduction.start
 
-    def wrong_on_the_first_rank(self: GradReduction, grads: Tensor) -> Any:
+    def wrong_on_the_first_rank(self: GradReduction, grads: Tensor, into: Tensor | None = None) -> Any:
         in_flight = start(self, grads)
         in_flight.wait()
         if dist.get_rank() == 0:

@@ -36,6 +36,7 @@ def rows(count: int = 12) -> Tensor:
     return torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.in_turn
 def test_every_way_agrees_with_plain_pytorch() -> None:
     found = verify(mlp(), rows(), square)
     assert found.ok and not found.findings, str(found)
@@ -62,6 +63,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert found.ok and not found.findings, str(found)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.sampled(1)
 def test_rounding_under_autocast_is_no_mistake(dropout: float) -> None:
@@ -186,6 +188,7 @@ def test_each_model_of_a_function_begins_with_the_first_ones_state() -> None:
     assert second.forwards == 0 and second.linear.weight.any()
 
 
+@pytest.mark.in_turn
 def test_models_that_are_converted_or_wrapped() -> None:
     converted = mlp()
     convert_linears(converted)

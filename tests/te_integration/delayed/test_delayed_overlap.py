@@ -149,6 +149,7 @@ def lagging(lag: int) -> list[tuple[int, float, float]]:
         return [(bucket, ended[bucket], called[bucket]) for bucket in range(LAYERS)]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("lag", [0, 2, 4])
 @pytest.mark.sampled(1)
 def test_no_bucket_launches_before_its_last_weight_gradient(lag: int) -> None:

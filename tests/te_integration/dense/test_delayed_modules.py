@@ -55,6 +55,7 @@ def test_what_waits_is_not_read_after_it_was_overwritten(kind: str, shape: tuple
     ddp.zero_grad_buffer()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.sampled(1)

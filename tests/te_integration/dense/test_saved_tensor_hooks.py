@@ -40,6 +40,7 @@ def test_training_is_bitwise_the_plain_one(kind: str, fuse: bool, how: str, arou
     assert_bitwise(plain, other, same_buckets=how != "module")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("around", [each for each in AROUND if "reentrant" not in each])
 @pytest.mark.parametrize("variant", [{"tied": True}, {"frozen": True}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("how", ["now", "module"])

@@ -349,6 +349,7 @@ def test_it_is_freed_by_reference_count() -> None:
 # ---- Compiled. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"padding": False}])
 @pytest.mark.sampled(1)
 def test_compiled_whole_it_is_eagers(options: dict[str, Any]) -> None:

@@ -442,6 +442,7 @@ def test_19_a_backward_that_is_split_for_inputs_and_weights_is_refused(packed: b
     assert not any(record.num_fused_writes for record in kept.records)
 
 
+@pytest.mark.in_turn
 @DELAYED_OR_NOT
 @FUSED_OR_NOT
 @pytest.mark.parametrize("packed", [False, True])

@@ -376,6 +376,7 @@ def test_second_derivatives_are_those_of_finite_differences(layout: str) -> None
     assert torch.autograd.gradgradcheck(run, (*inputs, *parameters))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.sampled(1)
 def test_a_compiled_module_computes_the_same(fuse: bool) -> None:

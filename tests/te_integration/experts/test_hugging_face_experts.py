@@ -412,6 +412,7 @@ def test_programs_around_experts(name: str, how: str, tmp_path: Path) -> None:
             assert (parameter.main_grad - want).norm() <= bound * want.norm() + 1e-9, parameter_name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 @pytest.mark.sampled(1)
 def test_a_compiled_layer_is_one_graph(name: str) -> None:

@@ -152,6 +152,7 @@ def test_captures_run_in_the_pool_that_was_given():
     assert ddp.is_clear
 
 
+@pytest.mark.in_turn
 def test_in_a_compiled_model_a_callable_is_a_graph_break():
     outcomes = []
     for compiled in (False, True):

@@ -45,6 +45,7 @@ def test_each_way_differs_from_no_training():
     assert not all(map(torch.equal, train(case, graphed=True)[-2:], train(replace(case, steps=0), graphed=True)[-2:]))
 
 
+@pytest.mark.in_turn
 @given(scheduled())
 @settings(max_examples=settings().max_examples // 2)
 def test_random_orders_of_layers_of_which_some_delay(drawn):

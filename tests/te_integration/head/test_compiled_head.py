@@ -43,6 +43,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(3, 7, K, generator=generator), targets
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mode", ["recompute", "in_forward"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -79,6 +80,7 @@ def test_a_compiled_forward_without_a_backward() -> None:
         (2 * compiled(*batch())).backward()
 
 
+@pytest.mark.in_turn
 def test_a_compiled_forward_in_a_checkpointed_region_is_refused() -> None:
     model = wrap(Model(mode="in_forward"))
     model.module.forward = torch.compile(model.module.forward, backend="aot_eager", fullgraph=True)

@@ -281,6 +281,7 @@ def test_in_forward(name: str, count: Any) -> None:
     assert_alike(run("in_forward"), run(False))
 
 
+@pytest.mark.in_turn
 def test_compiled_layers_and_recomputed_ones() -> None:
     expected = iteration(wrapped(fused_loss=False), batch())
     compiled = wrapped()
@@ -292,6 +293,7 @@ def test_compiled_layers_and_recomputed_ones() -> None:
     assert_alike(iteration(recomputed, batch()), expected)
 
 
+@pytest.mark.in_turn
 def test_a_whole_compiled_model() -> None:
     expected = iteration(wrapped("gemma2", fused_loss=False), batch())
     model = wrapped("gemma2")

@@ -44,6 +44,7 @@ def train(name: str, form: str, fused_loss: Any, **options: Any) -> list[float]:
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("fused_loss", [True, "in_forward"])
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral"])
 @pytest.mark.parametrize("form", FORMS)

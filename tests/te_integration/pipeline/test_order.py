@@ -322,6 +322,7 @@ def test_every_single_entry_change_is_valid_or_refused_where_it_is_wrong(rules, 
         assert fault_of(changed, rules.num_chunks) == expected, changed
 
 
+@pytest.mark.in_turn
 def test_single_entry_changes_of_the_real_order():
     order = orders.INTERLEAVED_3_CHUNKS_8_MICROBATCHES
     changes = orders.single_entry_changes(order, [*ALPHABET, *MEANINGLESS], random.Random(0), each=400)
@@ -348,6 +349,7 @@ def test_the_entry_at_fault_ends_the_first_prefix_that_nothing_can_finish(rules,
         assert index == lengths[-1]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("num_chunks, longest", [(1, 7), (2, 5)])
 @pytest.mark.sampled(1)
 def test_all_short_orders_against_the_rules_by_brute_force(num_chunks, longest):

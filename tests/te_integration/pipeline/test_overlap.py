@@ -122,6 +122,7 @@ def check_share(order: list[float], how: str, last: int) -> None:
     repeat_on_a_busy_machine(attempt)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["all-reduce", "ZeRO-1"])
 @pytest.mark.parametrize("order", [LAGGING, UNDELAYED, ONE_CHUNK], ids=["lagging", "undelayed", "one chunk"])
 @pytest.mark.sampled(1)
@@ -129,6 +130,7 @@ def test_each_bucket_reduces_under_what_comes_after(order: list[float], how: str
     check_share(order, how, last=1)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["each", "sharded"])
 @pytest.mark.sampled(1)
 def test_a_chunk_with_a_wrapper_or_root_of_its_own_reduces_under_the_other(how: str) -> None:

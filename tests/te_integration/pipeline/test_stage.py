@@ -93,6 +93,7 @@ def test_a_pipeline_is_the_unpipelined_run(kind: str, ranks: int, microbatches: 
     check_numbers(outcomes, [unpipelined(0, microbatches, fused)], overlapped=False)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "config", [{}, OVERLAP, {**OVERLAP, "bucket_size": 1, "find_unused_parameters": True}], ids=str
 )
@@ -150,6 +151,7 @@ def test_steps_under_no_sync_accumulate(kind: str) -> None:
         assert all((mine[name] - grad).abs().max() <= 1e-6 for name, grad in expected.items())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.sampled(1)
 def test_recomputed_blocks_keep_their_slots(fused: bool) -> None:

@@ -83,6 +83,7 @@ def train(model: nn.Module, forward: Callable[[Tensor], Tensor], recipe: Any, it
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.sampled(3)
 def test_whole_graphs_have_the_bits_of_eager_code(recipe: Any) -> None:
@@ -129,6 +130,7 @@ def test_a_router_in_fp32_and_inputs_of_no_tokens_stay_in_the_graph(rows: int, r
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
+@pytest.mark.in_turn
 def test_delayed_weight_gradients() -> None:
     model = layers(delay_wgrad_compute=True)
     expected = train(model, model, CURRENT)
@@ -183,6 +185,7 @@ def test_each_recipe_has_a_graph_and_comes_back_to_it() -> None:
     del ddp
 
 
+@pytest.mark.in_turn
 def test_a_block_in_compiled_code() -> None:
     def step(model: nn.Module) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
@@ -227,6 +230,7 @@ def test_reentrant_checkpoints_are_refused() -> None:
     del ddp
 
 
+@pytest.mark.in_turn
 def test_frozen_and_unfused_weights() -> None:
     for change in ("frozen", "unfused", "no input gradient"):
         outcomes = []

@@ -296,6 +296,7 @@ def test_delayed_weight_gradients() -> None:
     assert_equal(queued[1], fused[1])
 
 
+@pytest.mark.in_turn
 def test_kernels_record_what_the_reference_does() -> None:
     """Triton's interpreter quantises; one layer, since its elements are not the reference's bits."""
     pytest.importorskip("triton", reason="the quantiser is Triton's")

@@ -113,6 +113,7 @@ def divided(path: Path, resumes: bool) -> State:
     return state_of(model)
 
 
+@pytest.mark.in_turn
 def test_a_loss_that_other_ranks_divide_otherwise(tmp_path: Path) -> None:
     """Two ranks divide by two microbatches, four by one: gradients, and their scales, are of another size then."""
     whole = simulate(divided, 2, tmp_path / "run", False)[0]

@@ -231,6 +231,7 @@ def test_converted_models_have_experts_of_their_own() -> None:
 # ---- Ranks. ----
 
 
+@pytest.mark.in_turn
 def test_training_is_alike_on_any_number_of_ranks() -> None:
     """ZeRO-1 with overlap, delayed weight gradients and recompute: losses fall, and every rank has one model."""
 

@@ -505,6 +505,7 @@ def graphed(how: str, overflows: bool, captured: bool) -> State:
     return state_of(model)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["zero1", "zero3"])
 @pytest.mark.sampled(1)
 def test_a_graphed_step_that_is_skipped(how: str) -> None:

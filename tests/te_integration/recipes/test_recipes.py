@@ -237,6 +237,7 @@ def test_converted_models() -> None:
         assert 0 < error(converted.main_grad, plain.grad) < 0.2
 
 
+@pytest.mark.in_turn
 def test_training_is_alike_on_any_number_of_ranks() -> None:
     """ZeRO-1 with overlap, delayed weight gradients and recompute: losses fall, and every rank has one model."""
 

@@ -109,6 +109,7 @@ def test_hooks_of_others_inside() -> None:
     check(run)
 
 
+@pytest.mark.in_turn
 def test_compiled_layers_in_a_region() -> None:
     """The recompute runs with no block open: compiled code of a forward without recipe would run."""
 

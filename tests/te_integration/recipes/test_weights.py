@@ -153,6 +153,7 @@ def test_nothing_is_quantised_for_a_backward_that_cannot_come() -> None:
     assert sorted(shapes) == [(8, 64), (96, 64)]
 
 
+@pytest.mark.in_turn
 def test_copies_go_with_the_iteration() -> None:
     """The memory is free again when the gradient is reduced."""
     _, model = wrapped()

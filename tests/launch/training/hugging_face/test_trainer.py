@@ -92,6 +92,7 @@ def resumed(form: str, folder: Path, checkpoint: str, **changed: Any) -> dict[st
     return train(form, folder, {**SAVING, **changed}, resume=checkpoint)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.sampled(1)
 def test_resumes_on_another_number_of_ranks(form: str, tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ def final_weights(form: str, folder: Path, model: dict[str, Any]) -> dict[str, t
     return {name: getattr(value, "full_tensor", lambda value=value: value)().clone() for name, value in state.items()}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("model", [*MODELS, "bf16"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.sampled(2)
@@ -279,6 +281,7 @@ def test_other_trainers_take_part_by_inheritance(tmp_path: Path) -> None:
     assert "lm_head.weight" in fused and len(fused) == 16
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.sampled(3)

@@ -63,6 +63,7 @@ def with_statistics(kind: str, folder: Path, shared: bool | None) -> list[float]
     return [*logged, *norm.running_mean.tolist(), *norm.running_var.tolist(), float(norm.num_batches_tracked)]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("shared", [None, False])
 @pytest.mark.sampled(1)
 def test_running_statistics(shared: bool | None, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def with_a_step_of_ones_own(kind: str, folder: Path) -> list[float]:
         return train(kind, base, language_model(), arguments(folder, max_steps=8))[1]
 
 
+@pytest.mark.in_turn
 def test_a_training_step_of_ones_own(tmp_path: Path) -> None:
     """Its microbatches accumulate, and the last one's gradients are waited for, with no word of maingrad's in it."""
     plain, *_ = run_ranks(with_a_step_of_ones_own, 2, "plain", tmp_path)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from gloo import run_ranks
 from hugging_face_runs import as_launched, build, import_trainers, language_model
@@ -27,6 +28,7 @@ def save_with_head(folder: Path) -> tuple[bool, bool]:
     return heads[0].shape == shape and torch.equal(heads[1], whole), torch.equal(*heads)
 
 
+@pytest.mark.in_turn
 def test_a_part_that_is_saved_by_itself_is_whole(tmp_path: Path) -> None:
     """Its state dict would be collective, and the other ranks would not take part."""
     run_ranks(import_trainers, 2, timeout=300.0)

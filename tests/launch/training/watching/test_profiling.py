@@ -37,6 +37,7 @@ def test_a_trace_has_the_steps_that_were_asked_for(num_steps: int, tmp_path: Pat
     assert attentions == num_steps * 2, "one block, two microbatches"
 
 
+@pytest.mark.in_turn
 def test_each_rank_that_was_named_writes_a_trace(tmp_path: Path):
     simulate(train, 3, config_of(tmp_path, {"first_step": 1, "num_steps": 1, "ranks": [2]}))
     assert files(tmp_path) == ["trace-step-1-rank-2.json.gz"]
@@ -44,6 +45,7 @@ def test_each_rank_that_was_named_writes_a_trace(tmp_path: Path):
         train(config_of(tmp_path, {"first_step": 1, "ranks": [2]}))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("saved, names", [(3, ["2", "3"]), (4, ["2"])])
 @pytest.mark.sampled(1)
 def test_a_resumed_run_profiles_the_steps_that_were_asked_for(saved: int, names: list[str], tmp_path: Path):

@@ -33,6 +33,7 @@ def in_tensorboard(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
+@pytest.mark.in_turn
 def test_tensorboard_has_every_step_once_also_of_a_resumed_run(tmp_path: Path):
     pytest.importorskip("tensorboard", reason="of the extra maingrad[tensorboard]")
     simulate(train, 2, config_of(tmp_path, {"tensorboard": True}, save_every=2))
