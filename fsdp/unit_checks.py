@@ -187,11 +187,12 @@ def _own_params(module: nn.Module, modules: Sequence[nn.Module], ignored: Collec
     ]
 
 
-def record_ignored(ignored: Collection[nn.Parameter], grid: RankGrid) -> set[int]:
+def record_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> set[int]:
     """``id`` of each ignored parameter. Warns of DTensors that are trained, and that ranks of the unit hold copies of.
 
     A plain ignored parameter is the program's own. A DTensor's mesh looks as if somebody reduced its gradients.
     """
+    ignored = list(ignored)  # ``module.parameters()`` can be read once
     here = {rank for group in grid.axes for rank in dist.get_process_group_ranks(group)}
     for param in ignored:
         mesh: Any = getattr(param, "device_mesh", None)

@@ -330,6 +330,10 @@ def _end(error: Exception, status: int) -> int:
     earlier = int(time.time()) - 1
     found = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(earlier)}}
     Path(path).write_text(json.dumps({"message": found}), encoding="utf-8")
+    if Path(path).parent.name != os.environ.get(
+        "LOCAL_RANK"
+    ):  # no launcher's folder of this rank: a cluster's own file
+        return status
     # All ranks of a node make the same mistake, and torchrun prints the text of each: the first rank's stays. It is
     # whole before another rank can end, since torchrun ends all ranks when one has ended.
     try:

@@ -9,7 +9,8 @@
 
 Ranks decide together in each call, and where one must run eagerly, all do: the arguments of one rank alone may be of
 another shape. An eager iteration has collectives that a replay lacks (ranks compare their steps), and NCCL may run a
-captured collective by another algorithm than the same one outside of a graph (it registers the graph's memory). The
+captured collective by another algorithm than the same one outside of a graph (it registers the graph's memory). For
+that reason they capture together too: where one must, a rank that has a graph of its call captures that call anew. The
 reduction is one number between hosts. It runs under the previous replay, which the host does not wait for, and while
 this call's arguments are copied.
 """
@@ -42,7 +43,7 @@ _MOST_EAGER = 32
 """Eager calls between two replays: after so many, no kind of call seems to come again."""
 _MOST_CAPTURES, _REPLAYS_OF_A_CAPTURE = 8, 50
 """Captures beyond the first eight must have had fifty replays each: a capture takes as long as some fifty."""
-_STOP, _EAGER, _GRAPH = -1, 0, 1
+_STOP, _EAGER, _CAPTURE, _REPLAY = -1, 0, 1, 2
 
 
 class AutoStep(Generic[P, T]):
@@ -106,14 +107,18 @@ class AutoStep(Generic[P, T]):
         kind = self._kind_of(self._graphs, call, state)
         choice = self._choice(self._graphs, kind)
         agreed = self._tell(choice)
-        if choice == _GRAPH and kind is not None and self._graphs.is_captured(kind):
+        if choice == _REPLAY and kind is not None:
             self._graphs.load(kind, call)  # while the other ranks' choices come
         decided = agreed()
         if decided == _STOP:
             self.stop(self.why_eager or self._reason or "another rank does")
             return self._train_step(*args, **kwargs)
-        if decided == _GRAPH and kind is not None:
-            return self._run_graph(self._graphs, kind, call)
+        if decided == _REPLAY and kind is not None:
+            self._num_replays += 1
+            self._since_replay.clear()
+            return self._graphs.replay(kind, call)
+        if decided == _CAPTURE and kind is not None:
+            return self._capture(self._graphs, kind, call)
         return self._run_eagerly(self._graphs, kind, call, state)
 
     # ---- Which way. ----
@@ -136,7 +141,7 @@ class AutoStep(Generic[P, T]):
         if self.why_eager is not None:
             return _STOP
         if kind is not None and graphs.is_captured(kind):
-            return _GRAPH
+            return _REPLAY
         changes = [change for change in self._since_replay if change is not None]
         if len(changes) >= _MOST_CHANGES:
             self.why_eager = changes[-1]
@@ -151,7 +156,7 @@ class AutoStep(Generic[P, T]):
         if not graphs.has_room():
             self._reason = "calls have more shapes and options than there may be graphs (max_graphs)"
             return _EAGER
-        return _GRAPH
+        return _CAPTURE
 
     def _tell(self, choice: int) -> Callable[[], int]:
         """Tell the other ranks; returns a function that waits for the least choice of all."""
@@ -172,7 +177,7 @@ class AutoStep(Generic[P, T]):
     def _confirm(self, change: str | None) -> None:
         """After a capture that has gone well. Raises ``RuntimeError`` where another rank's has not."""
         self._confirmed, self._changed = True, change
-        if self._tell(_GRAPH)() != _GRAPH:
+        if self._tell(_CAPTURE)() != _CAPTURE:
             raise RuntimeError("another rank's capture has failed")
 
     def stop(self, why: str) -> None:
@@ -230,11 +235,7 @@ class AutoStep(Generic[P, T]):
             return str(error)
         return None
 
-    def _run_graph(self, graphs: StepGraphs[P, T, Any], kind: Kind, call: Any) -> T:
-        if graphs.is_captured(kind):
-            self._num_replays += 1
-            self._since_replay.clear()
-            return graphs.replay(kind, call)
+    def _capture(self, graphs: StepGraphs[P, T, Any], kind: Kind, call: Any) -> T:
         self._confirmed, why = False, None
         try:
             result = graphs.capture(kind, call)

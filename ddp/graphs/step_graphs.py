@@ -245,7 +245,9 @@ class StepGraphs(ABC, Generic[P, T, V]):
         return outputs
 
     def capture(self, kind: Kind, call: Any) -> T:
-        """Capture a call. It has run then, and later ones of its kind are replays."""
+        """Capture a call, anew where its kind has a graph. It has run then, and later ones of its kind are replays."""
+        if kind in self._variants:
+            self._free(self._variants.pop(kind))
         variant = self.variant_type(call, self._device, self._pool)
         check_memory_settings(self._device, self._num_ranks)
         with self._ready():

@@ -168,6 +168,8 @@ def shard_units(
     policies  of units with another policy than the rest
     """
     only_of_units, only_of_model = {"reshard_after_forward"}, {"copy_engine_gather"}
+    if "ignored_params" in options:
+        options = {**options, "ignored_params": list(options["ignored_params"])}  # each unit reads them
     ignored = {id(param) for param in options.get("ignored_params", ())}
     for module in (*sorted(units, key=lambda unit: sum(1 for _ in unit.modules())), model):
         left_out = only_of_units if module is model else only_of_model

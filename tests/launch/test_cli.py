@@ -83,6 +83,21 @@ def test_torchrun_ends_with_the_cause(tmp_path: Path):
     assert done.stderr.splitlines()[-2].strip().startswith(f"traceback : {cause}")
 
 
+def test_an_error_file_that_a_cluster_names_gets_the_mistake_of_every_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without a launcher nobody makes a folder for each attempt: the file's folders are the cluster's."""
+    file = tmp_path / "log" / "termination"
+    file.parent.mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for ranks in ("7", "11"):
+        file.unlink(missing_ok=True)
+        assert main(["plan", str(tiny_toml(tmp_path)), "--ranks", ranks]) == 2
+        assert "must be a multiple of" in json.loads(file.read_text())["message"]["message"]
+    assert [path.name for path in tmp_path.iterdir() if "error" in path.name] == []
+
+
 @pytest.mark.in_turn
 def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     settings = ["--train.save-every", "3", "--train.steps", "3", "--model.param-dtype", "bfloat16"]

@@ -26,6 +26,8 @@ switches: list[str] = []
 """Names of switches of modules, by which a program says how they compute: rooms above ``ddp`` add theirs."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_ALL_MODULES: list[Any] = [vars(nn.modules.module).get(f"_global{name}", {}) for name in HOOKS]
+"""Tables of hooks that torch calls for every module: ``torch.nn.modules.module.register_module_forward_hook``."""
 _TABLES = ("_modules", "_parameters", "_buffers")
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 _values: Callable[[Any], Iterable[Any]] = methodcaller("values")
@@ -36,7 +38,7 @@ class Surroundings:
     """Autocast, and of each module: mode, children, hooks, buffers and parameters (places, and which are frozen).
 
     root        the model
-    trained     the parameters whose own hooks count
+    trained     parameters whose own hooks count, beside those that the model registers
     kind        "cuda" or "cpu"
     beside      reads what else counts
     attributes  returns the names of a module's attributes that count as well
@@ -55,7 +57,7 @@ class Surroundings:
     ) -> None:
         named = list(root.named_modules())
         self.modules = [module for _, module in named]
-        self._trained, self._kind, self._beside = trained, kind, beside
+        self._kind, self._beside = kind, beside
         self._attributes_of = attributes
         self._owns = list(map(vars, self.modules))
         self._sizes = list(map(len, self._owns))
@@ -75,6 +77,8 @@ class Surroundings:
         self._buffers = [table for table in tables["_buffers"] if table]
         self._held = self._children_and_params()
         self._params = [each for each in self._held if isinstance(each, Tensor)]
+        self._hooked_params = list({id(each): each for each in (*trained, *self._params)}.values())
+        """Those of which hooks are compared: parameters that are ignored by the wrapper have hooks too."""
         self._places = self._read_places()
         self._counts: list[int] = []
         self._hooks = self._note_hooks()
@@ -110,7 +114,7 @@ class Surroundings:
 
     def hooks(self) -> list[Any]:
         """The functions that hooks of the model call."""
-        tables = self._of_params + [own[name] for own, name in self._hooked]
+        tables = [*_OF_ALL_MODULES, *self._of_params, *(own[name] for own, name in self._hooked)]
         return [hook for table in tables for key, hook in table.items() if not is_waiting_hook(key)]
 
     def _names_of(self, module: nn.Module) -> tuple[str, ...]:
@@ -148,14 +152,15 @@ class Surroundings:
         tables = [(own, name) for own in map(vars, self.modules) for name in HOOKS if own.get(name)]
         self._hooked = [(own, name) for own, name in tables if not all(map(is_waiting_hook, own[name]))]
         with DisableTorchFunctionSubclass():
-            self._of_params = [table for param in self._trained for table in _tables_of(param)]
-            keys: list[Any] = hook_keys(self._trained)
+            self._of_params = [table for param in self._hooked_params for table in _tables_of(param)]
+            keys: list[Any] = hook_keys(self._hooked_params)
         self._counts = self._num_hooks()
+        keys += chain.from_iterable(_OF_ALL_MODULES)
         return keys + [key for own, name in self._hooked for key in own[name] if not is_waiting_hook(key)]
 
     def _num_hooks(self) -> list[int]:
         own = [len(own[name]) for own, name in self._hooked]
-        return [RemovableHandle.next_id, *own, *map(len, self._of_params)]
+        return [RemovableHandle.next_id, *own, *map(len, self._of_params), *map(len, _OF_ALL_MODULES)]
 
 
 def _tables_of(param: Tensor) -> list[Any]:

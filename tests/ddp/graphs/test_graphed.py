@@ -646,6 +646,62 @@ def test_a_hook_that_leaves_is_seen(change: Callable[[Job, Any], None]) -> None:
     assert check(program).num_graphs == 2
 
 
+def scale_linears(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+    return output * (factor / 2) if isinstance(module, nn.Linear) else None
+
+
+def test_hooks_of_all_modules_are_seen_and_so_is_what_they_read() -> None:
+    def program(job: Job) -> None:
+        job.graphed(job.iterate)
+        job.run()
+        handle = nn.modules.module.register_module_forward_hook(scale_linears)
+        try:
+            job.run()
+            change_global(job)
+            job.run()
+        finally:
+            handle.remove()
+        job.run()
+
+    step = check(program)
+    assert (step.why_eager, step.num_graphs) == (None, 3)
+
+
+def scaled_by_factor(grad: Tensor) -> Tensor:
+    return grad * factor
+
+
+def test_what_a_hook_of_an_ignored_parameter_reads_is_seen() -> None:
+    """No unit holds the parameter."""
+
+    def program(graphed: bool) -> tuple[list[Any], int]:
+        global factor
+        factor = 1.0
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        net[1].weight.register_hook(scaled_by_factor)
+        model = maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE, ignored_params=[net[1].weight])
+        optimizer = maingrad.make_optimizer(model, torch.optim.SGD, lr=2**-6)
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = maingrad.graphed(train_step, model, optimizer, record_on_cpu=True) if graphed else train_step
+        seen = []
+        for number in range(2 * STEPS):
+            if number == STEPS:
+                factor = 3.0
+            seen.append(step(torch.full((2, WIDTH), 1.0 / (1 + number))).detach())
+        return seen, step.num_graphs if graphed else 0
+
+    (eager, _), (graphed, num_graphs) = program(False), program(True)
+    assert all(map(same, eager, graphed)) and num_graphs == 2
+
+
 def test_what_comes_back_has_its_graph_still() -> None:
     """Two phases of training by turns are two graphs."""
     step = check(at_step(change_global, 3, 7))
@@ -671,6 +727,26 @@ def test_ranks_decide_together(form: str) -> None:
         return num_graphs
 
     assert maingrad.simulate(both, 2) == [1, 1]
+
+
+@pytest.mark.parametrize("form", ["zero1", "zero3"])
+def test_a_rank_captures_while_another_has_its_graph(form: str) -> None:
+    """The second rank meets another length in every second call, and captures it when the first one could replay."""
+
+    def program(graphed: bool) -> tuple[list[Any], int]:
+        job = Job(graphed=graphed, form=form)
+        rank = torch.distributed.get_rank()
+        job.graphed(job.iterate)
+        job.run(length=lambda number: 6 if number % 2 and rank == 1 else 4)
+        return job.seen, job.step.num_graphs if graphed else 0
+
+    def both() -> int:
+        eager, _ = program(False)
+        graphed, num_graphs = program(True)
+        assert all(map(same, eager, graphed))
+        return num_graphs
+
+    assert maingrad.simulate(both, 2) == [1, 2]
 
 
 def test_one_rank_that_must_stay_eager_stops_all() -> None:

@@ -361,6 +361,18 @@ def test_ignored_parameters_stay_what_they_are(kind: str) -> None:
     simulate(on_each_rank, KINDS[kind])
 
 
+def test_ignored_parameters_may_be_given_as_an_iterator() -> None:
+    """``ignored_params=module.parameters()``, which can be read once."""
+
+    def on_each_rank() -> None:
+        model = Net()
+        kept = list(model.blocks[1].parameters())
+        fully_shard(model, ignored_params=model.blocks[1].parameters())
+        assert all(now is before for now, before in zip(model.blocks[1].parameters(), kept, strict=True))
+
+    simulate(on_each_rank, 2)
+
+
 @some_kinds
 def test_weights_are_the_first_ranks_unless_told_otherwise(kind: str) -> None:
     def on_each_rank(init_sync: bool) -> None:

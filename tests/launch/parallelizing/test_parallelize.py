@@ -250,7 +250,8 @@ def test_a_model_in_half_precision_has_fp32_shards() -> None:
 def test_ignored_parameters_keep_their_dtype() -> None:
     net = make_net().bfloat16()
     kept = net.head.weight
-    model = maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE, ignored_params=[kept])
+    once = iter([kept])  # as module.parameters(), which can be read once
+    model = maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE, ignored_params=once)
     assert model.head.weight is kept and kept.dtype is torch.bfloat16
     assert model.scale.dtype is torch.float32
 
