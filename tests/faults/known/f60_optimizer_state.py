@@ -92,7 +92,7 @@ FAULTS = [
                 "maingrad.ddp.optimizer.distributed_optimizer",
                 "DistributedOptimizer.mark_loaded",
                 "self._steps.take_loaded(",
-                "getattr(self._steps, '_updates', {}).clear(); self._steps.take_loaded(",
+                "[each._updates.clear() for each in self._steps._steps if hasattr(each, '_updates')]; self._steps.take_loaded(",
             ),
         ],
     ),
