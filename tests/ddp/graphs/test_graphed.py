@@ -708,16 +708,14 @@ def test_what_comes_back_has_its_graph_still() -> None:
     assert (step.why_eager, step.num_graphs) == (None, 2)
 
 
-@pytest.mark.parametrize("form", ["zero1", "zero3"])
-@pytest.mark.sampled(2)
-def test_ranks_decide_together(form: str) -> None:
-    """One rank has another length: all run eagerly then. An eager iteration has collectives that a replay lacks."""
+def graphs_of_ranks(form: str, length: Callable[[int, int], int]) -> list[int]:
+    """Number of graphs on each of two ranks whose results are an eager job's; ``length`` is of a call and a rank."""
 
     def program(graphed: bool) -> tuple[list[Any], int]:
         job = Job(graphed=graphed, form=form)
         rank = torch.distributed.get_rank()
         job.graphed(job.iterate)
-        job.run(length=lambda number: 6 if number == 5 and rank == 0 else 4)
+        job.run(length=lambda number: length(number, rank))
         return job.seen, job.step.num_graphs if graphed else 0
 
     def both() -> int:
@@ -726,27 +724,20 @@ def test_ranks_decide_together(form: str) -> None:
         assert all(map(same, eager, graphed))
         return num_graphs
 
-    assert maingrad.simulate(both, 2) == [1, 1]
+    return maingrad.simulate(both, 2)
+
+
+@pytest.mark.parametrize("form", ["zero1", "zero3"])
+@pytest.mark.sampled(2)
+def test_ranks_decide_together(form: str) -> None:
+    """One rank has another length: all run eagerly then. An eager iteration has collectives that a replay lacks."""
+    assert graphs_of_ranks(form, lambda number, rank: 6 if number == 5 and rank == 0 else 4) == [1, 1]
 
 
 @pytest.mark.parametrize("form", ["zero1", "zero3"])
 def test_a_rank_captures_while_another_has_its_graph(form: str) -> None:
     """The second rank meets another length in every second call, and captures it when the first one could replay."""
-
-    def program(graphed: bool) -> tuple[list[Any], int]:
-        job = Job(graphed=graphed, form=form)
-        rank = torch.distributed.get_rank()
-        job.graphed(job.iterate)
-        job.run(length=lambda number: 6 if number % 2 and rank == 1 else 4)
-        return job.seen, job.step.num_graphs if graphed else 0
-
-    def both() -> int:
-        eager, _ = program(False)
-        graphed, num_graphs = program(True)
-        assert all(map(same, eager, graphed))
-        return num_graphs
-
-    assert maingrad.simulate(both, 2) == [1, 2]
+    assert graphs_of_ranks(form, lambda number, rank: 6 if number % 2 and rank == 1 else 4) == [1, 2]
 
 
 def test_one_rank_that_must_stay_eager_stops_all() -> None:
