@@ -175,7 +175,7 @@ class DistributedOptimizer(AroundOptimizer):
         self.refresh_masters()
         divisor, found_inf = self._grad_divisor(), self._found_inf()
         # Classes that are not torch's get one pass: such a class may count steps for all parameters together.
-        at_once = found_inf is not None or not all(map(counts_apart, self.classes_of_groups))
+        at_once = found_inf is not None or not all(counts_apart(type(each)) for each in self._inners)
         reduced, gathers = self.model.is_reduced, self.param_sync.overlaps
         for flats in step_order(self._flats, reduced=reduced, gathers=gathers, at_once=at_once):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
