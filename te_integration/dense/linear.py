@@ -65,7 +65,7 @@ class _Plain(NamedTuple):
         return F.linear(input, weight.t() if self.transposed else weight, bias)
 
 
-PLAIN = _Plain(False), _Plain(True)
+PLAIN = {False: _Plain(False), True: _Plain(True)}  # torch 2.11 traces no tuple indexed by a bool
 """By a module's ``transposed``."""
 
 
