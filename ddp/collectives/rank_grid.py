@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..torch_internals.distributed import timeout_on, zero_cta_options
+from ..torch_internals.distributed import new_group_of_members, timeout_on, zero_cta_options
 
 __all__ = [
     "WORLD_OF_ONE",
@@ -295,10 +295,10 @@ def with_separate_gather(grid: RankGrid, *, copy_engines: bool = False) -> RankG
     if grid.inner is None or dist.get_world_size() == 1:
         return grid
     options = zero_cta_options() if copy_engines else None
-    # A rank alone among others makes a group as well: torch names groups by their number (2.14), and ranks that have
-    # made different numbers of groups would wait for each other in the next one that they have in common.
+    # A rank alone among others makes a group as well: torch 2.11 names a group after the number of groups that the
+    # rank is in, and ranks in different numbers of groups would wait for each other in the next one they share.
     gather = _group_of(dist.get_process_group_ranks(grid.inner), like=grid.inner, options=options)
-    return grid._replace(gather=gather) if grid.inner_size > 1 else grid
+    return grid._replace(gather=gather)
 
 
 def make_grids(
@@ -411,15 +411,9 @@ def _cut(
 
 def _group_of(ranks: list[int], *, like: dist.ProcessGroup, options: Any = None) -> dist.ProcessGroup:
     """A new group with the backend and the timeout of the group ``like``. Only its members call this."""
-    group = dist.new_group(
-        ranks,
-        backend=dist.get_backend_config(like),
-        timeout=_timeout_of(like),
-        pg_options=options,
-        use_local_synchronization=True,
+    return new_group_of_members(
+        ranks, backend=dist.get_backend_config(like), timeout=_timeout_of(like), pg_options=options
     )
-    assert isinstance(group, dist.ProcessGroup), "its members alone call this"
-    return group
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:

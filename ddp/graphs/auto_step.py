@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..collectives.rank_grid import RankGrid, backends_of
 from ..torch_internals import tree_flatten, tree_map_only
+from ..torch_internals.distributed import new_group_of_members
 from .host.host_code import is_installed, is_torch_or_ours
 from .host.host_state import HostState
 from .inputs import check_outputs
@@ -264,9 +265,7 @@ def _on_host(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
         return group
     if "gloo" in backends_of([group], torch.device("cpu")):
         return group
-    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup), "this rank is in the group"
-    return made
+    return new_group_of_members(dist.get_process_group_ranks(group), backend="gloo")
 
 
 def _shape_of(call: Any) -> Hashable:

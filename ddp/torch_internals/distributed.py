@@ -4,8 +4,10 @@
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ __all__ = [
     "backend_on",
     "default_store",
     "gathered_by_fsdp2",
+    "new_group_of_members",
     "params_of_torch_ddp",
     "premultiplied_sum",
     "start_all_gather",
@@ -209,3 +212,33 @@ def timeout_on(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     options = None if backend_on is None else getattr(backend_on(group, device), "options", None)
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
+
+
+_groups_of_rank: Callable[[], Any] = private_name(
+    "torch.distributed.distributed_c10d._world",
+    loss="ranks that have wrapped different models can wait for each other in the next process group that they make",
+    use=lambda: dist.distributed_c10d._world,
+    fallback=SimpleNamespace,
+)
+
+
+def new_group_of_members(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """``dist.new_group(ranks, **options)``, which the members of ``ranks`` call and nobody else.
+
+    torch 2.14 names a group after the number of groups that its rank has made. Ranks outside of this group do not
+    count it, and would look for the program's next group of all ranks under another name. So this group's name comes
+    from the number of such groups of the same ranks, on which its members agree, and the rank's count stays as it is.
+    torch 2.11 takes the number of groups that the rank is in, which nothing here changes.
+    """
+    world = _groups_of_rank()
+    count = getattr(world, "group_count", 0)
+    made: Counter[tuple[int, ...]] = getattr(world, "maingrad_groups", None) or Counter()
+    made[tuple(ranks)] += 1
+    world.maingrad_groups = made
+    world.group_count = -made[tuple(ranks)]  # torch's own are not negative
+    try:
+        group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    finally:
+        world.group_count = count
+    assert isinstance(group, dist.ProcessGroup), "its members alone call this"
+    return group
