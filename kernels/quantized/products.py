@@ -12,7 +12,7 @@ from torch import Tensor
 from ..compat import HAS_TRITON
 from ..grouped.products import PerExpert, alike, by_layout, grouped_linear, grouped_wgrad_accumulate
 from .cublas import cublas_product, takes_out
-from .grouped import GroupedQuantized, QuantizedExperts, dequantize_grouped, rows_of_experts
+from .grouped import GroupedQuantized, dequantize_grouped, rows_of_experts
 from .operands import has_kernels
 from .quantize import dequantize
 from .spec import Quantized
@@ -94,7 +94,7 @@ def _by_cublas(a: Quantized, b: Quantized) -> bool:
 
 def scaled_grouped_product(
     x: GroupedQuantized,
-    weights: QuantizedExperts,
+    weights: Quantized,
     dtype: torch.dtype,
     *,
     bias: PerExpert | None = None,
@@ -189,7 +189,7 @@ def _run_kernels(
         )
 
 
-def _check(a: Quantized, b: Quantized | QuantizedExperts) -> None:
+def _check(a: Quantized, b: Quantized) -> None:
     if a.columns != b.columns or a.spec.rotated is not b.spec.rotated:
         raise ValueError(
             f"a product contracts the last dims of two matrices, both rotated or none: got {a.shape} ({a.spec}) and "
