@@ -22,6 +22,7 @@ class MadeClass:
     """
 
     _unfused: type
+    """The other class, whose name errors say."""
     _made_by: tuple[Any, ...]
     """A function and its arguments, which return this class."""
 
@@ -74,10 +75,6 @@ class FusedConv1D(MadeClass, LinearModule, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
         return self.multiply(x, (self.weight,), self.bias, self.queue_now())
-
-    def describe(self) -> str:
-        """For errors: which layer this is."""
-        return f"Conv1D({self.sizes()})"
 
     def sizes(self) -> str:
         """Its sizes, by the names of its arguments."""

@@ -184,10 +184,6 @@ class FusedExperts(MadeClass, GroupedModule):
         activated: Tensor = self._apply_gate(hidden) if has_gate else self.act_fn(hidden)
         return activated if scales is None else (activated * scales[:, None]).to(activated.dtype)
 
-    def describe(self) -> str:
-        """For errors: which experts these are."""
-        return self.label or f"{self._unfused.__name__}({self.sizes()})"
-
     def sizes(self) -> str:
         """The sizes, by the names of attributes and parameters."""
         shapes = (f"{name}={list(getattr(self, name).shape)}" for name in self.weight_names)
