@@ -216,7 +216,7 @@ def _grid(copies: Any, sizes: tuple[int, int, int], width: int, num_matrices: in
     return -(-down // _BLOCK), -(-across // width), num_matrices
 
 
-_launch_amax = Launches(amax_kernel, num_warps=8)
+_launch_amax = Launches(amax_kernel, ("R", "C"), num_warps=8)
 _launch_rows_amax = Launches(rows_amax_kernel, ("R", "C"), num_warps=4)
 _launch_tiles = Launches(tiles_kernel, ("R", "C"), num_warps=4)
 _launch_squares = Launches(tiles_kernel, ("R", "C"), num_warps=8)
