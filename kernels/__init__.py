@@ -3,6 +3,7 @@
 This folder knows no parameters, modules or process groups.
 """
 
+from .glu.scaled_glu import glu_named as glu_named
 from .glu.scaled_glu import scaled_glu as scaled_glu
 from .glu.scaled_glu import scaled_glu_backward as scaled_glu_backward
 from .grouped.products import PerExpert as PerExpert
@@ -20,6 +21,7 @@ from .wgrad import wgrad_accumulate as wgrad_accumulate
 __all__ = [
     "PerExpert",
     "embedding_wgrad_accumulate",
+    "glu_named",
     "group_offsets",
     "grouped_bias_grad",
     "grouped_dgrad",

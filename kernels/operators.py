@@ -36,7 +36,10 @@ _library = torch.library.Library("maingrad", "FRAGMENT")
 
 
 def define_operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``maingrad::name(...)``. ``torch.library.custom_op`` would take twice the host time of a call."""
+    """Define ``maingrad::name(...)``.
+
+    ``torch.library.custom_op`` takes twice the host time of a call: 36 us for 16 us on the CPU of an H200's host.
+    """
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")

@@ -3,14 +3,14 @@
 Legend: T rows (tokens), N output features, K input features.
 """
 
-import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .compat import HAS_TRITON
+from .grouped.products import config_of
 from .grouped.reference import wgrad_accumulate_reference
-from .tuning import Problem, gpu_name, tuned_config
 
 if HAS_TRITON:
     from .grouped.wgrad_config import WgradConfig
@@ -80,11 +80,10 @@ def _kernel_for(dy: Tensor, x: Tensor, overwrite: bool) -> "WgradConfig | None":
     if not HAS_TRITON or dy.stride(1) != 1 or x.stride(1) != 1:
         return None
     op = "wgrad_overwrite" if overwrite else "wgrad_accumulate"
-    # fp16 and bf16 take the same time; the table has bf16 only.
-    return _measured(dy.device, Problem(op, "bfloat16", 1, dy.shape[0], dy.shape[1], x.shape[1]))
+    sizes = dy.shape[0], dy.shape[1], x.shape[1]
+    config: WgradConfig | None = config_of(WgradConfig, _cublas, dy.device, dy.dtype, op, 1, *sizes)
+    return config
 
 
-@functools.lru_cache(maxsize=4096)
-def _measured(device: torch.device, problem: Problem) -> "WgradConfig | None":
-    found = tuned_config(gpu_name(device), problem)
-    return WgradConfig(**found) if isinstance(found, dict) else None
+def _cublas(*_: Any) -> None:
+    """The default of ``config_of``: no configuration of the kernel."""

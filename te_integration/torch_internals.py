@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.compat import TESTED_TORCH, on_first_use, private_name, raise_where_absent, warn_of_loss
+from ..kernels.operators import define_operator
 
 __all__ = [
     "Opaque",
@@ -71,9 +72,6 @@ Opaque: Any = _opaque_class if _HAS_EFFECTS else object
 """The base of a class whose objects traced code may call."""
 
 
-_library = torch.library.Library("maingrad", "FRAGMENT")
-
-
 def make_effectful_op(
     name: str,
     arguments: str,
@@ -90,12 +88,10 @@ def make_effectful_op(
     fake       makes results with the shapes of those of ``run``; None: the operator returns an empty tensor, because
                one with an effect must return something
 
-    Returns the operator; None where this torch lacks the names. ``torch.library.custom_op`` takes twice the host time
-    of a call (36 us for 16 us on the CPU of an H200's host).
+    Returns the operator; None where this torch lacks the names.
     """
     if not _HAS_EFFECTS:
         return None
-    _library.define(f"{name}({arguments}) -> {returns}")
 
     def nothing(operands: list[Tensor], *rest: Any) -> Tensor:
         return operands[0].new_empty(0)
@@ -104,9 +100,7 @@ def make_effectful_op(
         found = run(operands, *rest)
         return nothing(operands) if fake is None else found
 
-    _library.impl(name, call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"maingrad::{name}", fake or nothing, lib=_library)
-    op = getattr(torch.ops.maingrad, name).default
+    op = define_operator(f"{name}({arguments}) -> {returns}", call, fake or nothing)
     try:
         _give_effect(op, _effect_type.ORDERED)
     except Exception as error:  # whatever another version raises for arguments that it takes no more

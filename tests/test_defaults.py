@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from maingrad import te_integration
+from maingrad import kernels, te_integration
 
 FOLDERS = {
     "ddp": "maingrad.ddp",
@@ -153,8 +153,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "pipeline.PipelineStage": {"average_microbatches": True},
     "kernels.grouped_linear": {"transposed": False},
     "kernels.grouped_wgrad_accumulate": {"overwrite": False},
-    "kernels.scaled_glu": {"activation": "swiglu", "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
-    "kernels.scaled_glu_backward": {"activation": "swiglu", "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
+    "kernels.glu_named": {"limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},
+    "kernels.scaled_glu": {"glu": kernels.glu_named("swiglu")},
+    "kernels.scaled_glu_backward": {"glu": kernels.glu_named("swiglu")},
     "kernels.embedding_wgrad_accumulate": {"overwrite": False},
     "kernels.wgrad_accumulate": {"overwrite": False},
     "launch.graphed": {"max_graphs": 8, "record_on_cpu": False},

@@ -57,6 +57,7 @@ PUBLIC = {
         "grouped_scale_grad",
         "grouped_wgrad_accumulate",
         "permute_rows",
+        "glu_named",
         "scaled_glu",
         "scaled_glu_backward",
         "unpermute_rows",

@@ -12,18 +12,29 @@ from .reference import GLU_ACTIVATIONS, Glu, scaled_glu_backward_reference, scal
 if HAS_TRITON:
     from .triton_kernels import scaled_glu_backward_triton, scaled_glu_triton
 
-__all__ = ["scaled_glu", "scaled_glu_backward"]
+__all__ = ["SWIGLU", "glu_named", "scaled_glu", "scaled_glu_backward"]
 
 
-def scaled_glu(
-    h: Tensor,
-    probs: Tensor | None = None,
-    *,
-    activation: str = "swiglu",
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    linear_offset: float = 1.0,
-) -> Tensor:
+def glu_named(activation: str, *, limit: float = 7.0, alpha: float = 1.702, linear_offset: float = 1.0) -> Glu:
+    """The activation of a name: swiglu, geglu (tanh approximation), qgeglu, glu, reglu, sreglu or clamped_swiglu.
+
+    Only clamped_swiglu (GPT-OSS) uses the three parameters: ``min(g, limit) sigmoid(alpha min(g, limit)) (clamp(l,
+    -limit, limit) + linear_offset)``. Raises ``ValueError`` for an unknown name, and for a ``limit`` of 0 or less.
+    """
+    if activation not in GLU_ACTIVATIONS:
+        raise ValueError(f"no gated activation '{activation}': it is one of {', '.join(GLU_ACTIVATIONS)}")
+    function, own_alpha = GLU_ACTIVATIONS[activation]
+    if activation != "clamped_swiglu":
+        return Glu(function, own_alpha, limit=None, offset=0.0)
+    if not limit > 0:
+        raise ValueError(f"{activation} needs a limit above 0, got {limit}")
+    return Glu(function, alpha, limit, linear_offset)
+
+
+SWIGLU = glu_named("swiglu")
+
+
+def scaled_glu(h: Tensor, probs: Tensor | None = None, glu: Glu = SWIGLU) -> Tensor:
     """``a[t] = p[t] act(g[t]) l[t]``, where g is the first half of ``h`` and l the second.
 
     =====  ========  =================================================================
@@ -32,13 +43,10 @@ def scaled_glu(
     a      [T, F]    dtype of ``h``; computed in fp32 (fp64 for fp64) and rounded once
     =====  ========  =================================================================
 
-    ``activation`` is swiglu, geglu (tanh approximation), qgeglu, glu, reglu, sreglu or clamped_swiglu. Only
-    clamped_swiglu (GPT-OSS) uses the three parameters: ``min(g, limit) sigmoid(alpha min(g, limit)) (clamp(l, -limit,
-    limit) + linear_offset)``. Each output row depends on its input row only. If autograd records, the reference runs.
+    Each output row depends on its input row only. If autograd records, the reference runs.
 
-    Raises ``ValueError`` for an unknown activation and for shapes that do not match, ``TypeError`` for wrong dtypes.
+    Raises ``ValueError`` for shapes that do not match, ``TypeError`` for wrong dtypes.
     """
-    glu = resolve_glu("scaled_glu", activation, limit, alpha, linear_offset)
     check_halves("scaled_glu", h, probs)
     if not _recorded(h, probs) and runs_on_triton("scaled_glu", h):
         return scaled_glu_triton(h, probs, glu)
@@ -46,14 +54,7 @@ def scaled_glu(
 
 
 def scaled_glu_backward(
-    da: Tensor,
-    h: Tensor,
-    probs: Tensor | None = None,
-    *,
-    activation: str = "swiglu",
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    linear_offset: float = 1.0,
+    da: Tensor, h: Tensor, probs: Tensor | None = None, glu: Glu = SWIGLU
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of ``scaled_glu``: ``dg = da p act'(g) l``, ``dl = da p act(g)``, ``dp = sum over F of da act(g) l``.
 
@@ -67,7 +68,6 @@ def scaled_glu_backward(
     One pass over ``da`` and ``h``, which recomputes the activation, so that the forward need not save it. If autograd
     records (for second derivatives), the reference runs.
     """
-    glu = resolve_glu("scaled_glu_backward", activation, limit, alpha, linear_offset)
     check_halves("scaled_glu_backward", h, probs)
     if da.shape != (h.shape[0], h.shape[1] // 2) or da.dtype is not h.dtype or da.device != h.device:
         raise ValueError(
@@ -81,17 +81,6 @@ def scaled_glu_backward(
 
 def _recorded(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def resolve_glu(op: str, activation: str, limit: float, alpha: float, linear_offset: float) -> Glu:
-    if activation not in GLU_ACTIVATIONS:
-        raise ValueError(f"{op} knows no activation '{activation}': it has {', '.join(GLU_ACTIVATIONS)}")
-    function, own_alpha = GLU_ACTIVATIONS[activation]
-    if activation != "clamped_swiglu":
-        return Glu(function, own_alpha, limit=None, offset=0.0)
-    if not limit > 0:
-        raise ValueError(f"{op} needs a limit above 0, got {limit}")
-    return Glu(function, alpha, limit, linear_offset)
 
 
 def check_halves(op: str, h: Tensor, probs: Tensor | None) -> None:

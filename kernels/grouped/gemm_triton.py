@@ -32,7 +32,6 @@ from ..triton_support import (
     tile_of,
     tiles_of_experts,
 )
-from .quantized_triton import sum_of_blocks
 
 __all__ = [
     "GEMM_CANDIDATES",
@@ -99,47 +98,58 @@ def _products(
     row: tl.tensor,
     end: tl.tensor,
     column: tl.tensor,
+    T: tl.tensor,
     F: tl.tensor,
     C: tl.tensor,
     CONFIG: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """The tile from ``row`` and ``column`` on: [BLOCK_M, BLOCK_F] fp32.
 
-    x       pointer, or descriptor if not None; row stride
-    weight  the same of the expert's; its place in the descriptor
+    x       pointer, or descriptor if not None; row stride; scales of quantised rows
+    weight  the same of the expert's; its place in the descriptor and among the scales
+
+    BLOCKS: scales are those of 1 x 128 of x, [blocks, T], and of 128 x 128 of W_e, [E, blocks, blocks].
     """
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_F: tl.constexpr = CONFIG.block_f
     BLOCK_C: tl.constexpr = CONFIG.block_c
-    x_ptr, x_desc, stride_x = x
-    weight_ptr, weight_desc, stride_weight, place = weight
+    x_ptr, x_desc, stride_x, x_scale = x
+    weight_ptr, weight_desc, stride_weight, weight_scale, place = weight
     m = row + tl.arange(0, BLOCK_M)
     f = column + tl.arange(0, BLOCK_F)
     inside_m = m < end
     inside_f = f < F
+    if BLOCKS:
+        tl.static_assert(BLOCK_C == 128 and 128 % BLOCK_F == 0)
+        weight_scale += (place * tl.cdiv(F, 128) + column // 128) * tl.cdiv(C, 128)
     acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
-    for block in tl.range(0, C, BLOCK_C):
-        c = block + tl.arange(0, BLOCK_C)
+    for block in tl.range(0, tl.cdiv(C, BLOCK_C)):
+        start = block * BLOCK_C
+        c = start + tl.arange(0, BLOCK_C)
         if x_desc is not None:
-            rows = x_desc.load([row, block])  # [BLOCK_M, BLOCK_C]; results of the next expert's rows are dropped
+            rows = x_desc.load([row, start])  # [BLOCK_M, BLOCK_C]; results of the next expert's rows are dropped
         else:
             at = x_ptr + m[:, None].to(tl.int64) * stride_x + c[None, :]
             rows = tl.load(at, mask=inside_m[:, None] & (c < C)[None, :], other=0.0)
         if weight_desc is not None:
             if TRANSPOSED:
-                w = weight_desc.load([place, column, block]).reshape(BLOCK_F, BLOCK_C).T
+                w = weight_desc.load([place, column, start]).reshape(BLOCK_F, BLOCK_C).T
             else:
-                w = weight_desc.load([place, block, column]).reshape(BLOCK_C, BLOCK_F)
+                w = weight_desc.load([place, start, column]).reshape(BLOCK_C, BLOCK_F)
         elif TRANSPOSED:
             at = weight_ptr + f[:, None].to(tl.int64) * stride_weight + c[None, :]
             w = tl.load(at, mask=inside_f[:, None] & (c < C)[None, :], other=0.0).T
         else:
             at = weight_ptr + c[:, None].to(tl.int64) * stride_weight + f[None, :]
             w = tl.load(at, mask=(c < C)[:, None] & inside_f[None, :], other=0.0)
-        if QUANTIZED:
+        if BLOCKS:
+            of_x = tl.load(x_scale + block.to(tl.int64) * T + m, mask=inside_m, other=0.0)
+            of_both = of_x * tl.load(weight_scale + block)
+            acc += tl.dot(rows, w) * of_both[:, None]
+        elif x_scale is not None:
             acc = tl.dot(rows, w, acc, max_num_imprecise_acc=BLOCK_C)
         else:
             acc = tl.dot(rows, w, acc, input_precision=PRECISION)
@@ -196,19 +206,14 @@ def _grouped_gemm_kernel(
         inside_f = f < F
         acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
         if expert < E:
-            if BLOCKS:
-                acc = sum_of_blocks(
-                    x_desc, x_scale, weight_desc, weight_scale, expert, row, end, column, T, F, C, CONFIG
-                )
-            else:
-                QUANTIZED: tl.constexpr = x_scale is not None
-                _, _, _, first, step = weights
-                place = expert if QUANTIZED else first + step * expert  # quantised weights are one packed tensor
-                x = x_ptr, x_desc, stride_x
-                weight = expert_pointer(weights, expert, ALIGNED), weight_desc, stride_weight, place
-                acc = _products(x, weight, row, end, column, F, C, CONFIG, TRANSPOSED, QUANTIZED, PRECISION)
-                if QUANTIZED:
-                    acc *= tl.load(x_scale + expert) * tl.load(weight_scale + expert)
+            _, _, _, first, step = weights
+            place = expert if x_scale is not None else first + step * expert  # quantised weights are one packed tensor
+            x = x_ptr, x_desc, stride_x, x_scale
+            pointer = expert_pointer(weights, expert, ALIGNED)
+            weight = pointer, weight_desc, stride_weight, weight_scale, place
+            acc = _products(x, weight, row, end, column, T, F, C, CONFIG, TRANSPOSED, BLOCKS, PRECISION)
+            if x_scale is not None and not BLOCKS:
+                acc *= tl.load(x_scale + expert) * tl.load(weight_scale + expert)
             if BIAS:  # Triton 3.6 does not compare a tuple with None
                 b = tl.load(expert_pointer(biases, expert, False) + f, mask=inside_f, other=0.0)
                 b = b.to(tl.float32)[None, :]

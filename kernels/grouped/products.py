@@ -26,8 +26,6 @@ if HAS_TRITON:
     from ..triton_support import capability_of
     from .gemm_triton import GemmConfig, default_gemm_config, grouped_gemm_triton
     from .reductions_triton import (
-        MAX_EXPERTS_OF_ONE_LAUNCH,
-        group_offsets_triton,
         grouped_bias_grad_triton,
         grouped_scale_grad_triton,
     )
@@ -52,9 +50,9 @@ def group_offsets(splits: Tensor) -> Tensor:
     """``[0, s_0, s_0 + s_1, ...]``: splits [E] int32 or int64 -> offsets [E + 1] int64 on the same device."""
     if splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"splits must be [experts], int32 or int64; got {tuple(splits.shape)}, {splits.dtype}")
-    if HAS_TRITON and splits.is_cuda and splits.shape[0] <= MAX_EXPERTS_OF_ONE_LAUNCH:
-        return group_offsets_triton(splits)
-    return torch.nn.functional.pad(splits.cumsum(0, dtype=torch.int64), (1, 0))
+    offsets = splits.new_zeros(splits.shape[0] + 1, dtype=torch.int64)
+    torch.cumsum(splits, 0, dtype=torch.int64, out=offsets[1:])
+    return offsets
 
 
 def grouped_linear(

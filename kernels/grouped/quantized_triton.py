@@ -1,12 +1,11 @@
-"""Sums of products of quantised operands: device functions of the grouped kernels.
+"""Sums of products of quantised operands for weight gradients: device functions of their kernel.
 
-Legend: E experts, T rows, N output features, K input features; C the contracted dim of a forward or dgrad, F the
-features of its result.
+Legend: E experts, T rows, N output features, K input features.
 
-Weight gradients: ``kernels/quantized/grouped.py`` says where an expert's tokens lie in a transposed copy. Its whole
-blocks are products of 128 tokens. What is left of its tokens is a multiple of 16, and tensor cores take 32: the last 16
-are read by a descriptor that knows no more than 16, so that the tensor memory accelerator fills the other half with
-zeros. What lies behind them may be another expert's.
+``kernels/quantized/grouped.py`` says where an expert's tokens lie in a transposed copy. Its whole blocks are products
+of 128 tokens. What is left of its tokens is a multiple of 16, and tensor cores take 32: the last 16 are read by a
+descriptor that knows no more than 16, so that the tensor memory accelerator fills the other half with zeros. What lies
+behind them may be another expert's.
 
 Hopper's tensor cores keep about 14 bits of a sum of 8-bit products. A sum leaves them after 128 terms at most, and is
 added in fp32.
@@ -15,44 +14,7 @@ added in fp32.
 import triton
 import triton.language as tl
 
-__all__ = ["sum_of_blocks", "sum_of_quantized"]
-
-
-@triton.jit
-def sum_of_blocks(
-    x_desc: tl.tensor,
-    x_scale: tl.tensor,
-    weight_desc: tl.tensor,
-    weight_scale: tl.tensor,
-    expert: tl.tensor,
-    row: tl.tensor,
-    end: tl.tensor,
-    column: tl.tensor,
-    T: tl.tensor,
-    F: tl.tensor,
-    C: tl.tensor,
-    CONFIG: tl.constexpr,
-) -> tl.tensor:
-    """A tile of ``x W_e^T``: [BLOCK_M, BLOCK_F] fp32.
-
-    Scales are those of 1 x 128 of x, [blocks, T], and of 128 x 128 of W_e, [E, blocks, blocks].
-    """
-    BLOCK_M: tl.constexpr = CONFIG.block_m
-    BLOCK_F: tl.constexpr = CONFIG.block_f
-    tl.static_assert(CONFIG.block_c == 128 and 128 % BLOCK_F == 0)
-    m = row + tl.arange(0, BLOCK_M)
-    inside_m = m < end
-    blocks_c = tl.cdiv(C, 128)
-    blocks_f = tl.cdiv(F, 128)
-    scales = weight_scale + (expert * blocks_f + column // 128) * blocks_c
-    acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
-    for block in tl.range(0, blocks_c):
-        x = x_desc.load([row, block * 128])
-        w = weight_desc.load([expert, column, block * 128]).reshape(BLOCK_F, 128)
-        of_x = tl.load(x_scale + block.to(tl.int64) * T + m, mask=inside_m, other=0.0)
-        of_both = of_x * tl.load(scales + block)
-        acc += tl.dot(x, w.T) * of_both[:, None]
-    return acc
+__all__ = ["sum_of_quantized"]
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton kernels around the grouped products: offsets, bias gradients, and gradients of the bias scales.
+"""Triton kernels around the grouped products: bias gradients, and gradients of the bias scales.
 
 Legend: E experts, T rows, N features. Expert e has the rows offsets[e] to offsets[e + 1]; rows from offsets[E] on are
 padding, of which nothing is read into a sum.
@@ -13,19 +13,7 @@ from torch import Tensor
 
 from ..compat import adjacent_columns, device_of
 
-__all__ = ["MAX_EXPERTS_OF_ONE_LAUNCH", "group_offsets_triton", "grouped_bias_grad_triton", "grouped_scale_grad_triton"]
-
-MAX_EXPERTS_OF_ONE_LAUNCH = 1024
-"""Largest number of splits for ``group_offsets_triton``, which is one program; beyond, a parallel scan is faster."""
-
-
-@triton.jit
-def _group_offsets_kernel(splits: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """One program computes all offsets."""
-    index = tl.arange(0, BLOCK)
-    sums = tl.cumsum(tl.load(splits + index, mask=index < E, other=0).to(tl.int64), axis=0)  # [BLOCK]
-    tl.store(offsets + index, sums * 0, mask=index == 0)
-    tl.store(offsets + 1 + index, sums, mask=index < E)
+__all__ = ["grouped_bias_grad_triton", "grouped_scale_grad_triton"]
 
 
 @triton.jit
@@ -104,18 +92,6 @@ def _scale_grad_kernel(
         b = tl.load(bias + expert.to(tl.int64)[:, None] * stride_bias + column[None, :], mask=mask, other=0.0)
         sums += upstream * b.to(tl.float32)
     tl.store(out + row, tl.sum(sums, axis=1), mask=row < T)
-
-
-def group_offsets_triton(splits: Tensor) -> Tensor:
-    """See ``group_offsets``; at most ``MAX_EXPERTS_OF_ONE_LAUNCH`` splits."""
-    num_experts = splits.shape[0]
-    offsets = splits.new_empty(num_experts + 1, dtype=torch.int64)
-    block = triton.next_power_of_2(max(1, num_experts))
-    with device_of(splits):
-        _group_offsets_kernel[(1,)](
-            splits.contiguous(), offsets, num_experts, BLOCK=block, num_warps=max(1, min(8, block // 128))
-        )
-    return offsets
 
 
 def grouped_bias_grad_triton(dy: Tensor, offsets: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:

@@ -155,11 +155,11 @@ def _one_tile(
     BETA: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREFETCH: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """dy, x: pointer, row stride, descriptors and scales, as ``_grouped_wgrad_kernel`` packs them."""
+    QUANTIZED: tl.constexpr = dy[5] is not None
     E, T, N, K, stride_grad, tiles_n, tiles_k = sizes
     tiles = tiles_n * tiles_k
     expert = tile // tiles
@@ -236,7 +236,6 @@ def _grouped_wgrad_kernel(
 ) -> None:
     # BETA: 0 overwrites, 1 accumulates, 2 reads a value per expert from betas [E]: 0, 1, or -1 for frozen.
     # What may be absent is None. BLOCKS: scales, if given, are those of blocks, else of experts.
-    QUANTIZED: tl.constexpr = dy_scale is not None
     dy = dy_ptr, stride_dy, dy_desc, dy_rest, dy_last, dy_scale
     x = x_ptr, stride_x, x_desc, x_rest, x_last, x_scale
     sizes = E, T, N, K, stride_grad, tiles_n, tiles_k
@@ -245,12 +244,12 @@ def _grouped_wgrad_kernel(
         for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, tl.num_programs(0), flatten=True):
             _one_tile(
                 tile, dy, x, grads, grad_desc, betas, offsets, sizes,
-                CONFIG, BETA, ALIGNED, PREFETCH, QUANTIZED, BLOCKS, PRECISION,
+                CONFIG, BETA, ALIGNED, PREFETCH, BLOCKS, PRECISION,
             )
     else:
         _one_tile(
             tl.program_id(0), dy, x, grads, grad_desc, betas, offsets, sizes,
-            CONFIG, BETA, ALIGNED, PREFETCH, QUANTIZED, BLOCKS, PRECISION,
+            CONFIG, BETA, ALIGNED, PREFETCH, BLOCKS, PRECISION,
         )
     # fmt: on
 

@@ -6,7 +6,6 @@ for experts, each of which has some of the rows.
 """
 
 from .grouped import GroupedQuantized as GroupedQuantized
-from .grouped import QuantizedExperts as QuantizedExperts
 from .grouped import dequantize_grouped as dequantize_grouped
 from .grouped import quantize_grouped as quantize_grouped
 from .operands import has_kernels as has_kernels
@@ -32,7 +31,6 @@ __all__ = [
     "GroupedQuantized",
     "QuantSpec",
     "Quantized",
-    "QuantizedExperts",
     "ScaleForm",
     "dequantize",
     "dequantize_grouped",

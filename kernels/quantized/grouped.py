@@ -24,7 +24,6 @@ from .spec import Quantized, QuantSpec
 
 __all__ = [
     "GroupedQuantized",
-    "QuantizedExperts",
     "dequantize_grouped",
     "most_columns",
     "quantize_grouped",
@@ -54,30 +53,6 @@ class GroupedQuantized(NamedTuple):
     def tensors(self) -> tuple[Tensor, ...]:
         """All that is in memory."""
         return (*self.matrix.tensors, self.offsets)
-
-
-class QuantizedExperts(NamedTuple):
-    """A quantised matrix of each expert, all of one shape [R, C]."""
-
-    data: Tensor
-    """[E, R, C] of the element's dtype, as in ``Quantized``."""
-    scale: Tensor
-    """[E], or [E, ceil(R / block rows), ceil(C / block columns)]."""
-    factor: Tensor | None
-    """[E]."""
-    spec: QuantSpec
-    columns: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """R and C."""
-        return self.data.shape[1], self.columns
-
-    def unbind(self) -> list[Quantized]:
-        """Each expert's matrix."""
-        factors = [None] * len(self.data) if self.factor is None else self.factor.unbind()
-        each = zip(self.data.unbind(), self.scale.unbind(), factors, strict=True)
-        return [Quantized(data, scale, factor, self.spec, self.columns) for data, scale, factor in each]
 
 
 def quantize_grouped(x: Tensor, spec: QuantSpec, offsets: Tensor, *, transposed: bool = False) -> GroupedQuantized:

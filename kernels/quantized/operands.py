@@ -8,7 +8,7 @@ from torch import Tensor
 from ..compat import HAS_TRITON
 from ..experts import PerExpert
 from ..grouped.products import alike
-from .grouped import GroupedQuantized, QuantizedExperts, quantize_grouped
+from .grouped import GroupedQuantized, quantize_grouped
 from .quantize import quantize, record_amax
 from .spec import Quantized, QuantSpec, ScaleForm
 
@@ -76,7 +76,7 @@ def quantize_grouped_both(
 
 def quantize_experts(
     matrices: PerExpert, rows: QuantSpec | None, columns: QuantSpec | None
-) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
+) -> tuple[Quantized | None, Quantized | None]:
     """Each expert's matrix [R, C] quantised as it is (``rows``) and transposed (``columns``); None: not this copy.
 
     matrices  [E, R, C], or E x [R, C]: bf16, fp16 or fp32 with elements, of one shape
@@ -90,13 +90,13 @@ def quantize_experts(
     return as_it_is, None if columns is None else _stacked([quantize(matrix.t(), columns) for matrix in each])
 
 
-def _stacked(each: Sequence[Quantized]) -> QuantizedExperts:
+def _stacked(each: Sequence[Quantized]) -> Quantized:
     first = each[0]
     factors = [one.factor for one in each if one.factor is not None]
     with torch.autocast(first.data.device.type, enabled=False):  # it knows no dtypes of 8 bits
         data, scale = torch.stack([one.data for one in each]), torch.stack([one.scale for one in each])
         factor = torch.stack(factors) if factors else None
-    return QuantizedExperts(data, scale, factor, first.spec, first.columns)
+    return Quantized(data, scale, factor, first.spec, first.columns)
 
 
 def _form_of(rows: QuantSpec | None, columns: QuantSpec | None) -> QuantSpec | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..compat import HAS_TRITON
 from ..grouped.products import PerExpert, alike, by_layout, grouped_linear, grouped_wgrad_accumulate
 from .cublas import cublas_product, takes_out
-from .grouped import GroupedQuantized, QuantizedExperts, dequantize_grouped, rows_of_experts
+from .grouped import GroupedQuantized, dequantize_grouped, rows_of_experts
 from .operands import has_kernels
 from .quantize import dequantize
 from .spec import Quantized
@@ -94,7 +94,7 @@ def _by_cublas(a: Quantized, b: Quantized) -> bool:
 
 def scaled_grouped_product(
     x: GroupedQuantized,
-    weights: QuantizedExperts,
+    weights: Quantized,
     dtype: torch.dtype,
     *,
     bias: PerExpert | None = None,
@@ -155,7 +155,9 @@ def scaled_grouped_wgrad_accumulate(
     _check(dy.matrix, x.matrix)
     tensors = [main_grads] if isinstance(main_grads, Tensor) else main_grads
     if has_kernels(dy.matrix.spec, dy.offsets.device, experts=True) and all(map(_takes_kernel, tensors)):
-        _run_kernels(dy, x, main_grads, overwrite)
+        operands, scales = (dy.matrix.data, x.matrix.data), (dy.matrix.scale, x.matrix.scale)
+        for here in by_layout(main_grads):
+            grouped_wgrad_triton(*operands, here, dy.offsets, overwrite, SCALED_WGRAD_CONFIG, scales=scales)
         return
     grads = list(main_grads)
     with torch.autocast(x.offsets.device.type, enabled=False):
@@ -176,20 +178,7 @@ def _takes_kernel(grad: Tensor | None) -> bool:
     return grad is None or (grad.dtype in _OUTPUTS and (grad.stride(-1) == 1 or not grad.numel()))
 
 
-def _run_kernels(
-    dy: GroupedQuantized,
-    x: GroupedQuantized,
-    main_grads: Tensor | Sequence[Tensor | None],
-    overwrite: bool | Sequence[bool],
-) -> None:
-    scales = dy.matrix.scale, x.matrix.scale
-    for here in by_layout(main_grads):
-        grouped_wgrad_triton(
-            dy.matrix.data, x.matrix.data, here, dy.offsets, overwrite, SCALED_WGRAD_CONFIG, scales=scales
-        )
-
-
-def _check(a: Quantized, b: Quantized | QuantizedExperts) -> None:
+def _check(a: Quantized, b: Quantized) -> None:
     if a.columns != b.columns or a.spec.rotated is not b.spec.rotated:
         raise ValueError(
             f"a product contracts the last dims of two matrices, both rotated or none: got {a.shape} ({a.spec}) and "

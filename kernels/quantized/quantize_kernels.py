@@ -3,7 +3,8 @@
 The formulas, and so the bits, are those of ``quantize.py``. One scale needs the largest magnitude of its elements
 first, which kernels find as bits: as integers, these are ordered as magnitudes are, and NaN is larger than Inf.
 
-Legend: E experts, R rows, C columns. ``copies`` are elements, scales and row stride of the copy by rows, and those of
+Legend: E experts, R rows, C columns. x is one matrix [R, C]; EXPERTS: ``Experts.argument`` of matrices [R, C].
+``copies`` are elements, scales and row stride of the copy by rows, and those of
 the copy by columns; None for one that is not wanted. The rows of an expert are cut into tiles of 128, beginning at its
 first row: a tile is one expert's. Where the columns of a transposed copy lie is in
 ``grouped.py``.
@@ -18,7 +19,7 @@ from ..triton_support import expert_pointer, tiles_of_experts
 __all__ = [
     "amax_kernel",
     "blocks_kernel",
-    "experts_amax_kernel",
+    "rows_amax_kernel",
     "rows_of_experts_kernel",
     "tiles_kernel",
 ]
@@ -38,9 +39,20 @@ def _magnitude(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def amax_kernel(
-    x: tl.tensor, partial: tl.tensor, R: tl.tensor, C: tl.tensor, stride: tl.tensor, tiles: tl.tensor
+    x: tl.tensor,
+    partial: tl.tensor,
+    R: tl.tensor,
+    C: tl.tensor,
+    stride: tl.tensor,
+    tiles: tl.tensor,
+    EXPERTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ) -> None:
-    """partial [programs]: the largest magnitude of each program's share of x [R, C]."""
+    """partial [E, programs]: the largest magnitude of each program's share of a matrix."""
+    if EXPERTS:
+        expert = tl.program_id(2)
+        x = expert_pointer(x, expert, ALIGNED)
+        partial += expert * tl.num_programs(0)
     across = tl.cdiv(C, 256)
     largest = tl.zeros((32, 256), tl.int32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -53,7 +65,7 @@ def amax_kernel(
 
 
 @triton.jit
-def experts_amax_kernel(
+def rows_amax_kernel(
     x: tl.tensor,
     offsets: tl.tensor,
     amax: tl.tensor,
@@ -63,23 +75,14 @@ def experts_amax_kernel(
     stride: tl.tensor,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ) -> None:
-    """amax [E]: the largest magnitude of each expert's rows of x; or, without offsets, of each matrix [R, C].
+    """amax [E]: the largest magnitude of each expert's rows of x.
 
-    A program finds that of 128 rows, or of 32 of a matrix, in CHUNK columns. Atomic maxima do not depend on the order.
+    A program finds that of 128 rows in CHUNK columns. Atomic maxima do not depend on the order.
     """
-    if offsets is None:
-        expert = tl.program_id(2)
-        first = tl.program_id(0) * 32
-        end = tl.minimum(first + 32, R)
-        x = expert_pointer(x, expert, ALIGNED)
-        is_expert = True
-    else:
-        expert, first, end, _, _, _ = _tile_of_rows(offsets, E, R, BLOCK_E)
-        end = tl.minimum(first + 128, end)
-        is_expert = expert < E
-    if is_expert:
+    expert, first, end, _, _, _ = _tile_of_rows(offsets, E, R, BLOCK_E)
+    end = tl.minimum(first + 128, end)
+    if expert < E:
         largest = tl.zeros((8, 256), tl.int32)
         for down in tl.range(first, end, 8):
             row = (down + tl.arange(0, 8))[:, None]
@@ -151,7 +154,6 @@ def tiles_kernel(
 ) -> None:
     """Both copies of a tile that has one scale: the matrix's, given or from its PARTIALS ``largest``, or its own.
 
-    x     [R, C]; EXPERTS: ``Experts.argument`` of matrices [R, C]
     amax  raised to the largest magnitude, where the scale is given; None: not recorded
     """
     by_rows, row_scales, rows_stride, by_columns, column_scales, columns_stride = copies

@@ -1,22 +1,22 @@
 """Launches of the quantiser's kernels: for a matrix, for the rows of experts, and for matrices of experts.
 
 Where the largest magnitude of a tensor decides its scale, a kernel leaves the largest of each program's share, and the
-cast takes the largest of those. For experts it is found by atomic maxima. A scale that is given needs no such pass; the
-cast then records the largest magnitude. No host reads.
+cast takes the largest of those. For rows of experts it is found by atomic maxima. A scale that is given needs no such
+pass; the cast then records the largest magnitude. No host reads.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compat import adjacent_columns, device_of
-from ..experts import PerExpert, locate_experts
+from ..experts import Experts, PerExpert, locate_experts
 from ..triton_support import Launches
-from .grouped import GroupedQuantized, QuantizedExperts, most_columns
-from .quantize_kernels import amax_kernel, blocks_kernel, experts_amax_kernel, rows_of_experts_kernel, tiles_kernel
+from .grouped import GroupedQuantized, most_columns
+from .quantize_kernels import amax_kernel, blocks_kernel, rows_amax_kernel, rows_of_experts_kernel, tiles_kernel
 from .spec import Quantized, QuantSpec
 
 __all__ = ["empty_copy", "quantize_experts_triton", "quantize_grouped_triton", "quantize_triton"]
@@ -24,11 +24,10 @@ __all__ = ["empty_copy", "quantize_experts_triton", "quantize_grouped_triton", "
 _BLOCK = 128
 """Rows and columns of a block, and rows of a tile."""
 _PARTIALS = 512
-"""At most so many programs look for the largest magnitude of a tensor."""
+"""At most so many programs look for the largest magnitude of a tensor, or for those of all experts. Each leaves one: a
+share of a power of two."""
 _CHUNK = 1024
-"""Columns in which one program looks for the largest magnitude of an expert."""
-
-_Copy = TypeVar("_Copy", bound=Quantized | QuantizedExperts)
+"""Columns in which one program looks for the largest magnitude of an expert's rows."""
 
 
 def quantize_triton(
@@ -47,20 +46,52 @@ def quantize_triton(
     the columns of each copy, up to a count that ``cublas.py`` takes.
     """
     x = adjacent_columns(x)
-    by_rows, by_columns, spec, copies = _copies(rows, columns, partial(empty_copy, x))
+    return _quantize(x, None, 1, rows, columns, partial(empty_copy, x), scale, amax)
+
+
+def quantize_experts_triton(
+    matrices: PerExpert, rows: QuantSpec | None, columns: QuantSpec | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Each expert's matrix [R, C] as it is by ``rows``, and transposed by ``columns``; None: not this copy.
+
+    Both specs are equal: one scale for each matrix, or powers of two for blocks of 128 x 128. The matrices have
+    adjacent columns, and equal row strides.
+    """
+    experts, count = locate_experts(matrices), len(matrices)
+    return _quantize(experts.base, experts, count, rows, columns, partial(_empty_matrices, experts.base, count))
+
+
+def _quantize(
+    x: Tensor,
+    experts: Experts | None,
+    count: int,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    empty: Callable[..., Quantized],
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """``quantize_triton`` and ``quantize_experts_triton``. ``experts`` None: of x alone."""
+    place, is_experts, aligned = (x, False, False) if experts is None else (experts.argument, True, experts.aligned)
+    by_rows, by_columns, spec, copies = _copies(rows, columns, empty)
     sizes, largest = (*x.shape, x.stride(0)), spec.element.max
-    form = rows is None, columns is None, spec.block, scale is None, amax is None
+    form = rows is None, columns is None, spec.block, scale is None, amax is None, count, experts and experts.form
     key = x.get_device(), x.dtype, x.data_ptr() % 16, sizes, largest, form
     with device_of(x):
         if spec.block == (1, _BLOCK):
             _launch_blocks(key, _grid(copies, sizes, 128), x, copies, *sizes, None, None, 0, largest, 1)
         elif spec.block is not None:
-            grid = _grid(copies, sizes, 128)
-            _launch_squares(key, grid, x, copies, *sizes, None, 0, None, None, largest, False, False)
+            grid = _grid(copies, sizes, 128, count)
+            _launch_squares(key, grid, place, copies, *sizes, None, 0, None, None, largest, is_experts, aligned)
         else:
-            found = _largest_of_programs(x, key) if scale is None else (None, 0)
-            grid = _grid(copies, sizes, 64)
-            _launch_tiles(key, grid, x, copies, *sizes, *found, scale, amax, largest, False, False)
+            found: tuple[Tensor | None, int] = None, 0
+            if scale is None:
+                tiles = -(-x.shape[0] // 32) * -(-x.shape[1] // 256)
+                programs = 1 << (max(1, min(_PARTIALS // count, tiles)).bit_length() - 1)
+                found = x.new_empty(count, programs, dtype=torch.int32), programs
+                _launch_amax(key, (programs, 1, count), place, found[0], *sizes, tiles, is_experts, aligned)
+            grid = _grid(copies, sizes, 64, count)
+            _launch_tiles(key, grid, place, copies, *sizes, *found, scale, amax, largest, is_experts, aligned)
     return by_rows, by_columns
 
 
@@ -88,7 +119,7 @@ def quantize_grouped_triton(
         else:
             amax = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
             grid = tiles, -(-width // _CHUNK), 1
-            _launch_experts_amax(key, grid, x, offsets, amax, num_experts, *sizes, searched, _CHUNK, False)
+            _launch_rows_amax(key, grid, x, offsets, amax, num_experts, *sizes, searched, _CHUNK)
             grid = tiles, -(-across // 256), 1
             _launch_rows(key, grid, x, copies, *sizes, amax, offsets, segments, num_experts, largest, searched)
     as_it_is = None if by_rows is None else GroupedQuantized(by_rows, offsets, transposed=False)
@@ -97,40 +128,12 @@ def quantize_grouped_triton(
     return as_it_is, GroupedQuantized(by_columns, segments, transposed=True)
 
 
-def quantize_experts_triton(
-    matrices: PerExpert, rows: QuantSpec | None, columns: QuantSpec | None
-) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
-    """Each expert's matrix [R, C] as it is by ``rows``, and transposed by ``columns``; None: not this copy.
-
-    Both specs are equal: one scale for each matrix, or powers of two for blocks of 128 x 128. The matrices have
-    adjacent columns, and equal row strides.
-    """
-    num_experts, (height, width) = len(matrices), matrices[0].shape
-    experts = locate_experts(matrices)
-    base = experts.base
-    by_rows, by_columns, spec, copies = _copies(rows, columns, partial(_empty_matrices, base, num_experts))
-    sizes, largest, place = (height, width, base.stride(0)), spec.element.max, experts.argument
-    form = rows is None, columns is None, spec.block, num_experts, experts.form
-    key = base.get_device(), base.dtype, base.data_ptr() % 16, sizes, largest, form
-    with device_of(base):
-        if spec.block is not None:
-            grid = _grid(copies, sizes, 128, num_experts)
-            _launch_squares(key, grid, place, copies, *sizes, None, 0, None, None, largest, True, experts.aligned)
-        else:
-            amax = torch.zeros(num_experts, dtype=torch.int32, device=base.device)
-            grid = -(-height // 32), -(-width // _CHUNK), num_experts
-            _launch_experts_amax(key, grid, place, None, amax, num_experts, *sizes, 1, _CHUNK, experts.aligned)
-            grid = _grid(copies, sizes, 64, num_experts)
-            _launch_tiles(key, grid, place, copies, *sizes, amax, 1, None, None, largest, True, experts.aligned)
-    return by_rows, by_columns
-
-
 # ---- Memory for copies. ----
 
 
 def _copies(
-    rows: QuantSpec | None, columns: QuantSpec | None, empty: Callable[..., _Copy]
-) -> tuple[_Copy | None, _Copy | None, QuantSpec, tuple[Any, ...]]:
+    rows: QuantSpec | None, columns: QuantSpec | None, empty: Callable[..., Quantized]
+) -> tuple[Quantized | None, Quantized | None, QuantSpec, tuple[Any, ...]]:
     """Both copies without elements yet, the spec of either, and what kernels take of them.
 
     One scale of the tensor, or of each expert, is that of both copies.
@@ -143,7 +146,7 @@ def _copies(
     return by_rows, by_columns, spec, (*_arguments(by_rows), *_arguments(by_columns))
 
 
-def _arguments(copy: Quantized | QuantizedExperts | None) -> tuple[Tensor | None, Tensor | None, int]:
+def _arguments(copy: Quantized | None) -> tuple[Tensor | None, Tensor | None, int]:
     """Elements, scales and row stride."""
     return (None, None, 0) if copy is None else (copy.data, copy.scale, copy.data.stride(-2))
 
@@ -194,14 +197,14 @@ def _empty_rows(
 
 def _empty_matrices(
     base: Tensor, num_experts: int, spec: QuantSpec, *, transposed: bool, scale: Tensor | None = None
-) -> QuantizedExperts:
+) -> Quantized:
     """The same for matrices of experts, each like ``base`` [R, C]."""
     rows, columns = reversed(base.shape) if transposed else base.shape
     data = base.new_empty(num_experts, rows, -(-columns // 16) * 16, dtype=spec.element.dtype)
     if scale is None:
         blocks = () if spec.block is None else (-(-rows // _BLOCK), -(-columns // _BLOCK))
         scale = base.new_empty((num_experts, *blocks), dtype=torch.float32)
-    return QuantizedExperts(data, scale, None, spec, columns)
+    return Quantized(data, scale, None, spec, columns)
 
 
 # ---- Launches. ----
@@ -213,18 +216,8 @@ def _grid(copies: Any, sizes: tuple[int, int, int], width: int, num_matrices: in
     return -(-down // _BLOCK), -(-across // width), num_matrices
 
 
-def _largest_of_programs(x: Tensor, key: Any) -> tuple[Tensor, int]:
-    """[a power of two] bits of the largest magnitudes in x, and how many."""
-    height, width = x.shape
-    tiles = -(-height // 32) * -(-width // 256)
-    programs = min(_PARTIALS, 1 << (tiles.bit_length() - 1))
-    partial = x.new_empty(programs, dtype=torch.int32)
-    _launch_amax(key, (programs, 1, 1), x, partial, height, width, x.stride(0), tiles)
-    return partial, programs
-
-
-_launch_amax = Launches(amax_kernel, num_warps=8)
-_launch_experts_amax = Launches(experts_amax_kernel, ("R", "C"), num_warps=4)
+_launch_amax = Launches(amax_kernel, ("R", "C"), num_warps=8)
+_launch_rows_amax = Launches(rows_amax_kernel, ("R", "C"), num_warps=4)
 _launch_tiles = Launches(tiles_kernel, ("R", "C"), num_warps=4)
 _launch_squares = Launches(tiles_kernel, ("R", "C"), num_warps=8)
 _launch_rows = Launches(rows_of_experts_kernel, ("R", "C"), num_warps=4)

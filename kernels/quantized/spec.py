@@ -74,7 +74,7 @@ class QuantSpec:
 
 
 class Quantized(NamedTuple):
-    """A quantised matrix."""
+    """A quantised matrix; or one of each expert, all of one shape, whose tensors have a dim [E] more in front."""
 
     data: Tensor
     """[R, C] of the element's dtype; E2M1: uint8 [R, ceil(C / 2)]. More columns may follow, of zeros."""
@@ -89,12 +89,18 @@ class Quantized(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """R and C."""
-        return self.data.shape[0], self.columns
+        return self.data.shape[-2], self.columns
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that is in memory."""
         return (self.data, self.scale) if self.factor is None else (self.data, self.scale, self.factor)
+
+    def unbind(self) -> "list[Quantized]":
+        """Each expert's matrix."""
+        factors = [None] * len(self.data) if self.factor is None else self.factor.unbind()
+        each = zip(self.data.unbind(), self.scale.unbind(), factors, strict=True)
+        return [Quantized(*tensors, self.spec, self.columns) for tensors in each]
 
     def rows(self, start: int, end: int) -> "Quantized":
         """Rows ``start`` to ``end``. Raises ``ValueError`` where that cuts a block."""

@@ -7,8 +7,8 @@ from torch.nn.parameter import is_lazy
 
 from ...ddp.contract.main_grad import has_main_grad
 from ...ddp.contract.module import is_sharded
-from ..dense.conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
 from ..dense.embedding import Embedding, calls_embedding_forward, fused_embedding_class, why_autograd
+from ..dense.hugging_face import FusedConv1D, fused_conv1d_class, is_conv1d_class
 from ..dense.layer_norm_linear import LayerNormLinear
 from ..dense.layer_norm_mlp import LayerNormMLP
 from ..dense.linear import Linear, LinearModule

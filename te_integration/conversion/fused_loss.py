@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.cross_entropy.reference import LossTerms
+from ..dense.hugging_face import MadeClass, is_of_transformers
 from ..dense.linear import Linear
 from ..head.linear_cross_entropy import LinearCrossEntropy, Mode, Reduction, linear_cross_entropy
 from .deferred_logits import DeferredLogits
@@ -78,14 +79,8 @@ class LossHead(LinearCrossEntropy):
         return linear_cross_entropy(hidden, self.weight, targets, bias=bias, **options)
 
 
-class _FusedLossModel(nn.Module):
+class _FusedLossModel(MadeClass, nn.Module):
     """Mixin of models whose head may compute the loss; ``_fused_class`` combines it with a class of transformers."""
-
-    _unfused: type
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by the base class: the class is made at run time and no Python module contains it."""
-        return _new_model, (self._unfused,), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -111,13 +106,13 @@ def _fused_class(base: type) -> type[nn.Module]:
         finally:
             head.defers, head.grad_of_mean, head.grad_of_sum = False, None, None
 
-    members = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (_FusedLossModel, base), {**members, "_unfused": base, "forward": forward})
-
-
-def _new_model(base: type) -> nn.Module:
-    cls = _fused_class(base)
-    return cls.__new__(cls)
+    members: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    members |= {"_unfused": base, "_made_by": (_fused_class, base), "forward": forward}
+    return type(base.__name__, (_FusedLossModel, base), members)
 
 
 def is_language_model(module: nn.Module) -> bool:
@@ -135,7 +130,7 @@ def why_no_fused_loss(model: Any) -> str | None:
     head, cls = model.get_output_embeddings(), type(model)
     if "forward" in vars(model):
         return f"{cls.__name__}'s forward was replaced on this instance"
-    if not _is_of_transformers(inspect.unwrap(cls.forward)):
+    if not is_of_transformers(inspect.unwrap(cls.forward)):
         return f"{cls.__module__}.{cls.__qualname__}'s forward is not transformers' own"
     replaced = _replaced_loss(model)
     if replaced is not None:
@@ -179,10 +174,6 @@ def _place_of_labels(cls: type) -> int:
 def _replaced_loss(model: Any) -> str | None:
     """The name of a loss that a program has given to the model, or compiled; None: it is transformers' own."""
     function = getattr(model, "loss_function", None)
-    if function is None or (_is_of_transformers(function) and not hasattr(function, "_torchdynamo_orig_callable")):
+    if function is None or (is_of_transformers(function) and not hasattr(function, "_torchdynamo_orig_callable")):
         return None
     return str(getattr(function, "__qualname__", type(function).__name__))
-
-
-def _is_of_transformers(what: Any) -> bool:
-    return str(getattr(what, "__module__", "")).partition(".")[0] == "transformers"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..dense.conv1d import is_conv1d_class
+from ..dense.hugging_face import is_conv1d_class
 from ..dense.linear import LinearModule
 from ..experts.grouped_module import GroupedModule
 from ..experts.hugging_face_experts import is_experts_class, weight_names_of

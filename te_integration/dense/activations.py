@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import scaled_glu, scaled_glu_backward
+from ...kernels import glu_named, scaled_glu, scaled_glu_backward
 from ...kernels.compat import HAS_TRITON
+from ...kernels.glu.reference import Glu
 from .products import in_transform
 
 __all__ = ["ACTIVATIONS", "Activation", "ScaledGlu", "activation_named"]
@@ -23,19 +24,19 @@ Pointwise = Callable[[Tensor], Tensor]
 
 
 class ScaledGlu(torch.autograd.Function):
-    """A gated activation with a scale for each row: rows [T, 2F], scales [T] or None, arguments of ``scaled_glu``."""
+    """A gated activation with a scale for each row: rows [T, 2F], scales [T] or None."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, scales: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, scales: Tensor | None, glu: Glu) -> Tensor:
         ctx.save_for_backward(rows, scales)
-        ctx.options = options
-        return scaled_glu(rows, scales, **options)
+        ctx.glu = glu
+        return scaled_glu(rows, scales, glu)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, scales = ctx.saved_tensors
         # Under create_graph autograd records these calls, which are differentiable.
-        d_rows, d_scales = scaled_glu_backward(grads[0], rows, scales, **ctx.options)
+        d_rows, d_scales = scaled_glu_backward(grads[0], rows, scales, ctx.glu)
         if d_scales is None or not ctx.needs_input_grad[1]:
             return d_rows, None, None
         return d_rows, d_scales.to(scales.dtype), None
@@ -67,14 +68,14 @@ def _has_kernel(x: Tensor) -> bool:
     return half and HAS_TRITON and not torch.compiler.is_compiling() and not in_transform()
 
 
-def _by_kernel(x: Tensor, **options: Any) -> Tensor:
-    rows: Tensor = ScaledGlu.apply(x.reshape(-1, x.shape[-1]), None, options)
+def _by_kernel(x: Tensor, glu: Glu) -> Tensor:
+    rows: Tensor = ScaledGlu.apply(x.reshape(-1, x.shape[-1]), None, glu)
     return rows.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def _gated(activate: Pointwise, name: str, x: Tensor) -> Tensor:
+def _gated(activate: Pointwise, glu: Glu, x: Tensor) -> Tensor:
     if _has_kernel(x):
-        return _by_kernel(x, activation=name)
+        return _by_kernel(x, glu)
     gate, linear = x.chunk(2, dim=-1)
     return activate(gate) * linear
 
@@ -82,7 +83,7 @@ def _gated(activate: Pointwise, name: str, x: Tensor) -> Tensor:
 def _clamped_swiglu(x: Tensor, *, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
     """GPT-OSS's activation ``g sigmoid(alpha g) (1 + l)``; g is clamped from above, l from both sides."""
     if _has_kernel(x):
-        return _by_kernel(x, activation="clamped_swiglu", limit=limit, alpha=alpha)
+        return _by_kernel(x, glu_named("clamped_swiglu", limit=limit, alpha=alpha))
     gate, linear = x.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + 1)
@@ -90,7 +91,7 @@ def _clamped_swiglu(x: Tensor, *, limit: float = 7.0, alpha: float = 1.702) -> T
 
 # Partial functions instead of closures, so that modules that hold them can be pickled.
 def _gate(name: str, activate: Pointwise) -> Activation:
-    return Activation(functools.partial(_gated, activate, name), gated=True)
+    return Activation(functools.partial(_gated, activate, glu_named(name)), gated=True)
 
 
 ACTIVATIONS: Mapping[str, Activation] = {

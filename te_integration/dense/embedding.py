@@ -20,6 +20,7 @@ from ...ddp.torch_internals import current_backward
 from ...kernels import embedding_wgrad_accumulate
 from ...kernels.permutation.reference import embedding_grad
 from .compiled_wgrad import mode_of, run_outside_graph, wgrad
+from .hugging_face import MadeClass, is_of_transformers
 from .linear import LinearModule, ProductUse, wanted_and_places, weight_grads
 
 __all__ = ["Embedding", "calls_embedding_forward", "fused_embedding_class", "why_autograd"]
@@ -223,24 +224,12 @@ def calls_embedding_forward(cls: type) -> bool:
     if cls is nn.Embedding:
         return True
     below = cls.__mro__[: cls.__mro__.index(nn.Embedding)] if nn.Embedding in cls.__mro__ else ()
-    return bool(below) and all(
-        each.__module__.partition(".")[0] == "transformers" and _calls_super(vars(each).get("forward"))
-        for each in below
-    )
+    return bool(below) and all(is_of_transformers(each) and _calls_super(vars(each).get("forward")) for each in below)
 
 
 def _calls_super(forward: Any) -> bool:
     code = getattr(forward, "__code__", None)
     return forward is None or (code is not None and "__class__" in code.co_freevars and "forward" in code.co_names)
-
-
-class _FusedSubclass:
-    """Mixin that pickles by the class that was fused: the fused class is made at run time."""
-
-    _unfused: type
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _new_fused, (self._unfused,), self.__getstate__()
 
 
 @functools.cache
@@ -252,9 +241,5 @@ def fused_embedding_class(base: type) -> type[nn.Module]:
     """
     if base is nn.Embedding:
         return Embedding
-    return type(f"Fused{base.__name__}", (_FusedSubclass, base, Embedding), {"_unfused": base, "__doc__": base.__doc__})
-
-
-def _new_fused(base: type) -> nn.Module:
-    cls = fused_embedding_class(base)
-    return cls.__new__(cls)
+    members = {"_unfused": base, "_made_by": (fused_embedding_class, base), "__doc__": base.__doc__}
+    return type(f"Fused{base.__name__}", (MadeClass, base, Embedding), members)

@@ -88,10 +88,7 @@ class LayerNormLinear(SplitLinear, NormalizingModule):
         """
         normalized = self.normalize(input)
         output, bias = self.linear(normalized)
-        if not (self.return_bias or self.return_layernorm_output):
-            return output
-        more = (bias,) if self.return_bias else ()
-        return (output, *more, normalized) if self.return_layernorm_output else (output, *more)
+        return self.results(output, bias, normalized)
 
     def sizes(self) -> str:
         """The sizes of the layer, by the names of the constructor's arguments."""

@@ -124,10 +124,7 @@ class LayerNormMLP(LinearModule, NormalizingModule):
             output, normalized = self._recomputed(input)
         else:
             output, normalized = self._run(input, self.queue_now())
-        if not (self.return_bias or self.return_layernorm_output):
-            return output
-        more = (self.fc2_bias,) if self.return_bias else ()
-        return (output, *more, normalized) if self.return_layernorm_output else (output, *more)
+        return self.results(output, self.fc2_bias, normalized)
 
     def weights_of(self, product: int) -> tuple[str, ...]:
         """Names of the weights of one of the module's products."""

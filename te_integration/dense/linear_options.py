@@ -89,7 +89,7 @@ class LinearOptions(ScaledModule, DelayedWgradModule):
 
     def describe(self) -> str:
         """The layer's name in error messages."""
-        return self.label or f"{type(self).__name__}({self.sizes()})"
+        return self.label or f"{getattr(self, '_unfused', type(self)).__name__}({self.sizes()})"
 
     def sizes(self) -> str:
         """The sizes of the layer, by the names of the constructor's arguments."""

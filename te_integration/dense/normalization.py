@@ -29,6 +29,8 @@ class NormalizingModule(nn.Module):
 
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
+    return_bias: bool
+    return_layernorm_output: bool
 
     def add_normalization(
         self, features: int, eps: float, normalization: str, zero_centered_gamma: bool, device: Any, dtype: Any
@@ -63,3 +65,10 @@ class NormalizingModule(nn.Module):
             return F.layer_norm(x, gamma.shape, gamma, beta, self.eps)
         beta = None if beta is None else beta.float()
         return F.layer_norm(x.float(), gamma.shape, gamma, beta, self.eps).to(x.dtype)
+
+    def results(self, output: Tensor, bias: Tensor | None, normalized: Tensor) -> Any:
+        """What forward returns: the output, or a tuple with what the options ask for beside it."""
+        if not (self.return_bias or self.return_layernorm_output):
+            return output
+        more = (bias,) if self.return_bias else ()
+        return (output, *more, normalized) if self.return_layernorm_output else (output, *more)

@@ -40,7 +40,7 @@ __all__ = [
     "kept_copies",
     "overflow_as_nan",
     "recipe_of_forward",
-    "second_derivatives",
+    "require_kernels",
     "takes_recipe",
     "warn_of_dtype",
 ]
@@ -159,14 +159,21 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
     if dtype_of_products(input) not in HALF:
         warn_of_dtype(recipe, dtype_of_products(input), owner)
         return False
-    if input.is_cuda and not recipe.emulate:
-        needed = lacking(recipe.specs("input")[0], input.device)
-        if needed is not None:
-            raise RuntimeError(
-                f"{owner}: {type(recipe).__name__} on {torch.cuda.get_device_name(input.device)} needs {needed}. "
-                f"{type(recipe).__name__}(emulate=True) quantises, and multiplies in fp32: right, and slower than bf16"
-            )
+    require_kernels(recipe, input.device, owner)
     return True
+
+
+def require_kernels(recipe: Recipe, device: torch.device, owner: str, *, experts: bool = False) -> None:
+    """Raise ``RuntimeError`` where a GPU has no kernels for the recipe, or none for ``experts``."""
+    if device.type != "cuda" or recipe.emulate:
+        return
+    needed = lacking(recipe.specs("input")[0], device, experts=experts)
+    if needed is not None:
+        name, what = type(recipe).__name__, " with experts" if experts else ""
+        raise RuntimeError(
+            f"{owner}: {name}{what} on {torch.cuda.get_device_name(device)} needs {needed}. {name}(emulate=True) "
+            f"quantises, and multiplies in fp32: right, and slower than bf16"
+        )
 
 
 def warn_of_dtype(recipe: Recipe, dtype: torch.dtype, owner: str) -> None:
@@ -227,7 +234,10 @@ class _QuantizedLinear(torch.autograd.Function):
         use: ProductUse = ctx.use
         recipe: Quantizing = ctx.recipe
         if torch.is_grad_enabled():
-            raise second_derivatives(use.owner)
+            raise RuntimeError(
+                f"{use.owner}: second derivatives (create_graph=True) of quantised products are not defined; run this "
+                f"forward under autocast(enabled=False)"
+            )
         needs_dx, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         saved = ctx.saved_tensors
         weights = saved[: len(needs_dw)]
@@ -246,14 +256,6 @@ class _QuantizedLinear(torch.autograd.Function):
             x = restored(saved[len(weights) :], *ctx.x_kind)
             dws = weight_grads(ctx, wanted, places, (x, of_grad) if use.transposed else (of_grad, x))
         return (dx, None, None, None, *dws, db)
-
-
-def second_derivatives(owner: str) -> RuntimeError:
-    """The error of ``create_graph=True``."""
-    return RuntimeError(
-        f"{owner}: second derivatives (create_graph=True) of quantised products are not defined; run this forward "
-        f"under autocast(enabled=False)"
-    )
 
 
 def forward_product(

@@ -11,17 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...ddp.contract.main_grad import Demand
 from ...ddp.torch_internals import current_backward, watch_prehooks
 from ...kernels import PerExpert, grouped_bias_grad, grouped_linear, grouped_scale_grad
 from ..dense.linear import ProductUse, wanted_and_places, weight_grads
 from ..dense.products import cast, dtype_of_products, refuse_in_transform
-from .grouped_products import (
-    differentiable_bias_grad,
-    differentiable_linear,
-    differentiable_scale_grad,
-    differentiable_wgrad,
-)
 
 __all__ = ["GroupedCall", "GroupedProducts", "fused_grouped_linear", "parts_of", "per_expert"]
 
@@ -37,10 +30,7 @@ class GroupedProducts(Protocol):
     def gradients(
         self, ctx: Any, dy: Tensor, weights: Sequence[Tensor], of_input: Sequence[Tensor]
     ) -> tuple[Tensor | None, Any, Any]:
-        """dx [T, K], where it is needed, and dy and x as the weight gradients take them.
-
-        With grad mode on (``create_graph=True``) dx is differentiable, or this raises ``RuntimeError``.
-        """
+        """dx [T, K], where it is needed, and dy and x as the weight gradients take them."""
 
 
 class GroupedCall(NamedTuple):
@@ -89,8 +79,8 @@ def fused_grouped_linear(
     are views of this memory. Do not overwrite ``out`` before every reader of y has finished, including its backward,
     and ``grad_input`` before every reader of dx has finished (the ``.grad`` of a leaf reads it).
 
-    ``autograd.grad`` and ``create_graph=True`` get ordinary gradients and write nothing. ``products`` None: of the
-    tensors as they are.
+    ``autograd.grad`` gets ordinary gradients and writes nothing. ``create_graph=True`` raises ``RuntimeError``.
+    ``products`` None: of the tensors as they are.
     """
     dtype = dtype_of_products(input)
     _check_buffer(use.owner, "out", out, (input.shape[0], _features(weights, use)), dtype, input.device)
@@ -149,11 +139,6 @@ def per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> P
     return together
 
 
-def _packed(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> Tensor:
-    """``per_expert`` as one tensor [E, ...], in the graph."""
-    return (tensors[0] if packed else torch.stack(tuple(tensors))).to(dtype)
-
-
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off: operands are cast already, and fp32 sums must stay fp32."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
@@ -203,24 +188,24 @@ class _FusedGroupedLinear(torch.autograd.Function):
         count = call.num_weights
         needs_dx, _, _, *needs = ctx.needs_input_grad
         wanted, places = wanted_and_places(ctx, needs[:count])
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{use.owner}: second derivatives (create_graph=True) of experts' products are not defined; compute "
+                f"this forward with a Linear for each expert, or with transformers' own experts (unconvert)"
+            )
         scale, *others = ctx.saved_tensors
         weights, others = (others[:count], others[count:]) if needs_dx else ((), others)
         num_biases = len(needs) - count - 1 if needs[-1] else 0
         biases, of_input = others[:num_biases], others[num_biases:]
         with _without_autocast(dy.device.type):
             dx, left, right = call.products.gradients(ctx, dy, weights, of_input)
-            with_graph = torch.is_grad_enabled()
             if dx is not None:
-                dx = cast(dx, ctx.input_dtype) if call.grad_input is None or with_graph else _written(dx)
+                dx = cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
             dws: list[Tensor | None] = [None] * count
             if of_input:
                 if use.transposed:
                     left, right = right, left
-                if with_graph:
-                    dw = differentiable_wgrad(left, right, call.offsets).to(ctx.weight_dtype)
-                    dws = parts_of(dw, use.packed, [want is not Demand.NOTHING for want in wanted])
-                else:
-                    dws = weight_grads(ctx, wanted, places, (left, right, call.offsets))
+                dws = weight_grads(ctx, wanted, places, (left, right, call.offsets))
             return (dx, None, None, *dws, *_bias_grads(ctx, dy, scale, biases))
 
 
@@ -255,9 +240,7 @@ class PlainProducts:
         call: GroupedCall = ctx.call
         use: ProductUse = ctx.use
         dx = None
-        if weights and torch.is_grad_enabled():
-            dx = differentiable_linear(dy, _packed(weights, use.packed, dy.dtype), call.offsets, not use.transposed)
-        elif weights:
+        if weights:
             matrices = per_expert(weights, use.packed, dy.dtype)
             dx = grouped_linear(dy, matrices, call.offsets, out=call.grad_input, transposed=not use.transposed)
         return dx, dy, cast(of_input[0], dy.dtype) if of_input else None
@@ -271,18 +254,11 @@ def _bias_grads(ctx: Any, dy: Tensor, scale: Tensor | None, biases: Sequence[Ten
     call: GroupedCall = ctx.call
     *needs_db, needs_ds = ctx.needs_input_grad[3 + call.num_weights :]
     dbs: list[Tensor | None] = [None] * len(needs_db)
-    with_graph = torch.is_grad_enabled()
     if True in needs_db:
-        if with_graph:
-            db = differentiable_bias_grad(dy, scale, call.offsets).to(ctx.bias_dtype)
-        else:
-            db = grouped_bias_grad(dy, call.offsets, scale=scale, dtype=ctx.bias_dtype)
+        db = grouped_bias_grad(dy, call.offsets, scale=scale, dtype=ctx.bias_dtype)
         dbs = parts_of(db, call.packed_bias, needs_db)
     ds = None
     if needs_ds:
-        if with_graph:
-            ds = differentiable_scale_grad(dy, _packed(biases, call.packed_bias, dy.dtype), call.offsets)
-        else:
-            ds = grouped_scale_grad(dy, per_expert(biases, call.packed_bias, dy.dtype), call.offsets)
+        ds = grouped_scale_grad(dy, per_expert(biases, call.packed_bias, dy.dtype), call.offsets)
         ds = cast(ds, ctx.scale_dtype)
     return [*dbs, ds]

@@ -136,11 +136,7 @@ class GroupedLinear(TEGroupedModule):
         out: Tensor | None,
         grad_input: Tensor | None,
     ) -> Tensor:
-        if inp.dim() < 1 or inp.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{self.describe()} takes {self.in_features} features in the last dim, got {tuple(inp.shape)}"
-            )
-        rows = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
+        rows = self.rows_of(inp, self.in_features)
         offsets = row_offsets(m_splits, self.num_gemms, rows.shape[0], rows.device, self.describe())
         if bias_scales is not None and bias_scales.dim() != 1:
             bias_scales = bias_scales.reshape(-1)

@@ -117,13 +117,9 @@ class GroupedMLP(TEGroupedModule):
         return self._forward(input, m_splits, probs)
 
     def _forward(self, input: Tensor, m_splits: Tensor | Sequence[int], probs: Tensor | None) -> Tensor:
-        if input.dim() < 1 or input.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"{self.describe()} takes {self.hidden_size} features in the last dim, got {tuple(input.shape)}"
-            )
+        rows = self.rows_of(input, self.hidden_size)
         if probs is None and self.scale_bias:
             raise ValueError(f"{self.describe()}: scale_bias=True scales the bias by probs, and none were given")
-        rows = input.reshape(-1, self.hidden_size)
         if probs is not None:
             if probs.shape not in (input.shape[:-1], rows.shape[:1]):
                 raise ValueError(

@@ -15,7 +15,7 @@ from .. import recipes
 from ..dense.compiled_wgrad import mode_of
 from ..dense.linear import LinearModule
 from ..dense.linear_options import InitMethod, reset_linear
-from ..dense.products import refuse_in_transform
+from ..dense.products import refuse_in_transform, rows_of
 from ..dense.quantized_linear import recipe_of_forward
 from ..wgrad_queue import WgradQueue
 from .compiled_grouped_linear import compiled_grouped_linear
@@ -189,6 +189,12 @@ class TEGroupedModule(GroupedModule):
             if size < 1:
                 raise ValueError(f"{type(self).__name__} needs {name} of 1 or more, got {size}")
             setattr(self, name, size)
+
+    def rows_of(self, input: Tensor, features: int) -> Tensor:
+        """[..., features] -> [T, features]. Raises ``ValueError`` for another number of features."""
+        if input.shape[-1:] != (features,):
+            raise ValueError(f"{self.describe()} takes {features} features in the last dim, got {tuple(input.shape)}")
+        return rows_of(input)
 
     def extra_repr(self) -> str:
         """The sizes, what form the parameters have, and what happens to the weight gradients."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dense.compiled_wgrad import run_outside_graph
+from ..dense.hugging_face import MadeClass, is_of_transformers
 from .grouped_module import ExpertLayer, GroupedModule
 from .moe_permutation import moe_permute_with_probs, moe_unpermute
 from .row_splits import row_offsets
@@ -45,12 +46,8 @@ def _known_implementations(cls: type) -> frozenset[str | None]:
     registered may compute something else, and so may the eager forward of a class from elsewhere.
     """
     registry = _registry_of(cls) or {}
-    names: set[str | None] = {name for name, each in registry.items() if _is_of_transformers(each)}
-    return frozenset(names | {"eager", None} if _is_of_transformers(cls) else names)
-
-
-def _is_of_transformers(what: Any) -> bool:
-    return str(getattr(what, "__module__", "")).partition(".")[0] == "transformers"
+    names: set[str | None] = {name for name, each in registry.items() if is_of_transformers(each)}
+    return frozenset(names | {"eager", None} if is_of_transformers(cls) else names)
 
 
 def why_not_experts(experts: Any) -> str | None:
@@ -102,11 +99,12 @@ def _fused_class(base: type, form: _Form) -> type[nn.Module]:
         for name in form.weight_names
     )
     members = {"_unfused": base, "_form": form, "expert_layers": layers, "__doc__": FusedExperts.__doc__}
+    members |= {"_made_by": (_fused_class, base, form)}
     members |= {"weight_names": form.weight_names, "transposed": form.transposed}
     return type(f"Fused{base.__name__}", (FusedExperts, base), members)
 
 
-class FusedExperts(GroupedModule):
+class FusedExperts(MadeClass, GroupedModule):
     """``y_t`` is the sum over a token's k experts of ``p (W2_e act(W1_e x_t + b1_e) + b2_e)``.
 
     ==================  ==============  =====================================================================
@@ -126,7 +124,6 @@ class FusedExperts(GroupedModule):
     ``is_experts_class`` accepts.
     """
 
-    _unfused: type
     _form: _Form
     config: Any
     _apply_gate: Callable[[Tensor], Tensor]
@@ -187,18 +184,10 @@ class FusedExperts(GroupedModule):
         activated: Tensor = self._apply_gate(hidden) if has_gate else self.act_fn(hidden)
         return activated if scales is None else (activated * scales[:, None]).to(activated.dtype)
 
-    def describe(self) -> str:
-        """For errors: which experts these are."""
-        return self.label or f"{self._unfused.__name__}({self.sizes()})"
-
     def sizes(self) -> str:
         """The sizes, by the names of attributes and parameters."""
         shapes = (f"{name}={list(getattr(self, name).shape)}" for name in self.weight_names)
         return f"num_experts={self.num_experts}, {', '.join(shapes)}"
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by the base class: the fused class is made at run time and no Python module contains it."""
-        return _new_fused_experts, (self._unfused, self._form), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 _SWIGLU = glu_options("experts", "swiglu")
@@ -209,8 +198,3 @@ def _is_swiglu(experts: Any) -> bool:
     gate = type(experts)._apply_gate
     silu = type(experts.act_fn).__name__ in ("SiLU", "SiLUActivation") if hasattr(experts, "act_fn") else False
     return silu and gate.__module__ == "transformers.integrations.moe"
-
-
-def _new_fused_experts(base: type, form: _Form) -> nn.Module:
-    cls = _fused_class(base, form)
-    return cls.__new__(cls)

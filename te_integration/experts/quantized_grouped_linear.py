@@ -13,15 +13,14 @@ from torch import Tensor
 from ...kernels import PerExpert
 from ...kernels.quantized import (
     GroupedQuantized,
-    QuantizedExperts,
-    lacking,
+    Quantized,
     quantize_experts,
     quantize_grouped_both,
     restored,
     scaled_grouped_product,
 )
 from ..dense.linear import ProductUse
-from ..dense.quantized_linear import Moment, kept_copies, overflow_as_nan, second_derivatives
+from ..dense.quantized_linear import Moment, kept_copies, overflow_as_nan, require_kernels
 from ..recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Operand, Recipe
 from .fused_grouped_linear import GroupedCall, fused_grouped_linear, per_expert
 
@@ -51,19 +50,12 @@ def quantized_grouped_linear(
 
 
 def _refuse_unsupported(recipe: Recipe, input: Tensor, owner: str) -> None:
-    name = type(recipe).__name__
     if not isinstance(recipe, _SUPPORTED):
         raise RuntimeError(
-            f"{owner}: {name} is not supported with experts; run the module under autocast(enabled=False), where it "
-            f"computes in {input.dtype}, or under another recipe"
+            f"{owner}: {type(recipe).__name__} is not supported with experts; run the module under "
+            f"autocast(enabled=False), where it computes in {input.dtype}, or under another recipe"
         )
-    if input.is_cuda and not recipe.emulate:
-        needed = lacking(recipe.specs("input")[0], input.device, experts=True)
-        if needed is not None:
-            raise RuntimeError(
-                f"{owner}: {name} with experts on {torch.cuda.get_device_name(input.device)} needs {needed}. "
-                f"{name}(emulate=True) quantises, and multiplies in fp32: right, and slower than bf16"
-            )
+    require_kernels(recipe, input.device, owner, experts=True)
 
 
 class QuantizedProducts(NamedTuple):
@@ -97,8 +89,6 @@ class QuantizedProducts(NamedTuple):
     ) -> tuple[Tensor | None, Any, Any]:
         """See ``GroupedProducts``."""
         call: GroupedCall = ctx.call
-        if torch.is_grad_enabled():
-            raise second_derivatives(ctx.use.owner)
         dy = overflow_as_nan(dy)
         rows = columns = dx = x = None
         if weights or of_input:
@@ -120,12 +110,12 @@ class QuantizedProducts(NamedTuple):
 
     def _copies_of_weights(
         self, ctx: Any, weights: Sequence[Tensor], *, rows: bool, columns: bool, moment: Moment
-    ) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
+    ) -> tuple[Quantized | None, Quantized | None]:
         """[N, K] of each expert, and their transposes."""
         use: ProductUse = ctx.use
         dtype: torch.dtype = ctx.call.dtype
 
-        def make(rows: bool, columns: bool) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
+        def make(rows: bool, columns: bool) -> tuple[Quantized | None, Quantized | None]:
             of_rows, of_columns = self.recipe.specs("weight")
             matrices = per_expert(weights, use.packed, dtype)
             wanted = of_rows if rows else None, of_columns if columns else None

@@ -4,12 +4,12 @@ Legend: T rows (all leading dims together), F features.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...kernels import scaled_glu
+from ...kernels import glu_named, scaled_glu
+from ...kernels.glu.reference import Glu
 from ..dense.activations import ScaledGlu, activation_named
 from ..dense.products import cast, dtype_of_products, in_transform
 
@@ -51,7 +51,8 @@ class ScaledSwiGLU(nn.Module):
 
     def extra_repr(self) -> str:
         """The parameters of the activation, if any."""
-        return ", ".join(f"{name}={value}" for name, value in self.glu.items() if name != "activation")
+        _, alpha, limit, offset = self.glu
+        return "" if limit is None else f"limit={limit}, alpha={alpha}, glu_linear_offset={offset}"
 
 
 class ScaledClampedQGeGLU(ScaledSwiGLU):
@@ -76,8 +77,8 @@ class ScaledClampedQGeGLU(ScaledSwiGLU):
         self.glu = glu_options(type(self).__name__, self.activation, params)
 
 
-def glu_options(owner: str, activation: str, params: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """The arguments of ``scaled_glu`` for a gated activation, given by Transformer Engine's name.
+def glu_options(owner: str, activation: str, params: Mapping[str, float] | None = None) -> Glu:
+    """A gated activation, given by Transformer Engine's name.
 
     Only "clamped_swiglu" takes ``params``: ``limit``, ``alpha`` and ``glu_linear_offset``. Raises ``ValueError`` for
     unknown names and parameters, and for an ungated activation.
@@ -89,14 +90,14 @@ def glu_options(owner: str, activation: str, params: Mapping[str, float] | None 
     if not activation_named(activation, params).gated:
         raise ValueError(f"{owner} needs a gated activation, as swiglu, geglu or clamped_swiglu; got '{activation}'")
     numbers = {} if offset is None else {"linear_offset": offset}
-    return {"activation": activation, **params, **numbers}
+    return glu_named(activation, **params, **numbers)
 
 
-def scaled_activation(input: Tensor, scales: Tensor | None, options: Mapping[str, Any]) -> Tensor:
-    """See ``ScaledSwiGLU``. ``options`` come from ``glu_options``; ``scales`` None: 1."""
+def scaled_activation(input: Tensor, scales: Tensor | None, glu: Glu) -> Tensor:
+    """See ``ScaledSwiGLU``. ``scales`` None: 1."""
     if input.dim() == 0 or input.shape[-1] % 2 or (scales is not None and scales.shape != input.shape[:-1]):
         raise ValueError(
-            f"a scaled {options['activation']} needs an input [..., 2 features] and a scale for each of its rows; got "
+            f"a scaled activation needs an input [..., 2 features] and a scale for each of its rows; got "
             f"{tuple(input.shape)} and {None if scales is None else tuple(scales.shape)}"
         )
     input = cast(input, dtype_of_products(input))
@@ -104,8 +105,8 @@ def scaled_activation(input: Tensor, scales: Tensor | None, options: Mapping[str
     row_scales = None if scales is None else scales.reshape(-1)
     if torch.compiler.is_compiling() or in_transform():
         # A compiler fuses visible operations and chooses what to save; transforms differentiate them.
-        output = scaled_glu(rows, row_scales, **options)
+        output = scaled_glu(rows, row_scales, glu)
     else:
-        output = ScaledGlu.apply(rows, row_scales, options)
+        output = ScaledGlu.apply(rows, row_scales, glu)
     scaled: Tensor = output.reshape(*input.shape[:-1], input.shape[-1] // 2)
     return scaled

@@ -36,7 +36,6 @@ Layer = TypeVar("Layer")
 
 LINE_WIDTH = 120  # characters
 MAX_CHUNK = 2**31  # far beyond any pipeline, and small enough for c + 0.5 to be exact
-ERROR_WINDOW = 8  # entries shown before and after the entry at fault
 
 
 class Kind(enum.Enum):
@@ -152,22 +151,39 @@ class Schedule:
             so_far = done[entry.kind, neighbour]
             if 1 <= neighbour <= self.num_chunks and so_far <= entry.microbatch:
                 fault = f"comes before the {entry.kind.value} of chunk {neighbour} of the same microbatch"
-                raise self._error(entry, f"{fault}, of which there are {so_far} so far")
+                raise _error(entry, f"{fault}, of which there are {so_far} so far")
             done[entry.kind, entry.chunk] += 1
 
     def __str__(self) -> str:
-        return self._draw(self.entries)
+        """One row per chunk, one column per entry, in blocks of at most ``LINE_WIDTH`` characters.
+
+        F forward, D dgrad, W wgrad, each with its microbatch. B is the whole backward of a chunk without wgrad entries.
+        """
+        chunks = sorted({entry.chunk for entry in self.entries})
+        names = ["entry", *(f"chunk {chunk}" for chunk in chunks)]
+        columns = [
+            [str(entry.index), *(self._cell(entry) if entry.chunk == chunk else "." for chunk in chunks)]
+            for entry in self.entries
+        ]
+        margin, width = (1 + max(map(len, texts)) for texts in (names, itertools.chain(*columns)))
+        per_block = (LINE_WIDTH - margin) // width  # of the numbers that are allowed, several fit
+        blocks = []
+        for start in range(0, len(columns), per_block):
+            rows = zip(names, *columns[start : start + per_block], strict=True)
+            lines = (name.ljust(margin) + "".join(text.rjust(width) for text in row) for name, *row in rows)
+            blocks.append("\n".join(lines))
+        return "\n\n".join(blocks)
 
     def _check_sequence(self) -> None:
         """From left to right: chunks exist, and causes come before effects."""
         done: Counter[tuple[Kind, int]] = Counter()
         for entry in self.entries:
             if entry.chunk > self.num_chunks:
-                raise self._error(entry, f"is about chunk {entry.chunk} of {self.num_chunks}")
+                raise _error(entry, f"is about chunk {entry.chunk} of {self.num_chunks}")
             cause = CAUSE.get(entry.kind)
             if cause is not None and done[cause, entry.chunk] <= entry.microbatch:
                 so_far = _counts(done, entry.chunk)
-                raise self._error(entry, f"comes before its {cause.value}: before this entry {so_far}")
+                raise _error(entry, f"comes before its {cause.value}: before this entry {so_far}")
             done[entry.kind, entry.chunk] += 1
 
     def _check_balance(self) -> None:
@@ -181,40 +197,10 @@ class Schedule:
             if effect is None or (effect is Kind.WGRAD and chunk not in self.delayed_chunks):
                 continue
             if count[effect, chunk] <= entry.microbatch:
-                raise self._error(entry, f"has no {effect.value}: {_counts(count, chunk)}")
+                raise _error(entry, f"has no {effect.value}: {_counts(count, chunk)}")
             if count[Kind.FORWARD, shortest] <= entry.microbatch:
                 fault = f"is a microbatch that chunk {shortest} does not run"
-                raise self._error(entry, f"{fault}: {_counts(count, chunk)}; {_counts(count, shortest)}")
-
-    def _error(self, entry: Entry, fault: str) -> ScheduleError:
-        """An error that shows the order around the entry."""
-        around = self.entries[max(0, entry.index - ERROR_WINDOW) : entry.index + ERROR_WINDOW + 1]
-        return ScheduleError(entry.index, f"{entry} {fault}\n{self._draw(around, mark=entry)}")
-
-    def _draw(self, entries: Sequence[Entry], *, mark: Entry | None = None) -> str:
-        """One row per chunk, one column per entry, in blocks of at most ``LINE_WIDTH`` characters.
-
-        F forward, D dgrad, W wgrad, each with its microbatch. B is the whole backward of a chunk without wgrad entries.
-        A caret is below the entry ``mark``.
-        """
-        chunks = sorted({entry.chunk for entry in entries})
-        names = ["entry", *(f"chunk {chunk}" for chunk in chunks), ""]
-        columns = [
-            [
-                str(entry.index),
-                *(self._cell(entry) if entry.chunk == chunk else "." for chunk in chunks),
-                "^" if entry is mark else "",
-            ]
-            for entry in entries
-        ]
-        margin, width = (1 + max(map(len, texts)) for texts in (names, itertools.chain(*columns)))
-        per_block = (LINE_WIDTH - margin) // width  # of the numbers that are allowed, several fit
-        blocks = []
-        for start in range(0, len(entries), per_block):
-            rows = zip(names, *columns[start : start + per_block], strict=True)
-            lines = (name.ljust(margin) + "".join(text.rjust(width) for text in row) for name, *row in rows)
-            blocks.append("\n".join(line.rstrip() for line in lines if line.strip()))
-        return "\n\n".join(blocks)
+                raise _error(entry, f"{fault}: {_counts(count, chunk)}; {_counts(count, shortest)}")
 
     def _cell(self, entry: Entry) -> str:
         letter = entry.kind.name[0]
@@ -298,6 +284,10 @@ def _decode(number: object, index: int) -> tuple[Kind, int]:
         f"entry {index} is {shown or repr(number)}: c is the forward of chunk c (from 1), -c its dgrad, -c - 0.5 its "
         f"wgrad",
     )
+
+
+def _error(entry: Entry, fault: str) -> ScheduleError:
+    return ScheduleError(entry.index, f"{entry} {fault}")
 
 
 def _counts(count: Counter[tuple[Kind, int]], chunk: int) -> str:

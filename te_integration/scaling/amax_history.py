@@ -30,7 +30,6 @@ __all__ = [
     "commit",
     "commit_after_backward",
     "select",
-    "versions_of",
 ]
 
 
@@ -46,18 +45,10 @@ class ScalingUse:
         self.row_0: Literal["empty", "frozen", "trained"] = "trained"
         """Row 0 of the history holds no amax; amaxes of backwards alone in which nothing of the module was trained; or
         others, perhaps of a state that was loaded."""
-        self.is_alone = False
-        """The module has run without a wrapper: see ``lone_modules.py``."""
-        self.weights_before: Sequence[tuple[int, int]] | None = None
-        """Alone: the weights' versions after the last backward, which left ``.grad`` in all; None after a step."""
-        self.optimized = False
-        """Alone: whether an optimizer was seen to step."""
-        self.num_unseen = 0
-        """Steps that seem to be skipped, while no optimizer was seen."""
         self.rows: list[AmaxRow] = []
         """In a wrapper: of forwards since the last end of an iteration."""
         self.awaited: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Alone: graphs of forwards whose backwards have not come."""
+        """Without a wrapper: graphs of forwards whose backwards have not come."""
         self._wrapped = (-1, False)
 
     @property
@@ -78,9 +69,9 @@ class ScalingUse:
         history: Tensor = self.module()._buffers[BUFFERS[1]]
         return history
 
-    def trained_weights(self) -> list[Tensor]:
-        """The module's weights that require a gradient."""
-        return [weight for weight in self.module().weights_present() if weight.requires_grad]
+    def is_trained(self) -> bool:
+        """Return True if a weight of the module requires a gradient."""
+        return any(weight.requires_grad for weight in self.module().weights_present())
 
     def is_in_wrapper(self) -> bool:
         """Return True if a wrapper of ours updates the scales."""
@@ -101,22 +92,14 @@ class ScalingUse:
         elif self.row_0 == "empty":
             self.row_0 = "frozen"
         self.recipe, self.group = row.recipe, row.group
-        weights = self.trained_weights() if self.is_alone else ()
-        shows = bool(weights) and all(weight.grad is not None for weight in weights)
-        self.weights_before = versions_of(weights) if shows else None
 
     def record_loaded(self) -> None:
         """Other amaxes are in row 0."""
-        self.row_0, self.weights_before = "trained", None
+        self.row_0 = "trained"
         self.rows = [row for row in self.rows if row.waits]
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied module has its own graphs, group and wrapper
-
-
-def versions_of(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """They change where a weight is changed or replaced."""
-    return [(id(weight), weight._version) for weight in weights]
 
 
 class AmaxRow:

@@ -20,7 +20,6 @@ from ...ddp.plan.owned_params import is_marked_expert
 from ...ddp.torch_internals import checkpointed_regions, current_backward
 from ..recipes import DelayedScaling, amax_group_now
 from .amax_history import Roll, ScalingUse, commit, select
-from .lone_modules import drop_amaxes, was_skipped, watch_steps
 from .product_scaling import ProductScaling
 from .scaled_module import BUFFERS, NONE_YET, ScaledModule
 
@@ -60,11 +59,11 @@ def scaling_of(module: ScaledModule, recipe: DelayedScaling, product: int, devic
                 f"{module.describe()}: DelayedScaling in a reentrant checkpoint of a module without a wrapper, whose "
                 f"scales would change between the two forwards: use torch.utils.checkpoint(use_reentrant=False)"
             )
-        watch_steps(use)
         if use.row_0 != "empty" and not use.awaited:  # the iteration of the last backward is over
             use.recipe, use.group = recipe, amax_group_now()
-            if (use.row_0 == "frozen" and use.trained_weights()) or was_skipped(use):
-                drop_amaxes(use)
+            if use.row_0 == "frozen" and use.is_trained():
+                use.row_0 = "empty"
+                use.history[0].fill_(NONE_YET)
             else:
                 update_scales([use], ())
     return ProductScaling(recipe, use.scales, product, use, waits=waits)

@@ -147,8 +147,8 @@ OURS = (
 """Kinds that the library has modules for."""
 HUGGING_FACE = ("mixtral experts", "gpt-oss experts")
 """Kinds whose modules are transformers', made the library's by ``convert_linears``."""
-ONCE_DIFFERENTIABLE = ("attention", "recurrent")
-"""Kinds of which torch has no second derivatives everywhere."""
+ONCE_DIFFERENTIABLE = ("attention", "recurrent", "grouped linear", "grouped mlp", *HUGGING_FACE)
+"""Kinds of which torch has no second derivatives everywhere, or experts refuse them."""
 IN_HALF = (*(kind for kind in OURS if kind != "experts"), "scale")
 """Kinds that programs in bf16 have."""
 

@@ -12,9 +12,8 @@ from modules import PLAIN_ACTIVATIONS
 from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES, LAUNCHER_DTYPES, nan_filled_memory, rounding
 
-from maingrad.kernels import scaled_glu, scaled_glu_backward
+from maingrad.kernels import glu_named, scaled_glu, scaled_glu_backward
 from maingrad.kernels.glu.reference import GLU_ACTIVATIONS
-from maingrad.kernels.glu.scaled_glu import resolve_glu
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
 from maingrad.kernels.glu.triton_kernels import scaled_glu_backward_triton, scaled_glu_triton
@@ -25,14 +24,14 @@ SIZES = [(1, 1), (7, 33), (130, 96), (3, 1409), (40, 8)]
 
 
 def launched(da: Tensor, h: Tensor, probs: Tensor | None, activation: str, **numbers: float) -> tuple[Tensor, ...]:
-    glu = resolve_glu("test", activation, **{"limit": 7.0, "alpha": 1.702, "linear_offset": 1.0, **numbers})
+    glu = glu_named(activation, **numbers)
     with nan_filled_memory():
         return scaled_glu_triton(h, probs, glu), *scaled_glu_backward_triton(da, h, probs, glu)
 
 
 def called(da: Tensor, h: Tensor, probs: Tensor | None, activation: str, **numbers: float) -> tuple[Tensor, ...]:
-    options: dict[str, Any] = {"activation": activation, **numbers}
-    return scaled_glu(h, probs, **options), *scaled_glu_backward(da, h, probs, **options)
+    glu = glu_named(activation, **numbers)
+    return scaled_glu(h, probs, glu), *scaled_glu_backward(da, h, probs, glu)
 
 
 def operands(rows: int, features: int, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,7 +196,7 @@ def test_second_derivatives_of_the_reference() -> None:
     for activation in GLU_ACTIVATIONS:
 
         def backward(da: Tensor, h: Tensor, probs: Tensor, activation: str = activation) -> tuple[Tensor, ...]:
-            return scaled_glu_backward(da, h, probs, activation=activation, limit=1.5)
+            return scaled_glu_backward(da, h, probs, glu_named(activation, limit=1.5))
 
         assert torch.autograd.gradcheck(backward, (da, h, probs))
 
@@ -224,8 +223,8 @@ def test_fp64_on_a_gpu_is_the_reference() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     da, h, probs = operands(4, 6, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="scaled_glu knows no activation 'gelu': it has swiglu"):
-        scaled_glu(h, probs, activation="gelu")
+    with pytest.raises(ValueError, match="no gated activation 'gelu': it is one of swiglu"):
+        glu_named("gelu")
     with pytest.raises(ValueError, match=r"h \[rows, 2 features\], got \(4, 11\)"):
         scaled_glu(h[:, 1:], probs)
     with pytest.raises(ValueError, match=r"probs \(4,\) on cpu, got \(3,\)"):
@@ -235,4 +234,4 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"da \(4, 6\), torch\.float32 on cpu; got \(3, 6\)"):
         scaled_glu_backward(da[:3], h, probs)
     with pytest.raises(ValueError, match="limit above 0, got 0"):
-        scaled_glu(h, activation="clamped_swiglu", limit=0.0)
+        glu_named("clamped_swiglu", limit=0.0)

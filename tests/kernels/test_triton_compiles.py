@@ -18,11 +18,11 @@ _COPIES = {
     "R": "i32/16", "C": "i32/16", "stride": "i32/16", "MAX": 448.0,
 }  # fmt: skip
 _TILES = {**_COPIES, "largest": None, "PARTIALS": 0, "given": None, "amax": None, "EXPERTS": False, "ALIGNED": False}
-_MATRICES = {"x": ["*bf16/16", None, "i32/16", "i32", "i32"], "ALIGNED": True}
+_MATRICES = {"x": ["*bf16/16", None, "i32/16", "i32", "i32"], "EXPERTS": True, "ALIGNED": True}
+_AMAX = {**_TILES, "partial": "*i32/16", "tiles": "i32"}
 _ROWS = {
     **_COPIES, "R": "i32", "amax": "*i32/16", "offsets": "*i64/16", "segments": "*i64/16", "E": "i32", "BLOCK_E": 16,
 }  # fmt: skip
-_AMAX = {**_ROWS, "CHUNK": 1024, "ALIGNED": False}
 _GEMM = {
     "x_ptr": "*bf16/16", "x_desc": "tensordesc<bf16[64,64]>", "x_scale": None,
     "weights": ["*bf16/16", None, "i32/16", "i32", "i32"], "weight_desc": "tensordesc<bf16[1,64,64]>",
@@ -111,9 +111,6 @@ KERNELS = {
         "da": "*bf16/16", "h": "*bf16/16", "probs": "*fp32/16", "dh": "*bf16/16", "dprobs": "*fp32/16", "T": "i32",
         "F": "i32/16", "stride_da": "i32/16", "stride_h": "i32/16", **_NUMBERS, **_GLU_TILE,
     },
-    "grouped.reductions_triton._group_offsets_kernel": {
-        "splits": "*i32/16", "offsets": "*i64/16", "E": "i32", "BLOCK": 64,
-    },
     "grouped.reductions_triton._bias_grad_chunks_kernel": {
         "dy": "*bf16/16", "scale": "*fp32/16", "offsets": "*i64/16", "partials": "*fp32/16", "T": "i32", "N": "i32/16",
         "E": "i32", "stride_dy": "i32/16", "CHUNK": 128, "BLOCK_T": 32, "BLOCK_N": 128, "BLOCK_E": 64,
@@ -160,19 +157,17 @@ KERNELS = {
         **_SCALED_WGRAD, "dy_ptr": "*fp8e4nv/16", "dy_desc": "tensordesc<fp8e4nv[64,128]>",
         "dy_rest": "tensordesc<fp8e4nv[64,32]>", "dy_last": "tensordesc<fp8e4nv[1,64,32]>", "BLOCKS": True,
     },
-    "quantized.quantize_kernels.amax_kernel": {
-        "x": "*bf16/16", "partial": "*i32/16", "R": "i32/16", "C": "i32/16", "stride": "i32/16", "tiles": "i32",
-    },
-    "quantized.quantize_kernels.experts_amax_kernel#rows": _AMAX,
-    "quantized.quantize_kernels.experts_amax_kernel#matrices": {**_AMAX, **_MATRICES, "offsets": None},
+    "quantized.quantize_kernels.amax_kernel": _AMAX,
+    "quantized.quantize_kernels.amax_kernel#matrices": {**_AMAX, **_MATRICES},
+    "quantized.quantize_kernels.rows_amax_kernel": {**_ROWS, "CHUNK": 1024},
     "quantized.quantize_kernels.tiles_kernel#tensor": {**_TILES, "largest": "*i32/16", "PARTIALS": 512},
     "quantized.quantize_kernels.tiles_kernel#given": {**_TILES, "given": "*fp32"},
     "quantized.quantize_kernels.tiles_kernel#recorded": {**_TILES, "given": "*fp32", "amax": "*fp32"},
     "quantized.quantize_kernels.tiles_kernel#square": _TILES,
     "quantized.quantize_kernels.tiles_kernel#matrices": {
-        **_TILES, **_MATRICES, "EXPERTS": True, "largest": "*i32/16", "PARTIALS": 1,
+        **_TILES, **_MATRICES, "largest": "*i32/16", "PARTIALS": 64,
     },
-    "quantized.quantize_kernels.tiles_kernel#squares": {**_TILES, **_MATRICES, "EXPERTS": True},
+    "quantized.quantize_kernels.tiles_kernel#squares": {**_TILES, **_MATRICES},
     "quantized.quantize_kernels.rows_of_experts_kernel": _ROWS,
     "quantized.quantize_kernels.blocks_kernel": {
         **_COPIES, "offsets": None, "segments": None, "E": None, "BLOCK_E": 1,
@@ -228,9 +223,9 @@ def compiled() -> dict[str, tuple[int, int, int]]:
 @pytest.mark.in_turn
 def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert compiled().keys() == KERNELS.keys()
-    # Kernels need wide accesses for bandwidth; those of offsets and of steps move too little to matter.
+    # Kernels need wide accesses for bandwidth; that of steps moves too little to matter.
     narrow = [path for path, (wide, _, _) in compiled().items() if wide == 0]
-    assert narrow == ["grouped.reductions_triton._group_offsets_kernel", "optimizer.triton_kernels.steps_kernel"]
+    assert narrow == ["optimizer.triton_kernels.steps_kernel"]
     # Copies of 8 bits written byte by byte take the quantiser of experts half as long again. The optimizer writes so
     # the end of a row, which is no whole tile: 8 bytes a thread of each moment.
     bytewise = {path: stores for path, (_, _, stores) in compiled().items() if stores}

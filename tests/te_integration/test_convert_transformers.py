@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.te_integration import convert_linears
-from maingrad.te_integration.dense.conv1d import FusedConv1D
+from maingrad.te_integration.dense.hugging_face import FusedConv1D
 
 VOCABULARY = 96
 LLAMA_LAYER = (

@@ -35,19 +35,6 @@ FAULTS = [
         ],
     ),
     Fault(
-        "09i-pad-rows-reach-second-derivatives",
-        sentence="Scales of pad rows, which may be NaN, are multiplied into the second derivative of an expert's bias.",
-        tests=["tests/te_integration/experts/test_grouped_linear.py::test_pad_rows_reach_no_second_derivative"],
-        changes=[
-            Change(
-                "maingrad.te_integration.experts.grouped_products",
-                "differentiable_bias_grad",
-                "_without_padding(scale[:, None], offsets)",
-                "scale[:, None]",
-            ),
-        ],
-    ),
-    Fault(
         "09j-the-id-that-drops-a-copy-wraps",
         sentence="The id behind the last of 2^15 experts does not fit its 16-bit key: the copy is the first expert's.",
         tests=[

@@ -7,8 +7,8 @@ FAULTS = [
         tests=["tests/test_nothing_replaced.py::test_nothing_in_torch_is_replaced"],
         changes=[
             Change(
-                "maingrad.te_integration.scaling.lone_modules",
-                "_watch_optimizers",
+                "maingrad.ddp.torch_grads.optimizer",
+                "_register_once",
                 "register_optimizer_step_pre_hook(_before_step)",
                 """
                 register_optimizer_step_pre_hook(_before_step)

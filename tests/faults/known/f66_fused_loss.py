@@ -68,7 +68,7 @@ FAULTS = [
         "66h-copies-of-a-model-are-plain",
         sentence="copy.deepcopy of a model loses its fused loss, or fails.",
         tests=[f"{TESTS}::test_names_files_and_copies_are_as_before[mixtral]"],
-        changes=[Change(FUSED, "_new_model", "cls = _fused_class(base)", "cls = base")],
+        changes=[Change(FUSED, "_fused_class", "(_fused_class, base)", "(inspect.unwrap, base)")],
     ),
     Fault(
         "66i-a-metric-takes-the-graph-from-logits",

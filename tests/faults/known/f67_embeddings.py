@@ -94,8 +94,8 @@ FAULTS = [
             Change(
                 MODULE,
                 "fused_embedding_class",
-                "(_FusedSubclass, base, Embedding)",
-                "(_FusedSubclass, Embedding, base)",
+                "(MadeClass, base, Embedding)",
+                "(MadeClass, Embedding, base)",
             )
         ],
     ),

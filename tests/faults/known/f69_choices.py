@@ -65,8 +65,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.dense.activations",
                 "_clamped_swiglu",
-                'return _by_kernel(x, activation="clamped_swiglu", limit=limit, alpha=alpha)',
-                'return _by_kernel(x, activation="clamped_swiglu")',
+                'glu_named("clamped_swiglu", limit=limit, alpha=alpha)',
+                'glu_named("clamped_swiglu")',
             ),
         ],
     ),

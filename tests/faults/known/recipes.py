@@ -65,19 +65,6 @@ FAULTS = [
         ],
     ),
     Fault(
-        "53g-a-skipped-step-without-a-wrapper-counts",
-        sentence="Without a wrapper, a step that the host skips leaves its amaxes in the history.",
-        tests=[f"{GIVEN_UP}::test_a_scaler_without_a_wrapper[False]"],
-        changes=[
-            Change(
-                "maingrad.te_integration.scaling.lone_modules",
-                "was_skipped",
-                "return use.num_unseen <= MOST_UNSEEN",
-                "return False",
-            )
-        ],
-    ),
-    Fault(
         "53j-a-scaler-over-shards-is-not-seen",
         sentence="Under fully_shard, a first step that the host skips leaves its amaxes: no optimizer was seen before.",
         tests=[f"{GIVEN_UP}::test_a_scaler_that_skips_a_step_skips_its_amaxes[zero3]"],

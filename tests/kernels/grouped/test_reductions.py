@@ -16,7 +16,6 @@ from maingrad.kernels import group_offsets, grouped_bias_grad, grouped_scale_gra
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
 from maingrad.kernels.grouped.reductions_triton import (
-    group_offsets_triton,
     grouped_bias_grad_triton,
     grouped_scale_grad_triton,
 )
@@ -114,28 +113,21 @@ def test_scale_grad_against_fp64(run: Callable[..., Tensor], device: str, dtype:
         assert not ds[filled:].any()
 
 
-@pytest.mark.parametrize("run", [group_offsets, group_offsets_triton])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("experts", [0, 1, 2, 5, 64, 1000, 1024])
-def test_offsets(run: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype, experts: int) -> None:
+@pytest.mark.parametrize("experts", [0, 1, 2, 5, 64, 3000])
+def test_offsets(device: str, dtype: torch.dtype, experts: int) -> None:
     splits = torch.randint(0, 2**21, (experts,), generator=torch.Generator().manual_seed(experts)).to(device, dtype)
     with nan_filled_memory():
-        offsets = run(splits)
+        offsets = group_offsets(splits)
     assert offsets.dtype is torch.int64
     assert offsets.tolist() == [0, *itertools.accumulate(splits.tolist())]
 
 
-@pytest.mark.parametrize("run", [group_offsets, group_offsets_triton])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-def test_offsets_above_32_bits_and_of_strided_splits(run: Callable[[Tensor], Tensor], device: str) -> None:
+def test_offsets_above_32_bits_and_of_strided_splits(device: str) -> None:
     splits = torch.tensor([2**31 - 1, 7, 2**31 - 1, 7, 1, 7], dtype=torch.int32, device=device)
-    assert run(splits[::2]).tolist() == [0, 2**31 - 1, 2**32 - 2, 2**32 - 1]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_offsets_of_more_experts_than_one_program_takes(device: str) -> None:
-    assert group_offsets(torch.ones(3000, dtype=torch.int64, device=device)).tolist() == list(range(3001))
+    assert group_offsets(splits[::2]).tolist() == [0, 2**31 - 1, 2**32 - 2, 2**32 - 1]
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)

@@ -15,7 +15,6 @@ from triton_devices import LAUNCHER_DEVICES, nan_filled_memory
 from maingrad.kernels.quantized import (
     GroupedQuantized,
     Quantized,
-    QuantizedExperts,
     QuantSpec,
     dequantize,
     dequantize_grouped,
@@ -145,7 +144,7 @@ def test_matrices_of_experts(device: str, name: str) -> None:
                     check_elements(mine.data[:, : mine.columns], other.data, spec)
 
 
-def experts(count: int, n: int, k: int, spec: QuantSpec, *, transposed: bool) -> QuantizedExperts:
+def experts(count: int, n: int, k: int, spec: QuantSpec, *, transposed: bool) -> Quantized:
     draws = torch.Generator().manual_seed(1)
     weights = torch.randn(count, n, k, generator=draws).bfloat16().cuda()
     rows, columns = quantize_experts(weights, None if transposed else spec, spec if transposed else None)

@@ -448,9 +448,7 @@ def test_19_a_backward_that_is_split_for_inputs_and_weights_is_refused(packed: b
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scale_bias", [False, True])
 @pytest.mark.sampled(1)
-def test_22_derivatives_of_derivatives_are_right_and_write_nothing(
-    packed: bool, scale_bias: bool, fuse: bool, delay: bool
-) -> None:
+def test_22_derivatives_are_right_and_write_nothing(packed: bool, scale_bias: bool, fuse: bool, delay: bool) -> None:
     """Of the input, the scales, every weight and every bias, by finite differences in fp64; two pad rows."""
     options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay, "scale_bias": scale_bias}
     module = make(3, dtype=torch.float64, single_grouped_weight=packed, single_grouped_bias=packed, **options)
@@ -469,18 +467,17 @@ def test_22_derivatives_of_derivatives_are_right_and_write_nothing(
     for tensor in inputs[1 : len(names) + 1]:
         tensor.main_grad = torch.full_like(tensor, torch.nan)
     assert torch.autograd.gradcheck(run, inputs)
-    assert torch.autograd.gradgradcheck(run, inputs)
     assert not module.need_backward_dw() and not any(record.view.any() for record in ddp.records)
     assert all(tensor.main_grad.isnan().all() for tensor in inputs[1 : len(names) + 1])
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-def test_a_backward_that_makes_a_graph_is_refused_by_the_provider() -> None:
+def test_a_backward_that_makes_a_graph_is_refused() -> None:
     module = make()
     kept = wrap(module)
     x, dy = batch()
     output = module(x.requires_grad_(), SPLITS)
-    with pytest.raises(RuntimeError, match=r"create_graph=True\) asks for a gradient with a graph"):
+    with pytest.raises(RuntimeError, match=r"second derivatives \(create_graph=True\)"):
         output.backward(dy, create_graph=True)
     assert kept is not None
 

@@ -342,38 +342,18 @@ def test_autocast_computes_in_bf16_and_accumulates_in_fp32(fuse: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", ["discrete", "packed"])
-def test_autograd_grad_writes_nothing_and_neither_do_second_derivatives(layout: str) -> None:
+def test_autograd_grad_writes_nothing(layout: str) -> None:
     module = make_experts(fuse_wgrad_accumulation=True, **LAYOUTS[layout])
     ddp, batch = wrap(module), batch_of(*SPLITS["padded"])
     before = [record.view.data.fill_(3.0).clone() for record in ddp.records]
     weights = list(module.parameters())
     y = ddp(batch.x, batch.splits, batch.probs)
-    grads = torch.autograd.grad(y, [batch.x, batch.probs, *weights], upstream(batch), create_graph=True)
+    grads = torch.autograd.grad(y, [batch.x, batch.probs, *weights], upstream(batch))
     _, (dx,), (dprobs,), expected = exact_grads(module, [batch], [upstream(batch).nan_to_num(0)])
     for actual, exact in zip(grads, [dx, dprobs, *expected.values()], strict=True):
         assert_near(actual.detach(), exact, torch.float32, "grad")
     for record, kept in zip(ddp.records, before, strict=True):
         assert torch.equal(record.view, kept) and record.num_fused_writes == 0
-    second = torch.autograd.grad(grads[0][: batch.filled].square().sum(), [batch.probs, *weights], allow_unused=True)
-    assert any(each is not None and each.any() for each in second)
-    for record, kept in zip(ddp.records, before, strict=True):
-        assert torch.equal(record.view, kept) and record.num_fused_writes == 0
-
-
-@pytest.mark.parametrize("layout", ["discrete", "packed, scaled bias"])
-@pytest.mark.slow
-def test_second_derivatives_are_those_of_finite_differences(layout: str) -> None:
-    module = make_experts(dtype=torch.float64, **LAYOUTS[layout])
-    batch = batch_of([2, 0, 3, 1], 2, dtype=torch.float64)
-    names = [name for name, _ in module.named_parameters()]
-    parameters = [parameter.detach().clone().requires_grad_() for parameter in module.parameters()]
-
-    def run(x: Tensor, probs: Tensor, *others: Tensor) -> Tensor:
-        given = dict(zip(names, others, strict=True))
-        return torch.func.functional_call(module, given, (x, batch.splits, probs))
-
-    inputs = [each.detach().nan_to_num(0).double().requires_grad_() for each in (batch.x, batch.probs)]
-    assert torch.autograd.gradgradcheck(run, (*inputs, *parameters))
 
 
 @pytest.mark.in_turn

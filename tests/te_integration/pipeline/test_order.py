@@ -229,11 +229,9 @@ def test_an_empty_order_is_refused():
 def test_a_refusal_names_the_entry_the_chunk_and_the_counts(order, num_chunks, index, words):
     with pytest.raises(ScheduleError) as caught:
         parse_order(order, num_chunks=num_chunks)
-    first_line, *picture = str(caught.value).splitlines()
     assert caught.value.index == index
-    assert first_line.startswith(f"entry {index} ({order[index]}: ")
-    assert words in first_line
-    assert picture[0].startswith("entry") and picture[-1].strip() == "^"
+    assert str(caught.value).startswith(f"entry {index} ({order[index]}: ")
+    assert words in str(caught.value)
 
 
 # ---- The picture. ----
@@ -263,16 +261,6 @@ def test_a_long_order_is_drawn_in_blocks():
     assert sorted(entries) == sorted(
         f"{kind}{microbatch}" for kind in "FDW" for microbatch in range(8) for _ in range(3)
     )
-
-
-def test_an_error_draws_the_entries_around():
-    with pytest.raises(ScheduleError) as caught:
-        parse_order([*[1, -1] * 20, -1, *[1, -1] * 20])
-    assert str(caught.value).splitlines()[1:] == [
-        "entry     32  33  34  35  36  37  38  39  40  41  42  43  44  45  46  47  48",
-        "chunk 1  F16 B16 F17 B17 F18 B18 F19 B19 B20 F20 B21 F21 B22 F22 B23 F23 B24",
-        " " * 43 + "^",
-    ]
 
 
 # ---- Chunks of one pipeline. ----
