@@ -62,16 +62,19 @@ class HeadGrads(NamedTuple):
     """``db`` [V], fp32 (fp64 for fp64)."""
 
 
-def head_losses(head: Head) -> tuple[Tensor, Tensor]:
-    """Losses and log-sum-exps [T], in fp32 (fp64 for fp64)."""
+def head_losses(head: Head) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and log-sum-exps [T], in fp32 (fp64 for fp64), and the logits of the first chunk, [C, V].
+
+    The first chunk comes last: its logits are still there when backward, right behind it as a rule, begins with it.
+    """
     dtype = torch.promote_types(head.hidden.dtype, torch.float32)
     losses, lse = (head.hidden.new_empty(head.hidden.shape[0], dtype=dtype) for _ in range(2))
     memory = head.memory()
-    for chunk in head.chunks():
+    for chunk in reversed(head.chunks()):
         found = cross_entropy_in_place(head.logits(chunk, memory), head.targets[chunk], head.terms)
         assert found[0] is not None, "no log-sum-exp was given"
         losses[chunk], lse[chunk] = found[0], found[1]
-    return losses, lse
+    return losses, lse, memory
 
 
 def head_grads(
@@ -79,6 +82,7 @@ def head_grads(
     grads: Tensor,
     lse: Tensor | None,
     *,
+    first_logits: Tensor | None = None,
     needs_hidden: bool = True,
     needs_bias: bool = False,
     main_grad: Tensor | None = None,
@@ -86,23 +90,25 @@ def head_grads(
 ) -> HeadGrads:
     """Gradients of a head whose tokens' losses have the gradients ``grads`` [T] (any stride).
 
-    lse        [T] of ``head_losses``; None: each chunk's logits are used for the loss and for the gradient
-    main_grad  [V, K] gets or adds ``dW``: a chunk's product is added in the accumulator's dtype. One that is narrower
-               than fp32 gets the sum of all chunks, which is kept in fp32 until then
-    overwrite  ``main_grad`` may hold anything: the first chunk writes, and the others add
+    lse           [T] of ``head_losses``; None: each chunk's logits are used for the loss and for the gradient
+    first_logits  [C, V] of ``head_losses``, which become the memory of all chunks; None: computed again
+    main_grad     [V, K] gets or adds ``dW``: a chunk's product is added in the accumulator's dtype. One that is
+                  narrower than fp32 gets the sum of all chunks, which is kept in fp32 until then
+    overwrite     ``main_grad`` may hold anything: the first chunk writes, and the others add
     """
     wide = torch.promote_types(head.hidden.dtype, torch.float32)
     dx = torch.empty_like(head.hidden, memory_format=torch.contiguous_format) if needs_hidden else None
     db = head.hidden.new_zeros(head.weight.shape[0], dtype=wide) if needs_bias else None
     losses = head.hidden.new_empty(head.hidden.shape[0], dtype=wide) if lse is None else None
-    chunks, memory = head.chunks(), head.memory()
+    chunks, memory = head.chunks(), head.memory() if first_logits is None else first_logits
     total, fresh = main_grad, overwrite
     if main_grad is not None and torch.promote_types(main_grad.dtype, torch.float32) is not main_grad.dtype:
         total, fresh = torch.empty_like(main_grad, dtype=torch.float32), True
     if not chunks and total is not None and fresh:
         total.zero_()
     for chunk in chunks:
-        logits = head.logits(chunk, memory)
+        is_known = chunk.start == 0 and first_logits is not None
+        logits = memory[: chunk.stop] if is_known else head.logits(chunk, memory)
         known = None if lse is None else lse[chunk]
         found, _ = cross_entropy_in_place(logits, head.targets[chunk], head.terms, lse=known, grads=grads[chunk])
         if losses is not None:

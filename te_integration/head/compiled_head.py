@@ -139,7 +139,7 @@ def _losses(
 ) -> tuple[Tensor, Tensor]:
     *terms, chunk_tokens = options
     with torch.no_grad():
-        return head_losses(head_of(hidden, weight, bias, targets, LossTerms(*terms), chunk_tokens))
+        return head_losses(head_of(hidden, weight, bias, targets, LossTerms(*terms), chunk_tokens))[:2]
 
 
 def _fake_losses(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

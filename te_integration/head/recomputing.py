@@ -1,4 +1,4 @@
-"""``recomputed_losses``: the head's losses, whose backward computes the logits again.
+"""``recomputed_losses``: the head's losses, whose backward computes the logits again, but for one chunk's.
 
 Legend: T tokens, K features, V classes.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.torch_internals import current_backward, watch_prehooks
+from ...ddp.torch_internals import checkpointed_regions, current_backward, watch_prehooks
 from ...kernels.cross_entropy.chunks import Head, HeadGrads, head_grads, head_losses
 from ...kernels.cross_entropy.reference import LossTerms
 from ..dense.linear import ProductUse, wanted_and_places, weight_grads
@@ -21,8 +21,17 @@ __all__ = ["HeadWgrad", "HeadWork", "head_of", "recomputed_losses", "refuse_crea
 class HeadWork:
     """The products of a head's backward. A pass over the chunks computes ``dx`` and ``db`` beside ``dW``."""
 
-    def __init__(self, head: Head, grads: Tensor, lse: Tensor | None, *, needs_hidden: bool, needs_bias: bool) -> None:
-        self._head, self._grads, self._lse = head, grads, lse
+    def __init__(
+        self,
+        head: Head,
+        grads: Tensor,
+        lse: Tensor | None,
+        first_logits: Tensor | None = None,
+        *,
+        needs_hidden: bool,
+        needs_bias: bool,
+    ) -> None:
+        self._head, self._grads, self._lse, self._first_logits = head, grads, lse, first_logits
         self._needs_hidden, self._needs_bias = needs_hidden, needs_bias
         self._found: HeadGrads | None = None
 
@@ -36,11 +45,13 @@ class HeadWork:
                 self._head,
                 self._grads,
                 self._lse,
+                first_logits=self._first_logits,
                 needs_hidden=self._needs_hidden,
                 needs_bias=self._needs_bias,
                 main_grad=main_grad,
                 overwrite=overwrite,
             )
+            self._first_logits = None  # their gradient is in their place
         elif main_grad is not None:
             head_grads(self._head, self._grads, self._lse, needs_hidden=False, main_grad=main_grad, overwrite=overwrite)
         return self._found
@@ -114,8 +125,11 @@ class _Recomputed(torch.autograd.Function):
         chunk_tokens: int,
         use: ProductUse,
     ) -> Tensor:
-        losses, lse = head_losses(head_of(hidden, weight, bias, targets, terms, chunk_tokens))
+        losses, lse, first_logits = head_losses(head_of(hidden, weight, bias, targets, terms, chunk_tokens))
         ctx.save_for_backward(hidden, weight, bias, targets, lse)
+        # Not saved: a checkpointed region would hold them until its backward, and a second backward would find them
+        # overwritten.
+        ctx.first_logits = None if checkpointed_regions() else first_logits
         ctx.terms, ctx.chunk_tokens, ctx.use = terms, chunk_tokens, use
         ctx.outer_backward = current_backward()  # as in ``_FusedLinear``
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
@@ -128,7 +142,8 @@ class _Recomputed(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         wanted, places = wanted_and_places(ctx, [needs_dw])
         head = head_of(hidden, weight, bias, targets, ctx.terms, ctx.chunk_tokens)
-        work: Any = HeadWork(head, grads[0], lse, needs_hidden=needs_dx, needs_bias=needs_db)
+        first_logits, ctx.first_logits = ctx.first_logits, None
+        work: Any = HeadWork(head, grads[0], lse, first_logits, needs_hidden=needs_dx, needs_bias=needs_db)
         (dw,) = weight_grads(ctx, wanted, places, (work,))
         found = work.run()
         db = None if found.bias is None else cast(found.bias, ctx.bias_dtype)

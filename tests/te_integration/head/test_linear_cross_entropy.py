@@ -1,6 +1,7 @@
 """``LinearCrossEntropy``, alone and wrapped: every option against F.cross_entropy of all logits in fp64."""
 
 import copy
+import gc
 import itertools
 from typing import Any
 
@@ -11,6 +12,7 @@ from host_syncs import NoHostSync
 from loops import wrap
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.te_integration import LinearCrossEntropy, WgradQueue, delayed_wgrad, linear_cross_entropy
 
@@ -347,3 +349,43 @@ def test_names_and_state_are_those_of_a_linear_layer() -> None:
 def test_init_method_initialises_the_weight() -> None:
     layer = LinearCrossEntropy(3, 4, bias=True, init_method=lambda weight: nn.init.constant_(weight, 0.5))
     assert layer.weight.eq(0.5).all() and not layer.bias.any()
+
+
+class _Products(TorchDispatchMode):
+    """Counts products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
+        return func(*args, **(kwargs or {}))
+
+
+def test_logits_of_one_chunk_are_not_computed_again() -> None:
+    """15 tokens in chunks of 4: four chunks, whose backward has dx, dW and all logits but those of the first chunk."""
+    head = LinearCrossEntropy(K, V, dtype=torch.float64, chunk_tokens=4)
+    hidden, targets = data()
+    found = []
+    loss = head(hidden, targets)
+    for _ in range(2):
+        with _Products() as products:
+            loss.backward(retain_graph=True)
+        assert head.weight.grad is not None and hidden.grad is not None
+        found.append((products.count, head.weight.grad.clone(), hidden.grad.clone()))
+        head.weight.grad = hidden.grad = None
+    (first, *grads), (second, *again) = found
+    assert (first, second) == (11, 12), "a second backward computes all logits"
+    assert all(map(torch.equal, grads, again))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_region_keeps_no_logits(use_reentrant: bool) -> None:
+    head = LinearCrossEntropy(K, V, dtype=torch.float64, chunk_tokens=4)
+    hidden, targets = data()
+    before = {id(each) for each in gc.get_objects() if isinstance(each, Tensor)}
+    loss = checkpoint(head, hidden, targets, use_reentrant=use_reentrant)
+    made = [each for each in gc.get_objects() if isinstance(each, Tensor) and id(each) not in before]
+    assert not [each for each in made if each.shape == (4, V)]
+    loss.backward()
+    expected = torch.autograd.grad(head(hidden, targets), head.weight)
+    torch.testing.assert_close(head.weight.grad, *expected)
