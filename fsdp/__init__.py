@@ -10,7 +10,7 @@ from .module import FSDPModule
 from .state.optimizer_state import translate_state_dicts
 from .state.sharded_adam import ShardedAdam, ShardedAdamW
 from .training_step import GraphedTrainingStep
-from .unit.mixed_precision import MixedPrecisionPolicy
+from .unit.plan import MixedPrecisionPolicy
 
 __all__ = [
     "PLACEMENTS",

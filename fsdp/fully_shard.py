@@ -19,8 +19,7 @@ from .state.optimizer_watch import mark_replaced, watch_steps
 from .state.state_dict import install_state_dict_hooks
 from .unit.bucket import ShardedBucket
 from .unit.materialize import materialize, synchronize
-from .unit.mixed_precision import MixedPrecisionPolicy
-from .unit.plan import ShardAtoms, UnitOptions, plan_unit, shard_degree
+from .unit.plan import MixedPrecisionPolicy, ShardAtoms, UnitOptions, plan_unit, shard_degree
 from .unit.unit import Unit
 from .unit_checks import (
     UnitParts,

@@ -15,8 +15,8 @@ from .iteration.parts import RootParts
 from .iteration.root import Root
 from .state.checkpoint_source import ShardedSource
 from .tensors.parameter import ShardedParameter
+from .unit.registration import write_back
 from .unit.unit import Unit, check_no_transform
-from .unit.whole_writes import write_back
 
 __all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
 

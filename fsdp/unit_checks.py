@@ -37,8 +37,7 @@ from ..ddp.wrapper.setup_checks import check_undeclared_parts, compare_between_r
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
-from .unit.mixed_precision import MixedPrecisionPolicy
-from .unit.plan import UnitOptions
+from .unit.plan import MixedPrecisionPolicy, UnitOptions
 
 __all__ = [
     "UnitParts",
@@ -254,40 +253,33 @@ def _device_of(
     """
     if device is None and isinstance(mesh, DeviceMesh):
         device = mesh.device_type
-    found = _device_of_params(inside, ignored) if device is None else torch.device(device)
-    if found is None:
-        found = _device_around(inside, grid)
+    if device is None:
+        device = _device_inside(inside, ignored)
+    served = [device_type for group in grid.axes for device_type in device_types_of(group)]
+    if device is None:
+        device = "cpu" if not served or "cpu" in served else served[0]
+    found = torch.device(device)
     if found.type == "meta":
         raise ValueError("device is where the unit computes, and nothing does on meta")
-    for group in grid.axes:
-        served = device_types_of(group)
-        if served and found.type not in served:
-            raise ValueError(
-                f"the mesh's group talks over {', '.join(served)}, and the unit is on {found}: "
-                f"give a group of that device"
-            )
+    if served and found.type not in served:
+        raise ValueError(
+            f"the mesh's group talks over {', '.join(served)}, and the unit is on {found}: give a group of that device"
+        )
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 
-def _device_of_params(inside: Sequence[nn.Module], ignored: Collection[int]) -> torch.device | None:
-    """The one device of the unit's parameters; None without parameters."""
+def _device_inside(inside: Sequence[nn.Module], ignored: Collection[int]) -> torch.device | None:
+    """The one device of the unit's parameters; of a unit without parameters, that of a unit inside it, if any."""
     params = [p for module in inside for p in module._parameters.values() if p is not None and id(p) not in ignored]
     found = {param.device for param in params if not param.is_meta}
     if len(found) > 1:
         raise ValueError(f"parameters are on {', '.join(sorted(map(str, found)))}: say which by device")
     if not found and params:
         raise ValueError("parameters on the meta device: say by device, or a DeviceMesh, where they are to be")
-    return found.pop() if found else None
-
-
-def _device_around(inside: Sequence[nn.Module], grid: RankGrid) -> torch.device:
-    """The device of a unit without parameters: that of a unit inside it, or one that the ranks' groups use."""
-    for module in inside:
-        for child in module.children():
-            if isinstance(child, FSDPModule):
-                return unit_of(child).device
-    served = [device_type for group in grid.axes for device_type in device_types_of(group)]
-    return torch.device("cpu" if not served or "cpu" in served else served[0])
+    if not found:
+        children = [child for module in inside for child in module.children()]
+        found = {unit_of(child).device for child in children if isinstance(child, FSDPModule)}
+    return next(iter(found), None)
 
 
 def compare_units(

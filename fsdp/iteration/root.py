@@ -33,10 +33,9 @@ from ...ddp.collectives.timeline import Observer
 from ...ddp.contract.delay_blocks import delay_blocks
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from ..unit.bucket import ShardedBucket
-from ..unit.mixed_precision import cast_floating, cast_inputs
+from ..unit.plan import cast_floating, cast_inputs
 from ..unit.unit import Unit
 from .connect import connect_units, map_memory, use_copy_engines
-from .errors import past_the_outputs
 from .gathers import UnitGathers
 from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardTrace, UnitForward, delivers_to_any
 from .parts import RootParts
@@ -168,15 +167,11 @@ class Root:
             awaits_backward = has_graph or (hooks.trace.has_graph and not hooks.listens)
             if failed or not awaits_backward:
                 self.gathers.release_all()
-            self._note_forward(hooks.trace)
+            module = self.module()
+            if hooks.trace.has_graph and not self._frozen and module is not None and module.training:
+                hooks.trace.awaits_backward = True
+                self.grads.steps.record_forward()  # ranks compare how many of these no backward has used
             self.observer.forward_ended()
-
-    def _note_forward(self, trace: ForwardTrace) -> None:
-        """An outermost forward is over. Ranks compare how many of those that train no backward has used."""
-        module = self.module()
-        if trace.has_graph and not self._frozen and module is not None and module.training:
-            trace.awaits_backward = True
-            self.grads.steps.record_forward()
 
     def _trace_of(self, task: int) -> ForwardTrace:
         """The trace of the forward under way, or of the recomputes in this graph task so far."""
@@ -270,7 +265,11 @@ class Root:
             return
         # Backward has reached the parameter without entering the unit, or after it has passed the unit.
         if not unit.arrived:
-            raise past_the_outputs(bucket, unit)
+            raise RuntimeError(
+                f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, after they were "
+                f"freed: return from forward all that the loss uses, or pass reshard_after_forward=False. Before the "
+                f"autograd.grad of a gradient penalty run all forwards, or use placements='zero2'"
+            )
         self._enter(unit, current_backward(), trains=True, delays=False)
 
     def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:

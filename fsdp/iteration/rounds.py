@@ -26,7 +26,6 @@ from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import GradPool
 from ..unit.unit import Unit
-from .errors import backward_raised, delays_left
 
 __all__ = ["GradRound", "GradRounds", "State"]
 
@@ -429,15 +428,21 @@ class GradRounds:
             unit = self._delayed_in or next(grad_round.unit.label for grad_round in self._all if grad_round.delays)
             if self._due is not None:
                 self._send_due(complete=False)  # other ranks wait for these, and then raise as well
-            raise delays_left(what, unit)
+            raise RuntimeError(
+                f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: "
+                f"compute these and call model.finish_grad_sync() first; or run all backwards but the last within "
+                f"model.no_sync(), and call torch.autograd.grad before the last"
+            )
         if self._due is None:  # all .grad were set to None
             self._delayed_in = None
 
     def _check_complete(self, caller: str) -> None:
         """Raise ``RuntimeError`` if a backward has failed, or a delayed weight gradient is not computed."""
         if self._is_busy:  # perhaps between two units
-            raise backward_raised(
-                caller, (grad_round.unit for grad_round in self._all if grad_round.state is State.WRITING)
+            where = next((f" in {each.unit.label}" for each in self._all if each.state is State.WRITING), "")
+            raise RuntimeError(
+                f"{caller} after a backward that raised an exception{where}: gradients are not complete; call "
+                f"zero_grad(), and the next forward begins a new iteration"
             )
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
         self._check_nothing_beside()

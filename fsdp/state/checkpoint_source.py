@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors
 from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.optimizer.steps import MASTER
-from ..tensors.parameter import ShardedParameter
-from ..unit.pair import ShardedPair
+from ..tensors.parameter import ShardedPair, ShardedParameter
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
 from .sharded_adam import ShardedAdam, ShardedAdamW
 

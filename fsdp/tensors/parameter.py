@@ -1,16 +1,24 @@
 """``ShardedParameter``: what a module's parameter is outside the forward of its unit.
 
 A sharded parameter is a range of the flattened parameter. It is a view of its bucket's flat shard on this rank.
+
+``FreedParameter`` is the class of a whole parameter that a program has kept from ``unsharded()``, until the unit is
+gathered again: it has no memory, and its reads raise.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...ddp.collectives.reduction import GradReduction
+from ...ddp.plan.cut import Range
+from ...ddp.plan.layout import ParamSlot
+from ...ddp.plan.owned_params import OwnedParam, is_slice
 from ...ddp.torch_grads.grad_reads import name_of
 from ...ddp.torch_grads.over_ranks import ShardInfo, local_shape
 from ...ddp.torch_grads.sharded_grad import adopt_grad
@@ -25,13 +33,14 @@ from ...ddp.torch_internals import (
 
 __all__ = [
     "ShardInfo",
+    "ShardedPair",
     "ShardedParameter",
+    "allow_reads",
     "call_grad_hooks",
     "grad_hook_keys",
-    "leads_to_values",
     "local_shape",
-    "make_sharded",
-    "reads_no_values",
+    "make_pair",
+    "refuse_reads",
 ]
 
 _HOOKS = "_maingrad_grad_hooks"
@@ -288,3 +297,102 @@ def leads_to_values() -> frozenset[Any]:
 
 _ALLOWED = reads_no_values()
 _ALLOWED_IN_FUNCTION = _ALLOWED - leads_to_values()
+
+
+# ---- Whole parameters that a program has kept from ``unsharded()``: their reads raise while they have no memory. ----
+
+
+_NAME = "_maingrad_freed"
+
+
+class FreedParameter(nn.Parameter):
+    """A whole parameter without memory. Functions that use its values, and views of it, raise ``RuntimeError``."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALLOWED_WITHOUT_MEMORY:
+            return disabled_torch_function(func, types, args, kwargs or {})
+        used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
+        raise RuntimeError(
+            f"{name_of(func)} uses the parameter {used.__dict__[_NAME]!r}, which was whole within unsharded() "
+            f"or unshard(), and is sharded again: it has no memory now. Keep a copy from the block "
+            f"(param.detach().clone(), state_dict()), or read the parameter in a block of its own"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FreedParameter({self.__dict__[_NAME]!r}, {list(self.shape)}, without memory)"
+
+
+def refuse_reads(param: nn.Parameter, name: str) -> None:
+    """``param`` has no memory now; ``name``: for the error."""
+    param.__dict__[_NAME] = name
+    param.__class__ = FreedParameter
+
+
+def allow_reads(param: nn.Parameter) -> None:
+    """Undo ``refuse_reads``."""
+    param.__class__ = nn.Parameter
+    param.__dict__.pop(_NAME, None)
+
+
+_ALLOWED_WITHOUT_MEMORY = _ALLOWED_IN_FUNCTION | {_grad.__get__, _grad.__set__, _grad.__delete__}
+
+
+# ---- A parameter in both forms. ----
+
+
+class ShardedPair(NamedTuple):
+    """One parameter in its two forms, sharded and whole."""
+
+    name: str
+    """The parameter's name in its unit."""
+    before: nn.Parameter
+    """The user's parameter before sharding. Its memory is freed."""
+    places: tuple[tuple[weakref.ref[nn.Module], str], ...]
+    """The modules that register the parameter, and its name in each. The references are weak: modules own the unit."""
+    sharded: ShardedParameter
+    whole: nn.Parameter
+
+
+def make_pair(
+    entry: OwnedParam,
+    slot: ParamSlot,
+    shard: Tensor,
+    mine: Range,
+    whole_params: Tensor,
+    reduction: GradReduction,
+    unit: str,
+) -> ShardedPair:
+    """The parameter ``entry``, which lies in ``slot`` of its bucket, as views of the bucket's flat tensors.
+
+    shard         [mine.numel] this rank's elements ``mine`` of the bucket
+    whole_params  [n] memory of the whole parameters
+    unit          the unit's name, for errors
+    """
+    part = Range(slot.start, slot.end).intersect(mine)
+    offset = part.start - mine.start
+    if not part.numel:
+        part, offset = Range(slot.start, slot.start), 0
+    info = ShardInfo(
+        entry.name,
+        tuple(entry.param.shape),
+        part.start - slot.start,
+        part.end - slot.start,
+        reduction.grid,
+        reduction.num_replicas,
+        unit,
+        reduction.grid,
+        is_slice(entry.param),
+        place=slot.start,
+        bucket_numel=whole_params.numel(),
+    )
+    # ``.data``: a version of its own tells which parameter a program has written. Autograd must not see a view.
+    sharded = make_sharded(shard[offset : offset + part.numel].data, info, entry.param.requires_grad)
+    whole = nn.Parameter(whole_params[slot.start : slot.end].view(slot.spec.shape).data, entry.param.requires_grad)
+    # What torch does not set: Megatron's marks, and the user's attributes.
+    marks: dict[str, Any] = dict(entry.param.__dict__)
+    whole.__dict__.update(marks)
+    marks.pop("shard", None)
+    sharded.__dict__.update(marks)
+    places = tuple((weakref.ref(module), local) for module, local in entry.owners)
+    return ShardedPair(entry.name, entry.param, places, sharded, whole)

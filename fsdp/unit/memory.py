@@ -11,7 +11,7 @@ from torch import nn
 
 from ...ddp.buckets.buffer import ReleasableBuffer
 from ...ddp.collectives.streams import current_stream
-from ..tensors.freed import allow_reads, refuse_reads
+from ..tensors.parameter import allow_reads, refuse_reads
 
 if TYPE_CHECKING:
     from .bucket import ShardedBucket

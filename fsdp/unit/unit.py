@@ -32,11 +32,10 @@ from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.step_check import GroupLog, StepCheck
 from ...ddp.contract.torch_wrappers import check_not_collected, check_not_inside, in_torch_ddp
 from ...ddp.torch_internals import are_transforms_active
+from ..tensors.parameter import ShardedPair
 from .bucket import ShardedBucket
-from .pair import ShardedPair
 from .plan import UnitOptions
-from .registration import Registration
-from .whole_writes import WholeWrites
+from .registration import Registration, WholeWrites
 
 if TYPE_CHECKING:
     from ..iteration.root import Root
@@ -170,14 +169,14 @@ class Unit:
         inside torch's ``DistributedDataParallel`` or a transform of ``torch.func``."""
         check_no_transform(self.label)
         if torch.is_grad_enabled():
-            self.grid.check_still_alone(_described(self.label), "mesh")
+            self.grid.check_still_alone(self.label, "mesh")
         if in_torch_ddp():
-            check_not_inside(self._forms(), _described(self.label))
+            check_not_inside(self._forms(), self.label)
         self.registered.check(self.label)
 
     def refuse_torch_ddp(self) -> None:
         """Called by ``named_parameters``. Raise ``ValueError`` if the constructor of torch's wrapper is the caller."""
-        check_not_collected(self._forms(), _described(self.label), num_callers=2)
+        check_not_collected(self._forms(), self.label, num_callers=2)
 
     def _forms(self) -> Iterator[nn.Parameter]:
         return (form for pair in self.pairs for form in (pair.sharded, pair.whole))
@@ -187,10 +186,6 @@ def check_no_transform(label: str) -> None:
     """Raise ``RuntimeError`` inside ``torch.func.grad``, ``vmap``, ``jvp`` and the like."""
     if are_transforms_active():
         raise RuntimeError(
-            f"a transform of torch.func over {_described(label)}: it would take no gradient from gathered parameters; "
-            f"give torch.func a plain model, with weights copied within unsharded()"
+            f"a transform of torch.func over {label} of maingrad.fsdp.fully_shard: it would take no gradient from "
+            f"gathered parameters; give torch.func a plain model, with weights copied within unsharded()"
         )
-
-
-def _described(label: str) -> str:
-    return f"{label} of maingrad.fsdp.fully_shard"

@@ -120,7 +120,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.whole_writes",
+                "maingrad.fsdp.unit.registration",
                 "WholeWrites.forward_failed",
                 "self.note()",
                 "pass",
