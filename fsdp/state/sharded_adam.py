@@ -232,18 +232,13 @@ class _ShardedAdam(Optimizer):
         self._wait_for_host()
         return {param: held.full() for param, held in self._held.items()}
 
-    @torch.no_grad()
-    def masters(self, known: Mapping[Tensor, Tensor] | None = None) -> dict[Tensor, Tensor]:
-        """The fp32 master [elements here] of each bf16 parameter, a copy in host memory.
+    def masters(self, full: Mapping[Tensor, dict[str, Tensor]]) -> dict[Tensor, Tensor]:
+        """The fp32 master [elements here] of each bf16 parameter, a copy in host memory; taken out of ``full_state``.
 
-        known  masters from ``full_state``; the rest are parameters without state
+        The parameter itself is the master of a parameter without state.
         """
-        if known is None:
-            self.refresh_masters()
-            self._wait_for_host()
-            known = {param: held.master() for param, held in self._held.items() if held.is_compact}
         return {
-            param: known[param].view(-1) if param in known else flat_of(param).to("cpu", torch.float32)
+            param: full[param].pop(MASTER).view(-1) if param in full else flat_of(param).to("cpu", torch.float32)
             for param in params_of(self)
             if param.dtype is torch.bfloat16
         }

@@ -8,14 +8,16 @@ gathered again: it has no memory, and its reads raise.
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...ddp.buckets.buffer import ReleasableBuffer
 from ...ddp.collectives.reduction import GradReduction
+from ...ddp.collectives.streams import current_stream
 from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import ParamSlot
 from ...ddp.plan.owned_params import OwnedParam, is_slice
@@ -35,12 +37,11 @@ __all__ = [
     "ShardInfo",
     "ShardedPair",
     "ShardedParameter",
-    "allow_reads",
+    "WholeParams",
     "call_grad_hooks",
     "grad_hook_keys",
     "local_shape",
     "make_pair",
-    "refuse_reads",
 ]
 
 _HOOKS = "_maingrad_grad_hooks"
@@ -323,16 +324,44 @@ class FreedParameter(nn.Parameter):
         return f"FreedParameter({self.__dict__[_NAME]!r}, {list(self.shape)}, without memory)"
 
 
-def refuse_reads(param: nn.Parameter, name: str) -> None:
-    """``param`` has no memory now; ``name``: for the error."""
-    param.__dict__[_NAME] = name
-    param.__class__ = FreedParameter
+class WholeParams(ReleasableBuffer):
+    """The memory of a bucket's whole parameters, which a program may have been given to read (``unsharded()``)."""
 
+    params: tuple[nn.Parameter, ...] = ()
+    """The whole parameters, views of the memory."""
+    _refuses_reads = False
 
-def allow_reads(param: nn.Parameter) -> None:
-    """Undo ``refuse_reads``."""
-    param.__class__ = nn.Parameter
-    param.__dict__.pop(_NAME, None)
+    def take(self) -> None:
+        """Give the parameters memory: they may be read."""
+        super().take()
+        if self._refuses_reads:
+            self._refuses_reads = False
+            for param in self.params:
+                param.__class__ = nn.Parameter
+                del param.__dict__[_NAME]
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Leave the memory to views that the program has kept, which go on reading it.
+
+        The parameters themselves, of these names, refuse to be read until ``take``. The caller then calls ``release``.
+        """
+        self._refuses_reads = True
+        if self.pool is None:  # ranks take and free memory of a pool in one order
+            self._begin_anew()
+        for param, name in zip(self.params, names, strict=True):
+            param.__dict__[_NAME] = name
+            param.__class__ = FreedParameter
+
+    def _begin_anew(self) -> None:
+        if self.data.is_cuda:
+            # The last view may be dropped at any time. The memory then returns to its stream, which has not waited for
+            # the program's reads.
+            self.data.record_stream(current_stream(self.data.device))
+        self.data = torch.empty_like(self.data)
+        self._storage = self.data.untyped_storage()
+        for param in self.params:  # the old memory is freed with the last of them, unless the program has kept a view
+            place = param.storage_offset()
+            param.data = self.data[place : place + param.numel()].view(param.shape)
 
 
 _ALLOWED_WITHOUT_MEMORY = _ALLOWED_IN_FUNCTION | {_grad.__get__, _grad.__set__, _grad.__delete__}

@@ -34,10 +34,9 @@ from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import OwnedParam
 from ...ddp.torch_internals import current_raw_stream, weak_method
-from ..tensors.parameter import ShardedPair, make_pair
+from ..tensors.parameter import ShardedPair, WholeParams, make_pair
 from .grad_shard import GradShard
 from .materialize import flat_shard
-from .memory import WholeParams
 from .plan import UnitOptions
 
 if TYPE_CHECKING:
@@ -204,7 +203,6 @@ class ShardedBucket:
         was_read  the program was given them to read: see ``WholeParams.leave``
         """
         if was_read:
-            self.gather.flat = self._gather_input = self.gather.flat.new_empty(0)  # lets go of the memory
             self.whole_params.leave([pair.sharded.shard.name for pair in self.pairs])
             self.gather.flat, self._gather_input = self.whole_params.data, self.whole_params.data[self._part]
         self.whole_params.release()

@@ -1,68 +1,12 @@
-"""Memory of whole parameters, and the bound on the bytes of whole gradients. ``ddp/buckets/buffer.py`` has the buffers.
-
-Memory that a program was given to read (``unsharded()``) is not freed but left to the program's views
-(``WholeParams``).
-"""
+"""The bound on the bytes of whole gradients."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from ...ddp.buckets.buffer import ReleasableBuffer
-from ...ddp.collectives.streams import current_stream
-from ..tensors.parameter import allow_reads, refuse_reads
-
 if TYPE_CHECKING:
     from .bucket import ShardedBucket
 
-__all__ = ["GradPool", "WholeParams", "num_to_end", "pool_limit"]
-
-
-class WholeParams(ReleasableBuffer):
-    """The memory of a bucket's whole parameters, which a program may have been given to read (``unsharded()``)."""
-
-    params: tuple[nn.Parameter, ...] = ()
-    """The whole parameters, views of the memory."""
-    _refuse_reads = False
-
-    def take(self) -> None:
-        """Give the parameters memory: they may be read."""
-        super().take()
-        if self._refuse_reads:
-            self._refuse_reads = False
-            for param in self.params:
-                allow_reads(param)
-
-    def leave(self, names: Sequence[str]) -> None:
-        """Leave the memory to views that the program has kept, which go on reading it.
-
-        The parameters themselves refuse to be read until ``take``. The caller then calls ``release``.
-        """
-        self._refuse_reads = True
-        if self.pool is None:  # ranks take and free memory of a pool in one order
-            self._begin_anew()
-        for param, name in zip(self.params, names, strict=True):
-            refuse_reads(param, name)
-
-    def _begin_anew(self) -> None:
-        if self.data.is_cuda:
-            # The last view may be dropped at any time. The memory then returns to its stream, which has not waited for
-            # the program's reads.
-            self.data.record_stream(current_stream(self.data.device))
-        numel, nothing = self.data.numel(), self.data.new_empty(0)
-        places = [(param.storage_offset(), param.shape) for param in self.params]
-        for param in self.params:
-            param.data = nothing
-        self.data = nothing
-        self._storage = self.data.untyped_storage()  # the old memory is free now, unless the program has kept a view
-        self.data = nothing.new_empty(numel)
-        self._storage = self.data.untyped_storage()
-        for param, (place, shape) in zip(self.params, places, strict=True):
-            param.data = self.data[place : place + shape.numel()].view(shape)
-
-
-# ---- The bound on the bytes of whole gradients. ----
+__all__ = ["GradPool", "num_to_end", "pool_limit"]
 
 
 def pool_limit(sizes: Sequence[int]) -> int:

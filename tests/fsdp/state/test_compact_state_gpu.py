@@ -46,7 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def masters_of(model: nn.Module, optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    found = optimizer.masters()
+    found = optimizer.masters(optimizer.full_state())
     return {name: found[param] for name, param in model.named_parameters()}
 
 
