@@ -56,7 +56,13 @@ _WHOSE_EXPERTS = (
 
 
 class UnitParts(NamedTuple):
-    """What becomes a unit."""
+    """What becomes a unit, and how."""
+
+    options: UnitOptions
+    grid: RankGrid
+    """The ranks that share the parameters."""
+    ignored: Collection[int]
+    """``id`` of parameters that are not sharded."""
 
     modules: Sequence[nn.Module]
     """The module and the modules in it, without units inside it and their modules."""
@@ -64,6 +70,8 @@ class UnitParts(NamedTuple):
     """The parameters."""
     device: torch.device
     """The device that the unit computes on."""
+    plans: Sequence[tuple[BucketLayout, bool]] = ()
+    """Each bucket's layout, and whether its parameters are trained."""
 
     @property
     def module(self) -> nn.Module:
@@ -93,7 +101,7 @@ def check_unit(
     owned = _own_params(module, modules, ignored)
     _check_params(owned)
     check_marks([(each.name, each.param) for each in owned if each.param.requires_grad], grid)
-    return UnitParts(modules, owned, on)
+    return UnitParts(options, grid, ignored, modules, owned, on)
 
 
 def policy_of(mixed_precision: object) -> MixedPrecisionPolicy:
@@ -282,24 +290,16 @@ def _device_inside(inside: Sequence[nn.Module], ignored: Collection[int]) -> tor
     return next(iter(found), None)
 
 
-def compare_units(
-    parts: UnitParts,
-    plans: Sequence[tuple[BucketLayout, bool]],
-    options: UnitOptions,
-    grid: RankGrid,
-    failures: FailureReporter,
-) -> None:
+def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
     """Compare the unit between ranks, before a collective depends on it.
 
     Raises ``ValueError`` on all ranks, with the first difference.
-
-    plans  each bucket's layout, and whether its parameters are trained
     """
     unit, dtypes = parts.name, {entry.name: entry.param.dtype for entry in parts.owned}
     model = [
         f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {list(slot.spec.shape)}"
         f"{'' if trainable else ' frozen'}{' delayed' if slot.spec.delayed else ''}"
-        for layout, trainable in plans
+        for layout, trainable in parts.plans
         for slot in layout.slots
     ]
     model += [
@@ -308,16 +308,16 @@ def compare_units(
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    said = [f"{option}={value}" for option, value in options._asdict().items()]
-    compare_between_ranks({"model": model, "call of fully_shard": said}, grid.axes, failures)
+    said = [f"{option}={value}" for option, value in parts.options._asdict().items()]
+    compare_between_ranks({"model": model, "call of fully_shard": said}, parts.grid.axes, failures)
 
 
-def check_whose_experts(parts: UnitParts, grid: RankGrid, failures: FailureReporter, *, init_sync: bool) -> None:
+def check_whose_experts(parts: UnitParts, failures: FailureReporter) -> None:
     """Raise ``ValueError`` on all ranks for experts and slices that differ between ranks, where no mesh was given."""
     slices = [(each.name, each.param) for each in parts.owned]
     experts: list[tuple[str, Tensor]] = [(each.name, each.param) for each in parts.owned if each.grid_name == "expert"]
-    if init_sync:
+    if parts.options.init_sync:
         own = buffers_of_experts(parts.module, is_marked_expert)
         buffers = [entry for found in parts.modules for entry in found.named_buffers(recurse=False)]
         experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
-    check_undeclared_parts(slices, experts, grid, failures, option="mesh", remedy=_WHOSE_EXPERTS)
+    check_undeclared_parts(slices, experts, parts.grid, failures, option="mesh", remedy=_WHOSE_EXPERTS)

@@ -370,6 +370,8 @@ class GradRounds:
         was_busy, self._is_busy = self._is_busy, True
         unit.record_reduction(inside=inside, across=across)
         adds_to_total = self._claim(bucket)
+        # The launcher's stream waits for the streams that have written. There ``GradShard`` reduce-scatters the whole
+        # gradients, and adds this rank's part to its sums: in the last microbatch to those that ``.grad`` shows.
         self.launcher.launch(
             bucket.grad_bucket,
             partial(bucket.grad_shard.reduce, adds_to_total=adds_to_total, inside=inside, across=across),
@@ -401,7 +403,7 @@ class GradRounds:
         if not bucket.is_launched:
             return
         bucket.grad_shard.landed()
-        self.launcher.wait_for(bucket.grad_bucket)
+        self.launcher.wait_for(bucket.grad_bucket)  # the current stream waits; over gloo the host
         home = bucket.whole_grads.stream  # the memory returns to this stream
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))

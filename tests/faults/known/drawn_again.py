@@ -150,7 +150,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.gathers",
+                "maingrad.fsdp.iteration.root",
                 "UnitGathers.notice_changes",
                 "if unit.num_unshards:",
                 "if False:",
