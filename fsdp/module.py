@@ -84,7 +84,7 @@ class FSDPModule(nn.Module):
             unit.registered.show_shards()
             unit.writes.note()
             for bucket in unit.buckets:
-                bucket.record_whole_changed()
+                bucket.record_change()  # the program may have written
         if not unit.registered.shows_whole:
             root_of(self).gathers.release(unit, was_read=was_read)
 

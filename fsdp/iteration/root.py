@@ -245,7 +245,7 @@ class Root:
             # If backward is still in another unit, that unit is passed first, and frees memory and prefetches then.
             self._prefetch(forward, trace, task, 1)
         self.gathers.wait(unit)
-        unit.registered.show_in_backward(frozen=not any(entered.trains for entered in backward.entered[unit]))
+        unit.registered.freeze_whole(not any(entered.trains for entered in backward.entered[unit]))
         if torch.is_grad_enabled():
             backward.keeps_graph = True
 
@@ -299,6 +299,7 @@ class Root:
         if unit not in backward.entered:
             backward.entered[unit] = set()
             backward.tasks[task].append(unit)
+            unit.registered.show_whole()  # for a recompute inside the unit
         if trains:
             self.grads.backward_enters(unit, delays=delays)
         return backward
@@ -306,7 +307,7 @@ class Root:
     def _leave_unit(self, unit: Unit, backward: Backward) -> None:
         """Backward has passed the unit: register the shards, and free the whole parameters."""
         del backward.entered[unit]
-        unit.registered.hide_after_backward()
+        unit.registered.show_shards()
         unit.writes.take_over()  # a recompute inside the unit may have written
         if not backward.keeps_graph and (backward.final or unit not in self.gathers.first(KEPT_UNITS)):
             self.gathers.release(unit)
@@ -357,14 +358,19 @@ class Root:
 
     def backward_failed(self, task: int) -> None:
         """A graph task has failed: register the shards. The next forward calls ``abandon`` for the rest."""
-        for unit in () if self._backward is None else self._backward.tasks.get(task, ()):
-            unit.registered.hide_after_backward()
+        backward = self._backward
+        if backward is None:
+            return
+        for unit in backward.tasks.get(task, ()):
+            if unit in backward.entered:
+                del backward.entered[unit]
+                unit.registered.show_shards()
 
     def abandon(self) -> None:
         """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
         backward, self._backward = self._backward, None
         for unit in () if backward is None else backward.entered:
-            unit.registered.hide_after_backward()
+            unit.registered.show_shards()
         self.grads.give_up()
         self.gathers.release_all()
 
@@ -487,7 +493,7 @@ class UnitGathers:
         """
         for bucket in self._buckets:
             if bucket.trainable:
-                bucket.record_whole_changed()
+                bucket.record_change()
 
     def notice_changes(self) -> None:
         """Discard gathers that are older than a change of their shards, so that the next use gathers again.

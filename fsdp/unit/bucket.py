@@ -164,11 +164,6 @@ class ShardedBucket:
         """The shard may have other values. Fused optimizers do not raise the version of what they write."""
         self._gathered_version = -1
 
-    def record_whole_changed(self) -> None:
-        """Gather again before the next use, if whole parameters are kept: the user may have written to them."""
-        if self.whole_params_at_rest:
-            self._gathered_version = -1
-
     def connect(self, index: int, failures: FailureReporter) -> None:
         """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
         wholes = [pair.whole for pair in self.pairs]

@@ -57,7 +57,6 @@ class Registration:
         self._plain = {id(param) for param in module.parameters()} - {id(pair.before) for pair in pairs}
         self._trained = [pair for pair in pairs if pair.sharded.requires_grad]
         self._num_shown = 0  # calls of show_whole() without show_shards(): forwards nest, and unshard() counts
-        self._shown_in_backward = False
         self._shown_frozen = False
 
     @property
@@ -125,8 +124,7 @@ class Registration:
     def show_whole(self, *, frozen: bool = False) -> None:
         """Register the whole parameters, with ``requires_grad=False`` if ``frozen``. Calls nest."""
         self._num_shown += 1
-        if frozen is not self._shown_frozen:
-            self._freeze_whole(frozen)
+        self.freeze_whole(frozen)
         if self._num_shown == 1:
             self._register(whole=True)
 
@@ -136,28 +134,15 @@ class Registration:
             self._replaced = self._replaced or self._find_replaced()
         self._num_shown -= 1
         if self._num_shown == 0:
-            if self._shown_frozen:
-                self._freeze_whole(False)
+            self.freeze_whole(False)
             self.register_shards()
 
-    def _freeze_whole(self, frozen: bool) -> None:
-        self._shown_frozen = frozen
-        for pair in self._trained:
-            pair.whole.requires_grad_(not frozen)
-
-    def show_in_backward(self, *, frozen: bool) -> None:
-        """Register the whole parameters in backward, for a recompute inside the unit."""
-        if not self._shown_in_backward:
-            self._shown_in_backward = True
-            self.show_whole(frozen=frozen)
-        elif frozen is not self._shown_frozen:
-            self._freeze_whole(frozen)
-
-    def hide_after_backward(self) -> None:
-        """Undo ``show_in_backward()``."""
-        if self._shown_in_backward:
-            self._shown_in_backward = False
-            self.show_shards()
+    def freeze_whole(self, frozen: bool) -> None:
+        """Whether whole parameters of which the shards are trained require no gradients now."""
+        if frozen is not self._shown_frozen:
+            self._shown_frozen = frozen
+            for pair in self._trained:
+                pair.whole.requires_grad_(not frozen)
 
     def show_whole_to_foreign_delays(self) -> None:
         """Have ``backward_dw`` of other libraries' modules run with the whole parameters registered.

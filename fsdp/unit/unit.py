@@ -9,8 +9,8 @@ what                         kept in                         changed by
 memory of whole parameters   ``Unit.gathered``;              ``UnitGathers.gather`` takes it, ``release`` frees it.
                              ``ShardedBucket.whole_params``  It stays between ``unshard()`` and ``reshard()``, and
                                                              where placements keep parameters whole
-form that modules register   ``Registration``                ``Root``: ``show_whole`` around a forward,
-                                                             ``show_in_backward`` in a backward; ``unshard()``
+form that modules register   ``Registration``                ``Root``: ``show_whole`` around a forward, and from
+                                                             entering a unit in backward to passing it; ``unshard()``
 state of the gradients       ``GradRound.state``             ``GradRounds``: ``backward_enters``, ``leave``, ``_finish``
 memory of whole gradients    ``ShardedBucket.whole_grads``;  ``GradRounds.make_room`` takes it at the first write, and
                              ``Phase`` of each bucket        ``finish_reduction`` frees it. The phase goes from IDLE

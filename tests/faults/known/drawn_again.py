@@ -137,7 +137,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.backward_failed",
-                "unit.registered.hide_after_backward()",
+                "unit.registered.show_shards()",
                 "pass",
             ),
         ],
