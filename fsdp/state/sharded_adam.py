@@ -232,11 +232,12 @@ class _ShardedAdam(Optimizer):
         self._wait_for_host()
         return {param: held.full() for param, held in self._held.items()}
 
-    def masters(self, full: Mapping[Tensor, dict[str, Tensor]]) -> dict[Tensor, Tensor]:
-        """The fp32 master [elements here] of each bf16 parameter, a copy in host memory; taken out of ``full_state``.
+    def masters(self, full: Mapping[Tensor, dict[str, Tensor]] | None = None) -> dict[Tensor, Tensor]:
+        """The fp32 master [elements here] of each bf16 parameter, a copy in host memory.
 
-        The parameter itself is the master of a parameter without state.
+        full  ``full_state()``, out of which they are taken. A parameter without state is its own master
         """
+        full = self.full_state() if full is None else full
         return {
             param: full[param].pop(MASTER).view(-1) if param in full else flat_of(param).to("cpu", torch.float32)
             for param in params_of(self)

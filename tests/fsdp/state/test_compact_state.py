@@ -77,7 +77,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def masters_of(model: nn.Module, optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    found = optimizer.masters(optimizer.full_state())
+    found = optimizer.masters()
     return {name: found[param] for name, param in model.named_parameters()}
 
 
@@ -613,7 +613,7 @@ def test_torchs_class_takes_masters_of_plain_parameters() -> None:
             middle.copy_(scale)
         to.load_state_dict(optimizer.state_dict())
         assert not any("master" in state for state in to.state.values())
-    assert torch.equal(wide.param_groups[0]["params"][-1].detach(), optimizer.masters(optimizer.full_state())[scale])
+    assert torch.equal(wide.param_groups[0]["params"][-1].detach(), optimizer.masters()[scale])
     trained(between, middle, stock, range(1, 4))
     model, scale, optimizer = make(ShardedAdamW)
     with torch.no_grad():

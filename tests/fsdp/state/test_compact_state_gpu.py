@@ -46,7 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def masters_of(model: nn.Module, optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    found = optimizer.masters(optimizer.full_state())
+    found = optimizer.masters()
     return {name: found[param] for name, param in model.named_parameters()}
 
 
