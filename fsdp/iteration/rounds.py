@@ -24,7 +24,7 @@ from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_grads.sharded_grad import step_ended
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
-from ..unit.memory import GradPool
+from ..unit.memory import num_to_end, pool_limit
 from ..unit.unit import Unit
 
 __all__ = ["GradRound", "GradRounds", "State"]
@@ -160,8 +160,12 @@ class GradRounds:
         self._delayed_in: str | None = None  # a unit with delays in the iteration that has ended, until a step
         self._is_busy = False  # in a backward or a launch; stays True if that raises, until the iteration is given up
         self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
-        # The outermost unit is not in it: its gradients come first, or after most activations are freed.
-        self._pool = GradPool([[bucket for bucket in unit.buckets if bucket.is_pooled] for unit in units[1:]])
+        # The bound on whole gradients that are written or reduced. The outermost unit's do not count: they come first,
+        # or after most activations are freed.
+        pooled = [[bucket for bucket in unit.buckets if bucket.is_pooled] for unit in units[1:]]
+        self._beside = {bucket: mine for mine in pooled for bucket in mine}
+        self._limit = max((pool_limit([bucket.whole_grads.nbytes for bucket in mine]) for mine in pooled), default=0)
+        self._launched: list[ShardedBucket] = []  # whose memory a reduction uses, in the order of launches
         self.trained = TrainedBackwards()
 
     @property
@@ -377,7 +381,8 @@ class GradRounds:
             partial(bucket.grad_shard.reduce, adds_to_total=adds_to_total, inside=inside, across=across),
         )
         self._is_busy = was_busy
-        self._pool.launched(bucket)
+        if bucket.is_pooled:
+            self._launched.append(bucket)
 
     def _claim(self, bucket: ShardedBucket) -> bool:
         """``GradShard.claim`` on the stream of forwards, whose activations use the memory of the sums next."""
@@ -390,7 +395,14 @@ class GradRounds:
 
     def _bound_pool(self, bucket: ShardedBucket) -> None:
         """Wait for the oldest reductions, until the bucket's memory fits into the pool."""
-        for other in self._pool.to_end_before(bucket):
+        if bucket not in self._beside:
+            return
+        written = bucket.whole_grads.nbytes
+        for other in self._beside[bucket]:
+            if other is not bucket and other.whole_grads.resident and other not in self._launched:
+                written += other.whole_grads.nbytes
+        launched = [each.whole_grads.nbytes for each in self._launched]
+        for other in self._launched[: num_to_end(written, launched, self._limit)]:
             self.finish_reduction(other)
 
     def _finish_reductions(self) -> None:
@@ -408,7 +420,8 @@ class GradRounds:
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
         bucket.grad_bucket.reset()
-        self._pool.ended(bucket)
+        if bucket in self._launched:
+            self._launched.remove(bucket)
         if not bucket.whole_grads_at_rest:
             bucket.whole_grads.release()
 
