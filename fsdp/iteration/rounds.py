@@ -24,7 +24,7 @@ from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_grads.sharded_grad import step_ended
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
-from ..unit.memory import num_to_end, pool_limit
+from ..unit.plan import num_to_end, pool_limit
 from ..unit.unit import Unit
 
 __all__ = ["GradRound", "GradRounds", "State"]
