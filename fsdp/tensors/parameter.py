@@ -30,6 +30,7 @@ from ...ddp.torch_internals import (
     is_forward_ad_enabled,
     let_optimizers_take,
     make_subclass,
+    reads_no_values,
     tree_leaves,
 )
 
@@ -262,42 +263,24 @@ def _used_outside(info: ShardInfo) -> str:
     )
 
 
-def reads_no_values() -> frozenset[Any]:
-    """Functions that read no values of a parameter, or that read them under a ``no_grad`` of their own."""
-    properties = """
-        shape dtype device layout ndim requires_grad grad_fn grad_dtype is_leaf retains_grad output_nr names
-        itemsize nbytes name _base _version _backward_hooks _post_accumulate_grad_hooks _cdata
-        is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan
+def _named(names: str) -> set[Any]:
+    """The methods of tensors, and functions of torch, of these names."""
+    return {getattr(place, name) for place in (Tensor, torch) for name in names.split() if hasattr(place, name)}
+
+
+_ALLOWED_IN_FUNCTION = reads_no_values() | _named(
     """
-    methods = """
-        size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex
-        is_signed is_inference is_conj is_neg is_shared is_pinned is_same_size is_set_to get_device dim_order has_names
-        data_ptr storage untyped_storage _typed_storage storage_type __len__ __format__ __dlpack_device__ __dir__
-        detach requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook record_stream _is_view
-        new new_empty new_empty_strided new_zeros new_ones new_full new_tensor
+    is_shared is_pinned is_set_to __format__ new_tensor is_floating_point is_complex is_signed is_inference is_same_size
+    is_conj is_neg numel get_device result_type _has_compatible_shallow_copy_type
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like
     """
-    functions = """
-        is_floating_point is_complex is_signed is_inference is_same_size is_conj is_neg numel get_device detach
-        result_type _has_compatible_shallow_copy_type
-        empty_like zeros_like ones_like full_like rand_like randn_like randint_like
-    """
-    found = [getattr(Tensor, name) for name in properties.split() if hasattr(Tensor, name)]
-    verbs = ("__get__", "__set__", "__delete__")
-    accessors = [getattr(entry, verb) for entry in found for verb in verbs if hasattr(entry, verb)]
-    inits = [nn.init.normal_, nn.init.uniform_, nn.init.constant_]
-    named = [(Tensor, methods), (torch, functions)]
-    callables = [getattr(place, name) for place, names in named for name in names.split() if hasattr(place, name)]
-    return frozenset([*accessors, *inits, *callables])
-
-
-def leads_to_values() -> frozenset[Any]:
-    """Those of ``reads_no_values()`` whose results lead to a parameter's values: views and addresses."""
-    names = ["detach", "data_ptr", "storage", "untyped_storage", "_typed_storage", "record_stream", "__dlpack_device__"]
-    return frozenset(getattr(place, name) for place in (Tensor, torch) for name in names if hasattr(place, name))
-
-
-_ALLOWED = reads_no_values()
-_ALLOWED_IN_FUNCTION = _ALLOWED - leads_to_values()
+)
+# The initialisers read values under a ``no_grad`` of their own.
+_ALLOWED_IN_FUNCTION |= {nn.init.normal_, nn.init.uniform_, nn.init.constant_}
+# Views and addresses, by which a program comes to the values.
+_ALLOWED = _ALLOWED_IN_FUNCTION | _named(
+    "detach data_ptr storage untyped_storage _typed_storage record_stream __dlpack_device__"
+)
 
 
 # ---- Whole parameters that a program has kept from ``unsharded()``: their reads raise while they have no memory. ----
@@ -311,7 +294,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ALLOWED_WITHOUT_MEMORY:
+        if func in _ALLOWED_IN_FUNCTION:
             return disabled_torch_function(func, types, args, kwargs or {})
         used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
         raise RuntimeError(
@@ -362,9 +345,6 @@ class WholeParams(ReleasableBuffer):
         for param in self.params:  # the old memory is freed with the last of them, unless the program has kept a view
             place = param.storage_offset()
             param.data = self.data[place : place + param.numel()].view(param.shape)
-
-
-_ALLOWED_WITHOUT_MEMORY = _ALLOWED_IN_FUNCTION | {_grad.__get__, _grad.__set__, _grad.__delete__}
 
 
 # ---- A parameter in both forms. ----
