@@ -31,7 +31,7 @@ from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from ...kernels.optimizer.adamw import AdamUpdate
 from ...kernels.optimizer.eight_bits import blocks_of, dequantize_moment, quantize_moment
 from ...kernels.optimizer.reference import UpdateRow, join_master, split_master
-from ..tensors.parameter import ShardedParameter
+from ..tensors.parameter import ShardedParameter, flat_of
 from .optimizer_state import params_of, places_of, translate_state_dicts
 from .optimizer_watch import bucket_of, buckets_of
 from .state_dict import is_kept
@@ -112,12 +112,6 @@ class HeldState(NamedTuple):
     def master(self) -> Tensor:
         """The fp32 master [elements here] of a compact parameter, a copy in host memory."""
         return join_master(self.plain.cpu(), self.tensors[REMAINDER].view(-1).cpu())
-
-
-def flat_of(tensor: Tensor) -> Tensor:
-    """A plain tensor of one dim: with the same memory and version where ``tensor`` is contiguous, else a copy."""
-    with DisableTorchFunctionSubclass():
-        return tensor.detach().reshape(-1)
 
 
 def _copy(key: str, mine: Tensor, value: Tensor) -> None:

@@ -25,6 +25,7 @@ from ...ddp.torch_grads.grad_reads import name_of
 from ...ddp.torch_grads.over_ranks import ShardInfo, local_shape
 from ...ddp.torch_grads.sharded_grad import adopt_grad
 from ...ddp.torch_internals import (
+    DisableTorchFunctionSubclass,
     disabled_torch_function,
     grad_of_tensor,
     is_forward_ad_enabled,
@@ -40,6 +41,7 @@ __all__ = [
     "ShardedParameter",
     "WholeParams",
     "call_grad_hooks",
+    "flat_of",
     "grad_hook_keys",
     "local_shape",
     "make_pair",
@@ -281,6 +283,12 @@ _ALLOWED_IN_FUNCTION |= {nn.init.normal_, nn.init.uniform_, nn.init.constant_}
 _ALLOWED = _ALLOWED_IN_FUNCTION | _named(
     "detach data_ptr storage untyped_storage _typed_storage record_stream __dlpack_device__"
 )
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """A plain tensor of one dim: with the same memory and version where ``tensor`` is contiguous, else a copy."""
+    with DisableTorchFunctionSubclass():
+        return tensor.detach().reshape(-1)
 
 
 # ---- Whole parameters that a program has kept from ``unsharded()``: their reads raise while they have no memory. ----
