@@ -106,10 +106,8 @@ def to_shard(param: ShardedParameter, value: Tensor) -> Tensor:
 
     info, first = param.shard, 0
     if isinstance(value, DTensor):
-        if not _is_ours(param, value):
+        if not info.shape or not _is_ours(param, value):
             value = value.full_tensor()
-        elif not info.shape:
-            value = value.to_local()
         else:
             inside = _ranges_inside(info)
             value = exchange(value.to_local().contiguous().view(-1), _dtensor_ranges(info), inside, info.grid.inner)

@@ -20,8 +20,8 @@ from ...ddp.buckets.checks import ModuleTables
 from ...ddp.buckets.replicas import bits_of, written_from_local_data
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.contract.main_grad import record_of
-from ...ddp.torch_internals import DisableTorchFunctionSubclass, weak_method
-from ..tensors.parameter import ShardedPair, ShardedParameter
+from ...ddp.torch_internals import weak_method
+from ..tensors.parameter import ShardedPair, ShardedParameter, flat_of
 
 __all__ = ["Registration", "WholeWrites", "write_back"]
 
@@ -273,11 +273,8 @@ def write_back(pairs: Sequence[ShardedPair]) -> None:
     An element stays if it is rounded to the whole parameter's element: shards may have a wider dtype.
     """
     for pair in pairs:
-        info = pair.sharded.shard
-        with DisableTorchFunctionSubclass():  # reentrant checkpointing runs forwards in that of a Function
-            sharded = pair.sharded.detach()
-        part = pair.whole.detach().reshape(-1)[info.start : info.end].view(sharded.shape).to(sharded.device)
+        info, sharded = pair.sharded.shard, flat_of(pair.sharded)
+        part = flat_of(pair.whole)[info.start : info.end].to(sharded.device)
         if part.dtype is not sharded.dtype:
-            same = sharded.to(part.dtype) == part
-            part = torch.where(same, sharded, part.to(sharded.dtype))
+            part = torch.where(sharded.to(part.dtype) == part, sharded, part.to(sharded.dtype))
         sharded.copy_(part)
