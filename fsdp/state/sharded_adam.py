@@ -322,7 +322,8 @@ class _ShardedAdam(Optimizer):
                     f'leave offload_to_cpu out, and say offload_state="host"'
                 )
         for bucket in buckets:
-            bucket.show_grad_sums()
+            if bucket.trainable:
+                bucket.grad_shard.show_sums()
         if self._form.offload_state is not None and params:
             self._wait_for_host()
             members: dict[Any, list[Tensor]] = {}  # those that are not sharded are one more bucket

@@ -232,11 +232,6 @@ class ShardedBucket:
         """Whole gradients have memory only while they are written or reduced: ``GradRounds`` bounds it."""
         return self.trainable and not self.whole_grads_at_rest
 
-    def show_grad_sums(self) -> None:
-        """Have ``.grad`` of the shards be the sums in ``grad_dtype``, for an optimizer that reads this dtype."""
-        if self.trainable:
-            self.grad_shard.show_sums()
-
     @property
     def has_pending(self) -> bool:
         """Delayed weight gradients are not computed yet."""
