@@ -167,5 +167,5 @@ def _take_over(parts: UnitParts) -> None:
         mark_replaced(pair.before, unit.label)
         record_shard(pair.whole, pair.sharded)
     unit.registered.show_whole_to_foreign_delays()
-    unit.registered.register_shards()
+    unit.registered.register()
     make_unit(module, unit)

@@ -126,7 +126,7 @@ class Registration:
         self._num_shown += 1
         self.freeze_whole(frozen)
         if self._num_shown == 1:
-            self._register(whole=True)
+            self.register()
 
     def show_shards(self) -> None:
         """Undo one ``show_whole()``; the last registers the shards again."""
@@ -135,7 +135,7 @@ class Registration:
         self._num_shown -= 1
         if self._num_shown == 0:
             self.freeze_whole(False)
-            self.register_shards()
+            self.register()
 
     def freeze_whole(self, frozen: bool) -> None:
         """Whether whole parameters of which the shards are trained require no gradients now."""
@@ -163,11 +163,9 @@ class Registration:
         finally:
             self.show_shards()
 
-    def register_shards(self) -> None:
-        """Register the shards, whichever form is registered now."""
-        self._register(whole=False)
-
-    def _register(self, *, whole: bool) -> None:
+    def register(self) -> None:
+        """Register the form that is shown now, whichever is registered."""
+        whole = self.shows_whole
         for parameters, local, pair, module in self._places:
             param = pair.whole if whole else pair.sharded
             if module is None:
