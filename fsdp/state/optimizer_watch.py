@@ -137,13 +137,15 @@ def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> No
     why = why_not_over(type(optimizer), whole=not cut, kept_whole='fully_shard(..., shard_atoms="whole")')
     if why is not None:
         raise RuntimeError(why)
-    sliced = [pair.sharded.shard for bucket in buckets for pair in bucket.pairs if pair.sharded.shard.is_slice]
-    if sliced and not is_elementwise(type(optimizer)) and sliced[0].everyone and sliced[0].everyone.leaves_ranks_out:
-        raise RuntimeError(
-            f"{name} updates whole parameters, and would take slices for them: parameter '{sliced[0].name}' is a slice "
-            f"of tensor parallelism (tensor_model_parallel = True); use an elementwise class of torch.optim. If every "
-            f"rank holds the whole parameter, set the mark to False before fully_shard"
-        )
+    if is_elementwise(type(optimizer)):
+        return
+    for info in (pair.sharded.shard for bucket in buckets for pair in bucket.pairs):
+        if info.is_slice and info.everyone and info.everyone.leaves_ranks_out:
+            raise RuntimeError(
+                f"{name} updates whole parameters, and would take slices for them: parameter '{info.name}' is a slice "
+                f"of tensor parallelism (tensor_model_parallel = True); use an elementwise class of torch.optim. If "
+                f"every rank holds the whole parameter, set the mark to False before fully_shard"
+            )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
