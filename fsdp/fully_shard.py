@@ -154,13 +154,13 @@ def _make_alike(parts: UnitParts, failures: FailureReporter, *, named: bool) -> 
 
 def _take_over(parts: UnitParts) -> None:
     """Shard the parameters, make the unit, register the shards, and have steps of optimizers watched."""
-    module, device, name, options, grid = parts.module, parts.device, parts.name, parts.options, parts.grid
+    device, options, grid = parts.device, parts.options, parts.grid
     by_name = {entry.name: entry for entry in parts.owned}
     buckets = []
     for layout, trainable in parts.plans:
         params = [by_name[slot.spec.name] for slot in layout.slots]
-        buckets.append(ShardedBucket(layout, params, grid, options, device, unit=name, trainable=trainable))
-    unit = Unit(module, name, buckets, options, grid, device, parts.modules)
+        buckets.append(ShardedBucket(layout, params, grid, options, device, unit=parts.name, trainable=trainable))
+    unit = Unit(buckets, options, grid, device, parts.modules)
     for bucket in buckets:
         watch_steps(bucket)
     for pair in unit.pairs:
@@ -168,4 +168,4 @@ def _take_over(parts: UnitParts) -> None:
         record_shard(pair.whole, pair.sharded)
     unit.registered.show_whole_to_foreign_delays()
     unit.registered.register()
-    make_unit(module, unit)
+    make_unit(parts.module, unit)

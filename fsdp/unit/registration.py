@@ -31,13 +31,12 @@ _requires_grad = attrgetter("requires_grad")
 class Registration:
     """Registers a unit's parameters in their modules, in one form or the other.
 
-    module  the unit's module, which owns this object; the reference is weak
-    inside  the module and the modules in it, without units inside it and their modules
+    inside  the unit's module, which owns this object, and the modules in it, without units inside it and their modules
     pairs   the unit's parameters
     """
 
-    def __init__(self, module: nn.Module, inside: Sequence[nn.Module], pairs: Sequence[ShardedPair]) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, inside: Sequence[nn.Module], pairs: Sequence[ShardedPair]) -> None:
+        self._module = weakref.ref(inside[0])
         self._pairs = pairs
         # Where modules register the parameters: the module's ``_parameters``, the name in it, and the module, if its
         # class has a __setattr__ of its own, as recurrent layers have.
@@ -54,7 +53,7 @@ class Registration:
         self._trainable = [*map(_requires_grad, self._forms)]
         self._note_contents()
         self._replaced: str | None = None  # name of a parameter that was replaced while whole ones were registered
-        self._plain = {id(param) for param in module.parameters()} - {id(pair.before) for pair in pairs}
+        self._plain = {id(param) for param in inside[0].parameters()} - {id(pair.before) for pair in pairs}
         self._trained = [pair for pair in pairs if pair.sharded.requires_grad]
         self._num_shown = 0  # calls of show_whole() without show_shards(): forwards nest, and unshard() counts
         self._shown_frozen = False

@@ -46,29 +46,25 @@ __all__ = ["Unit", "check_no_transform"]
 class Unit:
     """One ``fully_shard`` call.
 
-    module   the module, which owns the unit; the reference is weak
-    name     of the module's class, until ``join`` gives the name in the outermost unit
     buckets  the unit's parameters, perhaps none
     options  those of ``fully_shard``
     grid     the ranks over which the unit is sharded
     device   where the unit computes
-    inside   the module and the modules in it, without units inside it and their modules
+    inside   the module, which owns the unit, and the modules in it, without units inside it and their modules
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        name: str,
         buckets: Sequence[ShardedBucket],
         options: UnitOptions,
         grid: RankGrid,
         device: torch.device,
         inside: Sequence[nn.Module],
     ) -> None:
-        self.module = weakref.ref(module)
-        self.name = name
-        """Name of the module in the outermost unit; empty for the outermost."""
-        self.label = f"unit '{name}'"
+        self.module = weakref.ref(inside[0])
+        self.name = type(inside[0]).__name__
+        """Of the module's class, until ``join`` gives the name in the outermost unit; empty for the outermost."""
+        self.label = f"unit '{self.name}'"
         """The unit in words, for errors."""
         self.buckets = tuple(buckets)
         self.pairs: tuple[ShardedPair, ...] = tuple(pair for bucket in buckets for pair in bucket.pairs)
@@ -95,7 +91,7 @@ class Unit:
         """CUDA: recorded after the last read of the whole parameters."""
         self.num_unshards = 0
         """Number of ``unshard()`` calls without ``reshard()``. If not 0, the unit stays gathered."""
-        self.registered = Registration(module, inside, self.pairs)
+        self.registered = Registration(inside, self.pairs)
         """The form of the parameters that modules register."""
         self.writes = WholeWrites(self.pairs, served=options.forward_writes == "alike" or grid.size == 1)
         """Writes to whole parameters in forwards."""
