@@ -63,7 +63,7 @@ class Unit:
     ) -> None:
         self.module = weakref.ref(inside[0])
         self.name = type(inside[0]).__name__
-        """Of the module's class, until ``join`` gives the name in the outermost unit; empty for the outermost."""
+        """Name of the module's class, until ``join`` gives that in the outermost unit; empty for the outermost."""
         self.label = f"unit '{self.name}'"
         """The unit in words, for errors."""
         self.buckets = tuple(buckets)
