@@ -1,6 +1,6 @@
 """``fully_shard``: checks a module, plans its buckets, shards its parameters and makes it a unit."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Literal, TypeVar
 
 import torch
@@ -8,19 +8,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.collectives.failure_report import FailureReporter, run_on_all_ranks
-from ..ddp.collectives.rank_grid import RankGrid, Ranks, make_grid
+from ..ddp.collectives.rank_grid import Ranks, make_grid
 from ..ddp.collectives.reduction import Placements
 from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
-from ..ddp.plan.layout import BucketLayout
 from ..ddp.wrapper.attachment import allow_training
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
 from .state.state_dict import install_state_dict_hooks
 from .unit.bucket import ShardedBucket
 from .unit.materialize import materialize, synchronize
-from .unit.mixed_precision import MixedPrecisionPolicy
-from .unit.plan import ShardAtoms, UnitOptions, plan_unit, shard_degree
+from .unit.plan import MixedPrecisionPolicy, ShardAtoms, UnitOptions, plan_unit, shard_degree
 from .unit.unit import Unit
 from .unit_checks import (
     UnitParts,
@@ -117,72 +115,57 @@ def fully_shard(
     grid = make_grid(mesh, option="mesh")
     ignored = record_ignored(ignored_params, grid)
 
-    def prepare() -> tuple[UnitOptions, UnitParts, list[tuple[BucketLayout, bool]]]:
+    def prepare() -> UnitParts:
         row, policy = row_of(placements), policy_of(mixed_precision)
         options = UnitOptions(row, policy, *as_given, copy_engine_gather, init_sync, forward_writes)
-        parts = check_unit(module, options, grid, mesh, device, ignored)
-        return options, *_plan(parts, options, grid, init_fn, ignored)
+        return _plan(check_unit(module, options, grid, mesh, device, ignored), init_fn)
 
-    what = f"the checks of {type(module).__name__} before it is sharded"
-    options, parts, plans = run_on_all_ranks(prepare, grid.axes, failures, what)
-    _make_alike(parts, plans, options, grid, ignored, failures, named=mesh is not None)
-    _take_over(parts, plans, options, grid)
+    parts = run_on_all_ranks(
+        prepare, grid.axes, failures, f"the checks of {type(module).__name__} before it is sharded"
+    )
+    _make_alike(parts, failures, named=mesh is not None)
+    _take_over(parts)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
 
 
-def _plan(
-    parts: UnitParts,
-    options: UnitOptions,
-    grid: RankGrid,
-    init_fn: Callable[[nn.Module], None] | None,
-    ignored: Collection[int],
-) -> tuple[UnitParts, list[tuple[BucketLayout, bool]]]:
-    """Materialise the parts, and plan them: each bucket's layout, and whether its parameters are trained."""
-    materialize(parts.modules, parts.device, init_fn, ignored, overwritten=options.init_sync and not grid.is_first)
+def _plan(parts: UnitParts, init_fn: Callable[[nn.Module], None] | None) -> UnitParts:
+    """Materialise the parts, and plan them."""
+    options, grid = parts.options, parts.grid
+    overwritten = options.init_sync and not grid.is_first
+    materialize(parts.modules, parts.device, init_fn, parts.ignored, overwritten=overwritten)
     owned = [entry.read_again() for entry in parts.owned]  # a parameter on the meta device is another one now
     for entry in owned:
         allow_training(owner for owner, _ in entry.owners)
     degree = shard_degree(options.placements, grid.inner_size, grid.outer_size)
     plans = list(plan_unit(owned, options.policy, degree, options.shard_atoms, options.bucket_size))
-    return parts._replace(owned=owned), plans
+    return parts._replace(owned=owned, plans=plans)
 
 
-def _make_alike(
-    parts: UnitParts,
-    plans: Sequence[tuple[BucketLayout, bool]],
-    options: UnitOptions,
-    grid: RankGrid,
-    ignored: Collection[int],
-    failures: FailureReporter,
-    *,
-    named: bool,
-) -> None:
+def _make_alike(parts: UnitParts, failures: FailureReporter, *, named: bool) -> None:
     """Compare the unit between ranks; then copy the first rank's values to all. ``named``: the user gave a mesh."""
-    compare_units(parts, plans, options, grid, failures)
+    compare_units(parts, failures)
     if not named:
-        check_whose_experts(parts, grid, failures, init_sync=options.init_sync)
-    if options.init_sync:
+        check_whose_experts(parts, failures)
+    if parts.options.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
-            synchronize(parts.modules, grid, ignored)
+            synchronize(parts.modules, parts.grid, parts.ignored)
 
 
-def _take_over(
-    parts: UnitParts, plans: Sequence[tuple[BucketLayout, bool]], options: UnitOptions, grid: RankGrid
-) -> None:
+def _take_over(parts: UnitParts) -> None:
     """Shard the parameters, make the unit, register the shards, and have steps of optimizers watched."""
-    module, device, name = parts.module, parts.device, parts.name
+    device, options, grid = parts.device, parts.options, parts.grid
     by_name = {entry.name: entry for entry in parts.owned}
     buckets = []
-    for layout, trainable in plans:
+    for layout, trainable in parts.plans:
         params = [by_name[slot.spec.name] for slot in layout.slots]
-        buckets.append(ShardedBucket(layout, params, grid, options, device, unit=name, trainable=trainable))
-    unit = Unit(module, name, buckets, options, grid, device, parts.modules)
+        buckets.append(ShardedBucket(layout, params, grid, options, device, unit=parts.name, trainable=trainable))
+    unit = Unit(buckets, options, grid, device, parts.modules)
     for bucket in buckets:
         watch_steps(bucket)
     for pair in unit.pairs:
         mark_replaced(pair.before, unit.label)
         record_shard(pair.whole, pair.sharded)
     unit.registered.show_whole_to_foreign_delays()
-    unit.registered.register_shards()
-    make_unit(module, unit)
+    unit.registered.register()
+    make_unit(parts.module, unit)

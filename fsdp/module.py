@@ -10,11 +10,13 @@ from torch import nn
 
 from ..ddp.buckets.iteration_ends import record_model
 from ..ddp.collectives.timeline import Timeline, recorded_on
+from ..ddp.torch_grads.sharded_grad import ShardedGrad
 from .iteration.parts import RootParts
 from .iteration.root import Root
 from .state.checkpoint_source import ShardedSource
+from .tensors.parameter import ShardedParameter
+from .unit.registration import write_back
 from .unit.unit import Unit, check_no_transform
-from .unit.whole_writes import write_back
 
 __all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
 
@@ -82,7 +84,7 @@ class FSDPModule(nn.Module):
             unit.registered.show_shards()
             unit.writes.note()
             for bucket in unit.buckets:
-                bucket.record_whole_changed()
+                bucket.record_change()  # the program may have written
         if not unit.registered.shows_whole:
             root_of(self).gathers.release(unit, was_read=was_read)
 
@@ -156,14 +158,7 @@ class FSDPModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for pair in unit_of(self).pairs:
-            moved = fn(pair.sharded.detach())
-            if moved.device != pair.sharded.device or moved.dtype is not pair.sharded.dtype:
-                raise RuntimeError(
-                    f"parameter '{pair.sharded.shard.name}' is sharded, and stays the {pair.sharded.dtype} on "
-                    f"{pair.sharded.device} that it is: move or convert the module before fully_shard"
-                )
-        return super()._apply(_but_shards(fn, self), recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(functools.partial(_but_shards, fn), recurse)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
@@ -257,8 +252,16 @@ def _become_root(module: FSDPModule) -> Root:
     return root
 
 
-def _but_shards(fn: Callable[[Any], Any], module: nn.Module) -> Callable[[Any], Any]:
-    """``fn``, but shards and their gradients are returned as they are: they must stay views of the flat shard."""
-    shards = [pair.sharded for inner in _sharded_inside(module) for pair in unit_of(inner).pairs]
-    kept = {id(tensor) for shard in shards for tensor in (shard, shard.grad)}
-    return lambda tensor: tensor if id(tensor) in kept else fn(tensor)
+def _but_shards(fn: Callable[[Any], Any], tensor: Any) -> Any:
+    """``fn(tensor)``, but shards and their gradients are returned as they are: they must stay views of flat shards."""
+    if isinstance(tensor, ShardedGrad):
+        return tensor
+    if not isinstance(tensor, ShardedParameter):
+        return fn(tensor)
+    moved = fn(tensor.detach())
+    if moved.device != tensor.device or moved.dtype is not tensor.dtype:
+        raise RuntimeError(
+            f"parameter '{tensor.shard.name}' is sharded, and stays the {tensor.dtype} on {tensor.device} that it is: "
+            f"move or convert the module before fully_shard"
+        )
+    return tensor

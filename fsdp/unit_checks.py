@@ -37,8 +37,7 @@ from ..ddp.wrapper.setup_checks import check_undeclared_parts, compare_between_r
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
-from .unit.mixed_precision import MixedPrecisionPolicy
-from .unit.plan import UnitOptions
+from .unit.plan import MixedPrecisionPolicy, UnitOptions
 
 __all__ = [
     "UnitParts",
@@ -57,7 +56,13 @@ _WHOSE_EXPERTS = (
 
 
 class UnitParts(NamedTuple):
-    """What becomes a unit."""
+    """What becomes a unit, and how."""
+
+    options: UnitOptions
+    grid: RankGrid
+    """The ranks that share the parameters."""
+    ignored: Collection[int]
+    """``id`` of parameters that are not sharded."""
 
     modules: Sequence[nn.Module]
     """The module and the modules in it, without units inside it and their modules."""
@@ -65,6 +70,8 @@ class UnitParts(NamedTuple):
     """The parameters."""
     device: torch.device
     """The device that the unit computes on."""
+    plans: Sequence[tuple[BucketLayout, bool]] = ()
+    """Each bucket's layout, and whether its parameters are trained."""
 
     @property
     def module(self) -> nn.Module:
@@ -94,7 +101,7 @@ def check_unit(
     owned = _own_params(module, modules, ignored)
     _check_params(owned)
     check_marks([(each.name, each.param) for each in owned if each.param.requires_grad], grid)
-    return UnitParts(modules, owned, on)
+    return UnitParts(options, grid, ignored, modules, owned, on)
 
 
 def policy_of(mixed_precision: object) -> MixedPrecisionPolicy:
@@ -254,60 +261,45 @@ def _device_of(
     """
     if device is None and isinstance(mesh, DeviceMesh):
         device = mesh.device_type
-    found = _device_of_params(inside, ignored) if device is None else torch.device(device)
-    if found is None:
-        found = _device_around(inside, grid)
+    if device is None:
+        device = _device_inside(inside, ignored)
+    served = [device_type for group in grid.axes for device_type in device_types_of(group)]
+    if device is None:
+        device = "cpu" if not served or "cpu" in served else served[0]
+    found = torch.device(device)
     if found.type == "meta":
         raise ValueError("device is where the unit computes, and nothing does on meta")
-    for group in grid.axes:
-        served = device_types_of(group)
-        if served and found.type not in served:
-            raise ValueError(
-                f"the mesh's group talks over {', '.join(served)}, and the unit is on {found}: "
-                f"give a group of that device"
-            )
+    if served and found.type not in served:
+        raise ValueError(
+            f"the mesh's group talks over {', '.join(served)}, and the unit is on {found}: give a group of that device"
+        )
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 
-def _device_of_params(inside: Sequence[nn.Module], ignored: Collection[int]) -> torch.device | None:
-    """The one device of the unit's parameters; None without parameters."""
+def _device_inside(inside: Sequence[nn.Module], ignored: Collection[int]) -> torch.device | None:
+    """The one device of the unit's parameters; of a unit without parameters, that of a unit inside it, if any."""
     params = [p for module in inside for p in module._parameters.values() if p is not None and id(p) not in ignored]
     found = {param.device for param in params if not param.is_meta}
     if len(found) > 1:
         raise ValueError(f"parameters are on {', '.join(sorted(map(str, found)))}: say which by device")
     if not found and params:
         raise ValueError("parameters on the meta device: say by device, or a DeviceMesh, where they are to be")
-    return found.pop() if found else None
+    if not found:
+        children = [child for module in inside for child in module.children()]
+        found = {unit_of(child).device for child in children if isinstance(child, FSDPModule)}
+    return next(iter(found), None)
 
 
-def _device_around(inside: Sequence[nn.Module], grid: RankGrid) -> torch.device:
-    """The device of a unit without parameters: that of a unit inside it, or one that the ranks' groups use."""
-    for module in inside:
-        for child in module.children():
-            if isinstance(child, FSDPModule):
-                return unit_of(child).device
-    served = [device_type for group in grid.axes for device_type in device_types_of(group)]
-    return torch.device("cpu" if not served or "cpu" in served else served[0])
-
-
-def compare_units(
-    parts: UnitParts,
-    plans: Sequence[tuple[BucketLayout, bool]],
-    options: UnitOptions,
-    grid: RankGrid,
-    failures: FailureReporter,
-) -> None:
+def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
     """Compare the unit between ranks, before a collective depends on it.
 
     Raises ``ValueError`` on all ranks, with the first difference.
-
-    plans  each bucket's layout, and whether its parameters are trained
     """
     unit, dtypes = parts.name, {entry.name: entry.param.dtype for entry in parts.owned}
     model = [
         f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {list(slot.spec.shape)}"
         f"{'' if trainable else ' frozen'}{' delayed' if slot.spec.delayed else ''}"
-        for layout, trainable in plans
+        for layout, trainable in parts.plans
         for slot in layout.slots
     ]
     model += [
@@ -316,16 +308,16 @@ def compare_units(
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    said = [f"{option}={value}" for option, value in options._asdict().items()]
-    compare_between_ranks({"model": model, "call of fully_shard": said}, grid.axes, failures)
+    said = [f"{option}={value}" for option, value in parts.options._asdict().items()]
+    compare_between_ranks({"model": model, "call of fully_shard": said}, parts.grid.axes, failures)
 
 
-def check_whose_experts(parts: UnitParts, grid: RankGrid, failures: FailureReporter, *, init_sync: bool) -> None:
+def check_whose_experts(parts: UnitParts, failures: FailureReporter) -> None:
     """Raise ``ValueError`` on all ranks for experts and slices that differ between ranks, where no mesh was given."""
     slices = [(each.name, each.param) for each in parts.owned]
     experts: list[tuple[str, Tensor]] = [(each.name, each.param) for each in parts.owned if each.grid_name == "expert"]
-    if init_sync:
+    if parts.options.init_sync:
         own = buffers_of_experts(parts.module, is_marked_expert)
         buffers = [entry for found in parts.modules for entry in found.named_buffers(recurse=False)]
         experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
-    check_undeclared_parts(slices, experts, grid, failures, option="mesh", remedy=_WHOSE_EXPERTS)
+    check_undeclared_parts(slices, experts, parts.grid, failures, option="mesh", remedy=_WHOSE_EXPERTS)

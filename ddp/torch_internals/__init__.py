@@ -393,16 +393,21 @@ def allow_storage_reads(address: int) -> None:
 def reads_no_values() -> frozenset[Any]:
     """torch's functions over a parameter or a gradient that read no values, so that nothing waits."""
     properties = """
-        shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf _version is_cuda is_cpu is_meta
-        is_sparse is_quantized output_nr names _backward_hooks _post_accumulate_grad_hooks
+        shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf retains_grad output_nr names
+        itemsize nbytes name _base _version _backward_hooks _post_accumulate_grad_hooks _cdata
+        is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan
     """
     methods = """
-        size stride numel nelement dim element_size storage_offset is_contiguous is_floating_point is_complex get_device
-        requires_grad_ register_hook register_post_accumulate_grad_hook
+        size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex
+        is_signed is_inference is_conj is_neg is_same_size get_device dim_order has_names storage_type __len__ __dir__
+        requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook _is_view
+        new new_empty new_empty_strided new_zeros new_ones new_full
     """
-    found = [getattr(torch.Tensor, name) for name in properties.split() if hasattr(torch.Tensor, name)]
-    accessors = [access for entry in found for access in (entry.__get__, entry.__set__)]
-    return frozenset([*accessors, *(getattr(torch.Tensor, name) for name in methods.split())])
+    verbs = ("__get__", "__set__", "__delete__")
+    # Names that this torch does not have stand for None.
+    found = [getattr(torch.Tensor, name, None) for name in methods.split()]
+    found += [getattr(getattr(torch.Tensor, name, None), verb, None) for name in properties.split() for verb in verbs]
+    return frozenset(found) - {None}
 
 
 def registered_params(module: nn.Module) -> dict[str, Tensor | None]:

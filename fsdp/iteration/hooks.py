@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -270,22 +269,11 @@ def delivers_to_any(params: Iterable[Tensor]) -> bool:
     return any(demand(get_gradient_edge(param).node) is Demand.ACCUMULATE for param in trained)
 
 
-class _WithGraph(torch.autograd.Function):
-    """A copy of ``value`` with a graph that leads to no parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        return None, None
-
-
 def _with_graph(leaf: Any) -> Any:
+    """A copy with a graph that leads to no parameter."""
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         return leaf
-    return _WithGraph.apply(leaf, leaf.new_zeros((), requires_grad=True))
+    return leaf.detach().requires_grad_().clone()
 
 
 def _tensors_of(outputs: Any) -> list[Tensor]:

@@ -47,11 +47,6 @@ class RootParts(Parts):
             self.root.grads.finish_grad_sync(wait=False)
 
     @property
-    def iteration(self) -> int:
-        """See ``Parts``. Iterations are not counted here."""
-        return 0
-
-    @property
     def is_clear(self) -> bool:
         """See ``Parts``. ``.grad`` of earlier iterations does not count: the user may keep it."""
         return self.root.grads.is_clear

@@ -6,9 +6,10 @@
 
 The order of the methods is that of an iteration. ``FSDPModule`` calls the first two, and hooks of autograd
 (``hooks.py``) the others. Step 5 is called by the gradient itself, from inside a backward. Comments have the numbers of
-these steps, here and in the files that a step names. ``Unit`` lists what of a unit changes in them::
+these steps, here and in ``rounds.py``. These two files and ``hooks.py`` tell a unit's round; what they call in other
+files is said where they call it::
 
-    pre_forward     1  gather the unit and the next one, and wait     UnitGathers (gathers.py), ShardedBucket.fill
+    pre_forward     1  gather the unit and the next one, and wait     UnitGathers, below; ShardedBucket.fill
                     2  modules register the whole parameters          Registration (../unit/registration.py)
     post_forward    3  modules register the shards; free the memory   UnitGathers.release
     pre_backward    4  gather the unit again, and the next one
@@ -18,31 +19,34 @@ these steps, here and in the files that a step names. ``Unit`` lists what of a u
     end_backward    8  send what is left; .grad is complete           GradRounds, GradShard (../unit/grad_shard.py)
 
 Gathers and reductions run on streams and communicators of their own. The host waits only with a backend without
-streams (gloo).
+streams (gloo). The gathers' stream owns the memory of whole parameters. Before this stream uses memory again, it waits
+for the streams that have read the earlier contents.
 """
 
 import weakref
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...ddp.buckets.buffer import Meter
 from ...ddp.buckets.iteration_ends import is_watched, record_forward
 from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.timeline import Observer
+from ...ddp.collectives.streams import communication_stream, current_stream
+from ...ddp.collectives.timeline import UNOBSERVED, Observer
 from ...ddp.contract.delay_blocks import delay_blocks
+from ...ddp.gathers.gathered_models import record_gathered_model
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from ..unit.bucket import ShardedBucket
-from ..unit.mixed_precision import cast_floating, cast_inputs
+from ..unit.plan import cast_floating, cast_inputs
 from ..unit.unit import Unit
 from .connect import connect_units, map_memory, use_copy_engines
-from .errors import past_the_outputs
-from .gathers import UnitGathers
 from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardTrace, UnitForward, delivers_to_any
 from .parts import RootParts
 from .rounds import GradRounds
 
-__all__ = ["Root"]
+__all__ = ["Root", "UnitGathers"]
 
 KEPT_UNITS = 2
 """Number of units, from the start of forward, that stay gathered between two microbatches."""
@@ -168,15 +172,11 @@ class Root:
             awaits_backward = has_graph or (hooks.trace.has_graph and not hooks.listens)
             if failed or not awaits_backward:
                 self.gathers.release_all()
-            self._note_forward(hooks.trace)
+            module = self.module()
+            if hooks.trace.has_graph and not self._frozen and module is not None and module.training:
+                hooks.trace.awaits_backward = True
+                self.grads.steps.record_forward()  # ranks compare how many of these no backward has used
             self.observer.forward_ended()
-
-    def _note_forward(self, trace: ForwardTrace) -> None:
-        """An outermost forward is over. Ranks compare how many of those that train no backward has used."""
-        module = self.module()
-        if trace.has_graph and not self._frozen and module is not None and module.training:
-            trace.awaits_backward = True
-            self.grads.steps.record_forward()
 
     def _trace_of(self, task: int) -> ForwardTrace:
         """The trace of the forward under way, or of the recomputes in this graph task so far."""
@@ -245,7 +245,7 @@ class Root:
             # If backward is still in another unit, that unit is passed first, and frees memory and prefetches then.
             self._prefetch(forward, trace, task, 1)
         self.gathers.wait(unit)
-        unit.registered.show_in_backward(frozen=not any(entered.trains for entered in backward.entered[unit]))
+        unit.registered.freeze_whole(not any(entered.trains for entered in backward.entered[unit]))
         if torch.is_grad_enabled():
             backward.keeps_graph = True
 
@@ -270,7 +270,11 @@ class Root:
             return
         # Backward has reached the parameter without entering the unit, or after it has passed the unit.
         if not unit.arrived:
-            raise past_the_outputs(bucket, unit)
+            raise RuntimeError(
+                f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, after they were "
+                f"freed: return from forward all that the loss uses, or pass reshard_after_forward=False. Before the "
+                f"autograd.grad of a gradient penalty run all forwards, or use placements='zero2'"
+            )
         self._enter(unit, current_backward(), trains=True, delays=False)
 
     def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
@@ -295,6 +299,7 @@ class Root:
         if unit not in backward.entered:
             backward.entered[unit] = set()
             backward.tasks[task].append(unit)
+            unit.registered.show_whole()  # for a recompute inside the unit
         if trains:
             self.grads.backward_enters(unit, delays=delays)
         return backward
@@ -302,7 +307,7 @@ class Root:
     def _leave_unit(self, unit: Unit, backward: Backward) -> None:
         """Backward has passed the unit: register the shards, and free the whole parameters."""
         del backward.entered[unit]
-        unit.registered.hide_after_backward()
+        unit.registered.show_shards()
         unit.writes.take_over()  # a recompute inside the unit may have written
         if not backward.keeps_graph and (backward.final or unit not in self.gathers.first(KEPT_UNITS)):
             self.gathers.release(unit)
@@ -353,14 +358,19 @@ class Root:
 
     def backward_failed(self, task: int) -> None:
         """A graph task has failed: register the shards. The next forward calls ``abandon`` for the rest."""
-        for unit in () if self._backward is None else self._backward.tasks.get(task, ()):
-            unit.registered.hide_after_backward()
+        backward = self._backward
+        if backward is None:
+            return
+        for unit in backward.tasks.get(task, ()):
+            if unit in backward.entered:
+                del backward.entered[unit]
+                unit.registered.show_shards()
 
     def abandon(self) -> None:
         """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
         backward, self._backward = self._backward, None
         for unit in () if backward is None else backward.entered:
-            unit.registered.hide_after_backward()
+            unit.registered.show_shards()
         self.grads.give_up()
         self.gathers.release_all()
 
@@ -372,3 +382,158 @@ class Root:
     @observer.setter
     def observer(self, observer: Observer) -> None:
         self.grads.launcher.observer = self.gathers.observer = observer
+
+
+# ---- Gathers. ----
+
+
+class UnitGathers:
+    """The gathers of one model: which unit comes next; issue a gather, wait for it, free the whole parameters.
+
+    units   the outermost first
+    device  where the model computes
+    """
+
+    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+        self._units = units
+        self._device = device
+        self._buckets = [bucket for unit in units for bucket in unit.buckets]
+        self.observer: Observer = UNOBSERVED
+        self.meter = Meter()
+        """Bytes of whole parameters."""
+        for bucket in self._buckets:
+            bucket.whole_params.meter = self.meter
+        self.stream = communication_stream(device)
+        self._freed: list[torch.cuda.Event] = []  # of freed units, for which the stream has not waited yet
+        # The order in which the last outermost forward, and the current one, have entered units. It predicts which unit
+        # comes next. Only the time of a gather depends on the prediction: a wrong one costs a gather. All ranks predict
+        # alike, because all run the same units in the same order.
+        self._last_order: list[Unit] = []
+        self._order: list[Unit] = []
+
+    # ---- Which unit comes next. ----
+
+    def forward_begins(self) -> None:
+        """An outermost forward starts."""
+        self._last_order, self._order = self._order, []
+
+    def forward_enters(self, unit: Unit) -> list[Unit]:
+        """A unit's forward starts. Returns the unit that followed the last time; none if the order has changed."""
+        index = len(self._order)
+        self._order.append(unit)
+        known = index < len(self._last_order) and self._last_order[index] is unit
+        return self._last_order[index + 1 : index + 2] if known else []
+
+    def first(self, count: int) -> list[Unit]:
+        """The first ``count`` units of the current or last forward, the outermost among them."""
+        return self._order[:count]
+
+    def came_last(self, unit: Unit) -> bool:
+        """``unit`` is the last of both the last forward and the current one."""
+        last = self._last_order
+        return bool(last) and len(self._order) == len(last) and last[-1] is unit
+
+    def begin_anew(self) -> None:
+        """Ranks may differ in what is gathered and in their order: gather all units anew, and predict nothing."""
+        self._last_order, self._order = [], []
+        self.record_replay()
+
+    # ---- One unit. ----
+
+    def gather(self, unit: Unit) -> None:
+        """Issue the gather of the unit's parameters, unless it was issued before and they were not freed."""
+        if unit.gathered:
+            return
+        if self.stream is not None:
+            for event in self._freed:
+                self.stream.wait_event(event)
+            self._freed.clear()
+        unit.gathered = True
+        unit.record_gather()
+        # 1. and 4. On the gathers' stream: whole parameters take memory, this rank copies its shard into its part
+        # (``fill``), and an all-gather brings the other parts. Nothing waits here.
+        for bucket in unit.buckets:
+            bucket.gather.start(self.stream, self.observer, fill=bucket.fill, ordered=True)
+
+    def wait(self, unit: Unit) -> None:
+        """Have the current stream (CUDA), or this thread (CPU), wait for the unit's gather."""
+        for bucket in unit.buckets:
+            bucket.gather.wait()
+
+    def release(self, unit: Unit, *, was_read: bool = False) -> None:
+        """Free the whole parameters, after all work of the current stream so far.
+
+        Nothing happens for a unit that keeps whole parameters at rest, and between ``unshard()`` and ``reshard()``.
+        ``was_read``: the program was given them to read (``ShardedBucket.release_params``).
+        """
+        if not (unit.gathered and unit.releasable) or unit.num_unshards:
+            return
+        self.wait(unit)
+        # 3. and 6. The memory is freed for the host at once. The gathers' stream waits for ``freed`` before using it.
+        unit.gathered = False
+        for bucket in unit.buckets:
+            bucket.release_params(was_read=was_read)
+        if unit.freed is not None:
+            unit.freed.record(current_stream(self._device))
+            self._freed.append(unit.freed)
+
+    def release_all(self, but: Collection[Unit] = ()) -> None:
+        """Free the whole parameters of every unit that is not in ``but``."""
+        for unit in self._units:
+            if unit.gathered and unit not in but:
+                self.wait(unit)  # also an unused gather: it reads shards, which the optimizer changes
+                self.release(unit)
+
+    # ---- All units. ----
+
+    def expect_step(self) -> None:
+        """An iteration is over. The next forward gathers whole parameters again, even if this rank sees no change.
+
+        On a rank whose shards are padding alone the optimizer changes nothing. That rank must gather with the others.
+        """
+        for bucket in self._buckets:
+            if bucket.trainable:
+                bucket.record_change()
+
+    def notice_changes(self) -> None:
+        """Discard gathers that are older than a change of their shards, so that the next use gathers again.
+
+        Units between ``unshard()`` and ``reshard()`` are gathered at once.
+        """
+        record_gathered_model(self)
+        if not any(bucket.changed for bucket in self._buckets):
+            return
+        if self.stream is not None:
+            self.stream.wait_stream(current_stream(self._device))
+        for unit in self._units:
+            if unit.gathered and any(bucket.changed for bucket in unit.buckets):
+                self.wait(unit)
+                self.release(unit)
+                unit.gathered = False
+                if unit.num_unshards:
+                    self.gather(unit)
+                    self.wait(unit)
+
+    # ---- Captures: the methods of ``GatheredModel``. ----
+
+    def finish(self) -> None:
+        """Wait for the gathers under way."""
+        for unit in self._units:
+            self.wait(unit)
+
+    def begin_capture(self) -> None:
+        """Free all whole parameters; the captured forwards gather each anew."""
+        self.release_all()
+        self.record_replay()
+        self._freed.clear()  # the capture begins when all work is done
+
+    def end_capture(self) -> None:
+        """Forget the events of the capture: it has not run."""
+        for bucket in self._buckets:
+            bucket.gather.forget_capture()
+        self.begin_capture()
+
+    def record_replay(self) -> None:
+        """The shards may have new values, on all ranks alike, as after a captured iteration that was replayed."""
+        for bucket in self._buckets:
+            bucket.record_change()

@@ -24,9 +24,8 @@ from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_grads.sharded_grad import step_ended
 from ..tensors.parameter import call_grad_hooks
 from ..unit.bucket import ShardedBucket
-from ..unit.memory import GradPool
+from ..unit.plan import num_to_end, pool_limit
 from ..unit.unit import Unit
-from .errors import backward_raised, delays_left
 
 __all__ = ["GradRound", "GradRounds", "State"]
 
@@ -161,8 +160,12 @@ class GradRounds:
         self._delayed_in: str | None = None  # a unit with delays in the iteration that has ended, until a step
         self._is_busy = False  # in a backward or a launch; stays True if that raises, until the iteration is given up
         self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
-        # The outermost unit is not in it: its gradients come first, or after most activations are freed.
-        self._pool = GradPool([[bucket for bucket in unit.buckets if bucket.is_pooled] for unit in units[1:]])
+        # The bound on whole gradients that are written or reduced. The outermost unit's do not count: they come first,
+        # or after most activations are freed.
+        pooled = [[bucket for bucket in unit.buckets if bucket.is_pooled] for unit in units[1:]]
+        self._beside = {bucket: mine for mine in pooled for bucket in mine}
+        self._limit = max((pool_limit([bucket.whole_grads.nbytes for bucket in mine]) for mine in pooled), default=0)
+        self._launched: list[ShardedBucket] = []  # whose memory a reduction uses, in the order of launches
         self.trained = TrainedBackwards()
 
     @property
@@ -371,12 +374,15 @@ class GradRounds:
         was_busy, self._is_busy = self._is_busy, True
         unit.record_reduction(inside=inside, across=across)
         adds_to_total = self._claim(bucket)
+        # The launcher's stream waits for the streams that have written. There ``GradShard`` reduce-scatters the whole
+        # gradients, and adds this rank's part to its sums: in the last microbatch to those that ``.grad`` shows.
         self.launcher.launch(
             bucket.grad_bucket,
             partial(bucket.grad_shard.reduce, adds_to_total=adds_to_total, inside=inside, across=across),
         )
         self._is_busy = was_busy
-        self._pool.launched(bucket)
+        if bucket.is_pooled:
+            self._launched.append(bucket)
 
     def _claim(self, bucket: ShardedBucket) -> bool:
         """``GradShard.claim`` on the stream of forwards, whose activations use the memory of the sums next."""
@@ -389,7 +395,14 @@ class GradRounds:
 
     def _bound_pool(self, bucket: ShardedBucket) -> None:
         """Wait for the oldest reductions, until the bucket's memory fits into the pool."""
-        for other in self._pool.to_end_before(bucket):
+        if bucket not in self._beside:
+            return
+        written = bucket.whole_grads.nbytes
+        for other in self._beside[bucket]:
+            if other is not bucket and other.whole_grads.resident and other not in self._launched:
+                written += other.whole_grads.nbytes
+        launched = [each.whole_grads.nbytes for each in self._launched]
+        for other in self._launched[: num_to_end(written, launched, self._limit)]:
             self.finish_reduction(other)
 
     def _finish_reductions(self) -> None:
@@ -402,12 +415,13 @@ class GradRounds:
         if not bucket.is_launched:
             return
         bucket.grad_shard.landed()
-        self.launcher.wait_for(bucket.grad_bucket)
+        self.launcher.wait_for(bucket.grad_bucket)  # the current stream waits; over gloo the host
         home = bucket.whole_grads.stream  # the memory returns to this stream
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
         bucket.grad_bucket.reset()
-        self._pool.ended(bucket)
+        if bucket in self._launched:
+            self._launched.remove(bucket)
         if not bucket.whole_grads_at_rest:
             bucket.whole_grads.release()
 
@@ -429,15 +443,21 @@ class GradRounds:
             unit = self._delayed_in or next(grad_round.unit.label for grad_round in self._all if grad_round.delays)
             if self._due is not None:
                 self._send_due(complete=False)  # other ranks wait for these, and then raise as well
-            raise delays_left(what, unit)
+            raise RuntimeError(
+                f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: "
+                f"compute these and call model.finish_grad_sync() first; or run all backwards but the last within "
+                f"model.no_sync(), and call torch.autograd.grad before the last"
+            )
         if self._due is None:  # all .grad were set to None
             self._delayed_in = None
 
     def _check_complete(self, caller: str) -> None:
         """Raise ``RuntimeError`` if a backward has failed, or a delayed weight gradient is not computed."""
         if self._is_busy:  # perhaps between two units
-            raise backward_raised(
-                caller, (grad_round.unit for grad_round in self._all if grad_round.state is State.WRITING)
+            where = next((f" in {each.unit.label}" for each in self._all if each.state is State.WRITING), "")
+            raise RuntimeError(
+                f"{caller} after a backward that raised an exception{where}: gradients are not complete; call "
+                f"zero_grad(), and the next forward begins a new iteration"
             )
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
         self._check_nothing_beside()

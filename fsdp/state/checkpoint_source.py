@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors
 from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.optimizer.steps import MASTER
-from ..tensors.parameter import ShardedParameter
-from ..unit.pair import ShardedPair
+from ..tensors.parameter import ShardedPair, ShardedParameter
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
 from .sharded_adam import ShardedAdam, ShardedAdamW
 
@@ -60,13 +59,16 @@ class ShardedSource:
         masters: Mapping[Tensor, Tensor] = {}
         if isinstance(checked, ShardedAdamW | ShardedAdam):
             state = full = checked.full_state()
-            masters = checked.masters({param: known.pop(MASTER) for param, known in full.items() if MASTER in known})
+            masters = checked.masters(full)
             # Frozen parameters without state get none by a load of their masters.
             masters = {param: each for param, each in masters.items() if param.requires_grad or param in full}
         self._masters = {} if saving else masters
-        groups = {} if checked is None else _groups_of(checked)
-        # A frozen parameter without state counts as in no group.
-        groups = {param: group for param, group in groups.items() if param.requires_grad or state.get(param)}
+        groups = {
+            param: index
+            for index, group in enumerate(() if checked is None else checked.param_groups)
+            for param in group["params"]
+            if param.requires_grad or state.get(param)  # a frozen parameter without state counts as in no group
+        }
         counters: frozenset[str] = frozenset() if checked is None else counters_of(checked)
         slices = {
             name: self._slice(param, groups.get(param), state.get(param, {}), counters, masters)
@@ -140,10 +142,6 @@ def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer
                     f"{index} is not in this one; build it over model.parameters() after fully_shard"
                 )
     return optimizer
-
-
-def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
-    return {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
 
 
 # ---- Ranks. ----

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from ...ddp.optimizer.steps import MASTER
 from ...kernels.optimizer.reference import split_master
 from ..tensors.parameter import ShardedParameter
-from .exchange import disagreement
-from .state_dict import misfit, to_dtensor, to_shard
+from .state_dict import disagreement, misfit, to_dtensor, to_shard
 
 __all__ = ["counters_of", "elementwise_of", "params_of", "places_of", "translate_state_dicts"]
 

@@ -98,33 +98,28 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
     """A step begins to read gradients. If the step has a closure, the closure has computed them before."""
-    for bucket in sorted(buckets, key=lambda each: not each.has_pending):  # first the cause, if there are several
-        if (why := _why_unfinished(bucket)) is not None:
-            raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
+    step = f"{type(optimizer).__name__}.step()"
+    for bucket in buckets:
+        if bucket.has_pending:
+            raise RuntimeError(
+                f"{step}: gradients of '{bucket.name}' wait for delayed weight gradients: run the modules' "
+                f"backward_dw() or drain their WgradQueue, after the last backward and before the step"
+            )
+    for bucket in buckets:
+        grads = None if bucket.round is None else bucket.round()
+        if grads is None:
+            continue
+        if grads.under_way or not bucket.grad_bucket.idle or any(pair.whole.grad is not None for pair in bucket.pairs):
+            raise RuntimeError(
+                f"{step}: gradients of '{bucket.name}' are not reduced yet: run the last microbatch's backward outside "
+                f"no_sync(), or call model.finish_grad_sync()"
+            )
     for root in _roots_of(buckets):
         root.grads.step_began()
         if is_watched() and (model := root.module()) is not None:
             record_step(model, vars(optimizer).get("found_inf"))
     if buckets or any(isinstance(param, ShardedParameter) for param in params_of(optimizer)):
         step_began(optimizer)
-
-
-def _why_unfinished(bucket: "ShardedBucket") -> str | None:
-    """Words for what keeps an optimizer from stepping over the bucket's gradients; None if it may step."""
-    grads = None if bucket.round is None else bucket.round()
-    if grads is None:
-        return None
-    if bucket.has_pending:
-        return (
-            "wait for delayed weight gradients: run the modules' backward_dw() or drain their WgradQueue, after the "
-            "last backward and before the step"
-        )
-    if grads.under_way or not bucket.grad_bucket.idle or any(pair.whole.grad is not None for pair in bucket.pairs):
-        return (
-            "are not reduced yet: run the last microbatch's backward outside no_sync(), or call "
-            "model.finish_grad_sync()"
-        )
-    return None
 
 
 def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
@@ -142,13 +137,15 @@ def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> No
     why = why_not_over(type(optimizer), whole=not cut, kept_whole='fully_shard(..., shard_atoms="whole")')
     if why is not None:
         raise RuntimeError(why)
-    sliced = [pair.sharded.shard for bucket in buckets for pair in bucket.pairs if pair.sharded.shard.is_slice]
-    if sliced and not is_elementwise(type(optimizer)) and sliced[0].everyone and sliced[0].everyone.leaves_ranks_out:
-        raise RuntimeError(
-            f"{name} updates whole parameters, and would take slices for them: parameter '{sliced[0].name}' is a slice "
-            f"of tensor parallelism (tensor_model_parallel = True); use an elementwise class of torch.optim. If every "
-            f"rank holds the whole parameter, set the mark to False before fully_shard"
-        )
+    if is_elementwise(type(optimizer)):
+        return
+    for info in (pair.sharded.shard for bucket in buckets for pair in bucket.pairs):
+        if info.is_slice and info.everyone and info.everyone.leaves_ranks_out:
+            raise RuntimeError(
+                f"{name} updates whole parameters, and would take slices for them: parameter '{info.name}' is a slice "
+                f"of tensor parallelism (tensor_model_parallel = True); use an elementwise class of torch.optim. If "
+                f"every rank holds the whole parameter, set the mark to False before fully_shard"
+            )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

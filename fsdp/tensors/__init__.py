@@ -1,4 +1,4 @@
-"""Sharded parameters and their gradients: the tensors that a program sees outside forwards.
+"""Parameters in both forms, sharded and whole, as a program sees them.
 
 Imports ``ddp``, and nothing else of ``fsdp``.
 """

@@ -1,37 +1,50 @@
 """``ShardedParameter``: what a module's parameter is outside the forward of its unit.
 
 A sharded parameter is a range of the flattened parameter. It is a view of its bucket's flat shard on this rank.
+
+``FreedParameter`` is the class of a whole parameter that a program has kept from ``unsharded()``, until the unit is
+gathered again: it has no memory, and its reads raise.
 """
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...ddp.buckets.buffer import ReleasableBuffer
+from ...ddp.collectives.reduction import GradReduction
+from ...ddp.collectives.streams import current_stream
+from ...ddp.plan.cut import Range
+from ...ddp.plan.layout import ParamSlot
+from ...ddp.plan.owned_params import OwnedParam, is_slice
 from ...ddp.torch_grads.grad_reads import name_of
 from ...ddp.torch_grads.over_ranks import ShardInfo, local_shape
 from ...ddp.torch_grads.sharded_grad import adopt_grad
 from ...ddp.torch_internals import (
+    DisableTorchFunctionSubclass,
     disabled_torch_function,
     grad_of_tensor,
     is_forward_ad_enabled,
     let_optimizers_take,
     make_subclass,
+    reads_no_values,
     tree_leaves,
 )
 
 __all__ = [
     "ShardInfo",
+    "ShardedPair",
     "ShardedParameter",
+    "WholeParams",
     "call_grad_hooks",
+    "flat_of",
     "grad_hook_keys",
-    "leads_to_values",
     "local_shape",
-    "make_sharded",
-    "reads_no_values",
+    "make_pair",
 ]
 
 _HOOKS = "_maingrad_grad_hooks"
@@ -252,39 +265,151 @@ def _used_outside(info: ShardInfo) -> str:
     )
 
 
-def reads_no_values() -> frozenset[Any]:
-    """Functions that read no values of a parameter, or that read them under a ``no_grad`` of their own."""
-    properties = """
-        shape dtype device layout ndim requires_grad grad_fn grad_dtype is_leaf retains_grad output_nr names
-        itemsize nbytes name _base _version _backward_hooks _post_accumulate_grad_hooks _cdata
-        is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan
+def _named(names: str) -> set[Any]:
+    """The methods of tensors, and functions of torch, of these names."""
+    return {getattr(place, name) for place in (Tensor, torch) for name in names.split() if hasattr(place, name)}
+
+
+_ALLOWED_IN_FUNCTION = reads_no_values() | _named(
     """
-    methods = """
-        size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex
-        is_signed is_inference is_conj is_neg is_shared is_pinned is_same_size is_set_to get_device dim_order has_names
-        data_ptr storage untyped_storage _typed_storage storage_type __len__ __format__ __dlpack_device__ __dir__
-        detach requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook record_stream _is_view
-        new new_empty new_empty_strided new_zeros new_ones new_full new_tensor
+    is_shared is_pinned is_set_to __format__ new_tensor is_floating_point is_complex is_signed is_inference is_same_size
+    is_conj is_neg numel get_device result_type _has_compatible_shallow_copy_type
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like
     """
-    functions = """
-        is_floating_point is_complex is_signed is_inference is_same_size is_conj is_neg numel get_device detach
-        result_type _has_compatible_shallow_copy_type
-        empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+)
+# The initialisers read values under a ``no_grad`` of their own.
+_ALLOWED_IN_FUNCTION |= {nn.init.normal_, nn.init.uniform_, nn.init.constant_}
+# Views and addresses, by which a program comes to the values.
+_ALLOWED = _ALLOWED_IN_FUNCTION | _named(
+    "detach data_ptr storage untyped_storage _typed_storage record_stream __dlpack_device__"
+)
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """A plain tensor of one dim: with the same memory and version where ``tensor`` is contiguous, else a copy."""
+    with DisableTorchFunctionSubclass():
+        return tensor.detach().reshape(-1)
+
+
+# ---- Whole parameters that a program has kept from ``unsharded()``: their reads raise while they have no memory. ----
+
+
+_NAME = "_maingrad_freed"
+
+
+class FreedParameter(nn.Parameter):
+    """A whole parameter without memory. Functions that use its values, and views of it, raise ``RuntimeError``."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALLOWED_IN_FUNCTION:
+            return disabled_torch_function(func, types, args, kwargs or {})
+        used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
+        raise RuntimeError(
+            f"{name_of(func)} uses the parameter {used.__dict__[_NAME]!r}, which was whole within unsharded() "
+            f"or unshard(), and is sharded again: it has no memory now. Keep a copy from the block "
+            f"(param.detach().clone(), state_dict()), or read the parameter in a block of its own"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FreedParameter({self.__dict__[_NAME]!r}, {list(self.shape)}, without memory)"
+
+
+class WholeParams(ReleasableBuffer):
+    """The memory of a bucket's whole parameters, which a program may have been given to read (``unsharded()``)."""
+
+    params: tuple[nn.Parameter, ...] = ()
+    """The whole parameters, views of the memory."""
+    _refuses_reads = False
+
+    def take(self) -> None:
+        """Give the parameters memory: they may be read."""
+        super().take()
+        if self._refuses_reads:
+            self._refuses_reads = False
+            for param in self.params:
+                param.__class__ = nn.Parameter
+                del param.__dict__[_NAME]
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Leave the memory to views that the program has kept, which go on reading it.
+
+        The parameters themselves, of these names, refuse to be read until ``take``. The caller then calls ``release``.
+        """
+        self._refuses_reads = True
+        if self.pool is None:  # ranks take and free memory of a pool in one order
+            self._begin_anew()
+        for param, name in zip(self.params, names, strict=True):
+            param.__dict__[_NAME] = name
+            param.__class__ = FreedParameter
+
+    def _begin_anew(self) -> None:
+        if self.data.is_cuda:
+            # The last view may be dropped at any time. The memory then returns to its stream, which has not waited for
+            # the program's reads.
+            self.data.record_stream(current_stream(self.data.device))
+        self.data = torch.empty_like(self.data)
+        self._storage = self.data.untyped_storage()
+        for param in self.params:  # the old memory is freed with the last of them, unless the program has kept a view
+            place = param.storage_offset()
+            param.data = self.data[place : place + param.numel()].view(param.shape)
+
+
+# ---- A parameter in both forms. ----
+
+
+class ShardedPair(NamedTuple):
+    """One parameter in its two forms, sharded and whole."""
+
+    name: str
+    """The parameter's name in its unit."""
+    before: nn.Parameter
+    """The user's parameter before sharding. Its memory is freed."""
+    places: tuple[tuple[weakref.ref[nn.Module], str], ...]
+    """The modules that register the parameter, and its name in each. The references are weak: modules own the unit."""
+    sharded: ShardedParameter
+    whole: nn.Parameter
+
+
+def make_pair(
+    entry: OwnedParam,
+    slot: ParamSlot,
+    shard: Tensor,
+    mine: Range,
+    whole_params: Tensor,
+    reduction: GradReduction,
+    unit: str,
+) -> ShardedPair:
+    """The parameter ``entry``, which lies in ``slot`` of its bucket, as views of the bucket's flat tensors.
+
+    shard         [mine.numel] this rank's elements ``mine`` of the bucket
+    whole_params  [n] memory of the whole parameters
+    unit          the unit's name, for errors
     """
-    found = [getattr(Tensor, name) for name in properties.split() if hasattr(Tensor, name)]
-    verbs = ("__get__", "__set__", "__delete__")
-    accessors = [getattr(entry, verb) for entry in found for verb in verbs if hasattr(entry, verb)]
-    inits = [nn.init.normal_, nn.init.uniform_, nn.init.constant_]
-    named = [(Tensor, methods), (torch, functions)]
-    callables = [getattr(place, name) for place, names in named for name in names.split() if hasattr(place, name)]
-    return frozenset([*accessors, *inits, *callables])
-
-
-def leads_to_values() -> frozenset[Any]:
-    """Those of ``reads_no_values()`` whose results lead to a parameter's values: views and addresses."""
-    names = ["detach", "data_ptr", "storage", "untyped_storage", "_typed_storage", "record_stream", "__dlpack_device__"]
-    return frozenset(getattr(place, name) for place in (Tensor, torch) for name in names if hasattr(place, name))
-
-
-_ALLOWED = reads_no_values()
-_ALLOWED_IN_FUNCTION = _ALLOWED - leads_to_values()
+    part = Range(slot.start, slot.end).intersect(mine)
+    offset = part.start - mine.start
+    if not part.numel:
+        part, offset = Range(slot.start, slot.start), 0
+    info = ShardInfo(
+        entry.name,
+        tuple(entry.param.shape),
+        part.start - slot.start,
+        part.end - slot.start,
+        reduction.grid,
+        reduction.num_replicas,
+        unit,
+        reduction.grid,
+        is_slice(entry.param),
+        place=slot.start,
+        bucket_numel=whole_params.numel(),
+    )
+    # ``.data``: a version of its own tells which parameter a program has written. Autograd must not see a view.
+    sharded = make_sharded(shard[offset : offset + part.numel].data, info, entry.param.requires_grad)
+    whole = nn.Parameter(whole_params[slot.start : slot.end].view(slot.spec.shape).data, entry.param.requires_grad)
+    # What torch does not set: Megatron's marks, and the user's attributes.
+    marks: dict[str, Any] = dict(entry.param.__dict__)
+    whole.__dict__.update(marks)
+    marks.pop("shard", None)
+    sharded.__dict__.update(marks)
+    places = tuple((weakref.ref(module), local) for module, local in entry.owners)
+    return ShardedPair(entry.name, entry.param, places, sharded, whole)

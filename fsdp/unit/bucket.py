@@ -34,11 +34,9 @@ from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import OwnedParam
 from ...ddp.torch_internals import current_raw_stream, weak_method
-from ..tensors.freed import refusal_of_grads, refusal_of_params
+from ..tensors.parameter import ShardedPair, WholeParams, make_pair
 from .grad_shard import GradShard
 from .materialize import flat_shard
-from .memory import WholeParams
-from .pair import ShardedPair, make_pair
 from .plan import UnitOptions
 
 if TYPE_CHECKING:
@@ -96,6 +94,9 @@ class ShardedBucket:
         mine = Range(*reduction.owned_range(layout.numel))
         self.shard = flat_shard(layout, owned, mine, device)
         """[n / shards], the module's dtype."""
+        ends = [(slot.start, slot.end - 1) for slot in layout.slots if slot.spec.numel]
+        self.cuts_parameters = any(first // mine.numel != last // mine.numel for first, last in ends)
+        """A border between shards lies inside a parameter."""
         if options.offload_to_cpu:  # pinned host memory
             self.shard = self.shard.cpu().pin_memory()
         self.whole_params = WholeParams(layout.numel, layout.slots[0].spec.param_dtype, device)
@@ -163,27 +164,23 @@ class ShardedBucket:
         """The shard may have other values. Fused optimizers do not raise the version of what they write."""
         self._gathered_version = -1
 
-    def record_whole_changed(self) -> None:
-        """Gather again before the next use, if whole parameters are kept: the user may have written to them."""
-        if self.whole_params_at_rest:
-            self._gathered_version = -1
-
-    @property
-    def cuts_parameters(self) -> bool:
-        """A border between shards lies inside a parameter."""
-        size = self.shard.numel()
-        return any(slot.start // size != (slot.end - 1) // size for slot in self.layout.slots if slot.end > slot.start)
-
     def connect(self, index: int, failures: FailureReporter) -> None:
         """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
         wholes = [pair.whole for pair in self.pairs]
-        self.whole_params.refusal = refusal_of_params(self.name)
+        self.whole_params.refusal = (
+            f"the memory of the whole parameters ({self.name}) was freed after the forward of their unit, and this "
+            f"tensor is one of them, or a view: keep a copy from the forward (tensor.clone()), or read them within "
+            f"unsharded()"
+        )
         self.gather = ParamGather(
             self.name, self.whole_params.data, wholes, self.reduction.grid, failures, in_graph=True
         )
         if not self.trainable:
             return
-        self.whole_grads.refusal = refusal_of_grads(self.name)
+        self.whole_grads.refusal = (
+            f"the memory of the whole gradients ({self.name}) was freed after their reduction, and this tensor is a "
+            f"main_grad or a view of one: read param.grad of the sharded parameters, or copy main_grad in backward"
+        )
         for pair, record in zip(self.pairs, self.records, strict=True):
             record.name = pair.sharded.shard.name
             record.bucket_index = index
@@ -201,7 +198,6 @@ class ShardedBucket:
         was_read  the program was given them to read: see ``WholeParams.leave``
         """
         if was_read:
-            self.gather.flat = self._gather_input = self.gather.flat.new_empty(0)  # lets go of the memory
             self.whole_params.leave([pair.sharded.shard.name for pair in self.pairs])
             self.gather.flat, self._gather_input = self.whole_params.data, self.whole_params.data[self._part]
         self.whole_params.release()
@@ -235,11 +231,6 @@ class ShardedBucket:
     def is_pooled(self) -> bool:
         """Whole gradients have memory only while they are written or reduced: ``GradRounds`` bounds it."""
         return self.trainable and not self.whole_grads_at_rest
-
-    def show_grad_sums(self) -> None:
-        """Have ``.grad`` of the shards be the sums in ``grad_dtype``, for an optimizer that reads this dtype."""
-        if self.trainable:
-            self.grad_shard.show_sums()
 
     @property
     def has_pending(self) -> bool:

@@ -83,12 +83,6 @@ class GradShard:
         """All ``.grad`` were set to None while gradients were not in them yet: these are to be discarded."""
         return self._expected is not None and self.is_cleared
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums on the reducing device now: from the first reduction to the forward after ``zero_grad``."""
-        tensors = [tensor for tensor in (self._total, self._partial, self._shown) if tensor is not None]
-        return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
-
     def free_if_cleared(self) -> None:
         """Free the memory of the sums if all ``.grad`` are None, so that activations can use it.
 

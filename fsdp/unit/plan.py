@@ -1,17 +1,92 @@
-"""The buckets of one unit, from shapes alone: without storage or process groups, also on the meta device."""
+"""The dtypes and the buckets of one unit, from shapes alone: without storage or process groups, also on meta."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
 
 from ...ddp.collectives.reduction import Placements
 from ...ddp.plan.atoms import atom_of
 from ...ddp.plan.layout import BucketLayout, ParamSpec, default_bucket_numel, plan_gradients
 from ...ddp.plan.owned_params import OwnedParam, grad_dtype_of
-from .mixed_precision import MixedPrecisionPolicy
+from ...ddp.torch_internals import tree_map
 
-__all__ = ["Atom", "ShardAtoms", "UnitOptions", "plan_unit", "shard_degree"]
+__all__ = [
+    "Atom",
+    "MixedPrecisionPolicy",
+    "ShardAtoms",
+    "UnitOptions",
+    "cast_floating",
+    "cast_inputs",
+    "num_to_end",
+    "plan_unit",
+    "pool_limit",
+    "shard_degree",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedPrecisionPolicy:
+    """Dtypes of one unit. Field names are those of PyTorch's FSDP2 if it has the field.
+
+    Sharded parameters and the optimizer's state keep the module's dtype: with ``param_dtype=torch.bfloat16``, fp32
+    parameters are fp32 masters, which are gathered and used in bf16.
+
+    Raises ``ValueError`` for a dtype that is not floating-point, and for a ``reduce_dtype`` wider than ``grad_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    """The dtype of whole parameters and of their gather; None: the module's dtype."""
+    grad_dtype: torch.dtype = torch.float32
+    """The dtype of ``main_grad``, and of sums over microbatches and ranks, for parameters computed in half precision.
+    Gradients of wider parameters have the parameter's dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which the reduction sends; sums are in ``grad_dtype`` all the same. None: ``grad_dtype``."""
+    output_dtype: torch.dtype | None = None
+    """Forward's floating-point outputs are cast to it; None: no cast."""
+    cast_forward_inputs: bool = True
+    """Forward's floating-point inputs are cast to ``param_dtype``."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "grad_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point dtype, got {dtype}")
+        if self.reduce_dtype is not None and self.reduce_dtype.itemsize > self.grad_dtype.itemsize:
+            raise ValueError(
+                f"MixedPrecisionPolicy.reduce_dtype {self.reduce_dtype} is wider than grad_dtype {self.grad_dtype}: "
+                f"gradients have no more bits than grad_dtype; widen that"
+            )
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """``reduce_dtype``; None if it is ``grad_dtype``."""
+        return None if self.reduce_dtype is self.grad_dtype else self.reduce_dtype
+
+
+def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+    """``cast_floating`` of a forward's arguments. Tensors and numbers skip the walk over a tree, for speed."""
+    cast = tuple(arg if isinstance(arg, _PLAIN) else cast_floating(arg, dtype) for arg in args)
+    return cast, cast_floating(kwargs, dtype) if kwargs else kwargs
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """``tree`` (nested tuples, lists and dicts) with every floating-point tensor cast to ``dtype``."""
+    if isinstance(tree, Tensor):
+        return _cast(tree, dtype)
+    return tree_map(lambda leaf: _cast(leaf, dtype), tree)
+
+
+_PLAIN = (int, float, str, type(None))
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype is not dtype else leaf
+
 
 Atom: TypeAlias = Literal["element", "block", "row", "whole"] | int
 """The elements between which no border of shards lies: one, 256, a row (entry of dim 0), a parameter, a number of
@@ -130,3 +205,33 @@ def _alone(layout: BucketLayout) -> BucketLayout:
 def shard_degree(placements: Placements, inner_size: int, outer_size: int) -> int:
     """Number of shards of a unit's buckets over ``outer_size`` instances of ``inner_size`` ranks."""
     return inner_size * (outer_size if placements.outer.scatters else 1)
+
+
+# ---- The bound on the bytes of whole gradients that are written or reduced. ----
+
+
+def pool_limit(sizes: Sequence[int]) -> int:
+    """Bytes that are enough to write a unit's gradients while an equal unit's gradients are being reduced.
+
+    sizes  bytes of the unit's buckets
+
+    That is sum + max(largest bucket, sum / 2): twice the unit for one bucket, one and a half times the unit for several
+    buckets of at most half the unit. The first of several buckets are reduced before the last are written.
+    """
+    return sum(sizes) + max(max(sizes, default=0), sum(sizes) // 2)
+
+
+def num_to_end(written: int, launched: Sequence[int], limit: int) -> int:
+    """Number of launched reductions, the oldest first, that must end before a bucket takes memory.
+
+    written   bytes of the bucket, and of the buckets of its unit that have memory and are not launched. Other units
+              that are still being written do not count: a wait for them might never end
+    launched  bytes of each bucket whose memory a reduction uses, the oldest first
+    limit     bytes that ``written`` and ``launched`` may have together
+    """
+    taken = written + sum(launched)
+    for count, nbytes in enumerate(launched):
+        if taken <= limit:
+            return count
+        taken -= nbytes
+    return len(launched)

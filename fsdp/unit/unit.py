@@ -9,8 +9,8 @@ what                         kept in                         changed by
 memory of whole parameters   ``Unit.gathered``;              ``UnitGathers.gather`` takes it, ``release`` frees it.
                              ``ShardedBucket.whole_params``  It stays between ``unshard()`` and ``reshard()``, and
                                                              where placements keep parameters whole
-form that modules register   ``Registration``                ``Root``: ``show_whole`` around a forward,
-                                                             ``show_in_backward`` in a backward; ``unshard()``
+form that modules register   ``Registration``                ``Root``: ``show_whole`` around a forward, and from
+                                                             entering a unit in backward to passing it; ``unshard()``
 state of the gradients       ``GradRound.state``             ``GradRounds``: ``backward_enters``, ``leave``, ``_finish``
 memory of whole gradients    ``ShardedBucket.whole_grads``;  ``GradRounds.make_room`` takes it at the first write, and
                              ``Phase`` of each bucket        ``finish_reduction`` frees it. The phase goes from IDLE
@@ -32,11 +32,10 @@ from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.step_check import GroupLog, StepCheck
 from ...ddp.contract.torch_wrappers import check_not_collected, check_not_inside, in_torch_ddp
 from ...ddp.torch_internals import are_transforms_active
+from ..tensors.parameter import ShardedPair
 from .bucket import ShardedBucket
-from .pair import ShardedPair
 from .plan import UnitOptions
-from .registration import Registration
-from .whole_writes import WholeWrites
+from .registration import Registration, WholeWrites
 
 if TYPE_CHECKING:
     from ..iteration.root import Root
@@ -47,29 +46,25 @@ __all__ = ["Unit", "check_no_transform"]
 class Unit:
     """One ``fully_shard`` call.
 
-    module   the module, which owns the unit; the reference is weak
-    name     of the module's class, until ``join`` gives the name in the outermost unit
     buckets  the unit's parameters, perhaps none
     options  those of ``fully_shard``
     grid     the ranks over which the unit is sharded
     device   where the unit computes
-    inside   the module and the modules in it, without units inside it and their modules
+    inside   the module, which owns the unit, and the modules in it, without units inside it and their modules
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        name: str,
         buckets: Sequence[ShardedBucket],
         options: UnitOptions,
         grid: RankGrid,
         device: torch.device,
         inside: Sequence[nn.Module],
     ) -> None:
-        self.module = weakref.ref(module)
-        self.name = name
-        """Name of the module in the outermost unit; empty for the outermost."""
-        self.label = f"unit '{name}'"
+        self.module = weakref.ref(inside[0])
+        self.name = type(inside[0]).__name__
+        """Name of the module's class, until ``join`` gives that in the outermost unit; empty for the outermost."""
+        self.label = f"unit '{self.name}'"
         """The unit in words, for errors."""
         self.buckets = tuple(buckets)
         self.pairs: tuple[ShardedPair, ...] = tuple(pair for bucket in buckets for pair in bucket.pairs)
@@ -96,7 +91,7 @@ class Unit:
         """CUDA: recorded after the last read of the whole parameters."""
         self.num_unshards = 0
         """Number of ``unshard()`` calls without ``reshard()``. If not 0, the unit stays gathered."""
-        self.registered = Registration(module, inside, self.pairs)
+        self.registered = Registration(inside, self.pairs)
         """The form of the parameters that modules register."""
         self.writes = WholeWrites(self.pairs, served=options.forward_writes == "alike" or grid.size == 1)
         """Writes to whole parameters in forwards."""
@@ -170,14 +165,14 @@ class Unit:
         inside torch's ``DistributedDataParallel`` or a transform of ``torch.func``."""
         check_no_transform(self.label)
         if torch.is_grad_enabled():
-            self.grid.check_still_alone(_described(self.label), "mesh")
+            self.grid.check_still_alone(self.label, "mesh")
         if in_torch_ddp():
-            check_not_inside(self._forms(), _described(self.label))
+            check_not_inside(self._forms(), self.label)
         self.registered.check(self.label)
 
     def refuse_torch_ddp(self) -> None:
         """Called by ``named_parameters``. Raise ``ValueError`` if the constructor of torch's wrapper is the caller."""
-        check_not_collected(self._forms(), _described(self.label), num_callers=2)
+        check_not_collected(self._forms(), self.label, num_callers=2)
 
     def _forms(self) -> Iterator[nn.Parameter]:
         return (form for pair in self.pairs for form in (pair.sharded, pair.whole))
@@ -187,10 +182,6 @@ def check_no_transform(label: str) -> None:
     """Raise ``RuntimeError`` inside ``torch.func.grad``, ``vmap``, ``jvp`` and the like."""
     if are_transforms_active():
         raise RuntimeError(
-            f"a transform of torch.func over {_described(label)}: it would take no gradient from gathered parameters; "
-            f"give torch.func a plain model, with weights copied within unsharded()"
+            f"a transform of torch.func over {label} of maingrad.fsdp.fully_shard: it would take no gradient from "
+            f"gathered parameters; give torch.func a plain model, with weights copied within unsharded()"
         )
-
-
-def _described(label: str) -> str:
-    return f"{label} of maingrad.fsdp.fully_shard"

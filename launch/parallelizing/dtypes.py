@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ...fsdp import MixedPrecisionPolicy
-from ...fsdp.unit.mixed_precision import cast_inputs
+from ...fsdp.unit.plan import cast_inputs
 
 __all__ = ["compute_in", "policy_of", "store_in_fp32"]
 

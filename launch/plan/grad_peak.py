@@ -1,4 +1,4 @@
-"""Peak bytes of whole gradients where they are freed: asks ``fsdp/unit/memory.py`` with sizes only.
+"""Peak bytes of whole gradients where they are freed: asks ``fsdp/unit/plan.py`` with sizes only.
 
 The contents of the pool depend only on the order in which backward reaches buckets: a finished reduction keeps its
 memory until another bucket needs it. The result is therefore exact, not only a bound.
@@ -11,7 +11,7 @@ from torch import nn
 
 from ...ddp.buckets.released import NUM_UNDER_WAY
 from ...ddp.contract.module import DelayedWgradModule
-from ...fsdp.unit.memory import num_to_end, pool_limit
+from ...fsdp.unit.plan import num_to_end, pool_limit
 from .rank_bytes import PlacedBucket
 from .units import PlacedUnit
 

@@ -29,6 +29,7 @@ __all__ = [
     "Sharded",
     "assert_agrees",
     "mesh_of",
+    "nbytes_of_sums",
     "pieces_of",
     "reduced_once",
     "reference",
@@ -131,6 +132,13 @@ class Sharded(NamedTuple):
     """This rank's part of every gradient, after every step's backward; None where ``.grad`` is."""
     weights: list[dict[str, Piece]]
     """This rank's part of every parameter, after every step."""
+
+
+def nbytes_of_sums(grads: Any) -> int:
+    """Bytes of the sums of a ``GradShard`` on the reducing device: from the first reduction to the forward after
+    ``zero_grad``."""
+    tensors = {id(each): each for each in (grads._total, grads._partial, grads._shown) if each is not None}
+    return sum(each.nbytes for each in tensors.values() if each.device == grads._device)
 
 
 def mesh_of(instances: int, inner: int) -> DeviceMesh | None:

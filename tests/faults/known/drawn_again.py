@@ -120,7 +120,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.unit.whole_writes",
+                "maingrad.fsdp.unit.registration",
                 "WholeWrites.forward_failed",
                 "self.note()",
                 "pass",
@@ -137,7 +137,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.backward_failed",
-                "unit.registered.hide_after_backward()",
+                "unit.registered.show_shards()",
                 "pass",
             ),
         ],
@@ -150,7 +150,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.gathers",
+                "maingrad.fsdp.iteration.root",
                 "UnitGathers.notice_changes",
                 "if unit.num_unshards:",
                 "if False:",

@@ -76,9 +76,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.tensors.parameter",
-                "reads_no_values",
-                "inits = [nn.init.normal_, nn.init.uniform_, nn.init.constant_]",
-                "inits = [nn.init.normal_, nn.init.uniform_]",
+                "",
+                "_ALLOWED_IN_FUNCTION |= {nn.init.normal_, nn.init.uniform_, nn.init.constant_}",
+                "_ALLOWED_IN_FUNCTION |= {nn.init.normal_, nn.init.uniform_}",
             )
         ],
     ),

@@ -24,7 +24,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.gathers",
+                "maingrad.fsdp.iteration.root",
                 "UnitGathers.begin_capture",
                 """
                 self.release_all()

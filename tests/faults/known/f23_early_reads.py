@@ -20,7 +20,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.gathers",
+                "maingrad.fsdp.iteration.root",
                 "UnitGathers.notice_changes",
                 "if unit.gathered and any(bucket.changed for bucket in unit.buckets):",
                 "if unit.gathered and unit.releasable and any(bucket.changed for bucket in unit.buckets):",

@@ -14,7 +14,7 @@ FAULTS = [
             f"{_SHARDED}::test_writes_of_reduced_statistics_are_declared_alike",
             f"{_SHARDED}::test_hooks_of_users_write_in_their_units_forward",
         ],
-        changes=[Change("maingrad.fsdp.unit.whole_writes", "WholeWrites.take_over", "write_back(written)", "pass")],
+        changes=[Change("maingrad.fsdp.unit.registration", "WholeWrites.take_over", "write_back(written)", "pass")],
     ),
     Fault(
         "45b-a-write-in-a-recompute-is-lost",
@@ -27,7 +27,7 @@ FAULTS = [
         sentence="A whole bf16 parameter is copied to its fp32 shard, and elements that were not written lose bits.",
         tests=[f"{_SHARDED}::test_elements_that_no_forward_has_written_keep_their_bits_in_masters"],
         changes=[
-            Change("maingrad.fsdp.unit.whole_writes", "write_back", "if part.dtype is not sharded.dtype:", "if False:")
+            Change("maingrad.fsdp.unit.registration", "write_back", "if part.dtype is not sharded.dtype:", "if False:")
         ],
     ),
     Fault(
@@ -36,7 +36,7 @@ FAULTS = [
         tests=[f"{_SHARDED}::test_a_write_through_data_in_a_first_forward_is_refused"],
         changes=[
             Change(
-                "maingrad.fsdp.unit.whole_writes", "WholeWrites._check_uncounted", "if old != new and", "if False and"
+                "maingrad.fsdp.unit.registration", "WholeWrites._check_uncounted", "if old != new and", "if False and"
             )
         ],
     ),
@@ -55,7 +55,7 @@ FAULTS = [
         sentence="A forward writes a sharded parameter from the rank's own data: shards of different values.",
         tests=[f"{_SHARDED}::test_writes_that_are_not_declared_are_refused_by_name"],
         changes=[
-            Change("maingrad.fsdp.unit.whole_writes", "WholeWrites.take_over", "if not self._served:", "if False:")
+            Change("maingrad.fsdp.unit.registration", "WholeWrites.take_over", "if not self._served:", "if False:")
         ],
     ),
     Fault(

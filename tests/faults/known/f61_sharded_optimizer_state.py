@@ -3,7 +3,7 @@
 from fault import Change, Fault
 
 COMPACT = "tests/fsdp/state/test_compact_state.py"
-HELD = "maingrad.fsdp.state.held_state"
+HELD = "maingrad.fsdp.state.sharded_adam"
 ADAM = "maingrad.fsdp.state.sharded_adam"
 BITS = f"{COMPACT}::test_masters_have_the_bits_of_fp32_masters"
 
@@ -14,7 +14,7 @@ FAULTS = [
         tests=[BITS],
         changes=[
             Change(
-                "maingrad.fsdp.unit.pair",
+                "maingrad.fsdp.tensors.parameter",
                 "make_pair",
                 "make_sharded(shard[offset : offset + part.numel].data, info",
                 "make_sharded(shard[offset : offset + part.numel], info",

@@ -4,7 +4,7 @@ from fault import Change, Fault
 
 EIGHT = "tests/fsdp/state/test_eight_bit_moments.py"
 BITS = f"{EIGHT}::test_ranks_and_placements_change_no_bit_and_zero1_has_the_same"
-HELD = "maingrad.fsdp.state.held_state"
+HELD = "maingrad.fsdp.state.sharded_adam"
 ADAM = "maingrad.fsdp.state.sharded_adam"
 
 FAULTS = [

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_training import nbytes_of_sums
 from torch import Tensor, nn
 
 from maingrad.fsdp import FSDPModule, fully_shard
@@ -27,7 +28,7 @@ def loss(model: nn.Module, index: int) -> Tensor:
 
 
 def sums_nbytes(model: FSDPModule) -> int:
-    return sum(bucket.grad_shard.nbytes for bucket in root_of(model).buckets)
+    return sum(nbytes_of_sums(bucket.grad_shard) for bucket in root_of(model).buckets)
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)

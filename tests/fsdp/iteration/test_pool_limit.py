@@ -2,7 +2,7 @@
 
 import pytest
 
-from maingrad.fsdp.unit.memory import pool_limit
+from maingrad.fsdp.unit.plan import pool_limit
 
 
 @pytest.mark.parametrize(("sizes", "limit"), [([40], 80), ([10] * 4, 60), ([30, 10], 70), ([], 0)])

@@ -12,6 +12,7 @@ from sharded_training import (
     Job,
     assert_agrees,
     mesh_of,
+    nbytes_of_sums,
     reduced_once,
     reference,
     shard,
@@ -111,7 +112,7 @@ def iterations(
             if final and finish:
                 model.finish_grad_sync()
             grads.append(meter.held_nbytes)
-            sums.append(sum(bucket.grad_shard.nbytes for bucket in root.buckets))
+            sums.append(sum(nbytes_of_sums(bucket.grad_shard) for bucket in root.buckets))
         found.append(Seen(tuple(grads), tuple(sums), meter.peak_nbytes, tuple(model.seen)))
         optimizer.step()
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from maingrad.ddp.plan.cut import Range
 from maingrad.fsdp import FSDPModule, fully_shard
-from maingrad.fsdp.state.exchange import exchange, rows_of_rank
+from maingrad.fsdp.state.state_dict import exchange, rows_of_rank
 from maingrad.launch import simulate
 
 

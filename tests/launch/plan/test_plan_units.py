@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from sharded_training import nbytes_of_sums
 from tiny_run import tiny_config
 
 from maingrad.ddp.plan.layout import BucketLayout
@@ -55,7 +56,7 @@ def train_two_steps(config: Config) -> Held:
     return Held(
         [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in root.units],
         root.gathers.meter.held_nbytes + sum(instance.nbytes for instance in instances),
-        root.grads.meter.held_nbytes + sum(bucket.grad_shard.nbytes for bucket in root.buckets),
+        root.grads.meter.held_nbytes + sum(nbytes_of_sums(bucket.grad_shard) for bucket in root.buckets),
         sum(bucket.shard.nbytes for bucket in root.buckets)
         + sum(value.nbytes for key, value in state if key == "remainder"),
         sum(value.nbytes for key, value in state if key != "remainder"),
