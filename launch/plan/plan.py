@@ -139,7 +139,7 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
     )
     if config.fully_sharded:
         inside = "zero3" if config.fsdp.placements == "hsdp_zero1" else config.fsdp.placements
-        units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
+        units = dataclasses.replace(config.fsdp, placements=inside, num_instances=None)
     else:
         units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
     if in_blocks and units.shard_atoms == "element":
