@@ -296,9 +296,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.background",
-                "PendingSave.wait_once",
-                "if not self.is_over:",
-                "if self.done():",
+                "PendingSave.start",
+                "lambda: None if self.is_over else self.wait()",
+                "lambda: self.wait() if self.done() else None",
             ),
         ],
     ),
