@@ -168,7 +168,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Report:
-    """one HTML page of a run or of several side by side, and their pictures; or two runs over the same tokens"""
+    """one HTML page of a run or of several side by side, and their pictures"""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]")] = ()
     """folders of runs"""
@@ -176,26 +176,18 @@ class Report:
     """the HTML page; without it RUN/report.html, or OUT_DIR/report.html of several runs"""
     peak_tflops: float | None = None
     """peak TFLOP/s of a device, for MFU; without it dense bf16 of known GPUs"""
-    compare: Annotated[tuple[Path, Path] | None, arg(metavar="BASE RUN")] = None
-    """two runs over the same tokens"""
     out_dir: Path = Path("runs/compare")
-    """where the comparison of two runs goes, and the page of several"""
-    stem: str = "comparison"
-    """the comparison's files are STEM.csv, STEM.md and STEM.png"""
+    """where the page of several runs goes"""
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
-        if not (self.runs or self.compare):
-            raise ConfigError("report takes folders of runs, or --compare BASE RUN; got neither")
-        from .report.compare import compare_runs
+        if not self.runs:
+            raise ConfigError("report takes folders of runs; got none")
         from .report.page import print_report, write_page
 
-        if self.runs:
-            folder = self.runs[0] if len(self.runs) == 1 else self.out_dir
-            print(write_page(self.runs, self.page or folder / "report.html", peak_tflops=self.peak_tflops))
+        folder = self.runs[0] if len(self.runs) == 1 else self.out_dir
+        print(write_page(self.runs, self.page or folder / "report.html", peak_tflops=self.peak_tflops))
         for run in self.runs:
             print_report(run)
-        if self.compare:
-            print(compare_runs(*self.compare, self.out_dir, self.stem))
         return 0
 
 

@@ -85,7 +85,7 @@ class PendingSave:
     def start(self, model: nn.Module) -> None:
         """Write and complete in a thread, which then leaves the folder. Other saves of the model wait for it."""
         self.is_over, self._ends = False, [Future(), Future()]
-        _under_way[model] = self.wait_once
+        _under_way[model] = lambda: None if self.is_over else self.wait()  # else the program knows the error
         # No daemon: a program that ends without waiting still completes its checkpoint.
         threading.Thread(target=self._run, name=f"save of {self.path.name}", daemon=False).start()
 
@@ -115,11 +115,6 @@ class PendingSave:
             self.is_over = True
         if self._error:
             raise self._error
-
-    def wait_once(self) -> None:
-        """``wait``, unless the program has: then the program knows the error."""
-        if not self.is_over:
-            self.wait()
 
     def give_up(self, *, after: float = _GRACE) -> None:
         """Complete the checkpoint only if all ranks have written within ``after`` seconds. Waits for nobody.

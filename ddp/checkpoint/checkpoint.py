@@ -32,7 +32,7 @@ from .optimizer import describe_optimizer, plan_optimizer
 from .source import CheckpointRanks, CheckpointSource, Holding
 from .wrapper_source import source_of
 
-__all__ = ["Notes", "check_same_call", "load_checkpoint", "prepare_background_saves", "save_checkpoint"]
+__all__ = ["Notes", "load_checkpoint", "prepare_background_saves", "save_checkpoint"]
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def save_checkpoint(
             "would write this rank's slices under the names of whole parameters, where other ranks write theirs",
             "save state_dict() of each tensor-parallel rank to a file of its own",
         )
-    target, save_id, sets = check_same_call(path, optimizer, source, "save_checkpoint")
+    target, save_id, sets = _check_same_call(path, optimizer, source, "save_checkpoint")
 
     with Staging(target) as staging:
         mine, writers, notes = _list_saved(source, optimizer, sets, f"the preparation of checkpoint '{target}'")
@@ -116,7 +116,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
-    target, _, sets = check_same_call(path, optimizer, source, "load_checkpoint")
+    target, _, sets = _check_same_call(path, optimizer, source, "load_checkpoint")
 
     at_the_end: list[Callable[[], None]] = []
 
@@ -163,7 +163,7 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     """
     finish_pending(model)
     source = source_of(model)
-    *_, sets = check_same_call(os.sep, optimizer, source, "prepare_background_saves")  # a path that all ranks have
+    *_, sets = _check_same_call(os.sep, optimizer, source, "prepare_background_saves")  # a path that all ranks have
     mine, *_ = _list_saved(source, optimizer, sets, "the listing of what is saved")
     reserve_memory(model, mine)
 
@@ -190,7 +190,7 @@ class ExpertSets(NamedTuple):
         return {name.removesuffix(self.own): name for name in stored if not name.endswith(others)}
 
 
-def check_same_call(
+def _check_same_call(
     path: str | os.PathLike[str], optimizer: object, source: CheckpointSource, what: str
 ) -> tuple[Path, str, ExpertSets]:
     """The absolute path, an id that no other call has, and the sets of experts.
@@ -206,12 +206,11 @@ def check_same_call(
     if ranks.experts is not None:
         experts = min(gather(None, ranks.experts.axes, ranks.failures, "the comparison of experts between ranks"))
 
-    def call() -> tuple[str, bool, str, int]:
-        if not os.fspath(path):
-            raise ValueError(f"{what} was given '' as its path: name a folder")
-        return os.path.realpath(path), optimizer is not None, new_id(), experts
-
-    _, calls = ranks.run_and_gather(call, lambda said: said, f"the beginning of {what}")
+    _, calls = ranks.run_and_gather(
+        lambda: (os.path.realpath(path), optimizer is not None, new_id(), experts),
+        lambda said: said,
+        f"the beginning of {what}",
+    )
     paths, has_optimizer, ids, all_experts = zip(*calls, strict=True)
     if len(set(paths)) > 1:
         raise ValueError(f"all ranks save to and load from one folder, and were given {sorted(set(paths))[:2]}")
@@ -297,10 +296,9 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
 
 def _dense(stored: str, tensor: Tensor) -> Parts:
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        what = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise ValueError(
-            f"'{stored}' is {what}, and a checkpoint has dense tensors only: register its parts (indices and values, "
-            f"integers and scales) as buffers, or register it with persistent=False"
+            f"'{stored}' is quantized or not strided, and a checkpoint has dense tensors only: register its parts "
+            f"(indices and values, integers and scales) as buffers, or register it with persistent=False"
         )
     return part_of_whole(stored, "model", tensor.detach())
 
@@ -379,9 +377,8 @@ def _check_fits(
             f"ranks have {sets.number}: experts do not move between ranks"
         ]
     if misfits:
-        more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
         raise ValueError(
-            f"checkpoint '{path}' does not fit this model: {'; '.join(misfits[:3])}{more}; load it into a model that "
+            f"checkpoint '{path}' does not fit this model: {'; '.join(misfits[:3])}; load it into a model that "
             f"is built as the saved one was, or begin a new run in another folder"
         )
 

@@ -84,11 +84,10 @@ def plan_optimizer(
             group = optimizer.param_groups[held.group]
             state[updated] = _make_state(optimizer, updated, group, entry, device=held.master.device)
         if (entry.state, entry.scalars) != (other.state, other.scalars):
-            one, another = (f"{sorted(each.state)} {each.scalars}" for each in (other, entry))
             raise ValueError(
                 f"parameters '{first[updated]}' and '{name}' are updated together here, and the checkpoint has "
-                f"different states of them: {one}, and {another}; some steps left one of them out. A fully "
-                f"sharded model goes on from it; here, {_ALONE}"
+                f"different states of them: some steps left one of them out. A fully sharded model goes on from it; "
+                f"here, {_ALONE}"
             )
         place = slice(held.offset, held.offset + held.master.numel())
         moments[name] = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}

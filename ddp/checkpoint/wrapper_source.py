@@ -7,7 +7,7 @@ from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..wrapper.data_parallel import DistributedDataParallel
 from .source import CheckpointRanks, CheckpointSource, HeldSlice, Holding, model_tensors
 
-__all__ = ["WrapperSource", "source_of"]
+__all__ = ["source_of"]
 
 
 def source_of(model: nn.Module) -> CheckpointSource:

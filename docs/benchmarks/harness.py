@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 import tyro
 from ranks import AnyRankFailed, Ranks
-from tables import Measurement
+from tables import Measurement, machine
 
 from maingrad.kernels.compat import private_name
 from maingrad.launch.config.error import ConfigError
-from maingrad.launch.report.table import machine
 from maingrad.launch.training.runtime import peak_nbytes
 
 # ---- The command line. ----

@@ -2,11 +2,15 @@
 
 import csv
 import math
+import platform
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
-from maingrad.launch.report.table import machine, markdown_table, write_csv, write_table
+import torch
+
+from maingrad.launch.report.table import write_csv
 
 __all__ = [
     "Column",
@@ -28,10 +32,25 @@ Column = tuple[str, str | Callable[[Any], str]]
 """Heading of a column, and the cell of one row: a text with fields like ``{row.step_ms:.1f}``, or a function."""
 
 
+def machine():
+    """Device, versions and date, for the line below a table's title."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    return f"{device}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+
+
 def table(rows, columns):
     """A Markdown table."""
     cells = [[cell.format(row=row) if isinstance(cell, str) else cell(row) for _, cell in columns] for row in rows]
-    return markdown_table([heading for heading, _ in columns], cells)
+    head, *body = (f"| {' | '.join(line)} |" for line in ([heading for heading, _ in columns], *cells))
+    return "\n".join([head, f"|{'---|' * len(columns)}", *body])
+
+
+def write_table(folder, stem, rows, title, *parts):
+    """Write ``stem.csv``, all fields of ``rows``, and ``stem.md``, the title and ``parts``; returns the Markdown."""
+    write_csv(folder / f"{stem}.csv", rows)
+    text = "\n\n".join([f"# {title}", *parts]) + "\n"
+    (folder / f"{stem}.md").write_text(text)
+    return text
 
 
 class Measurement(dict):

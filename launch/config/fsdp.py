@@ -12,9 +12,8 @@ parallel    what ranks hold, and what they send
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from ...fsdp import PLACEMENTS, AxisPlacement, Placement, Placements
+from ...fsdp import PLACEMENTS, Placement, Placements
 from .ddp import FULLY_SHARDED, Parallel
-from .error import ConfigError
 from .table import Count, Table, require_defaults
 
 __all__ = ["FsdpConfig"]
@@ -27,11 +26,6 @@ class FsdpConfig(Table):
     placements: Literal["zero1", "zero2", "zero3", "hsdp_zero1"] = "zero3"
     """What is sharded over the ranks of an instance. ``zero1``: optimizer state. ``zero2``: gradients too. ``zero3``:
     parameters too. ``hsdp_zero1``: like ``zero3``, and the optimizer state also across instances."""
-    inner: tuple[Literal["whole", "sharded"], ...] = ()
-    """Instead of ``placements``: ``whole`` or ``sharded`` for parameter, gradient and optimizer state, over the ranks
-    of an instance."""
-    outer: tuple[Literal["whole", "sharded"], ...] = ()
-    """The same across instances. Default with ``inner``: all three are whole."""
     num_instances: Count | None = None
     """Number of instances of ``parallel = "hsdp"``: groups of consecutive ranks, usually one per node. None: 2."""
     reshard_after_forward: bool | None = None
@@ -56,18 +50,7 @@ class FsdpConfig(Table):
     where they gain by the buckets' sizes, on one host; otherwise by kernels."""
 
     def check(self) -> None:
-        for name in ("inner", "outer"):
-            remedy = 'must be three of "whole" and "sharded": of parameter, gradient and optimizer'
-            self.require(len(getattr(self, name)) in (0, 3), name, remedy)
-        self.require(bool(self.inner) or not self.outer, "outer", "needs fsdp.inner beside it")
-        remedy = "is what fsdp.inner says in full; leave one of them out"
-        self.require(not self.inner or self.placements == "zero3", "placements", remedy)
-        try:
-            self.row.check()
-        except ValueError as error:
-            raise ConfigError(f"fsdp.inner: {error}") from None
         inner = self.row.inner
-        self.require(inner.scatters, "inner", 'shards nothing: that is parallel = "ddp"')
         remedy = "has no effect where placements keep parameters whole; leave it out"
         whole = inner.parameter is Placement.WHOLE
         self.require(not (self.reshard_after_forward and whole), "reshard_after_forward", remedy)
@@ -78,10 +61,7 @@ class FsdpConfig(Table):
     @property
     def row(self) -> Placements:
         """Placements on both axes."""
-        if not self.inner:
-            return PLACEMENTS[self.placements]
-        outer = self.outer or ("whole", "whole", "whole")
-        return Placements(*(AxisPlacement(*map(Placement, kinds)) for kinds in (self.inner, outer)))
+        return PLACEMENTS[self.placements]
 
     @property
     def reduces_once(self) -> bool:
@@ -100,4 +80,4 @@ class FsdpConfig(Table):
             remedy = 'contradicts parallel = "fsdp"; set parallel = "hsdp", or leave it out'
             self.require(self.num_instances in (None, 1), "num_instances", remedy)
             remedy = 'shards across instances, and parallel = "fsdp" has one; set parallel = "hsdp"'
-            self.require(not self.row.outer.scatters, "outer" if self.outer else "placements", remedy)
+            self.require(not self.row.outer.scatters, "placements", remedy)

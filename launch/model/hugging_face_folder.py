@@ -10,7 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ...ddp.checkpoint.files.whole_file import open_small_file
 from ..config.error import ConfigError
+from ..config.file import flat
 
 __all__ = ["check_weight_files", "copy_tokenizer", "load_settings", "stays_inside", "transformers_package"]
 
@@ -27,6 +29,9 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 10_000}
+"""As for the GPT: what is larger overflows sizes, or is built for hours."""
+_MOST_BYTES = 2**24
 
 
 def transformers_package() -> Any:
@@ -41,9 +46,11 @@ def transformers_package() -> Any:
 def load_settings(folder: str, *, trust_remote_code: bool) -> Any:
     """The configuration in ``config.json``.
 
-    Raises ``ConfigError`` if the folder's own code would have to run, and whatever transformers raises otherwise.
+    Raises ``ConfigError`` if the folder's own code would have to run, and for sizes of which no model is built; and
+    whatever transformers raises otherwise.
     """
     transformers = transformers_package()
+    _check_sizes(folder)
     try:
         settings = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -55,6 +62,22 @@ def load_settings(folder: str, *, trust_remote_code: bool) -> Any:
     if not trust_remote_code:
         _check_no_code(folder, settings)
     return settings
+
+
+def _check_sizes(folder: str) -> None:
+    """Raise ``ConfigError`` for a ``config.json`` that cannot be read, or has sizes of which no model is built. Before
+    transformers reads it, which lists all layers."""
+    try:
+        with open_small_file(Path(folder) / "config.json", _MOST_BYTES) as file:
+            sizes = flat(json.load(file))
+    except FileNotFoundError:
+        return  # transformers says so
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise ConfigError(f"{_KEY} = {folder!r}: its config.json cannot be read: {error}") from None
+    for key, size in sizes.items():
+        most = _LARGEST.get(key.rpartition(".")[2], size)
+        if isinstance(size, int) and size > most:
+            raise ConfigError(f"{_KEY} = {folder!r}: its config.json has {key} = {size}: must be at most {most}")
 
 
 def _check_no_code(folder: str, settings: Any) -> None:

@@ -2,12 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
+from ..model.hugging_face import HuggingFaceModel, LanguageModel
 
-from ..config.run import ModelConfig
-from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model
-
-__all__ = ["ParameterCount", "count_of", "count_parameters"]
+__all__ = ["ParameterCount", "count_of"]
 
 
 class ParameterCount(NamedTuple):
@@ -20,11 +17,6 @@ class ParameterCount(NamedTuple):
     shared_experts: int
     active: int
     """Elements that are active for one token: of the experts, only ``top_k``."""
-
-
-def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Count the parameters of the model of ``config``, from shapes alone."""
-    return count_of(build_language_model(config, seed=0, device=torch.device("meta")))
 
 
 def count_of(model: LanguageModel) -> ParameterCount:

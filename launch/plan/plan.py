@@ -1,19 +1,17 @@
 """Computes what a run allocates and sends from shapes alone, without process group and storage."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ...ddp import DistributedDataParallelConfig
 from ...ddp.collectives.reduction import Placement, Placements
+from ...fsdp.unit.plan import pool_limit
 from ...kernels.optimizer.eight_bits import BLOCK
 from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import build_language_model
-from .grad_peak import peak_of_grads, peak_of_released
 from .parameter_count import ParameterCount, count_of
 from .rank_bytes import PlacedBucket, RankBytes, rank_bytes
 from .units import PlacedUnit, lay_out
@@ -32,8 +30,6 @@ class RunPlan:
     """What is gathered and reduced together: units of a fully sharded model, else single buckets."""
     alternatives: dict[Parallel, RankBytes]
     """Bytes at rest under each kind of parallelism that this number of ranks allows, this run's included."""
-    peak_grads: int
-    """Largest number of bytes that whole gradients take at one time."""
 
     @property
     def inner_size(self) -> int:
@@ -62,16 +58,36 @@ class RunPlan:
         The outermost unit stays whole, and while one unit computes, the all-gather of the next unit runs: so the
         maximum is the outermost unit's bytes plus those of two consecutive units.
         """
-        blocks: dict[str, int] = {}  # bytes of each block, nested units included
-        for unit in self.units[1:]:
-            outside = (each.name for each in self.units[1:] if unit.name.startswith(f"{each.name}."))
-            block = next(outside, unit.name)
-            blocks[block] = blocks.get(block, 0) + unit.param_nbytes
         keeps = self.placements.inner.parameter is Placement.WHOLE or self.config.fsdp.reshard_after_forward is False
-        inside = list(blocks.values())
+        inside = [sum(unit.param_nbytes for unit in block) for block in self._blocks]
         count = len(inside) if keeps else min(2, len(inside))
         rows = [sum(inside[first : first + count]) for first in range(len(inside) - count + 1)]
         return self.units[0].param_nbytes + max(rows)
+
+    @property
+    def peak_grads(self) -> int:
+        """Bytes that whole gradients of a fully sharded model take at one time, at most.
+
+        The pool of freed memory bounds them. It counts neither the outermost unit's, nor delayed ones, which stay until
+        the last microbatch, nor those of units inside the one that is written.
+        """
+        outermost, *inside = self.units
+        whole = sum(unit.grad_nbytes for unit in self.units)
+        if self.buckets[0].keeps_grads or (self.config.fsdp.reduces_once and self.config.train.num_microbatches > 1):
+            return whole
+        delayed = sum(bucket.grad_nbytes for unit in inside for bucket in unit.buckets if bucket.layout.delayed)
+        nested = [sum(unit.grad_nbytes for unit in block[1:]) for block in self._blocks]
+        limits = [pool_limit([bucket.grad_nbytes for bucket in unit.buckets]) for unit in inside]
+        return min(whole, outermost.grad_nbytes + delayed + max(nested) + max(limits))
+
+    @property
+    def _blocks(self) -> list[list[PlacedUnit]]:
+        """The units inside the outermost one, each with those inside it."""
+        blocks: dict[str, list[PlacedUnit]] = {}
+        for unit in self.units[1:]:
+            outside = (each.name for each in self.units[1:] if unit.name.startswith(f"{each.name}."))
+            blocks.setdefault(next(outside, unit.name), []).append(unit)
+        return list(blocks.values())
 
 
 def plan_run(config: Config, ranks: int) -> RunPlan:
@@ -99,16 +115,7 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
             )
             for parallel, units in laid_out.items()
         },
-        peak_grads=_peak_of_grads(config, model, laid_out[config.parallel]),
     )
-
-
-def _peak_of_grads(config: Config, model: nn.Module, units: Sequence[PlacedUnit]) -> int:
-    num = config.train.num_microbatches
-    if units[0].buckets[0].releases_grads:
-        buckets = [unit.buckets[0] for unit in units]
-        return peak_of_released(model, buckets, num_microbatches=num, overlaps=config.ddp.overlap_grad_reduce)
-    return peak_of_grads(model, units, num_microbatches=num, reduces_once=config.fsdp.reduces_once)
 
 
 def _alternatives(config: Config) -> dict[Parallel, Config]:
@@ -132,7 +139,7 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
     )
     if config.fully_sharded:
         inside = "zero3" if config.fsdp.placements == "hsdp_zero1" else config.fsdp.placements
-        units = dataclasses.replace(config.fsdp, placements=inside, outer=(), num_instances=None)
+        units = dataclasses.replace(config.fsdp, placements=inside, num_instances=None)
     else:
         units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
     if in_blocks and units.shard_atoms == "element":

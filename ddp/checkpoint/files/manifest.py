@@ -182,15 +182,11 @@ class Manifest:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
         version = content.get("version")
         if version != VERSION:
-            said = (
-                f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
+            raise ValueError(
+                f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version "
+                f"{VERSION}: docs/upgrade_checkpoint.py rewrites version 3, a newer maingrad reads later ones, and "
+                f"torch.distributed.checkpoint.load all before (model.NAME, master.NAME, optimizer.state.NAME.KEY)"
             )
-            if version in range(VERSION):
-                raise ValueError(
-                    f"{said}: docs/upgrade_checkpoint.py rewrites version 3, and torch.distributed.checkpoint.load "
-                    f"reads the tensors of all before (model.NAME, master.NAME, optimizer.state.NAME.KEY)"
-                )
-            raise ValueError(f"{said}: a newer maingrad has written it, or it is damaged")
         try:
             written, found = content.pop("checksum"), _checksum(content)
             if written is not None and found != written:

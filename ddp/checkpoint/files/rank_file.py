@@ -174,9 +174,8 @@ class Entry(NamedTuple):
         Raises ``ValueError`` unless the bytes are those that were written.
         """
         (both, view), *others = self.wanted
-        is_odd = view.is_conj() or view.is_neg()
-        as_stored = both == self.box and view.dtype is self.dtype and view.is_cpu and view.is_contiguous()
-        in_place = as_stored and not others and not is_odd
+        as_stored = both == self.box and view.dtype is self.dtype and not (view.is_conj() or view.is_neg())
+        in_place = as_stored and not others and view.is_cpu and view.is_contiguous()
         elements = view if in_place else torch.empty(self.box.sizes, dtype=self.dtype, device="cpu")
         if in_place:
             torch.autograd.graph.increment_version(view)  # optimizers compare versions

@@ -14,16 +14,18 @@ PROGRAM = """
 import resource, sys
 import torch
 from maingrad.ddp import save_checkpoint
-from maingrad.launch.safetensors_io import save_safetensors
+from maingrad.launch.safetensors_io import export_safetensors
 
 path, limit, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 model = torch.nn.Linear(300, 300)
+if what != "checkpoint":
+    save_checkpoint(path + "-checkpoint", model)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 try:
     if what == "checkpoint":
         save_checkpoint(path, model, extra=list(range(100_000)) if limit > 400_000 else None)
     else:
-        save_safetensors(path, model)
+        export_safetensors(path + "-checkpoint", path)
 except OSError as error:
     print(error)
     print(error.errno, error.filename)
@@ -59,4 +61,4 @@ def test_a_manifest_for_which_there_is_no_room_is_named(tmp_path: Path) -> None:
 def test_half_a_safetensors_file_is_removed(tmp_path: Path) -> None:
     said = run(tmp_path / "weights", 100_000, "safetensors")
     assert f"'{tmp_path}/weights' could not be written (" in said, said
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["weights-checkpoint"]

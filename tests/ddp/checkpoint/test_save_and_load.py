@@ -627,19 +627,21 @@ def test_a_buffer_counts_where_any_of_its_names_is_persistent(tmp_path: Path, wr
 
 
 @pytest.mark.parametrize(
-    ("make", "what", "wrapped"),
+    ("make", "wrapped"),
     [  # a wrapper takes no sparse buffers: no collective does
-        (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo", False),
-        (lambda: torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.qint8), "quantized", False),
-        (lambda: torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.qint8), "quantized", True),
+        (lambda: torch.eye(3).to_sparse(), False),
+        (lambda: torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.qint8), False),
+        (lambda: torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.qint8), True),
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_a_buffer_that_is_not_dense_is_refused_by_name(
-    tmp_path: Path, make: Callable[[], Tensor], what: str, wrapped: bool
+    tmp_path: Path, make: Callable[[], Tensor], wrapped: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_buffer("table", make())
-    with pytest.raises(ValueError, match=f"'0.table' is {what}, and a checkpoint has dense tensors only"):
+    with pytest.raises(
+        ValueError, match=r"'0.table' is quantized or not strided, and a checkpoint has dense tensors only"
+    ):
         save_checkpoint(tmp_path / "c", wrap(model, **ZERO1) if wrapped else model)
     assert not list(tmp_path.iterdir()), "nothing is left behind"

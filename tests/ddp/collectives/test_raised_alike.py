@@ -19,7 +19,6 @@ from maingrad.ddp import (
     save_checkpoint,
 )
 from maingrad.launch import simulate
-from maingrad.launch.safetensors_io import load_safetensors, save_safetensors
 
 ZERO1 = DistributedDataParallelConfig(use_distributed_optimizer=True)
 OFFENDER = 1
@@ -173,8 +172,6 @@ def test_a_backward_order_that_is_wrong_on_one_rank() -> None:
 VERBS: dict[str, Callable[[Any, DistributedDataParallel, DistributedOptimizer], Any]] = {
     "save_checkpoint": save_checkpoint,
     "load_checkpoint": load_checkpoint,
-    "save_safetensors": save_safetensors,
-    "load_safetensors": load_safetensors,
 }
 
 

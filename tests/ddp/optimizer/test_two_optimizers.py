@@ -17,7 +17,6 @@ from maingrad.ddp import (
     save_checkpoint,
 )
 from maingrad.launch import simulate
-from maingrad.launch.safetensors_io import save_safetensors
 
 DTYPES = [torch.float32, torch.bfloat16]
 STOCK: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -136,7 +135,6 @@ VERBS: dict[str, Callable[[DistributedDataParallel, DistributedOptimizer, Path],
     "load_state_dict": lambda ddp, old, folder: old.load_state_dict({}),
     "save_checkpoint": lambda ddp, old, folder: save_checkpoint(folder / "other", ddp, old),
     "load_checkpoint": lambda ddp, old, folder: load_checkpoint(folder / "c", ddp, old),
-    "save_safetensors": lambda ddp, old, folder: save_safetensors(folder / "s", ddp, old, dtype=torch.float32),
     "mark_loaded": lambda ddp, old, folder: old.mark_loaded(),
 }
 

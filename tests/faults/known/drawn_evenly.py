@@ -250,23 +250,6 @@ FAULTS = [
         ],
     ),
     Fault(
-        "58b-changed-weights-are-not-exported",
-        sentence="A file of weights has the masters of before a change by the program.",
-        tests=[
-            "tests/launch/test_safetensors_io.py::test_weights_that_the_program_has_changed_after_the_step_are_saved"
-        ],
-        changes=[
-            Change(
-                "maingrad.launch.safetensors_io",
-                "save_safetensors",
-                """
-                optimizer.refresh_masters()
-                """,
-                "",
-            ),
-        ],
-    ),
-    Fault(
         "41g-an-error-of-a-callback-is-lost",
         sentence="On simulated ranks, a callback behind a collective that raises is taken for one that has succeeded.",
         tests=["tests/launch/simulation/test_simulate.py::test_an_error_of_a_callback_is_raised_by_the_wait_for_it"],

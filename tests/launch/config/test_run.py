@@ -12,7 +12,6 @@ import torch
 from tiny_run import tiny_config, tiny_toml
 
 from maingrad.ddp import DistributedDataParallelConfig
-from maingrad.fsdp import PLACEMENTS
 from maingrad.launch.config.file import config_to_dict, load_config, print_keys, structure
 from maingrad.launch.config.run import Config, ConfigError, ModelConfig
 
@@ -247,14 +246,6 @@ def test_dtypes_are_words():
         ({"parallel": "hsdp", "fsdp": {"num_instances": 1}}, 'fsdp.num_instances = 1: contradicts parallel = "hsdp"'),
         ({"parallel": "fsdp", "fsdp": {"placements": "hsdp_zero1"}}, "shards across instances, and parallel = "),
         ({"parallel": "fsdp", "fsdp": {"placements": "ddp"}}, "must be one of 'zero1', 'zero2', 'zero3', 'hsdp_zero1'"),
-        ({"parallel": "fsdp", "fsdp": {"inner": ["whole", "half", "sharded"]}}, "fsdp.inner.1 = 'half'"),
-        ({"parallel": "fsdp", "fsdp": {"inner": ["whole", "sharded"]}}, "must be three of"),
-        (
-            {"parallel": "fsdp", "fsdp": {"inner": ["sharded", "whole", "sharded"]}},
-            "fsdp.inner: inner axis: ",
-        ),
-        ({"parallel": "fsdp", "fsdp": {"inner": ["whole"] * 3}}, "shards nothing: that is parallel = "),
-        ({"parallel": "hsdp", "fsdp": {"outer": ["whole", "whole", "sharded"]}}, "needs fsdp.inner beside it"),
         (
             {"parallel": "fsdp", "fsdp": {"placements": "zero2", "reshard_after_forward": True}},
             "fsdp.reshard_after_forward = True: has no effect where placements keep parameters whole",
@@ -277,14 +268,6 @@ def test_dtypes_are_words():
 )
 def test_contradictions_of_units_are_refused_by_name(document: dict[str, Any], message: str):
     refused(document, message)
-
-
-def test_placements_in_full():
-    """Gradients sharded in an instance, optimizer state across instances too: placements without a name."""
-    document = {"inner": ["whole", "sharded", "sharded"], "outer": ["whole", "whole", "sharded"]}
-    row = structure({"parallel": "hsdp", "fsdp": document}).fsdp.row
-    assert (row.inner, row.outer) == (PLACEMENTS["zero2"].inner, PLACEMENTS["hsdp_zero1"].outer)
-    assert structure({"parallel": "fsdp", "fsdp": {"placements": "zero2"}}).fsdp.row == PLACEMENTS["zero2"]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid", "fsdp", "hsdp"])

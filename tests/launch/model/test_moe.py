@@ -15,7 +15,7 @@ from maingrad.launch.config.file import load_config
 from maingrad.launch.config.run import ConfigError, ModelConfig
 from maingrad.launch.model.gpt import GPT, build_model
 from maingrad.launch.model.moe import MixtureOfExperts, Router, load_balancing_loss, router_z_loss
-from maingrad.launch.plan.parameter_count import count_parameters
+from maingrad.launch.plan.parameter_count import ParameterCount, count_of
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import train
@@ -346,6 +346,10 @@ def test_what_cannot_be_is_refused_by_its_key(changes: dict[str, Any], message: 
 def test_a_dense_model_takes_no_key_of_experts(key: str):
     with pytest.raises(ConfigError, match=f"model.{key} = 3: has no effect without model.num_experts"):
         ModelConfig(**SHAPE, **{key: 3})
+
+
+def count_parameters(settings: ModelConfig) -> ParameterCount:
+    return count_of(build_model(settings, seed=0, device=torch.device("meta")))
 
 
 def test_active_parameters_by_hand():

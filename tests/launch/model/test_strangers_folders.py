@@ -52,6 +52,31 @@ def folder_of(path: Path, **changes: Any) -> Path:
     return path
 
 
+def plan_of(folder: Path) -> int:
+    """Exit status of a plan of the model in ``folder``."""
+    toml = folder.with_suffix(".toml")
+    toml.write_text(f'[model]\nhugging_face = "{folder}"\npretrained = false\n')
+    return main(["plan", str(toml), "--ranks", "1"])
+
+
+@pytest.mark.parametrize("key, size", [("hidden_size", 2**40), ("num_hidden_layers", 10**8), ("vocab_size", 2**62)])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])  # the second lists its layers when it is read
+def test_a_size_of_which_no_model_is_built_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, size: int, model_type: str
+) -> None:
+    folder = folder_of(tmp_path / "hf", model_type=model_type, **{key: size})
+    assert plan_of(folder) == 2
+    assert f"its config.json has {key} = {size}: must be at most " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[1]", "{"])
+def test_a_config_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    folder = folder_of(tmp_path / "hf")
+    (folder / "config.json").write_text(content)
+    assert plan_of(folder) == 2
+    assert "its config.json cannot be read: " in capsys.readouterr().err
+
+
 def a_strangers(path: Path, ran: Path) -> None:
     """Let the folder ask for code of its own, which leaves a trace where it runs."""
     (path / "strange.py").write_text(CODE.format(ran=str(ran)))

@@ -1,6 +1,5 @@
 """``maingrad plan`` gives the wrapper's own numbers without a process group and without memory."""
 
-from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from maingrad.launch.model.gpt import build_model
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.rank_bytes import PlacedBucket, rank_bytes
 from maingrad.launch.plan.tables import format_bytes, plan_tables
-from maingrad.te_integration.wgrad_queue import drain_modules
 
 
 def printed(config_folder: Path, ranks: int, **sections: Any) -> str:
@@ -126,43 +124,10 @@ def test_plan_is_what_training_allocates(
         assert inside == (2 if parallel == "ddp" else 1) * nbytes * (plan.inner_size - 1) // plan.inner_size
 
 
-def peak_of(config: Config) -> int:
-    """Bytes of gradients that were not reduced, at most, in two steps."""
-    model = DistributedDataParallel(build_model(config.model, seed=0), config.ddp)
-    optimizer = DistributedOptimizer(model)
-    for _ in range(2):
-        for number in range(count := config.train.num_microbatches):
-            with nullcontext() if number + 1 == count else model.no_sync():
-                model(tokens := torch.full((2, 16), number), tokens).backward()
-                drain_modules(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    bucket = model.buckets[0]
-    assert isinstance(bucket, ReleasedBucket)
-    return bucket.pool.meter.peak_nbytes
-
-
-@pytest.mark.parametrize(
-    "ddp, model, num_microbatches",
-    [
-        ({"overlap_grad_reduce": True, "bucket_size": 4000}, {"num_layers": 4}, 1),
-        ({"overlap_grad_reduce": True, "bucket_size": 4000}, {"num_layers": 4, "tie_embeddings": True}, 1),
-        ({"overlap_grad_reduce": True, "bucket_size": 4000}, {"num_layers": 3, "delay_wgrad_layers": 1}, 1),
-        ({"overlap_grad_reduce": True, "bucket_size": 4000}, {}, 2),
-        ({"overlap_grad_reduce": False, "bucket_size": 4000}, {}, 1),
-    ],
-    ids=["one", "tied", "delayed", "two microbatches", "without overlap"],
-)
-def test_plan_of_released_gradients(
-    tmp_path: Path, ddp: dict[str, Any], model: dict[str, Any], num_microbatches: int
-) -> None:
-    train, ddp = {"num_microbatches": num_microbatches}, {**ddp, "release_grads": True}
-    config = tiny_config(tmp_path, parallel="zero1", ddp=ddp, model=model, train=train)
-    plan = plan_run(config, 2)
-    assert simulate(peak_of, 2, config) == [plan.peak_grads] * 2
-    whole = sum(bucket.grad_nbytes for bucket in plan.buckets)
-    assert plan.rank_bytes.gradients == whole // 2
-    assert (plan.peak_grads == whole) is (num_microbatches > 1 or not ddp["overlap_grad_reduce"])
+def test_plan_of_released_gradients(tmp_path: Path) -> None:
+    ddp = {"overlap_grad_reduce": True, "bucket_size": 4000, "release_grads": True}
+    plan = plan_run(tiny_config(tmp_path, parallel="zero1", ddp=ddp), 2)
+    assert plan.rank_bytes.gradients == sum(bucket.grad_nbytes for bucket in plan.buckets) // 2
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

@@ -7,6 +7,7 @@ import matplotlib.text
 import pytest
 from tiny_run import tiny_config
 
+from maingrad.launch.cli import main
 from maingrad.launch.report.curves import draw_loss
 from maingrad.launch.report.page import print_report
 from maingrad.launch.report.run_folder import read_runs
@@ -53,6 +54,29 @@ def test_report_of_an_interrupted_run_draws_what_is_there(tmp_path: Path, capsys
     writer.close()
     print_report(tmp_path)
     assert capsys.readouterr().out.split() == [str(tmp_path / "loss.png")]
+
+
+def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path), str(tmp_path)]) == 2
+    assert "is given twice" in capsys.readouterr().err
+    (tmp_path / "a").mkdir()
+    assert main(["report", str(tmp_path), str(tmp_path / "a")]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+    assert main(["report"]) == 2
+    assert "report takes folders of runs; got none" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path)
+    train(config)
+    capsys.readouterr()
+    assert main(["report", config.train.out_dir]) == 0
+    out = capsys.readouterr().out
+    files = ("report.html", "loss.png", "overlap.png", "overlap.json")
+    assert out.split() == [f"{config.train.out_dir}/{name}" for name in files], "one rank sends nothing"
 
 
 # ---- What is shown while a run trains. ----
