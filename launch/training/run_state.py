@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...ddp.checkpoint.background import PendingSave
 from ...ddp.checkpoint.checkpoint import load_checkpoint, prepare_background_saves, save_checkpoint
-from ...ddp.checkpoint.files.folder import find, is_being_deleted, is_complete, is_left_to_delete, remove
+from ...ddp.checkpoint.files.folder import (
+    find,
+    is_being_deleted,
+    is_complete,
+    is_left_to_delete,
+    move_to_place,
+    remove,
+)
 from ...ddp.checkpoint.files.opened import open_checkpoint
 from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
@@ -177,6 +185,10 @@ class RunSaver:
     def _delete(self, newest: int) -> None:
         """Delete older checkpoints. Links, empty folders and all else that no save has written stay."""
         keep, places = self._config.checkpoint, _checkpoints(self._folder)
+        for path, number in places.items():
+            with suppress(OSError):  # it stays where it is, and is found there
+                if number < newest:  # a save that was killed just before its rename has left it beside its place
+                    move_to_place(path)
         complete = [number for path, number in places.items() if is_complete(path)]  # behind links too
         for path, number in places.items():
             if number > newest:  # those after it are of a run that was resumed earlier

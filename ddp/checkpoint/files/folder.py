@@ -35,6 +35,7 @@ __all__ = [
     "is_being_deleted",
     "is_complete",
     "is_left_to_delete",
+    "move_to_place",
     "remove",
 ]
 
@@ -59,6 +60,15 @@ def find(path: Path) -> Path:
     found = [folder for folder in _beside(path) if is_complete(folder) and (folder / MARK_FILE).is_file()]
     # Looked at last: a save may have taken its second step meanwhile, and that one is newer.
     return found[0] if found and _is_free(path) else path
+
+
+def move_to_place(path: Path) -> Path:
+    """Move what ``find`` finds to ``path``; returns where it was. No save to ``path`` is under way but the caller's."""
+    found = find(path)
+    if found != path:
+        found.rename(path)  # also where an empty folder is
+        (path / MARK_FILE).unlink()
+    return found
 
 
 class Staging:
@@ -95,13 +105,9 @@ class Staging:
                     f"'{folder}' is in the way and is not what a save has left there: move it, or save elsewhere"
                 )
         self._hold()
-        found = find(path)
-        if found != path:  # the only complete checkpoint until this save completes
-            found.rename(path)  # also where an empty folder is
-            (path / MARK_FILE).unlink()
-            if found == self.folder:
-                self._release()
-                self._hold()
+        if move_to_place(path) == self.folder:  # the only complete checkpoint until this save completes
+            self._release()
+            self._hold()
         _empty(self.folder)
 
     def complete(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tiny_run import tiny_config
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.folder import remove
+from maingrad.ddp.checkpoint.files.folder import MARK_FILE, remove
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.model.gpt import build_model
@@ -58,6 +58,18 @@ def test_a_run_that_goes_on_from_an_older_one_deletes_none_of_its_future(tmp_pat
     older = str(tmp_path / "run" / "checkpoints" / "step-00000002")
     train(config_of(tmp_path, {"keep_last": 1}, steps=4, resume=older))
     assert kept(tmp_path) == [4, 5, 6]
+
+
+@pytest.mark.parametrize("keep_last, wanted", [(1, [5]), (3, [3, 4, 5])])
+def test_a_checkpoint_whose_save_was_killed_before_its_rename_is_kept_and_deleted_as_others(
+    keep_last: int, wanted: list[int], tmp_path: Path
+):
+    train(config_of(tmp_path, {}, steps=3))
+    newest = tmp_path / "run" / "checkpoints" / "step-00000003"
+    (newest / MARK_FILE).touch()
+    newest.rename(newest.with_name(f"{newest.name}.incomplete"))
+    assert train(config_of(tmp_path, {"keep_last": keep_last}, steps=5)).steps == 5
+    assert kept(tmp_path) == wanted
 
 
 def delete_and_die(path: Path, at: int) -> bool:
