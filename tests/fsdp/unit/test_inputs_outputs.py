@@ -208,3 +208,55 @@ def test_units_that_hand_their_input_on_are_reduced_in_their_turn(
             model.zero_grad()
 
     simulate(on_each_rank, ranks_of(kind))
+
+
+class Equilibrium(nn.Module):
+    """``z = f(z, x)``. A hook on z solves for the gradient by backwards through one more application (Bai et al., 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_state, self.of_input = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def apply_once(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.25 * self.of_state(z) + self.of_input(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(20):
+                z = self.apply_once(z, x)
+        z = self.apply_once(z, x)
+        start = z.detach().requires_grad_()
+        again = self.apply_once(start, x)
+
+        def solve(grad: Tensor) -> Tensor:
+            found = grad
+            for _ in range(20):
+                found = grad + torch.autograd.grad(again, start, found, retain_graph=True)[0]
+            return found
+
+        z.register_hook(lambda grad: 2 * grad)
+        z.register_hook(solve)
+        return z
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["one unit", "units inside"])
+@pytest.mark.parametrize("placements", ["zero2", "zero3"])
+@pytest.mark.sampled(4)
+def test_a_modules_hooks_on_its_output_may_run_backwards_inside_of_it(placements: str, inside: bool) -> None:
+    def grads(*, sharded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Equilibrium(), nn.Linear(WIDTH, 1)).double()
+        if sharded:
+            for unit in [model[1].of_state, model[1].of_input] if inside else [model[1]]:
+                fully_shard(unit, placements=placements)
+            fully_shard(model, placements=placements)
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)).sum().backward()
+        return [
+            grad.full_tensor() if sharded else grad for param in model.parameters() if (grad := param.grad) is not None
+        ]
+
+    expected = grads(sharded=False)
+    for found in simulate(lambda: grads(sharded=True), 2):
+        torch.testing.assert_close(found, expected)
