@@ -211,7 +211,7 @@ def test_units_that_hand_their_input_on_are_reduced_in_their_turn(
 
 
 class Equilibrium(nn.Module):
-    """``z = f(z, x)``. A hook on z solves for the gradient by backwards through one more application (Bai et al., 2019)."""
+    """``z = f(z, x)``. A hook on z solves for its gradient by backwards through one application (Bai et al., 2019)."""
 
     def __init__(self) -> None:
         super().__init__()
