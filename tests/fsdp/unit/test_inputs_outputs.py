@@ -260,3 +260,51 @@ def test_a_modules_hooks_on_its_output_may_run_backwards_inside_of_it(placements
     expected = grads(sharded=False)
     for found in simulate(lambda: grads(sharded=True), 2):
         torch.testing.assert_close(found, expected)
+
+
+class Named(nn.Module):
+    """Blocks whose input comes by position, by name, or inside a dict."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.stem = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList([Reads() for _ in range(5)])
+        self.watch: Callable[[Tensor], None] = lambda grad: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x.register_hook(self.watch)
+            args = (x,) if self.how == "position" else ()
+            x = block(*args, **{"position": {}, "name": {"x": x}, "dict": {"state": {"x": x}}}[self.how])
+        return x
+
+
+class Reads(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor | None = None, state: Any = None) -> Tensor:
+        return super().forward(state["x"] if x is None else x).tanh()
+
+
+def test_backward_frees_a_unit_whichever_way_its_input_came() -> None:
+    def held(how: str) -> list[int]:
+        """Units that are gathered when backward comes to the input of each block."""
+        model = Named(how)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        found: list[int] = []
+        model.watch = lambda grad: found.append(sum(unit.gathered for unit in model.units))
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+        return found
+
+    def on_rank() -> list[list[int]]:
+        return [held(how) for how in ("position", "name", "dict")]
+
+    for by_position, by_name, inside in simulate(on_rank, 2):
+        assert by_name == inside == by_position
+        assert max(by_position) <= 4  # the outermost one, the one that is passed, and two ahead
