@@ -139,7 +139,7 @@ class ShardedParameter(nn.Parameter):
             f"shard is called; use register_post_accumulate_grad_hook, which is called when .grad is complete"
         )
 
-    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
         """As ``Tensor.copy_``, of this rank's elements. Raises ``RuntimeError`` for the whole parameter."""
         info = self.shard
         if src.shape == info.shape and src.shape != self.shape:
