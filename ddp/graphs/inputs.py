@@ -33,7 +33,6 @@ class StaticInputs:
         """Copy a call's tensors, which have the same ``signature``; the host waits for none that is pinned."""
         for place, (static, leaf) in enumerate(zip(self._leaves, tree_flatten(args)[0], strict=True)):
             if isinstance(leaf, Tensor) and self._first[place] == place:
-                static.grad = None
                 static.copy_(leaf, non_blocking=True)
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
 

@@ -165,7 +165,11 @@ class BackwardHooks:
         opened = False
         for tensor in tensors:
             if tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._on_output, _behind(tensor.grad_fn)))
+                handle = tensor.register_hook(partial(self._on_output, _behind(tensor.grad_fn)))
+                # The module's own hooks come after it: one may run a backward inside the unit (an equilibrium model's).
+                hooks: Any = handle.hooks_dict_ref()
+                for key in [key for key in hooks if key != handle.id]:
+                    hooks[key] = hooks.pop(key)  # torch calls them in the order in which they came in
                 opened = True
         return outputs, opened
 

@@ -152,6 +152,17 @@ class ShardedParameter(nn.Parameter):
             f"shard is called; use register_post_accumulate_grad_hook, which is called when .grad is complete"
         )
 
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
+        """As ``Tensor.copy_``, of this rank's elements. Raises ``RuntimeError`` for the whole parameter."""
+        info = self.shard
+        if src.shape == info.shape and src.shape != self.shape:
+            raise RuntimeError(
+                f"copy_() of a whole tensor {tuple(src.shape)} to the parameter {info.name!r}, of which this rank has "
+                f"elements {info.start} to {info.end} alone: copy it within model.unsharded(writeback=True), or call "
+                f"model.load_state_dict()"
+            )
+        return super().copy_(src, non_blocking)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedParameter({self.shard}, requires_grad={self.requires_grad}):\n{self.detach()!r}"
 

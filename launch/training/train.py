@@ -325,7 +325,7 @@ class _Trainer:
             weight = float(len(part.inputs) if joined else (part.targets >= 0).sum())
             part = part if len(part.inputs) else self.windows.rows(slice(0, 1)).to(self.runtime.device)
             loss = float(self._loss(*part))
-            total += loss * weight if weight else 0.0  # the mean over no target may be NaN
+            total += loss * weight
             counted += weight
             self.recorder.forward_ended()
         self.model.train()

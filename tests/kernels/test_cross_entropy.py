@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_devices import LAUNCHER_DTYPES, nan_filled_memory
 
+from maingrad.kernels.cross_entropy.chunks import Head, head_grads
 from maingrad.kernels.cross_entropy.cross_entropy import cross_entropy_in_place
 from maingrad.kernels.cross_entropy.reference import LossTerms
 
@@ -106,3 +107,33 @@ def test_refused_arguments() -> None:
         cross_entropy_in_place(logits, targets[:2], LossTerms())
     with pytest.raises(TypeError, match="needs int64 targets"):
         cross_entropy_in_place(logits, targets.int(), LossTerms())
+
+
+# ---- A head, chunk of tokens by chunk. ----
+
+
+def head_of(tokens: int, dtype: torch.dtype, chunk_tokens: int) -> Head:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 8, generator=generator).to(dtype) for rows in (tokens, 33))
+    targets = torch.randint(33, (tokens,), generator=generator)
+    return Head(hidden, weight, None, targets, LossTerms(), chunk_tokens)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("accumulator", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 11])
+@pytest.mark.sampled(8)
+def test_chunks_add_to_the_weights_accumulator_or_write_it(
+    tokens: int, accumulator: torch.dtype, overwrite: bool
+) -> None:
+    """Whatever was there before, and also without a token."""
+    head = head_of(tokens, torch.bfloat16, chunk_tokens=4)
+    before = torch.full((33, 8), 0.5, dtype=accumulator)
+    main_grad = torch.full_like(before, float("nan")) if overwrite else before.clone()
+    head_grads(head, torch.full((tokens,), 0.125), None, main_grad=main_grad, overwrite=overwrite)
+    hidden, weight = head.hidden.double(), head.weight.double().requires_grad_()
+    (0.125 * F.cross_entropy(hidden @ weight.t(), head.targets, reduction="sum")).backward()
+    assert weight.grad is not None
+    expected = weight.grad if overwrite else weight.grad + 0.5
+    # Logits and their gradients are rounded to bf16: 2^-8 of each.
+    torch.testing.assert_close(main_grad.double(), expected, rtol=2**-6, atol=2**-6)

@@ -113,3 +113,12 @@ def test_mismatched_operands_are_named() -> None:
         wgrad_accumulate(dy[:2], x, torch.zeros(3, 2))
     with pytest.raises(TypeError, match="one dtype"):
         wgrad_accumulate(dy.half(), x, torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_around_a_backward_rounds_no_product(device: str) -> None:
+    dy, x = operands(24, 10, 6, torch.float32, device)
+    main_grad = torch.zeros(10, 6, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        wgrad_accumulate(dy, x, main_grad)
+    torch.testing.assert_close(main_grad, dy.t() @ x)

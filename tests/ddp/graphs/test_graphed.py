@@ -225,6 +225,24 @@ def made_in_the_first_call(job: Job) -> None:
     job.run()
 
 
+def the_mode_that_it_leaves(job: Job) -> None:
+    """Eager calls, the one that captures, and replays leave the model in evaluation."""
+
+    def train_step(tokens: Tensor) -> Tensor:
+        loss = job.iterate(tokens)
+        job.net.eval()
+        return loss
+
+    def between(number: int) -> Any:
+        modes = [module.training for module in job.net.modules()]
+        job.net.train()
+        return modes
+
+    job.net.train()
+    job.graphed(train_step)
+    job.run(between)
+
+
 @pytest.mark.parametrize(
     ("program", "num_graphs"),
     [
@@ -233,9 +251,10 @@ def made_in_the_first_call(job: Job) -> None:
         (lengths, 3),
         (evaluation_and_loads, 1),
         (made_in_the_first_call, 1),
+        (the_mode_that_it_leaves, 1),
     ],
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 def test_is_captured(program: Callable[[Job], None], num_graphs: int) -> None:
     step = check(program, dropout=program is dropout)
     assert (step.why_eager, step.num_graphs) == (None, num_graphs)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo import run_ranks
 from loops import assert_same, ddp_backward, loss_of, main_grads, make_batches, make_model, weights, wrap
 from torch import Tensor, nn
@@ -266,6 +267,21 @@ def test_without_clipping_sharded_is_bitwise_whole(ranks: int) -> None:
     whole = simulate(train, ranks, torch.bfloat16, False, max_norm=None)
     for run in simulate(train, ranks, torch.bfloat16, True, max_norm=None):
         assert_same(run.weights, whole[0].weights)
+
+
+@pytest.mark.parametrize("config", [{}, {"use_distributed_optimizer": True}], ids=str)
+def test_gradients_of_slices_are_reduced_when_they_are_read(config: dict[str, Any]) -> None:
+    """A program that reads ``slice.grad`` right after its backward, as an optimizer by hand does."""
+
+    def on_rank() -> list[Tensor]:
+        ddp = wrap(nn.Linear(8, 32, bias=False), bucket_size=1, **config)
+        optimizer = DistributedOptimizer(ddp)
+        ddp(torch.full((2, 8), 1.0 + dist.get_rank())).sum().backward()
+        return [held.grad.clone() for held in optimizer.slices]
+
+    for (grad,) in simulate(on_rank, 2):
+        assert grad.numel() == (128 if config else 256)
+        assert (grad == 3.0).all()  # two rows of 1, and of 2
 
 
 def test_a_model_that_is_loaded_behind_its_optimizer_loses_no_bits() -> None:

@@ -1,7 +1,7 @@
 """Loss scaling: all ranks skip the same steps, a scale leaves no trace, the host waits for no device."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -315,22 +315,29 @@ class _UniformLists(TorchDispatchMode):
 
 
 class _SeveralDtypes(nn.Module):
-    """All gradients are 4, plus ``value`` in the first element of the bf16 parameter."""
+    """All gradients are 4, plus ``value`` in the first element of the parameter with the number ``place``."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value: float, place: int, dtypes: Sequence[torch.dtype]) -> None:
         super().__init__()
-        self.params = nn.ParameterList([torch.ones(100, dtype=dtype) for dtype in (FP32, BF16, FP32)])
-        self.value = value
+        self.params = nn.ParameterList([torch.ones(100, dtype=dtype) for dtype in dtypes])
+        self.value, self.place = value, place
 
     def forward(self) -> Tensor:
         total = sum((param.float() * 4).sum() for param in self.params)
-        return total + self.params[1][0].float() * self.value if self.value else total
+        return total + self.params[self.place][0].float() * self.value if self.value else total
 
 
-@pytest.mark.parametrize("value", [0.0, math.inf])
-def test_gradients_of_several_dtypes_are_unscaled_apart(value: float) -> None:
-    ddp = wrap(_SeveralDtypes(value), use_distributed_optimizer=True, grad_reduce_in_fp32=False, bucket_size=1)
-    optimizer = DistributedOptimizer(ddp)
+@pytest.mark.parametrize(("value", "place"), [(0.0, 0), (math.inf, 0), (math.inf, 1)])
+@pytest.mark.parametrize("dtypes", [(FP32, BF16, FP32), (BF16, FP32, BF16)], ids=["fp32 first", "bf16 first"])
+@pytest.mark.sampled(6)
+def test_gradients_of_several_dtypes_are_unscaled_apart(
+    dtypes: Sequence[torch.dtype], value: float, place: int
+) -> None:
+    """Inf in a gradient of one dtype counts, though those of the other are finite."""
+    ddp = wrap(
+        _SeveralDtypes(value, place, dtypes), use_distributed_optimizer=True, grad_reduce_in_fp32=False, bucket_size=1
+    )
+    optimizer = DistributedOptimizer(ddp, lr=0.1)
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler.scale(ddp()).backward()
     ddp.finish_grad_sync()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from parity_models import BUCKET_SIZE, STEPS, Everything, Trained, assert_bitwise, expert_group, run_steps, train
 from summed_by_hand import train_by_hand
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -147,3 +148,30 @@ def train_on_a_mesh(two_dims: bool) -> Trained:
 def test_a_mesh_is_the_same_as_a_number_of_instances() -> None:
     for ours, theirs in zip(simulate(train_on_a_mesh, 4, True), simulate(train_on_a_mesh, 4, False), strict=True):
         assert_bitwise(ours, theirs)
+
+
+def test_a_rank_may_finish_the_reductions_itself_and_the_others_leave_that_to_the_step() -> None:
+    """On CPUs a wait begins the collective across instances: all ranks wait in the order of launches."""
+
+    def on_rank(*, by_hand: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(
+            nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6))),
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=True, num_distributed_optimizer_instances=2, bucket_size=1,
+                overlap_grad_reduce=True, overlap_param_gather=True,
+            ),
+        )  # fmt: skip
+        optimizer = DistributedOptimizer(model, lr=0.1, optimizer_class=torch.optim.SGD)
+        for step in range(2):
+            model(torch.full((2, 16), 1.0 + dist.get_rank() + step)).sum().backward()
+            if by_hand and dist.get_rank() == 3:
+                model.finish_grad_sync()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish_param_sync()
+        return [param.detach().clone() for param in model.parameters()]
+
+    expected = simulate(lambda: on_rank(by_hand=False), 4)
+    for found in simulate(lambda: on_rank(by_hand=True), 4):
+        assert all(map(torch.equal, found, expected[0]))

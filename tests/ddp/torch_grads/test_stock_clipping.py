@@ -314,3 +314,20 @@ def test_under_our_optimizer_a_bf16_parameters_gradient_is_read_as_it_is_summed(
     before = master[0].item()
     optimizer.step()
     assert master[0].item() == pytest.approx(before - 257 / 2)
+
+
+def test_our_scaling_of_what_was_read_keeps_the_bits_of_the_sums() -> None:
+    """``.grad`` of bf16 parameters is a rounded copy. That we have changed it is no change of the program's."""
+    model = DistributedDataParallel(nn.Linear(8, 4).bfloat16())
+    torch.manual_seed(0)
+    for _ in range(2):
+        with model.no_sync():
+            model(torch.randn(2, 8).bfloat16()).float().square().sum().backward()
+    model(torch.randn(2, 8).bfloat16()).float().square().sum().backward()
+    torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])  # for a log
+    sums = [grad.clone() for grad in model.reduced_grads()]
+    assert any((grad != grad.bfloat16()).any() for grad in sums)
+    model.scale_gradients(0.5)
+    model.scale_gradients(2.0)
+    clip_grad_norm(model, 1e6)
+    assert all(map(torch.equal, model.reduced_grads(), sums))

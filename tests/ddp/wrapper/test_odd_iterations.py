@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loops import assert_same, loss_of, main_grads, make_batches, make_model, plain_grads, plain_twin, wrap
 from torch import Tensor, nn
 
 from maingrad.launch import simulate
 from maingrad.te_integration import WgradQueue, delayed_wgrad
+from maingrad.te_integration.pipeline import ScheduleExecutor, parse_order
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -117,3 +119,32 @@ def test_a_difference_in_the_imaginary_part_parts_replicas() -> None:
 
     for change in ("turn", "long"):
         simulate(on_each_rank, 2, change)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_schedule_that_failed_leaves_the_wrapper_as_it_was(at: int) -> None:
+    """A loss raises in its backward, in the first microbatch or in the last: a plain iteration reduces all the same."""
+    batches = [torch.full((2, 4), float(number)) for number in range(1, 3)]
+
+    def fails(grad: Tensor) -> None:
+        raise ArithmeticError("as a debugging hook does")
+
+    def loss_fn(output: Tensor, *, microbatch: int) -> Tensor:
+        loss = output.sum()
+        if microbatch == at:
+            loss.register_hook(fails)
+        return loss
+
+    def on_rank() -> list[Tensor]:
+        torch.manual_seed(0)
+        ddp = wrap(nn.Linear(4, 2), overlap_grad_reduce=True)
+        with pytest.raises(ArithmeticError):
+            ScheduleExecutor(parse_order([1, -1, 1, -1]), [ddp]).run(batches, loss_fn)
+        assert ddp.require_backward_grad_sync
+        ddp.abandon_iteration()
+        ddp(batches[dist.get_rank()]).sum().backward()
+        return [param.grad.clone() for param in ddp.parameters()]
+
+    for weight, bias in simulate(on_rank, 2):
+        assert (weight == 3).all()  # the mean over ranks of two rows of 1, and of 2
+        assert (bias == 2).all()

@@ -200,3 +200,42 @@ def test_what_was_never_trained_stays_so() -> None:
     model.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"parameter '0.\w+' was unfrozen"):
         model(torch.ones(2, 5))
+
+
+class Sometimes(nn.Module):
+    """Recomputes only what is trained, as a discriminator does to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        trains = self.up.weight.requires_grad
+        return checkpoint(self.layers, x, use_reentrant=False) if trains else self.layers(x)  # type: ignore[no-any-return]
+
+    def layers(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())  # type: ignore[no-any-return]
+
+
+def test_one_backward_enters_a_unit_frozen_and_trained_at_once() -> None:
+    """Inputs of the program end no unit. What the trained forward computes again needs gradients all the same."""
+
+    def grads(*, sharded: bool) -> list[Tensor]:
+        model = Sometimes().double()
+        if sharded:
+            fully_shard(model)
+        batch = torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5)
+        x = (batch * 0.5).requires_grad_()
+        trained = model(batch).square().sum()
+        model.requires_grad_(False)
+        frozen = model(x).square().sum()
+        model.requires_grad_(True)
+        (trained + frozen).backward()
+        assert x.grad is not None
+        own = [param.grad.full_tensor() if sharded else param.grad for param in model.parameters()]  # type: ignore[union-attr]
+        return [x.grad, *own]
+
+    expected = grads(sharded=False)
+    for found in simulate(lambda: grads(sharded=True), 2):
+        torch.testing.assert_close(found, expected)

@@ -208,3 +208,103 @@ def test_units_that_hand_their_input_on_are_reduced_in_their_turn(
             model.zero_grad()
 
     simulate(on_each_rank, ranks_of(kind))
+
+
+class Equilibrium(nn.Module):
+    """``z = f(z, x)``. A hook on z solves for its gradient by backwards through one application (Bai et al., 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_state, self.of_input = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def apply_once(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.25 * self.of_state(z) + self.of_input(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(20):
+                z = self.apply_once(z, x)
+        z = self.apply_once(z, x)
+        start = z.detach().requires_grad_()
+        again = self.apply_once(start, x)
+
+        def solve(grad: Tensor) -> Tensor:
+            found = grad
+            for _ in range(20):
+                found = grad + torch.autograd.grad(again, start, found, retain_graph=True)[0]
+            return found
+
+        z.register_hook(lambda grad: 2 * grad)
+        z.register_hook(solve)
+        return z
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["one unit", "units inside"])
+@pytest.mark.parametrize("placements", ["zero2", "zero3"])
+@pytest.mark.sampled(4)
+def test_a_modules_hooks_on_its_output_may_run_backwards_inside_of_it(placements: str, inside: bool) -> None:
+    def grads(*, sharded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Equilibrium(), nn.Linear(WIDTH, 1)).double()
+        if sharded:
+            for unit in [model[1].of_state, model[1].of_input] if inside else [model[1]]:
+                fully_shard(unit, placements=placements)
+            fully_shard(model, placements=placements)
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)).sum().backward()
+        return [
+            grad.full_tensor() if sharded else grad for param in model.parameters() if (grad := param.grad) is not None
+        ]
+
+    expected = grads(sharded=False)
+    for found in simulate(lambda: grads(sharded=True), 2):
+        torch.testing.assert_close(found, expected)
+
+
+class Named(nn.Module):
+    """Blocks whose input comes by position, by name, or inside a dict."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.stem = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList([Reads() for _ in range(5)])
+        self.watch: Callable[[Tensor], None] = lambda grad: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x.register_hook(self.watch)
+            args = (x,) if self.how == "position" else ()
+            x = block(*args, **{"position": {}, "name": {"x": x}, "dict": {"state": {"x": x}}}[self.how])
+        return x
+
+
+class Reads(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor | None = None, state: Any = None) -> Tensor:
+        return super().forward(state["x"] if x is None else x).tanh()
+
+
+def test_backward_frees_a_unit_whichever_way_its_input_came() -> None:
+    def held(how: str) -> list[int]:
+        """Units that are gathered when backward comes to the input of each block."""
+        model = Named(how)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        found: list[int] = []
+        model.watch = lambda grad: found.append(sum(unit.gathered for unit in model.units))
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+        return found
+
+    def on_rank() -> list[list[int]]:
+        return [held(how) for how in ("position", "name", "dict")]
+
+    for by_position, by_name, inside in simulate(on_rank, 2):
+        assert by_name == inside == by_position
+        assert max(by_position) <= 4  # the outermost one, the one that is passed, and two ahead

@@ -500,3 +500,24 @@ def test_casts_of_autocast_do_not_outlive_their_unit() -> None:
         assert alive == 0
 
     simulate(evaluate, 1)
+
+
+def test_reshard_after_forward_may_be_set_of_all_units_or_of_one() -> None:
+    """Parameters that stay gathered until backward are gathered once in an iteration."""
+
+    def gathers(unit: int | None, **options: Any) -> int:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        if options:
+            (model if unit is None else model[unit]).set_reshard_after_forward(False, **options)
+        for _ in range(2):  # the first one learns the order
+            with model.record_timeline() as timeline:
+                model(torch.ones(2, 4)).sum().backward()
+        return len(timeline.gathers)
+
+    def on_rank() -> list[int]:
+        return [gathers(None), gathers(None, recurse=True), gathers(None, recurse=False), gathers(0, recurse=True)]
+
+    assert simulate(on_rank, 2) == [[7, 4, 7, 6]] * 2  # the last unit of a forward stays in any case

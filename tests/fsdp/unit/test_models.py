@@ -274,6 +274,20 @@ class Recurrent(nn.Module):
         return self.last(self.lstm(x[None])[0])
 
 
+class Mirrors(nn.Linear):
+    """Keeps what is set beside the registered parameters, and computes with that: recurrent layers did so."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 2)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__.setdefault("mirror", {})[name] = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.mirror["bias"], x, self.mirror["weight"].t())
+
+
 class Lists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -317,6 +331,10 @@ def test_modules_that_have_their_own_ways_with_parameters(kind: str, make: Calla
         fully_shard(model, **options)
 
     train_beside(kind, make, shard)
+
+
+def test_a_class_that_sets_its_parameters_in_two_places() -> None:
+    train_beside("zero3", Mirrors, fully_shard, ranks=2)
 
 
 @some_kinds

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from maingrad.launch.verification.comparison import allowed_between, norm_of, parts_in
+from maingrad.launch.verification.comparison import Piece, allowed_between, norm_of, parts_in
 from maingrad.launch.verification.plain import Plain, mean_of
 
 
@@ -57,3 +57,13 @@ def test_norms_and_means_in_half_precision_are_not_rounded(dtype: torch.dtype) -
     assert mean_of(plains)["w"].item() == 1.0 + torch.finfo(dtype).eps / 2
     overflows = [Plain(0.0, {"w": large})] * 2
     assert mean_of(overflows)["w"].tolist() == large.tolist()
+
+
+def test_a_part_that_no_rank_holds_is_missing() -> None:
+    wanted = {"weight": torch.arange(6.0)}
+    allowed = allowed_between(wanted, None)
+    halves = [Piece("weight", 0, torch.arange(3.0)), Piece("weight", 3, torch.arange(3.0, 6.0))]
+    (whole,) = allowed.differences([halves[:1], halves[1:]], wanted)
+    assert whole.error == 0 and not whole.is_off
+    (lacking,) = allowed.differences([halves[:1], halves[:1]], wanted)
+    assert lacking.error == float("inf") and lacking.is_off

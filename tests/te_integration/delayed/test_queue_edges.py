@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel
+from maingrad.fsdp import fully_shard
 from maingrad.te_integration import Float8CurrentScaling, Linear, WgradQueue, autocast, delayed_wgrad
 from maingrad.te_integration.wgrad_queue import drain_modules
 
@@ -196,3 +197,20 @@ def test_a_microbatch_inside_another_ends_with_its_block() -> None:
     queue.drain_microbatch(5)
     assert queue.pending_microbatches == [7, 6]
     queue.clear()
+
+
+@pytest.mark.parametrize("placements", ["zero2", "zero3"])
+def test_the_module_of_a_unit_is_drained_alone(placements: str) -> None:
+    """Behind a backward it registers shards, and the queue knows the whole parameters."""
+    layers = nn.Sequential(*(Linear(8, 8, bias=False) for _ in range(2)))
+    for layer in layers:
+        fully_shard(layer, WORLD_OF_ONE, placements=placements)
+    model, queue = fully_shard(layers, WORLD_OF_ONE, placements=placements), WgradQueue()
+    pending_in(queue, model)
+    assert len(queue) == 2
+    queue.drain_module(layers[0])
+    (left,) = queue.pending_owners
+    assert len(queue) == 1, left
+    queue.drain_module(layers[1])
+    assert len(queue) == 0
+    assert all(param.grad.to_local().any() for param in model.parameters())

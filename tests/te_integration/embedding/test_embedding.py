@@ -333,6 +333,15 @@ def test_a_vocabulary_may_grow_before_wrapping() -> None:
     assert torch.equal(module.weight.grad, torch.tensor([0.0] * 5 + [2.0])[:, None].expand(6, 2))
 
 
+def test_a_vocabulary_may_grow_in_place() -> None:
+    """As transformers' ``resize_token_embeddings`` does, between two gradients that a program asks for."""
+    module = Embedding(3, 2, fuse_wgrad_accumulation=True)
+    for size in (3, 6):
+        module.weight.data = torch.randn(size, 2)
+        (grad,) = torch.autograd.grad(module(torch.tensor([size - 1])).sum(), module.weight)
+        assert torch.equal(grad, torch.tensor([0.0] * (size - 1) + [1.0])[:, None].expand(size, 2))
+
+
 def test_it_is_freed_by_reference_count() -> None:
     gc.disable()
     try:

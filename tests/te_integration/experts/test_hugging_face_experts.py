@@ -279,6 +279,40 @@ def test_classes_from_elsewhere_that_transformers_decorator_has_changed() -> Non
     assert_same_gradients(experts, plain)
 
 
+def test_a_gate_of_the_classs_own_is_called() -> None:
+    """With SiLU, as most have, and one more in the second half."""
+
+    class Raised(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = config.num_local_experts
+            self.gate_up_proj = nn.Parameter(torch.randn(4, 96, 32) / 8)
+            self.down_proj = nn.Parameter(torch.randn(4, 32, 48) / 8)
+            self.act_fn = nn.SiLU()
+
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate) * (up + 1)  # type: ignore[no-any-return]
+
+        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    use_experts_implementation(Raised)
+    model = tiny("mixtral", layers=1)
+    torch.manual_seed(0)
+    model.model.layers[0].mlp.experts = experts = Raised(model.config)
+    model.set_experts_implementation("batched_mm")
+    plain = copy.deepcopy(experts)
+    assert "model.layers.0.mlp.experts" in convert_linears(model).converted
+    wrapped = DistributedDataParallel(model)
+    x, index, probs = torch.randn(6, 32), torch.arange(12).remainder(4).view(6, 2), torch.rand(6, 2)
+    torch.testing.assert_close(experts(x, index, probs), plain(x, index, probs), rtol=1e-4, atol=1e-5)
+    for each in (experts, plain):
+        each(x, index, probs).square().sum().backward()
+    wrapped.finish_grad_sync()
+    assert_same_gradients(experts, plain)
+
+
 def test_experts_called_by_themselves() -> None:
     """By the argument names of either eager forward, with dropped choices, and without tokens."""
     model = tiny("gpt_oss", layers=1)

@@ -476,3 +476,39 @@ def test_a_cast_from_before_the_capture_is_made_anew_in_replays():
         replayed = call(x).detach().clone()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(replayed, layer(x))
+
+
+# ---- Outputs that a call does not use. ----
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"fuse_wgrad_accumulation": True}
+        self.body, self.one, self.other = (Linear(WIDTH, WIDTH, **options) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.body(x))
+        return self.one(x), self.other(x)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the first is left out", "the second is left out"])
+def test_an_output_that_a_later_loss_leaves_out_has_no_gradient_of_before(first):
+    def run(graphed):
+        net = TwoHeads()
+        ddp = DistributedDataParallel(net)
+        (call,) = make_graphed_callables([net], samples(1)) if graphed else [net]
+        found = []
+        for step, both in enumerate((True, False, True, False)):
+            x = batch(step, grad=True)
+            outputs = call(x)
+            loss = outputs[first].square().sum()
+            (loss + outputs[not first].square().sum() if both else loss).backward()
+            ddp.finish_grad_sync()
+            found += [x.grad, *(param.main_grad.clone() for param in net.parameters())]
+            ddp.zero_grad_buffer()
+        return found
+
+    for ours, eager in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(ours, eager)

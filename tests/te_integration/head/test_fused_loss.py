@@ -339,3 +339,21 @@ def test_the_programs_of_the_page() -> None:
     for block in blocks:
         exec(block, names)
     assert names["loss"].isfinite()
+
+
+def test_a_forward_that_raised_leaves_the_head_as_it_was() -> None:
+    """As out of memory in a long batch, which the program skips."""
+    model = wrapped()
+
+    def fails(module: nn.Module, args: Any) -> None:
+        raise MemoryError
+
+    hook = model.module.model.norm.register_forward_pre_hook(fails)
+    with pytest.raises(MemoryError):
+        model(**batch(0))
+    hook.remove()
+    head = model.module.get_output_embeddings()
+    logits = head(torch.randn(3, head.in_features))
+    assert type(logits) is Tensor
+    found = iteration(model, batch(0))
+    assert_alike(found, iteration(wrapped(), batch(0)))

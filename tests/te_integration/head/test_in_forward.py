@@ -238,3 +238,17 @@ def test_a_recompute_writes_once() -> None:
     assert writes["head.weight"] == 1
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_a_forward_without_a_backward_behind_a_reduction_is_taken_back() -> None:
+    """An iteration's second backward outside ``no_sync`` puts aside what was reduced: the next write begins anew."""
+    plain, model = ddp(Model("recompute")), ddp(Model("in_forward"))
+    for each in (plain, model):
+        each(*batch(0)).backward()
+        each.finish_grad_sync()
+    model(*batch(1))  # a look at the loss
+    gc.collect()
+    for each in (plain, model):
+        each(*batch(2)).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
