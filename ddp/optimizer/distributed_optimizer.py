@@ -42,8 +42,8 @@ class DistributedOptimizer(AroundOptimizer):
     Rajbhandari et al., 2020), and updated parameters are all-gathered. Otherwise every rank updates every element.
 
     lr               learning rate; None: the default of ``optimizer_class``
-    optimizer_class  an elementwise class of ``torch.optim``; where no shard cuts parameters (``keep_params_whole``)
-                     also a class that updates whole ones (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run
+    optimizer_class  an elementwise class of ``torch.optim``; where no shard cuts parameters (``keep_params_whole``,
+                     ``keep_matrices_whole``) also a class that updates whole ones (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run
                      as torch's fused kernels. ``maingrad.ddp.Lion`` is a class that torch lacks
     param_groups     dicts of options. ``"params"`` selects a group's parameters: a name or pattern (``"*.bias"``), a
                      sequence of them, or a function of name and parameter. A parameter is in the first group that

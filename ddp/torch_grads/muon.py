@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
     Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
     """
 
-    per_parameter = True
+    per_parameter = per_matrix = True
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class MuonGroups(NamedTuple):
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """Names of all matrices: what ``keep_params_whole`` takes."""
+        """Names of all matrices: what ``keep_matrices_whole`` takes."""
         return tuple(name for group in self.groups for name in group["params"])
 
 
@@ -40,7 +40,7 @@ def muon_groups(
     """Find the matrices of a model that Muon should update: weights of its linear layers and experts. ::
 
         muon = muon_groups(model, lr=0.02)
-        config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=muon.matrices)
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_matrices_whole=muon.matrices)
         optimizer = DistributedOptimizer(DistributedDataParallel(model, config), lr=3e-4, param_groups=muon.groups)
 
     Left out, for another class: embeddings, and heads, tied ones too; vectors, and matrices of one row or column;

@@ -118,7 +118,7 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         config.ddp,
         use_distributed_optimizer=True,
         num_distributed_optimizer_instances=1,
-        shard_atom=BLOCK if in_blocks and config.ddp.keep_params_whole is not True else config.ddp.shard_atom,
+        shard_atom=BLOCK if in_blocks and not config.ddp.keep_params_whole else config.ddp.shard_atom,
     )
     whole = dataclasses.replace(
         sharded,
@@ -127,6 +127,7 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         copy_engine_param_gather=False,
         grad_reduce_wire_dtype=None,
         keep_params_whole=False,
+        keep_matrices_whole=(),
         release_grads=False,
         shard_atom=1,
     )

@@ -160,7 +160,7 @@ class PlacedBucket:
         """Number of elements on each rank for which the optimizer has state."""
         degree = self.layout.shard_degree
         size = self.layout.numel // degree
-        if not self.own_shards and not self.layout.keeps_params_whole:
+        if not self.own_shards and not self.layout.keeps_matrices_whole:
             return [size] * degree
         return self._count(lambda numel: numel)  # without padding
 

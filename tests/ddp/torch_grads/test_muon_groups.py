@@ -181,7 +181,7 @@ def test_groups_go_to_the_optimizer(sharded: bool) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
     muon = muon_groups(net, lr=0.02)
-    kept: Any = {"use_distributed_optimizer": True, "keep_params_whole": muon.matrices} if sharded else {}
+    kept: Any = {"use_distributed_optimizer": True, "keep_matrices_whole": muon.matrices} if sharded else {}
     model = DistributedDataParallel(net, DistributedDataParallelConfig(**kept))
     assert muon_groups(model, lr=0.02) == muon
     optimizer = DistributedOptimizer(model, lr=0.01, param_groups=muon.groups)

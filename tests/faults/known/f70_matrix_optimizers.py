@@ -49,7 +49,9 @@ FAULTS = [
         "70d-matrices-and-others-share-a-bucket",
         sentence="Parameters that are kept whole and others lie in one bucket, whose borders cut matrices.",
         tests=[f"{CLASSES}::test_only_selected_parameters_are_kept_whole"],
-        changes=[Change("maingrad.ddp.plan.owned_params", "plan_model", "whole=name in whole", "whole=False")],
+        changes=[
+            Change("maingrad.ddp.plan.owned_params", "plan_model", "whole=name in matrices - stacks", "whole=False")
+        ],
     ),
     Fault(
         "70e-a-tied-head-is-a-matrix",

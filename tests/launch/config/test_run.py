@@ -448,7 +448,7 @@ def test_what_is_no_configuration_file_is_refused_at_once(tmp_path: Path):
 
 
 def test_parameters_that_are_kept_whole_by_name() -> None:
-    given: dict[str, Any] = {"parallel": "zero1", "ddp": {"keep_params_whole": ["layers.*_proj.weight"]}}
-    assert structure(given).ddp.keep_params_whole == ("layers.*_proj.weight",)
-    with pytest.raises(ConfigError, match=r"ddp\.keep_params_whole"):
-        structure({"parallel": "zero1", "ddp": {"keep_params_whole": [1]}})
+    given: dict[str, Any] = {"parallel": "zero1", "ddp": {"keep_matrices_whole": ["layers.*_proj.weight"]}}
+    assert structure(given).ddp.keep_matrices_whole == ("layers.*_proj.weight",)
+    with pytest.raises(ConfigError, match=r"ddp\.keep_matrices_whole"):
+        structure({"parallel": "zero1", "ddp": {"keep_matrices_whole": [1]}})
