@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize
+from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize, orthogonalize_flops
 from ...kernels.optimizer.orthogonal.reference import COEFFICIENTS, Step
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "update_flops"]
 
 _BATCH_NUMEL = 2**26
 """Most elements that are orthogonalised at once, one matrix at least: 10 bytes of memory for each beside the Gram
@@ -187,6 +187,13 @@ def _steps_of(group: Mapping[str, Any]) -> tuple[Step, ...]:
     if len(given) == 3 and not isinstance(given[0], Sequence):
         return (Step(*given),) * (5 if count is None else count)
     return tuple(Step(*each) for each in given)
+
+
+def update_flops(shape: Sequence[int], group: Mapping[str, Any]) -> float:
+    """FLOPs of the iterations of one update of a parameter, with the options of its group."""
+    parts = _rows_of(group["split"], shape[-2])
+    steps = len(_steps_of({"ns_coefficients": None, "ns_steps": None, **group}))
+    return math.prod(shape[:-2]) * sum(orthogonalize_flops(end - first, shape[-1], steps) for first, end in parts)
 
 
 def _rows_of(split: int | Sequence[int], rows: int) -> list[tuple[int, int]]:

@@ -12,8 +12,10 @@ from ...ddp.collectives.reduction import Placement, Placements
 from ...kernels.optimizer.eight_bits import BLOCK
 from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
-from ..model.hugging_face import build_language_model
+from ..model.hugging_face import LanguageModel, build_language_model
+from ..parallelizing.muon import muon_of
 from .grad_peak import peak_of_grads, peak_of_released
+from .muon_shares import MuonShares, muon_shares
 from .parameter_count import ParameterCount, count_of
 from .rank_bytes import PlacedBucket, RankBytes, rank_bytes
 from .units import PlacedUnit, lay_out
@@ -34,6 +36,8 @@ class RunPlan:
     """Bytes at rest under each kind of parallelism that this number of ranks allows, this run's included."""
     peak_grads: int
     """Largest number of bytes that whole gradients take at one time."""
+    muon: MuonShares | None
+    """Muon's work on each rank; None: another optimizer."""
 
     @property
     def inner_size(self) -> int:
@@ -81,7 +85,6 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     """
     config.check_ranks(ranks)
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
-    states = config.optimizer.state_per_element()
     laid_out = {
         parallel: lay_out(other, ranks)
         for parallel, other in _alternatives(config).items()
@@ -93,13 +96,21 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
         parameters=count_of(model),
         units=laid_out[config.parallel],
         alternatives={
-            parallel: rank_bytes(
-                (bucket for unit in units for bucket in unit.buckets),
-                states=states,
-            )
+            parallel: rank_bytes(bucket for unit in units for bucket in unit.buckets)
             for parallel, units in laid_out.items()
         },
         peak_grads=_peak_of_grads(config, model, laid_out[config.parallel]),
+        muon=_muon_shares(config, model, laid_out[config.parallel]),
+    )
+
+
+def _muon_shares(config: Config, model: LanguageModel, units: Sequence[PlacedUnit]) -> MuonShares | None:
+    muon = muon_of(model, config.optimizer)
+    if muon is None:
+        return None
+    prefixes = [f"{unit.name}." if config.fully_sharded and unit.name else "" for unit in units]
+    return muon_shares(
+        muon, [(bucket, prefix) for unit, prefix in zip(units, prefixes, strict=True) for bucket in unit.buckets]
     )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import fsdp
 from ...ddp import DistributedDataParallel, GraphedTrainingStep
+from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.contract.record import GradRecord
 from ...ddp.plan.owned_params import find_owned_params
@@ -29,6 +30,7 @@ from ..config.run import Config, ConfigError, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
 from ..parallelizing.graphed import graphed
 from ..parallelizing.make_optimizer import make_optimizer
+from ..parallelizing.muon import muon_of, with_whole_matrices
 from ..parallelizing.parallelize import shard_units
 from .units import units_of
 
@@ -68,14 +70,16 @@ class Wrapped:
         limit = config.optimizer.max_grad_norm
         self._max_norm: float | None = None
         if config.fully_sharded:
-            self.model = _sharded(module, config, device)
-            self.optimizer = _optimizer_of(self.model, config.optimizer)
+            muon = muon_of(module, config.optimizer)
+            self.model = _sharded(module, config, device, muon)
+            self.optimizer = _optimizer_of(self.model, config.optimizer, muon)
             # Clipping is no hook of the optimizer: a captured step has none.
             self._max_norm = limit
             holder: Any = root_of(self.model)
         else:
-            self.model = holder = DistributedDataParallel(module, config.ddp)
-            self.optimizer = _optimizer_of(self.model, config.optimizer, max_grad_norm=limit)
+            muon = muon_of(module, config.optimizer)
+            self.model = holder = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon))
+            self.optimizer = _optimizer_of(self.model, config.optimizer, muon, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures
         """Describes failed collectives."""
         self._buckets = [bucket for bucket in holder.buckets if bucket.records]
@@ -148,7 +152,7 @@ class Wrapped:
                     module.reshard()
 
 
-def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSDPModule:
+def _sharded(module: LanguageModel, config: Config, device: torch.device, muon: MuonGroups | None) -> FSDPModule:
     settings = config.fsdp
     mesh: DeviceMesh | None = None  # all ranks there are
     if config.num_instances > 1:
@@ -156,6 +160,8 @@ def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSD
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner"))
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
+    if muon is not None:
+        options["shard_atoms"] = "whole"
     if config.optimizer.state == "compact":  # shards have the dtype of the module, which is that of computation
         options["mixed_precision"] = policies[module]
     if isinstance(module, HuggingFaceModel):
@@ -180,7 +186,7 @@ _OPTIONS = (
 """Keys of ``[fsdp]`` that are arguments of ``fully_shard``."""
 
 
-def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -> Any:
+def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups | None, **options: Any) -> Any:
     """The optimizer of a wrapped or sharded model. Without ``decay_vectors`` vectors are a group of their own."""
     options |= settings.class_options
     if settings.state == "compact":
@@ -188,7 +194,7 @@ def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -
     own_group = not settings.decay_vectors and "weight_decay" in options
     # Norms, biases and scalars. Packed experts have three dims.
     vectors = {"params": lambda name, parameter: parameter.ndim < 2, "weight_decay": 0.0}
-    groups = [vectors] if own_group else []
+    groups = [*(muon.groups if muon else ()), *([vectors] if own_group else [])]
     return make_optimizer(model, settings.optimizer_class, lr=settings.lr, param_groups=groups, **options)
 
 
