@@ -43,8 +43,8 @@ class DistributedOptimizer(AroundOptimizer):
 
     lr               learning rate; None: the default of ``optimizer_class``
     optimizer_class  an elementwise class of ``torch.optim``; where no shard cuts parameters (``keep_params_whole``,
-                     ``keep_matrices_whole``) also a class that updates whole ones (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run
-                     as torch's fused kernels. ``maingrad.ddp.Lion`` is a class that torch lacks
+                     ``keep_matrices_whole``) also a class that updates whole ones (Muon). AdamW (Loshchilov and Hutter,
+                     2019), Adam and SGD run as torch's fused kernels. ``maingrad.ddp.Lion`` is a class that torch lacks
     param_groups     dicts of options. ``"params"`` selects a group's parameters: a name or pattern (``"*.bias"``), a
                      sequence of them, or a function of name and parameter. A parameter is in the first group that
                      selects it; parameters that no group selects form the last group, with the default options.

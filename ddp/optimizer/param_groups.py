@@ -112,8 +112,8 @@ def why_not_over(cls: type, *, whole: bool, kept_whole: str) -> str | None:
     Torch's classes are listed above. Other classes declare by an attribute what the update of an element depends on.
     ``elementwise = True``: this element's gradient and state. ``per_parameter = True``: the gradient and state of this
     element's parameter (LAMB, LARS), so that parameters must stay whole; with ``per_matrix = True`` too, of its matrix
-    in a stack [experts, rows, columns]. A class that sums over all parameters (L-BFGS, Prodigy, D-Adaptation) cannot step
-    over shards.
+    in a stack [experts, rows, columns]. A class that sums over all parameters (L-BFGS, Prodigy, D-Adaptation) cannot
+    step over shards.
 
     whole       whether shards hold whole parameters, or of such a class whole matrices
     kept_whole  the option that keeps parameters whole, for the error

@@ -22,8 +22,8 @@ from ..training.run_state import check_resume, where_to_resume
 from ..training.watching.profiling import check_profile
 from ..training.watching.trackers import check_packages
 from .plan import RunPlan, plan_run
-from .units import states_of
 from .tables import format_bytes, numbers, plan_tables, table_of, texts
+from .units import states_of
 
 __all__ = ["DryRun", "dry_run", "dry_run_tables"]
 

@@ -106,7 +106,6 @@ def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit
     row, inner_size = fsdp.row, ranks // outer_size
     degree = shard_degree(row, inner_size, outer_size)
     states = states_of(config, model)
-    atoms = "whole" if config.optimizer.has_muon else fsdp.shard_atoms
     taken: set[int] = set()
 
     def name_of(module: nn.Module, local: str) -> str:
@@ -128,7 +127,7 @@ def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit
                 compact=compact,
                 states={slot.spec.name: states[name_of(module, slot.spec.name)] for slot in layout.slots},
             )
-            for layout, trainable in plan_unit(owned, policy, degree, atoms, fsdp.bucket_size)
+            for layout, trainable in plan_unit(owned, policy, degree, fsdp.shard_atoms, fsdp.bucket_size)
         )
     entered = [name for name in names.values() if name in placed]  # this model registers modules in forward order
     shards, microbatches = row.inner.parameter is Placement.SHARDED, config.train.num_microbatches

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import fsdp
 from ...ddp import DistributedDataParallel, GraphedTrainingStep
-from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.contract.record import GradRecord
 from ...ddp.plan.owned_params import find_owned_params
+from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...fsdp import FSDPModule
 from ...fsdp.module import root_of, unit_of
 from ..config.run import Config, ConfigError, OptimizerConfig
@@ -71,7 +71,7 @@ class Wrapped:
         self._max_norm: float | None = None
         if config.fully_sharded:
             muon = muon_of(module, config.optimizer)
-            self.model = _sharded(module, config, device, muon)
+            self.model = _sharded(module, config, device)
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon)
             # Clipping is no hook of the optimizer: a captured step has none.
             self._max_norm = limit
@@ -152,7 +152,7 @@ class Wrapped:
                     module.reshard()
 
 
-def _sharded(module: LanguageModel, config: Config, device: torch.device, muon: MuonGroups | None) -> FSDPModule:
+def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSDPModule:
     settings = config.fsdp
     mesh: DeviceMesh | None = None  # all ranks there are
     if config.num_instances > 1:
@@ -160,8 +160,6 @@ def _sharded(module: LanguageModel, config: Config, device: torch.device, muon: 
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner"))
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
-    if muon is not None:
-        options["shard_atoms"] = "whole"
     if config.optimizer.state == "compact":  # shards have the dtype of the module, which is that of computation
         options["mixed_precision"] = policies[module]
     if isinstance(module, HuggingFaceModel):
