@@ -200,7 +200,7 @@ def test_bytes_on_the_wire():
     )
 
     def sent(placements: Placements, **sizes: Any) -> tuple[int, ...]:
-        return PlacedBucket(layout=bucket, placements=placements, **sizes).traffic
+        return PlacedBucket(layout=bucket, placements=placements, states={"w": 2}, **sizes).traffic
 
     hybrid = sent(sharded, inner_size=4, outer_size=2)
     # Scattered: 3/4 of 4,096 bytes. All-reduced between two: a shard of 1,024. Gathered: 3/4 of 2,048.
@@ -223,7 +223,12 @@ def test_expert_buffers_have_a_degree_of_their_own():
     ]
     layouts = plan_gradients(specs, shard_degree={"dense": 8, "expert": 2}).buckets
     held = rank_bytes(
-        PlacedBucket(layout=layout, placements=PLACEMENTS["zero1"], inner_size=layout.shard_degree)
+        PlacedBucket(
+            layout=layout,
+            placements=PLACEMENTS["zero1"],
+            inner_size=layout.shard_degree,
+            states={"dense": 2, "expert": 2},
+        )
         for layout in layouts
     )
     assert held == (2 * 2048, 2 * 4096, 4 * (128 + 512), 8 * (128 + 512))
