@@ -19,6 +19,7 @@ __all__ = [
     "check_options",
     "counts_apart",
     "groups_by_class",
+    "is_capturable",
     "is_elementwise",
     "is_fused",
     "is_of_torch",
@@ -147,6 +148,11 @@ def is_per_matrix(cls: type) -> bool:
 def is_fused(cls: type) -> bool:
     """Whether torch has a fused kernel for this class on every device."""
     return cls in _FUSED
+
+
+def is_capturable(cls: type, group: Mapping[str, Any]) -> bool:
+    """Whether steps of a group read the learning rate, which is a tensor then, and counters on the device alone."""
+    return issubclass(cls, Muon) or (is_fused(cls) and group["fused"])
 
 
 def is_of_torch(cls: type) -> bool:

@@ -179,6 +179,11 @@ class TorchSteps:
         grads = [segment.master.grad for segment in self.segments if segment.master.grad is not None]
         if divisor is not None and grads:  # with whole parameters this rank may have no segment
             torch._foreach_div_(grads, divisor)
+        if found_inf is not None and is_capturing():
+            raise RuntimeError(
+                f"a GradScaler skips {type(self.inner).__name__} on the host, which no graph replays: train in bf16, or "
+                f"without GraphedTrainingStep"
+            )
         if found_inf is None or not found_inf.item():
             prepare_skippable_step(self.inner)
             self.inner.step()
