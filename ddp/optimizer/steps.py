@@ -181,8 +181,8 @@ class TorchSteps:
             torch._foreach_div_(grads, divisor)
         if found_inf is not None and is_capturing():
             raise RuntimeError(
-                f"a GradScaler skips {type(self.inner).__name__} on the host, which no graph replays: train in bf16, or "
-                f"without GraphedTrainingStep"
+                f"a GradScaler skips {type(self.inner).__name__} on the host, which no graph replays: train in bf16, "
+                f"or without GraphedTrainingStep"
             )
         if found_inf is None or not found_inf.item():
             prepare_skippable_step(self.inner)

@@ -128,7 +128,8 @@ class _Travel:
         """What came from each rank."""
         if self._handle is not None:
             self._handle.wait()
-        return self._out.split(self._received)
+        received: tuple[Tensor, ...] = self._out.split(self._received)
+        return received
 
 
 class ShardedMuon(Muon):

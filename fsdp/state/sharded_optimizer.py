@@ -29,7 +29,7 @@ class ShardedOptimizer(AroundOptimizer):
         self, classes: Sequence[tuple[type[torch.optim.Optimizer], Mapping[str, Any], Mapping[int, dict[str, Any]]]]
     ) -> None:
         inners = [
-            (ShardedMuon if issubclass(cls, Muon) else cls)(list(groups.values()), **options)  # type: ignore[call-arg]
+            (ShardedMuon if issubclass(cls, Muon) else cls)(list(groups.values()), **options)
             for cls, options, groups in classes
         ]
         super().__init__(inners, [list(groups) for _, _, groups in classes], lambda state: defaultdict(dict, state))

@@ -124,14 +124,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ranks", [1, 4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3, 6, 8, 16))])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_class_steps_as_alone(layout: str, dtype: torch.dtype, ranks: int) -> None:
     if layout == "hybrid":  # two instances of 2^k ranks: the order of their sums is that of all ranks
-        ranks = {1: 2, 6: 8}.get(ranks, ranks)
+        ranks = {1: 2, 3: 4, 6: 8}.get(ranks, ranks)
     expected = stock(dtype, ranks)
     for ours in simulate(trained, ranks, dtype, LAYOUTS[layout]):
         assert_same(ours, expected)
