@@ -32,22 +32,19 @@ class MuonShares:
         return self.padding / sum(self.numels)
 
 
-def muon_shares(muon: MuonGroups, buckets: Iterable[tuple[PlacedBucket, str]]) -> MuonShares:
-    """Count what ranks have of each matrix.
-
-    buckets  with what comes before the names of their parameters
-    """
+def muon_shares(muon: MuonGroups, buckets: Iterable[PlacedBucket]) -> MuonShares:
+    """Count what ranks have of each matrix."""
     group_of = {name: group for group in muon.groups for name in group["params"]}
     numels: list[int] = []
     flops: list[float] = []
     padding = 0
-    for bucket, prefix in buckets:
+    for bucket in buckets:
         layout = bucket.layout
         if not numels:
             numels, flops = [0] * layout.shard_degree, [0.0] * layout.shard_degree
         has_matrices = False
         for slot in layout.slots:
-            group = group_of.get(f"{prefix}{slot.spec.name}")
+            group = group_of.get(slot.spec.name)
             if group is None:
                 continue
             has_matrices = True

@@ -37,7 +37,7 @@ class RunPlan:
     peak_grads: int
     """Largest number of bytes that whole gradients take at one time."""
     muon: MuonShares | None
-    """Muon's work on each rank; None: another optimizer."""
+    """Muon's work on each rank; None: another optimizer, or sharded parameters."""
 
     @property
     def inner_size(self) -> int:
@@ -106,12 +106,9 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
 
 def _muon_shares(config: Config, model: LanguageModel, units: Sequence[PlacedUnit]) -> MuonShares | None:
     muon = muon_of(model, config.optimizer)
-    if muon is None:
+    if muon is None or config.fully_sharded:  # there owners are found when parameters have been sharded
         return None
-    prefixes = [f"{unit.name}." if config.fully_sharded and unit.name else "" for unit in units]
-    return muon_shares(
-        muon, [(bucket, prefix) for unit, prefix in zip(units, prefixes, strict=True) for bucket in unit.buckets]
-    )
+    return muon_shares(muon, [bucket for unit in units for bucket in unit.buckets])
 
 
 def _peak_of_grads(config: Config, model: nn.Module, units: Sequence[PlacedUnit]) -> int:
