@@ -157,8 +157,13 @@ class ShardedMuon(Muon):
         """As ``Muon``'s."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if not isinstance(param, ShardedParameter) or bucket_of(param) is None:
+            bucket = bucket_of(param)
+            if not isinstance(param, ShardedParameter) or bucket is None:
                 raise ValueError("ShardedMuon updates parameters of fully_shard; maingrad.ddp.Muon updates plain ones")
+            if bucket.shard.device != bucket.device:
+                raise ValueError(
+                    f"'{param.shard.name}' lies on the host, and ShardedMuon steps on the device: leave offload_to_cpu out"
+                )
             if param.dtype is not torch.float32:
                 raise ValueError(f"'{param.shard.name}' is {param.dtype}: ShardedMuon updates fp32 shards")
             if param.shard.num_replicas != param.shard.grid.outer_size:

@@ -151,7 +151,7 @@ def test_muon_sends_what_adamw_sends_but_for_padding(tmp_path: Path, parallel: s
     if state == "full":
         assert {rank.masters for rank in held} == {plan.rank_bytes.masters}
         more = max(rank.moments for rank in held) - plan.rank_bytes.moments
-        # Where both classes share a bucket, AdamW has moments of the padding up to the next matrix, which no plan counts.
+        # Where both classes share a bucket, AdamW has moments of padding up to the next matrix, which no plan counts.
         assert more == 0 or (parallel == "ddp" and 0 < more <= 8 * sum(layout.padding for layout in held[0].layouts))
 
     def counted(rank: Allocated) -> tuple[set[str], bool, int]:
