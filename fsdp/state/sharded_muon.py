@@ -162,7 +162,8 @@ class ShardedMuon(Muon):
                 raise ValueError("ShardedMuon updates parameters of fully_shard; maingrad.ddp.Muon updates plain ones")
             if bucket.shard.device != bucket.device:
                 raise ValueError(
-                    f"'{param.shard.name}' lies on the host, and ShardedMuon steps on the device: leave offload_to_cpu out"
+                    f"'{param.shard.name}' lies on the host, and ShardedMuon steps on the device: leave "
+                    f"offload_to_cpu out"
                 )
             if param.dtype is not torch.float32:
                 raise ValueError(f"'{param.shard.name}' is {param.dtype}: ShardedMuon updates fp32 shards")

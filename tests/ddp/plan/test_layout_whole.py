@@ -130,6 +130,7 @@ def test_the_costliest_goes_to_the_rank_that_has_least() -> None:
 def test_equal_costs_within_the_shortest_shard() -> None:
     """Piles of elements are 192 + 64 and 128 + 128, and their costs 2 and 10; 192 and 64 swap with nothing longer."""
     assert deal([192, 128, 128, 64], [1, 5, 5, 1], [0, 0]) == [1, 0, 0, 1]
+    assert deal([64] * 4, [4, 3, 2, 1], [0, 0]) == [0, 1, 1, 0]
     # With room for it, cost decides: 64 are as costly as 128, and come to the other rank.
     assert deal([128, 64, 64, 128], [4, 4, 1, 1], [0, 0]) == [0, 1, 0, 1]
 

@@ -149,7 +149,7 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ({"optimizer": {"max_grad_norm": -1.0}}, "optimizer.max_grad_norm = -1.0: must be positive"),
         (
             {"optimizer": {"name": "torch.optim.NAdam", "state": "compact"}},
-            'optimizer.state = \'compact\': is for name = "adamw", "sgd", "lion" and',
+            'optimizer.state = \'compact\': is for name = "adamw", "muon", "sgd", "lion" and',
         ),
         (
             {"optimizer": {"moment_dtype": "uint8"}},
