@@ -10,6 +10,7 @@ from ...ddp.optimizer.param_groups import is_elementwise, is_of_torch
 from ...ddp.optimizer.steps import IN_ONE_PASS
 from ...ddp.torch_grads.lion import Lion
 from ...ddp.torch_grads.muon import Muon
+from ...ddp.torch_grads.muon_groups import MuonGroups, muon_groups
 from .error import ConfigError, require
 from .table import Natural, NotNegative, Positive, Range, Share, Table, require_defaults
 
@@ -142,6 +143,20 @@ class OptimizerConfig(Table):
     def muon_options(self) -> dict[str, Any]:
         """Arguments of ``Muon``."""
         return {"lr": self.muon_lr, "weight_decay": self.weight_decay, **self.options}
+
+    def muon_of(self, module: torch.nn.Module) -> MuonGroups | None:
+        """The matrices of ``module`` for Muon; None where another optimizer is named.
+
+        module  not wrapped yet; may be on meta
+
+        Raises ``ConfigError`` for a fused matrix whose parts are not known, and for a pattern that matches no matrix.
+        """
+        if not self.has_muon:
+            return None
+        try:
+            return muon_groups(module, split=self.muon_split, **self.muon_options)
+        except ValueError as error:
+            raise ConfigError(f"optimizer.muon_split: {error}") from None
 
     def state_per_element(self, *, of_muon: bool = False) -> int:
         """How many elements of state the class keeps for each element of a parameter, found by a step on a matrix."""

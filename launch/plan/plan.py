@@ -13,7 +13,6 @@ from ...kernels.optimizer.eight_bits import BLOCK
 from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
 from ..model.hugging_face import LanguageModel, build_language_model
-from ..parallelizing.muon import muon_of
 from .grad_peak import peak_of_grads, peak_of_released
 from .muon_shares import MuonShares, muon_shares
 from .parameter_count import ParameterCount, count_of
@@ -105,7 +104,7 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
 
 
 def _muon_shares(config: Config, model: LanguageModel, units: Sequence[PlacedUnit]) -> MuonShares | None:
-    muon = muon_of(model, config.optimizer)
+    muon = config.optimizer.muon_of(model)
     if muon is None or config.fully_sharded:  # there owners are found when parameters have been sharded
         return None
     return muon_shares(muon, [bucket for unit in units for bucket in unit.buckets])

@@ -10,7 +10,7 @@ from ...ddp.plan.owned_params import find_owned_params, plan_model
 from ...fsdp.unit.plan import plan_unit, shard_degree
 from ..config.run import Config
 from ..model.hugging_face import LanguageModel, build_language_model
-from ..parallelizing.muon import muon_of, with_whole_matrices
+from ..parallelizing.muon import with_whole_matrices
 from ..training.units import units_of
 from .rank_bytes import PlacedBucket, Traffic
 
@@ -66,14 +66,14 @@ def lay_out(config: Config, ranks: int) -> tuple[PlacedUnit, ...]:
 
 def states_of(config: Config, model: LanguageModel) -> dict[str, int]:
     """Elements of optimizer state for each element of a parameter."""
-    muon, settings = muon_of(model, config.optimizer), config.optimizer
+    muon, settings = config.optimizer.muon_of(model), config.optimizer
     rest = settings.state_per_element()
     states = {name: rest for name, _ in model.named_parameters()}
     return states | dict.fromkeys(muon.matrices if muon else (), settings.state_per_element(of_muon=True))
 
 
 def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit, ...]:
-    muon, outer_size = muon_of(model, config.optimizer), config.num_instances
+    muon, outer_size = config.optimizer.muon_of(model), config.num_instances
     wrapper = with_whole_matrices(config.ddp, muon)
     row, inner_size = placements_of(wrapper), ranks // outer_size
     states = states_of(config, model)

@@ -30,7 +30,7 @@ from ..config.run import Config, ConfigError, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
 from ..parallelizing.graphed import graphed
 from ..parallelizing.make_optimizer import make_optimizer
-from ..parallelizing.muon import muon_of, with_whole_matrices
+from ..parallelizing.muon import with_whole_matrices
 from ..parallelizing.parallelize import shard_units
 from .units import units_of
 
@@ -70,14 +70,14 @@ class Wrapped:
         limit = config.optimizer.max_grad_norm
         self._max_norm: float | None = None
         if config.fully_sharded:
-            muon = muon_of(module, config.optimizer)
+            muon = config.optimizer.muon_of(module)
             self.model = _sharded(module, config, device)
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon)
             # Clipping is no hook of the optimizer: a captured step has none.
             self._max_norm = limit
             holder: Any = root_of(self.model)
         else:
-            muon = muon_of(module, config.optimizer)
+            muon = config.optimizer.muon_of(module)
             self.model = holder = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon))
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures

@@ -18,7 +18,7 @@ from maingrad.ddp.plan.layout import BucketLayout, ParamSpec, plan_gradients
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.model.gpt import build_model
-from maingrad.launch.parallelizing.muon import muon_of, with_whole_matrices
+from maingrad.launch.parallelizing.muon import with_whole_matrices
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.rank_bytes import PlacedBucket, rank_bytes
 from maingrad.launch.plan.tables import format_bytes, plan_tables
@@ -50,7 +50,7 @@ class Allocated(NamedTuple):
 def allocate(config: Config) -> Allocated:
     settings, is_compact = config.optimizer, config.optimizer.state == "compact"
     module = build_model(config.model, seed=0)
-    muon = muon_of(module, settings)
+    muon = settings.muon_of(module)
     model = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon))
     dtype = getattr(torch, settings.moment_dtype) if is_compact else None
     optimizer = DistributedOptimizer(
@@ -168,7 +168,7 @@ def test_work_of_muon_by_rank(tmp_path: Path):
     shares = plan_run(config, 2).muon
     assert shares is not None
     module = build_model(config.model, seed=0)
-    muon = muon_of(module, config.optimizer)
+    muon = config.optimizer.muon_of(module)
     assert muon is not None
     assert sum(shares.numels) == sum(module.get_parameter(name).numel() for name in muon.matrices)
     assert shares.largest_over_mean == max(shares.flops) / (sum(shares.flops) / 2)
