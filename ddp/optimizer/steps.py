@@ -2,7 +2,7 @@
 
 ``TorchSteps`` runs any torch optimizer over masters, and rounds masters into parameters in a second pass.
 ``OnePassSteps`` runs AdamW, Adam, SGD and Lion in one pass over memory (``kernels/optimizer``), with the same state.
-``StepsByClass`` has one of them for each optimizer class.
+``StepsByClass`` has one of them for each of several optimizer classes.
 ``state_forms.py`` has those that keep state in fewer bytes, or on the host.
 """
 
@@ -226,7 +226,7 @@ class TorchSteps:
 
 
 class StepsByClass:
-    """The steps of each optimizer class over the buckets that hold parameters of its groups.
+    """The steps of each of several optimizer classes over the buckets that hold parameters of its groups.
 
     flats   all buckets, in launch order
     slices  all slices
@@ -249,10 +249,10 @@ class StepsByClass:
             if mine:
                 each.update(mine, divisor, found_inf)
 
-    def round(self) -> None:
-        """Round all masters into the parameters that this rank updates."""
-        for each in self._steps:
-            each.round(each.flats)
+    def round(self, flats: Sequence[FlatBucket]) -> None:
+        """As ``TorchSteps.round``. A bucket that two classes share is rounded twice, which changes nothing."""
+        for each, buckets in zip(self._steps, self._buckets, strict=True):
+            each.round([flat for flat in flats if flat.bucket.index in buckets])
 
     def take_written(self, held: ParamSlice) -> None:
         """As ``TorchSteps.take_written``."""

@@ -18,7 +18,7 @@ __all__ = ["OptimizerConfig"]
 
 _OF_TORCH = "torch.optim."
 _CLASSES = {"adamw": torch.optim.AdamW, "muon": torch.optim.AdamW, "sgd": torch.optim.SGD, "lion": Lion}
-"""Of ``muon`` the class of what is no matrix."""
+"""Classes by name; ``muon`` has this class for what is no matrix."""
 _OWN_KEYS = {
     "adamw": ("betas", "eps", "weight_decay"),
     "muon": ("betas", "eps", "weight_decay"),

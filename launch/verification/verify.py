@@ -55,8 +55,8 @@ def verify(
 ) -> Verification:
     """Compare one iteration of a model on simulated ranks with one plain PyTorch process, on the CPU.
 
-    Every parameter's gradient, the global norm, and the weights after a step are compared in each way. Where they differ,
-    experiments find the cause. The model and the batch stay as they are.
+    Every parameter's gradient, the global norm, and the weights after a step are compared in each way. Where they
+    differ, experiments find the cause. The model and the batch stay as they are.
 
     model                 a module, of which each rank gets a copy; or a function without arguments that makes one,
                           where a module cannot be copied
