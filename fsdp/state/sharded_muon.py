@@ -48,14 +48,9 @@ class _Part(NamedTuple):
         size = shard.bucket_numel // shard.grid.inner_size
         return self.elements.intersect(Range(rank * size, (rank + 1) * size).counted_from(shard.place))
 
-    def cut(self, flat: Tensor) -> Tensor:
-        """This rank's elements of the part, out of this rank's [numel] elements of the parameter."""
-        held = self.on_rank(self.param.shard.grid.inner_rank).counted_from(self.param.shard.start)
-        return flat[held.start : held.end]
-
 
 class _Bucket:
-    """The parts in one bucket, each with its owner, and their ways there and back.
+    """The parts in one bucket, each with its owner, and their ways there and back. All is counted once, at the begin.
 
     parts   in one order on all ranks
     owners  of each part
@@ -63,64 +58,91 @@ class _Bucket:
 
     def __init__(self, parts: Sequence[_Part], owners: Sequence[int]) -> None:
         grid = parts[0].param.shard.grid
+        here, ranks = grid.inner_rank, range(grid.inner_size)
+        of_owner = [[part for part, owner in zip(parts, owners, strict=True) if owner == rank] for rank in ranks]
+        travels = any(
+            part.on_rank(owner).numel != part.elements.numel for part, owner in zip(parts, owners, strict=True)
+        )
         self.parts = parts
-        self._group, self._rank = grid.inner, grid.inner_rank
-        of_owner = [
-            [p for p, each in zip(parts, owners, strict=True) if each == rank] for rank in range(grid.inner_size)
-        ]
-        self._of_owner = of_owner
-        self.mine = of_owner[self._rank]
+        self.mine = of_owner[here]
         """The parts that this rank orthogonalises."""
-        self._of_rank = [[part.on_rank(rank).numel for part in self.mine] for rank in range(grid.inner_size)]
-        """For each rank, its elements of each of ``mine``."""
-        self._of_here = [[part.on_rank(self._rank).numel for part in owned] for owned in of_owner]
-        """For each owner, this rank's elements of each of the owner's parts."""
+        self.group = grid.inner if travels else None
+        """None: nothing travels."""
+        self._held: list[list[tuple[_Part, slice, slice]]] = []
+        """For each owner: its parts of which this rank has elements, their place here in the parameter's elements, and
+        in what goes to this owner and comes back."""
+        for owned in of_owner:
+            held, end = [], 0
+            for part in owned:
+                own = part.on_rank(here).counted_from(part.param.shard.start)
+                if own.numel:
+                    held.append((part, slice(*own), slice(end, end + own.numel)))
+                    end += own.numel
+            self._held.append(held)
+        self._pieces: list[list[tuple[int, slice, slice]]] = []
+        """For each rank: those of ``mine`` of which it has elements, by place; which elements these are, and their place
+        in what comes from this rank and goes back."""
+        for rank in ranks:
+            pieces, end = [], 0
+            for place, part in enumerate(self.mine):
+                theirs = part.on_rank(rank).counted_from(part.elements.start)
+                if theirs.numel:
+                    pieces.append((place, slice(*theirs), slice(end, end + theirs.numel)))
+                    end += theirs.numel
+            self._pieces.append(pieces)
+        self._to_owners = [held[-1][2].stop if held else 0 for held in self._held]
+        self._from_ranks = [pieces[-1][2].stop if pieces else 0 for pieces in self._pieces]
 
     def fetch(self, updates: Mapping[ShardedParameter, Tensor]) -> "_Travel":
         """Send this rank's elements of U to the owners."""
-        pieces = [part.cut(updates[part.param]) for owned in self._of_owner for part in owned]
-        return _Travel(self._group, pieces, list(map(sum, self._of_here)), list(map(sum, self._of_rank)))
+        pieces = [updates[part.param][cut] for held in self._held for part, cut, _ in held]
+        return _Travel(self.group, pieces, updates[self.parts[0].param], self._to_owners, self._from_ranks)
 
     def whole(self, travel: "_Travel") -> list[Tensor]:
         """U [1, rows, columns] of each of ``mine``."""
-        of_ranks = [list(got.split(counts)) for got, counts in zip(travel.wait(), self._of_rank, strict=True)]
+        found: list[list[Tensor]] = [[] for _ in self.mine]
+        for got, pieces in zip(travel.wait(), self._pieces, strict=True):
+            for place, _, cut in pieces:
+                found[place].append(got[cut])
         return [
-            torch.cat([pieces[place] for pieces in of_ranks]).view(1, part.rows, part.columns)
-            for place, part in enumerate(self.mine)
+            (each[0] if len(each) == 1 else torch.cat(each)).view(1, part.rows, part.columns)
+            for each, part in zip(found, self.mine, strict=True)
         ]
 
-    def give_back(self, results: Sequence[Tensor], dtype: torch.dtype) -> "_Travel":
-        """Send O of each of ``mine`` to the ranks that have its elements."""
-        ranges = [
-            [part.on_rank(rank).counted_from(part.elements.start) for part in self.mine]
-            for rank in range(len(self._of_rank))
-        ]
-        pieces = [
-            each.reshape(-1)[part.start : part.end]
-            for of_rank in ranges
-            for each, part in zip(results, of_rank, strict=True)
-        ] or [torch.empty(0, dtype=dtype, device=self.parts[0].param.device)]
-        return _Travel(self._group, pieces, list(map(sum, self._of_rank)), list(map(sum, self._of_here)))
+    def give_back(self, results: Sequence[Tensor], like: Tensor) -> "_Travel":
+        """Send O of each of ``mine`` to the ranks that have its elements.
 
-    def arrived(self, travel: "_Travel") -> Iterator[tuple[_Part, Tensor]]:
-        """This rank's elements of O of each part."""
-        for owned, got, counts in zip(self._of_owner, travel.wait(), self._of_here, strict=True):
-            yield from zip(owned, got.split(counts), strict=True)
+        like  has the dtype and device of results, of which a rank may have none
+        """
+        flat = [each.reshape(-1) for each in results]
+        pieces = [flat[place][elements] for pieces in self._pieces for place, elements, _ in pieces]
+        return _Travel(self.group, pieces, like, self._from_ranks, self._to_owners)
+
+    def arrived(self, travel: "_Travel") -> Iterator[tuple[_Part, slice, Tensor]]:
+        """This rank's elements of O of each part, and their place in the parameter's elements."""
+        for got, held in zip(travel.wait(), self._held, strict=True):
+            yield from ((part, cut, got[place]) for part, cut, place in held)
 
 
 class _Travel:
     """An all-to-all under way.
 
+    like            an empty sum of ``pieces`` has its dtype and device
     sent, received  elements to and from each rank
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, pieces: Sequence[Tensor], sent: list[int], received: list[int]
+        self,
+        group: dist.ProcessGroup | None,
+        pieces: Sequence[Tensor],
+        like: Tensor,
+        sent: list[int],
+        received: list[int],
     ) -> None:
-        self._out = self._kept = torch.cat(list(pieces))
+        self._out = self._kept = torch.cat(list(pieces)) if pieces else like.new_empty(0)
         self._received = received
         self._handle = None
-        if group is not None and group.size() > 1:
+        if group is not None:
             self._out = self._kept.new_empty(sum(received))
             self._handle = dist.all_to_all_single(self._out, self._kept, received, sent, group=group, async_op=True)
 
@@ -186,8 +208,8 @@ class ShardedMuon(Muon):
             for place, bucket in enumerate(buckets):
                 coming += [other.fetch(updates) for other in buckets[place + 1 : place + 2]]
                 results = self._orthogonalize(bucket.mine, bucket.whole(coming.pop(0)))
-                dtype = dtype_of_results(updates[bucket.parts[0].param])
-                leaving.append((bucket, bucket.give_back(results, dtype)))
+                like = updates[bucket.parts[0].param]
+                leaving.append((bucket, bucket.give_back(results, like.new_empty(0, dtype=dtype_of_results(like)))))
                 if place:
                     self._apply(*leaving.pop(0))
             for last in leaving:
@@ -234,8 +256,8 @@ class ShardedMuon(Muon):
         return [results[place] for place in range(len(parts))]
 
     def _apply(self, bucket: _Bucket, travel: _Travel) -> None:
-        for part, piece in bucket.arrived(travel):
-            group, target = self.param_groups[part.group], part.cut(flat_of(part.param))
+        for part, cut, piece in bucket.arrived(travel):
+            group, target = self.param_groups[part.group], flat_of(part.param)[cut]
             ratio, lr = update_ratio(group["adjust_lr_fn"], part.rows, part.columns), group["lr"]
             if isinstance(lr, Tensor):
                 target.addcmul_(piece.to(target.dtype), lr.to(target.device, target.dtype), value=-ratio)

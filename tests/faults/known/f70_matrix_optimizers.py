@@ -120,8 +120,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.state.sharded_muon",
                 "_Bucket.give_back",
-                "each.reshape(-1)[part.start : part.end]",
-                "each.reshape(-1)[: part.numel]",
+                "flat[place][elements]",
+                "flat[place][: elements.stop - elements.start]",
             )
         ],
     ),

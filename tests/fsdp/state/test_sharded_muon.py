@@ -112,19 +112,20 @@ def test_weights_have_the_bits_of_whole_matrices(ranks: int, placements: str, at
 def test_shards_cut_matrices_and_all_ranks_orthogonalise() -> None:
     """What the test above relies on: with "element" most matrices lie on several ranks, with "whole" none does."""
 
-    def on_each_rank(atoms: str) -> tuple[int, int]:
+    def on_each_rank(atoms: str) -> tuple[int, int, int]:
         model, optimizer = shard(atoms=atoms)
         train(model, optimizer, range(1))
         muon = optimizer._inners[-1]
         assert isinstance(muon, ShardedMuon)
         parts = [part for bucket in muon._buckets for part in bucket.parts]
         cut = sum(part.on_rank(rank).numel not in (0, part.elements.numel) for part in parts for rank in [0])
-        return cut, sum(len(bucket.mine) for bucket in muon._buckets)
+        travelling = sum(bucket.group is not None for bucket in muon._buckets)
+        return cut, sum(len(bucket.mine) for bucket in muon._buckets), travelling
 
     by_rank = simulate(on_each_rank, 2, "element")
     assert by_rank[0][0] >= 3, "of three parts, a matrix and three experts"
-    assert [count for _, count in by_rank] in ([3, 4], [4, 3])
-    assert all(cut == 0 for cut, _ in simulate(on_each_rank, 2, "whole"))
+    assert [count for _, count, _ in by_rank] in ([3, 4], [4, 3]) and by_rank[0][2] >= 2
+    assert all((cut, travelling) == (0, 0) for cut, _, travelling in simulate(on_each_rank, 2, "whole"))
 
 
 def test_instances_orthogonalise_by_themselves() -> None:
