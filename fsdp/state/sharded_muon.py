@@ -80,8 +80,8 @@ class _Bucket:
                     end += own.numel
             self._held.append(held)
         self._pieces: list[list[tuple[int, slice, slice]]] = []
-        """For each rank: those of ``mine`` of which it has elements, by place; which elements these are, and their place
-        in what comes from this rank and goes back."""
+        """For each rank: those of ``mine`` of which it has elements, by place; which elements these are, and where they
+        are in what comes from this rank and goes back."""
         for rank in ranks:
             pieces, end = [], 0
             for place, part in enumerate(self.mine):

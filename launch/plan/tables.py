@@ -140,6 +140,8 @@ def _collectives_table(plan: RunPlan) -> Table:
     if config.fully_sharded:
         title += f" of {config.train.num_microbatches} microbatch(es)"
         title += "; collectives are counted for each bucket" if len(plan.buckets) > len(units) else ""
+        if config.optimizer.has_muon:
+            title += "; not counted: 6 to 8 for each element of a matrix that shards cut, for Muon"
         columns += [
             numbers("gathers in\nforward", [str(unit.gathers_in_forward) for unit in units]),
             numbers("gathers in\nbackward", [str(unit.gathers_in_backward) for unit in units]),

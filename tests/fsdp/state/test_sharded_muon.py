@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo import run_ranks
 from loops import assert_same, weights
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
@@ -240,3 +241,11 @@ def test_what_is_no_matrix_or_no_shard_is_refused() -> None:
             make_optimizer(model, param_groups=GROUPS, state="compact")
 
     simulate(on_each_rank, 2)
+
+
+@pytest.mark.in_turn
+def test_two_processes_have_the_bits_of_simulated_ranks() -> None:
+    for ours, expected in zip(
+        run_ranks(sharded, 2, "zero3", "element"), simulate(sharded, 2, "zero3", "element"), strict=True
+    ):
+        assert_same(ours, expected)

@@ -175,6 +175,7 @@ def test_work_of_muon_by_rank(tmp_path: Path):
     table = printed(tmp_path, 2, optimizer={"name": "muon"})
     assert "Muon: the largest rank's iterations take" in table and "padding beside matrices:" in table
     assert "Muon" not in printed(tmp_path, 2)
+    assert "not counted: 6 to 8" in " ".join(printed(tmp_path, 2, parallel="fsdp", optimizer={"name": "muon"}).split())
 
 
 def peak_of(config: Config) -> int:
