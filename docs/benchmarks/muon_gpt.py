@@ -48,8 +48,7 @@ def losses(config: Config, rate: float, muon_rate: float | None) -> list[tuple[i
     windows = validation_windows(corpus.validation_bodies[0], count=128, sequence_length=config.train.sequence_length)
     sampler = Sampler(corpus.bodies, config.data, config.train)
     module = build_language_model(config.model, seed=config.train.seed, device=torch.device("cpu"))
-    split = {"*qkv*": module.blocks[0].attention.split}
-    muon = muon_groups(module, split=split, lr=muon_rate) if muon_rate else None
+    muon = muon_groups(module, lr=muon_rate) if muon_rate else None
     model = DistributedDataParallel(module, DistributedDataParallelConfig())
     optimizer = DistributedOptimizer(
         model,
