@@ -64,6 +64,8 @@ class _Bucket:
             part.on_rank(owner).numel != part.elements.numel for part, owner in zip(parts, owners, strict=True)
         )
         self.parts = parts
+        self.groups = {part.param: part.group for part in parts}
+        """Each parameter, with its group."""
         self.mine = of_owner[here]
         """The parts that this rank orthogonalises."""
         self.group = grid.inner if travels else None
@@ -201,14 +203,13 @@ class ShardedMuon(Muon):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         with DisableTorchFunctionSubclass():
-            updates = self._update_momentum()
-            buckets = self._plan(updates)
-            coming = [bucket.fetch(updates) for bucket in buckets[:1]]
+            buckets = self._plan()
+            coming = [self._fetch(bucket) for bucket in buckets[:1]]
             leaving: list[tuple[_Bucket, _Travel]] = []
             for place, bucket in enumerate(buckets):
-                coming += [other.fetch(updates) for other in buckets[place + 1 : place + 2]]
+                coming += [self._fetch(following) for following in buckets[place + 1 : place + 2]]
                 results = self._orthogonalize(bucket.mine, bucket.whole(coming.pop(0)))
-                like = updates[bucket.parts[0].param]
+                like = flat_of(bucket.parts[0].param)
                 leaving.append((bucket, bucket.give_back(results, like.new_empty(0, dtype=dtype_of_results(like)))))
                 if place:
                     self._apply(*leaving.pop(0))
@@ -216,34 +217,31 @@ class ShardedMuon(Muon):
                 self._apply(*last)
         return loss
 
-    def _update_momentum(self) -> dict[ShardedParameter, Tensor]:
-        """What is orthogonalised: this rank's elements of each parameter with a gradient."""
-        updates: dict[ShardedParameter, Tensor] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                grad = flat_of(param.grad)
-                state = self.state[param]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(grad).view(param.shape)
-                buffer = state["momentum_buffer"].view(-1).lerp_(grad, 1 - group["momentum"])
-                updates[param] = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-                flat_of(param).mul_(1 - group["lr"] * group["weight_decay"])
-        return updates
-
-    def _plan(self, updates: Mapping[ShardedParameter, Tensor]) -> list[_Bucket]:
+    def _plan(self) -> list[_Bucket]:
         """By bucket, made anew where other parameters have gradients, or groups have changed."""
         stepping = [
             (index, param, group["split"])
             for index, group in enumerate(self.param_groups)
             for param in group["params"]
-            if param in updates
+            if param.grad is not None
         ]
         key = [(index, id(param), str(split)) for index, param, split in stepping]
         if key != self._planned:
             self._buckets, self._planned = _deal(stepping), key
         return self._buckets
+
+    def _fetch(self, bucket: _Bucket) -> _Travel:
+        """Update momentum and decay weights; then U of the bucket is under way."""
+        updates: dict[ShardedParameter, Tensor] = {}
+        for param, index in bucket.groups.items():
+            assert param.grad is not None, "as _plan has found"
+            group, grad, state = self.param_groups[index], flat_of(param.grad), self.state[param]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(grad).view(param.shape)
+            buffer = state["momentum_buffer"].view(-1).lerp_(grad, 1 - group["momentum"])
+            updates[param] = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+            flat_of(param).mul_(1 - group["lr"] * group["weight_decay"])
+        return bucket.fetch(updates)
 
     def _orthogonalize(self, parts: Sequence[_Part], whole: Sequence[Tensor]) -> list[Tensor]:
         results: dict[int, Tensor] = {}
