@@ -389,3 +389,30 @@ def test_selections_that_select_nothing_are_refused(given: Any, message: str) ->
         wrap(make_net(), keep_matrices_whole=("0.weight",))
     with pytest.raises(ValueError, match="keep_matrices_whole has no effect with keep_params_whole"):
         wrap(make_net(), **ZERO1, keep_matrices_whole=("0.weight",))
+
+
+def test_methods_that_torch_lacks_reach_each_class() -> None:
+    """``eval()`` of a schedule-free optimizer."""
+    reached: list[str] = []
+
+    class First(optim.SGD):
+        elementwise = True
+
+        def eval(self) -> str:
+            reached.append("first")
+            return "first"
+
+    class Second(First):
+        def eval(self) -> str:
+            reached.append("second")
+            return "second"
+
+        def of_one_class(self) -> int:
+            return 3
+
+    groups = [{"params": "*.bias", "optimizer": Second, "lr": 0.1}]
+    optimizer = DistributedOptimizer(wrap(make_net()), 0.1, optimizer_class=First, param_groups=groups)
+    assert optimizer.eval() == "first" and reached == ["first", "second"]
+    assert optimizer.of_one_class() == 3
+    with pytest.raises(AttributeError, match="'DistributedOptimizer' object has no attribute 'absent'"):
+        optimizer.absent()
