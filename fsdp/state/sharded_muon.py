@@ -69,7 +69,7 @@ class _Bucket:
         self.mine = of_owner[here]
         """The parts that this rank orthogonalises."""
         self.group = grid.inner if travels else None
-        """None: nothing travels."""
+        """Ranks between which elements travel; None: nothing does."""
         self._held: list[list[tuple[_Part, slice, slice]]] = []
         """For each owner: its parts of which this rank has elements, their place here in the parameter's elements, and
         in what goes to this owner and comes back."""
