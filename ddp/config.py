@@ -62,9 +62,11 @@ class DistributedDataParallelConfig:
     """Elements after which a bucket is closed; None: max(40,000,000, 1,000,000 x ranks of an instance)."""
     num_buckets: int | None = None
     """Approximate number of buckets in each buffer, instead of ``bucket_size``."""
-    keep_params_whole: tuple[str, ...] | bool = False
-    """No parameter is split between shards, for optimizers that need whole matrices; or none of those with these names
-    or patterns, which then have buckets of their own. Shards are less even."""
+    keep_params_whole: bool = False
+    """No parameter is split between shards, for optimizers that need whole parameters. Shards are less even."""
+    keep_matrices_whole: tuple[str, ...] = ()
+    """No matrix of the parameters with these names or patterns is split between shards, for ``Muon``: a stack [experts,
+    rows, columns] only between its matrices, any other parameter nowhere. They have buckets of their own."""
     release_grads: bool = False
     """A bucket has memory from an iteration's first gradient to the end of its reduction, and each rank keeps its shard
     of the reduced gradients. Programs read ``.grad``, not ``main_grad``. Needs ``use_distributed_optimizer``. Where
@@ -101,11 +103,16 @@ class DistributedDataParallelConfig:
             raise ValueError("bucket_size and num_buckets both say where buckets end: set one of them")
         if self.shard_atom < 1:
             raise ValueError(f"shard_atom must be at least 1 element, got {self.shard_atom}")
-        selected: object = self.keep_params_whole
-        named = isinstance(selected, list | tuple) and all(isinstance(name, str) for name in selected)
-        if not (named or isinstance(selected, bool)):
-            raise ValueError(f"keep_params_whole is True, False, or names and patterns of parameters; got {selected!r}")
-        if self.shard_atom > 1 and selected is True:
+        selected: object = self.keep_matrices_whole
+        if not (isinstance(selected, list | tuple) and all(isinstance(name, str) for name in selected)):
+            raise ValueError(f"keep_matrices_whole is a tuple of names and patterns of parameters; got {selected!r}")
+        if not isinstance(self.keep_params_whole, bool):
+            raise ValueError(
+                f"keep_params_whole is True or False, got {self.keep_params_whole!r}: keep_matrices_whole takes names"
+            )
+        if self.keep_params_whole and selected:
+            raise ValueError("keep_matrices_whole has no effect with keep_params_whole: drop one of the options")
+        if self.shard_atom > 1 and self.keep_params_whole:
             raise ValueError(
                 "shard_atom has no effect with keep_params_whole: no border cuts any parameter; drop one of the options"
             )
@@ -151,6 +158,7 @@ class DistributedDataParallelConfig:
             ("num_distributed_optimizer_instances", 1),
             ("grad_reduce_wire_dtype", None),
             ("keep_params_whole", False),
+            ("keep_matrices_whole", ()),
             ("release_grads", False),
             ("shard_atom", 1),
         ):

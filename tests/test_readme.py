@@ -256,7 +256,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
 
 def test_fsdp_has_its_blocks() -> None:
-    assert len(FSDP) == 5
+    assert len(FSDP) == 6
     assert sum("peak_nbytes" in block for block in FSDP) == 1
 
 

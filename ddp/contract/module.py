@@ -1,6 +1,6 @@
 """Mixins by which modules name their fused and delayed weights, and how providers hear of foreign ``backward_dw``."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,9 @@ _SHARD = "_maingrad_shard"
 
 class FusedWgradModule:
     """Mixin of modules that deliver weight gradients through a ``WgradTarget``."""
+
+    matrix_rows: Sequence[int] | None = None
+    """Rows of each matrix, where the weight is several, one below the other: Muon orthogonalises each apart."""
 
     def fused_wgrad_weights(self) -> Iterable[str]:
         """Names of the module's own parameters whose gradient this module writes to ``main_grad``."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
-from ..optimizer.param_groups import is_fused
+from ..optimizer.param_groups import is_capturable, is_fused
 from ..optimizer.param_sync import CapturedUpdates
 from ..wrapper.data_parallel import DistributedDataParallel
 from .capture import CapturedGraph, GraphPool
@@ -228,10 +228,16 @@ def check_graphable(model: DistributedDataParallel, optimizer: DistributedOptimi
             "it off, or train without the graph while you look for replicas that part"
         )
     classes = zip(optimizer.classes_of_groups, optimizer.param_groups, strict=True)
-    on_host = next((cls for cls, group in classes if not (is_fused(cls) and group["fused"])), None)
+    on_host = next((cls for cls, group in classes if not is_capturable(cls, group)), None)
     if on_host is not None:
         raise ValueError(
             f"GraphedTrainingStep: {on_host.__name__} reads learning rates and counters on the host; "
-            f"AdamW, Adam and SGD with fused=True (the default) can be captured"
+            f"AdamW, Adam and SGD with fused=True (the default), and maingrad.ddp.Muon, can be captured"
+        )
+    on_host = next((cls for cls in optimizer.classes_of_groups if not is_fused(cls)), None)
+    if optimizer.skip_nonfinite and on_host is not None:
+        raise ValueError(
+            f"GraphedTrainingStep: skip_nonfinite skips {on_host.__name__} on the host, which no graph replays: leave "
+            f"it out"
         )
     check_stock_hooks(optimizer)

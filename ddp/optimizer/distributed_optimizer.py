@@ -30,7 +30,7 @@ from .param_groups import assign_groups, counts_apart, groups_by_class, is_eleme
 from .param_sync import ParamSync
 from .state_forms import StateForm
 from .step_order import step_order
-from .steps import StepsByClass
+from .steps import StepsByClass, TorchSteps
 
 __all__ = ["DistributedOptimizer"]
 
@@ -42,9 +42,9 @@ class DistributedOptimizer(AroundOptimizer):
     Rajbhandari et al., 2020), and updated parameters are all-gathered. Otherwise every rank updates every element.
 
     lr               learning rate; None: the default of ``optimizer_class``
-    optimizer_class  an elementwise class of ``torch.optim``; where no shard cuts parameters (``keep_params_whole``)
-                     also a class that updates whole ones (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run
-                     as torch's fused kernels. ``maingrad.ddp.Lion`` is a class that torch lacks
+    optimizer_class  an elementwise class of ``torch.optim``; where no shard cuts parameters (``keep_params_whole``,
+                     ``keep_matrices_whole``) also a class that updates whole ones (Muon). AdamW (Loshchilov and Hutter,
+                     2019), Adam and SGD run as torch's fused kernels. ``maingrad.ddp.Lion`` is a class that torch lacks
     param_groups     dicts of options. ``"params"`` selects a group's parameters: a name or pattern (``"*.bias"``), a
                      sequence of them, or a function of name and parameter. A parameter is in the first group that
                      selects it; parameters that no group selects form the last group, with the default options.
@@ -272,7 +272,7 @@ class DistributedOptimizer(AroundOptimizer):
         self.finish_param_sync()
         self._steps.take_loaded(self._masters.written(), from_full=from_full)
         if not whole:
-            self._steps.round()
+            self._steps.round(self._flats)
             self.param_sync.start_and_finish()
         self._versions = [param._version for param in self._params]
         self._masters.note()
@@ -336,7 +336,10 @@ class DistributedOptimizer(AroundOptimizer):
         """Whether gradients of masters are those of a step."""
         return self._steps.is_running
 
-    def _steps_in(self, form: StateForm) -> StepsByClass:
+    def _steps_in(self, form: StateForm) -> TorchSteps | StepsByClass:
+        if len(self._inners) == 1:
+            (inner,) = self._inners
+            return form.of(type(inner)).steps(inner, self._flats, self.segments, self.slices)
         steps = []
         for inner, indices in zip(self._inners, self._places, strict=True):
             slices = [held for held in self.slices if held.group in indices]

@@ -20,6 +20,7 @@ from .param_groups import (
     check_optimizer_class,
     check_options,
     is_elementwise,
+    is_per_matrix,
     names_of_classes,
 )
 from .state_forms import StateForm
@@ -46,7 +47,8 @@ def check_classes(
     sharded = model.ddp_config.use_distributed_optimizer
     for cls, options, groups in classes:
         mine = [entry for entry in model.bucket_params if assigned[entry.owned.name] in groups]
-        whole = all(not sharded or entry.bucket.layout.keeps_params_whole for entry in mine)
+        layouts = [entry.bucket.layout for entry in mine if sharded]
+        whole = all(each.keeps_matrices_whole if is_per_matrix(cls) else each.keeps_params_whole for each in layouts)
         check_optimizer_class(cls, mine, whole=whole)
         _check_no_slices(model, cls, mine)
         check_options(cls, options, groups)
@@ -72,7 +74,7 @@ def _check_form(
                 f"{form.name} is not for {(here if form.of(here) != form else there).__name__}, and parameters "
                 f"'{other.owned.name}' of {there.__name__} and '{entry.owned.name}' of {here.__name__} lie in one "
                 f"bucket, whose masters lie together: keep one class's parameters in buckets of their own, by "
-                f"DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=[their names]), or "
+                f"DistributedDataParallelConfig(use_distributed_optimizer=True, keep_matrices_whole=[their names]), or "
                 f"leave {form.name} out"
             )
     if form.moment_dtype is torch.uint8:

@@ -207,12 +207,13 @@ def segments_of(
 ) -> list[Segment]:
     """Cut the owned range of every bucket into segments.
 
-    A segment is a whole parameter, in its shape; or all elements of one group up to the next segment, padding included.
+    A segment is a whole parameter, in its shape, or this rank's matrices of a stack; or all elements of one group up to
+    the next segment, padding included.
     An owned range of padding alone has no segment: a checkpoint has no state of padding, so that the optimizer would
     lack this state after a load.
 
     group_of  index of a parameter's group
-    is_whole  whether a parameter, which lies in one shard, is a segment
+    is_whole  whether what this rank has of a parameter, all of it or whole matrices, is a segment
     """
     segments = []
     for flat in flats:
@@ -223,7 +224,7 @@ def segments_of(
         for entry, part in held:
             group = group_of(entry)
             if is_whole(entry):
-                shape = tuple(entry.owned.param.shape) or (1,)  # a scalar's moments must differ from its count of steps
+                shape = (-1, *entry.owned.param.shape[1:])  # of a stack, this rank's matrices; of a scalar, one element
                 cuts.append((part.start, group, part, shape))
             elif not cuts or cuts[-1][1:3] != (group, None):
                 cuts.append((part.start if cuts else 0, group, None, (-1,)))

@@ -19,9 +19,11 @@ __all__ = [
     "check_options",
     "counts_apart",
     "groups_by_class",
+    "is_capturable",
     "is_elementwise",
     "is_fused",
     "is_of_torch",
+    "is_per_matrix",
     "names_of_classes",
     "why_not_over",
 ]
@@ -99,7 +101,8 @@ def check_optimizer_class(cls: type, bucket_params: Iterable[BucketParam], *, wh
                     f"{cls.__name__} updates matrices, and parameter '{entry.owned.name}' has shape "
                     f"{list(entry.owned.param.shape)}: use a class of your own that updates the others otherwise"
                 )
-    why = why_not_over(cls, whole=whole, kept_whole="DistributedDataParallelConfig(keep_params_whole=True)")
+    option = "keep_matrices_whole=[their names]" if is_per_matrix(cls) else "keep_params_whole=True"
+    why = why_not_over(cls, whole=whole, kept_whole=f"DistributedDataParallelConfig({option})")
     if why is not None:
         raise ValueError(why)
 
@@ -109,10 +112,11 @@ def why_not_over(cls: type, *, whole: bool, kept_whole: str) -> str | None:
 
     Torch's classes are listed above. Other classes declare by an attribute what the update of an element depends on.
     ``elementwise = True``: this element's gradient and state. ``per_parameter = True``: the gradient and state of this
-    element's parameter (LAMB, LARS), so that parameters must stay whole. A class that sums over all parameters (L-BFGS,
-    Prodigy, D-Adaptation) cannot step over shards.
+    element's parameter (LAMB, LARS), so that parameters must stay whole; with ``per_matrix = True`` too, of its matrix
+    in a stack [experts, rows, columns]. A class that sums over all parameters (L-BFGS, Prodigy, D-Adaptation) cannot
+    step over shards.
 
-    whole       whether shards hold whole parameters
+    whole       whether shards hold whole parameters, or of such a class whole matrices
     kept_whole  the option that keeps parameters whole, for the error
     """
     name = cls.__name__
@@ -136,9 +140,19 @@ def is_elementwise(cls: type) -> bool:
     return cls in _ELEMENTWISE or getattr(cls, "elementwise", False)
 
 
+def is_per_matrix(cls: type) -> bool:
+    """Whether the update of a stack's matrix depends on this matrix's gradient and state alone."""
+    return cls is torch.optim.Muon or getattr(cls, "per_matrix", False)
+
+
 def is_fused(cls: type) -> bool:
     """Whether torch has a fused kernel for this class on every device."""
     return cls in _FUSED
+
+
+def is_capturable(cls: type, group: Mapping[str, Any]) -> bool:
+    """Whether steps of a group read the learning rate, which is a tensor then, and counters on the device alone."""
+    return issubclass(cls, Muon) or (is_fused(cls) and group["fused"])
 
 
 def is_of_torch(cls: type) -> bool:

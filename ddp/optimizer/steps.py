@@ -2,7 +2,7 @@
 
 ``TorchSteps`` runs any torch optimizer over masters, and rounds masters into parameters in a second pass.
 ``OnePassSteps`` runs AdamW, Adam, SGD and Lion in one pass over memory (``kernels/optimizer``), with the same state.
-``StepsByClass`` has one of them for each optimizer class.
+``StepsByClass`` has one of them for each of several optimizer classes.
 ``state_forms.py`` has those that keep state in fewer bytes, or on the host.
 """
 
@@ -179,6 +179,11 @@ class TorchSteps:
         grads = [segment.master.grad for segment in self.segments if segment.master.grad is not None]
         if divisor is not None and grads:  # with whole parameters this rank may have no segment
             torch._foreach_div_(grads, divisor)
+        if found_inf is not None and is_capturing():
+            raise RuntimeError(
+                f"a GradScaler skips {type(self.inner).__name__} on the host, which no graph replays: train in bf16, "
+                f"or without GraphedTrainingStep"
+            )
         if found_inf is None or not found_inf.item():
             prepare_skippable_step(self.inner)
             self.inner.step()
@@ -221,7 +226,7 @@ class TorchSteps:
 
 
 class StepsByClass:
-    """The steps of each optimizer class over the buckets that hold parameters of its groups.
+    """The steps of each of several optimizer classes over the buckets that hold parameters of its groups.
 
     flats   all buckets, in launch order
     slices  all slices
@@ -244,10 +249,10 @@ class StepsByClass:
             if mine:
                 each.update(mine, divisor, found_inf)
 
-    def round(self) -> None:
-        """Round all masters into the parameters that this rank updates."""
-        for each in self._steps:
-            each.round(each.flats)
+    def round(self, flats: Sequence[FlatBucket]) -> None:
+        """As ``TorchSteps.round``. A bucket that two classes share is rounded twice, which changes nothing."""
+        for each, buckets in zip(self._steps, self._buckets, strict=True):
+            each.round([flat for flat in flats if flat.bucket.index in buckets])
 
     def take_written(self, held: ParamSlice) -> None:
         """As ``TorchSteps.take_written``."""

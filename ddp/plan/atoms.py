@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from ...kernels.optimizer.eight_bits import BLOCK
-from .cut import PARAM_ALIGNMENT, round_up, stack_whole
+from .cut import PARAM_ALIGNMENT, round_up
+from .dealing import Whole, stack_whole
 
 __all__ = [
     "MAX_PILES",
@@ -217,7 +218,8 @@ def _arrange(sizes: tuple[ParamSize, ...], degree: int, multiple: int) -> Arrang
     plain = _in_order(sizes, degree, multiple)
     if not any(cuts_an_atom(start, *size, plain.shard_numel) for size, start in zip(sizes, plain.starts, strict=True)):
         return plain._replace(starts=tuple(plain.starts))
-    best = Arrangement(*stack_whole([size.numel for size in sizes], [0] * degree, math.lcm(PARAM_ALIGNMENT, multiple)))
+    whole = [Whole(size.numel, size.numel) for size in sizes]
+    best = Arrangement(*stack_whole(whole, [0.0] * degree, math.lcm(PARAM_ALIGNMENT, multiple)))
     aligned = _in_aligned_order(sizes, degree, multiple, best.shard_numel)
     best = _search(sizes, degree, multiple, best if aligned is None else aligned)
     return best._replace(starts=tuple(best.starts))

@@ -1,15 +1,14 @@
-"""Cuts a buffer into buckets, and deals whole parameters to the shards of a bucket: arithmetic on sizes and ranges.
+"""Cuts a buffer into buckets: arithmetic on sizes and ranges.
 
-``numels`` are parameters' element counts, in the order in which backward reaches the parameters. ``degree`` is the
-number of shards where each parameter lies whole in one shard, and 1 where shard borders may cut parameters.
+``numels`` are element counts, of parameters or of rows of them, in the order in which backward reaches or completes
+them.
 """
 
 import bisect
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["PARAM_ALIGNMENT", "Range", "bucket_numel_for", "cut", "deal", "round_up", "stack_whole"]
+__all__ = ["PARAM_ALIGNMENT", "Range", "bucket_numel_for", "cut", "round_up"]
 
 PARAM_ALIGNMENT = 64  # elements: 128 bytes of bf16, one cache line of parameters
 
@@ -19,27 +18,28 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def cut(numels: Sequence[int], bucket_numel: int, degree: int = 1) -> list[int]:
+def cut(numels: Sequence[int], bucket_numel: int, least: Sequence[int] | None = None) -> list[int]:
     """The number of parameters in each bucket.
 
-    A bucket is closed once it holds ``bucket_numel`` elements and ``degree`` times its largest parameter. With fewer
-    elements its shards would be mostly padding, since each shard is as long as the largest parameter. The last bucket
-    takes in the buckets before it until it holds ``degree`` times its largest parameter, or is the only one.
+    A bucket is closed once it holds ``bucket_numel`` elements, and as many as each of its parameters needs. The last
+    bucket takes in the buckets before it until it holds what it needs, or is the only one.
+
+    least  elements that a bucket with this parameter needs, so that its shards are not mostly padding; None: any
     """
     counts: list[int] = []
     sizes: list[int] = []  # elements of each closed bucket
-    peaks: list[int] = []  # largest parameter of each closed bucket
-    count = held = peak = 0
-    for numel in numels:
-        count, held, peak = count + 1, held + numel, max(peak, numel)
-        if held >= bucket_numel and held >= degree * peak:
+    needs: list[int] = []  # what each closed bucket needs
+    count = held = need = 0
+    for numel, own in zip(numels, least or [0] * len(numels), strict=True):
+        count, held, need = count + 1, held + numel, max(need, own)
+        if held >= bucket_numel and held >= need:
             counts.append(count)
             sizes.append(held)
-            peaks.append(peak)
-            count = held = peak = 0
+            needs.append(need)
+            count = held = need = 0
     if count:
-        while counts and held < degree * peak:
-            count, held, peak = count + counts.pop(), held + sizes.pop(), max(peak, peaks.pop())
+        while counts and held < need:
+            count, held, need = count + counts.pop(), held + sizes.pop(), max(need, needs.pop())
         counts.append(count)
     return counts
 
@@ -57,48 +57,6 @@ def bucket_numel_for(sequences: Sequence[Sequence[int]], num_buckets: int) -> in
         True,
         key=lambda bucket_numel: sum(len(cut(numels, bucket_numel)) for numels in sequences) <= most,
     )
-
-
-def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Deal one bucket's parameters to shards of about equal length; returns the shard of each parameter.
-
-    sizes  elements of each parameter, alignment included
-    loads  elements that each rank has of earlier buckets; one entry for each shard
-
-    Parameters are dealt from the largest down, each to the pile that is lowest so far. Then the highest pile goes to
-    the rank with the smallest load. The highest pile exceeds the mean by at most (1 - 1/shards) times the largest
-    parameter. Ties go to the first parameter, pile and rank, so that every rank computes the same result.
-    """
-    degree = len(loads)
-    piles = [(0, pile) for pile in range(degree)]  # a heap of heights
-    pile_of = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        height, pile_of[index] = piles[0]
-        heapq.heapreplace(piles, (height + sizes[index], pile_of[index]))
-    highest_first = [pile for _, pile in sorted(piles, key=lambda entry: (-entry[0], entry[1]))]
-    least_loaded_first = sorted(range(degree), key=loads.__getitem__)
-    rank_of = dict(zip(highest_first, least_loaded_first, strict=True))
-    return [rank_of[pile] for pile in pile_of]
-
-
-def stack_whole(numels: Sequence[int], loads: list[int], multiple: int) -> tuple[list[int], int]:
-    """Lay each parameter into one shard; returns parameters' starts in the bucket, and the elements of a shard.
-
-    numels    elements of each parameter
-    loads     elements that each rank has of earlier buckets; this function adds this bucket's
-    multiple  a shard's length is a multiple of this; if 64 divides it, parameters start at multiples of 64 elements
-    """
-    sizes = [round_up(numel, PARAM_ALIGNMENT) for numel in numels]
-    shards = deal(sizes, loads)
-    fill = [0] * len(loads)
-    offsets = []
-    for size, shard in zip(sizes, shards, strict=True):
-        offsets.append(fill[shard])
-        fill[shard] += size
-    for shard, size in enumerate(fill):
-        loads[shard] += size
-    shard_numel = max(round_up(max(fill), multiple), multiple)
-    return [shard * shard_numel + offset for shard, offset in zip(shards, offsets, strict=True)], shard_numel
 
 
 class Range(NamedTuple):

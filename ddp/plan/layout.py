@@ -15,10 +15,10 @@ bucket. Within a buffer parameters lie in the order in which backward reaches th
 
 Matrix optimizers (Muon) need whole parameters on one rank. In the buckets of those (``ParamSpec.whole``, or of all
 with ``keep_params_whole``) no shard border cuts a parameter: all shards are as long as the fullest shard, and the rest
-of each shard is padding::
+of each shard is padding. ``dealing.py`` says which parameters share a bucket, and on which rank each is::
 
     offset 0          64              128           192           256
-           |  head.weight  |  up.weight  |  norm.weight  |  padding  |
+           |  head.weight  |   padding   |  norm.weight  | up.weight |
            |------ rank 0's shard -------|------ rank 1's shard -----|
 
 A parameter may have an *atom* (``ParamSpec.atom``) of more than one element: then shard borders inside the parameter
@@ -36,7 +36,8 @@ from functools import cached_property
 import torch
 
 from .atoms import arrange, split
-from .cut import PARAM_ALIGNMENT, Range, bucket_numel_for, cut, stack_whole
+from .cut import PARAM_ALIGNMENT, Range, bucket_numel_for, cut
+from .dealing import Whole, rows_of, stack_whole, update_cost
 
 __all__ = ["BucketLayout", "BufferLayout", "GradPlan", "ParamSlot", "ParamSpec", "plan_gradients"]
 
@@ -70,6 +71,8 @@ class ParamSpec:
     row's, those of a block of rows, or all. The last atom may be shorter. ``atoms.atom_of`` computes it."""
     whole: bool = False
     """The parameter lies in one shard. Such parameters and others share no bucket."""
+    matrices: bool = False
+    """The parameter is a stack [experts, rows, columns], and its atom a matrix. Likewise in buckets of their own."""
 
     @property
     def numel(self) -> int:
@@ -112,6 +115,11 @@ class BucketLayout:
     or atoms are kept whole."""
     keeps_params_whole: bool = False
     """Whether every parameter lies in one shard."""
+
+    @property
+    def keeps_matrices_whole(self) -> bool:
+        """Whether every matrix lies in one shard."""
+        return self.keeps_params_whole or self.slots[0].spec.matrices
 
     @property
     def numel(self) -> int:
@@ -201,11 +209,10 @@ def plan_gradients(
                            whole ones, need a bucket each: where ``num_buckets`` is too few for that, each gets one
     pad_for_bus_bandwidth  every bucket ends at a multiple of 2^16 elements as well
     keep_params_whole      every parameter is whole: it lies in one shard, at a multiple of 64 elements from the shard's
-                           start. The shards of a bucket of whole parameters, and the ranks over all such buckets, get
-                           about equally many elements. The bucket is closed only once it also holds ``shard_degree``
-                           times its largest parameter; the last bucket takes in the ones before it until it does. Then
-                           padding is less than the bucket's elements (alignment aside). Where a parameter is larger
-                           than its buffer / ``shard_degree``, every shard is as long as this parameter
+                           start. Equal parameters, as many as shards, are rows without padding; a bucket is one row or
+                           several, or has what is left, with little padding. Ranks get about equal costs over all
+                           buckets. Where a parameter is larger than its buffer / ``shard_degree``, every shard is as
+                           long as this parameter
     max_atom_padding       most padding that atoms may cause in a bucket, as a fraction of its parameters' elements. A
                            bucket above it is split by atoms, into as few buckets as stay below; None: no bucket is
                            split. ``num_buckets`` counts buckets before the split
@@ -226,7 +233,7 @@ def plan_gradients(
         degree = degrees[key[2]]
         numel = bucket_numel or default_bucket_numel(degree)
         if num_buckets is not None:
-            numel = _bucket_numel_for(members, num_buckets, whole)
+            numel = _bucket_numel_for(members, num_buckets, degree, whole)
         buckets_of[key] = _cut(members, numel, degree, whole)
         if max_atom_padding is not None:
             multiple = _bucket_alignment(degree, pad_for_bus_bandwidth) // degree
@@ -236,7 +243,7 @@ def plan_gradients(
     launch_index = _launch_order(specs, (bucket for buffer_specs in buckets_of.values() for bucket in buffer_specs))
 
     buffers = []
-    loads = {grid_name: [0] * degree for grid_name, degree in degrees.items()}
+    loads = {grid_name: [0.0] * degree for grid_name, degree in degrees.items()}
     for (param_dtype, grad_dtype, grid_name), buffer_specs in buckets_of.items():
         alignment = _bucket_alignment(degrees[grid_name], pad_for_bus_bandwidth)
         buckets: list[BucketLayout] = []
@@ -270,13 +277,15 @@ def _bucket_alignment(degree: int, pad_for_bus_bandwidth: bool) -> int:
     return math.lcm(degree, BUSBW_ALIGNMENT if pad_for_bus_bandwidth else BUCKET_ALIGNMENT)
 
 
-def _bucket_numel_for(specs: Sequence[ParamSpec], num_buckets: int, whole: Collection[str]) -> int:
+def _bucket_numel_for(specs: Sequence[ParamSpec], num_buckets: int, degree: int, whole: Collection[str]) -> int:
     """The bucket size with which one buffer has at most ``num_buckets`` buckets, those with ``own_bucket`` included."""
-    shared = [
-        [s.numel for s in specs if (s.delayed, s.name in whole, s.own_bucket) == (delayed, are_whole, False)]
-        for delayed, are_whole in itertools.product((False, True), repeat=2)
+    shared = [spec for spec in specs if not spec.own_bucket]
+    everything = 1 + sum(spec.numel for spec in specs)  # at this size the rest of whole parameters is one bucket
+    rows = [
+        [sum(spec.numel for spec in row) for row in _rows(alike, everything, degree, whole)]
+        for alike in _alike(shared, whole)
     ]
-    return bucket_numel_for(shared, num_buckets - sum(spec.own_bucket for spec in specs))
+    return bucket_numel_for(rows, num_buckets - sum(spec.own_bucket for spec in specs))
 
 
 def _cut(specs: Sequence[ParamSpec], bucket_numel: int, degree: int, whole: Collection[str]) -> list[list[ParamSpec]]:
@@ -284,14 +293,43 @@ def _cut(specs: Sequence[ParamSpec], bucket_numel: int, degree: int, whole: Coll
     reached = {spec.name: position for position, spec in enumerate(specs)}
     buckets: list[list[ParamSpec]] = []
     for delayed in (False, True):
-        parts = [[spec] for spec in specs if spec.delayed is delayed and spec.own_bucket]
-        for are_whole in (False, True):
-            shared = [s for s in specs if (s.delayed, s.name in whole, s.own_bucket) == (delayed, are_whole, False)]
-            remaining = iter(shared)
-            counts = cut([spec.numel for spec in shared], bucket_numel, degree if are_whole else 1)
-            parts += [list(itertools.islice(remaining, count)) for count in counts]
+        mine = [spec for spec in specs if spec.delayed is delayed]
+        parts = [[spec] for spec in mine if spec.own_bucket]
+        for alike in _alike([spec for spec in mine if not spec.own_bucket], whole):
+            rows = _rows(alike, bucket_numel, degree, whole)
+            least = None
+            if alike[0].matrices and alike[0].name not in whole:
+                least = [_least_of_stacks(spec, degree) for spec in alike]
+            remaining = iter(rows)
+            for count in cut([sum(spec.numel for spec in row) for row in rows], bucket_numel, least):
+                bucket = [spec for row in itertools.islice(remaining, count) for spec in row]
+                parts.append(sorted(bucket, key=lambda spec: reached[spec.name]))
         buckets += sorted(parts, key=lambda bucket: reached[bucket[-1].name])
     return buckets
+
+
+def _alike(specs: Iterable[ParamSpec], whole: Collection[str]) -> list[list[ParamSpec]]:
+    """Parameters that may share buckets."""
+    found: dict[tuple[bool, bool, bool], list[ParamSpec]] = {}
+    for spec in specs:
+        found.setdefault((spec.delayed, spec.name in whole, spec.matrices), []).append(spec)
+    return list(found.values())
+
+
+def _rows(specs: Sequence[ParamSpec], bucket_numel: int, degree: int, whole: Collection[str]) -> list[list[ParamSpec]]:
+    """What no bucket border cuts: single parameters, or of whole ones ``rows_of``."""
+    if specs[0].name not in whole:
+        return [[spec] for spec in specs]
+    return [[specs[index] for index in row] for row in rows_of([_whole(spec) for spec in specs], bucket_numel, degree)]
+
+
+def _least_of_stacks(spec: ParamSpec, degree: int) -> int:
+    """Elements of a bucket with this stack. A last shard that is shorter by a matrix is then a sixteenth shorter."""
+    return degree * spec.atom * (16 if spec.numel % (degree * spec.atom) else 1)
+
+
+def _whole(spec: ParamSpec) -> Whole:
+    return Whole(spec.numel, update_cost(spec.shape))
 
 
 def _split(specs: list[ParamSpec], degree: int, multiple: int, max_padding: float) -> list[list[ParamSpec]]:
@@ -303,18 +341,20 @@ def _split(specs: list[ParamSpec], degree: int, multiple: int, max_padding: floa
 
 
 def _slots_of(
-    specs: Sequence[ParamSpec], start: int, alignment: int, loads: list[int], keep_whole: bool
+    specs: Sequence[ParamSpec], start: int, alignment: int, loads: list[float], keep_whole: bool
 ) -> tuple[tuple[ParamSlot, ...], int]:
     """The slots of one bucket's parameters, and the number of the bucket's elements.
 
-    loads  elements of whole parameters on each rank so far; those of this bucket are added
+    loads  costs of whole parameters on each rank so far; those of this bucket are added
     """
-    degree, numels = len(loads), [spec.numel for spec in specs]
+    degree = len(loads)
     starts: Sequence[int]
     if keep_whole:  # a shard starts where a parameter may start, and the last shard ends where a bucket may end
-        starts, shard_numel = stack_whole(numels, loads, math.lcm(PARAM_ALIGNMENT, alignment // degree))
+        multiple = math.lcm(PARAM_ALIGNMENT, alignment // degree)
+        starts, shard_numel = stack_whole([_whole(spec) for spec in specs], loads, multiple)
     else:
-        starts, shard_numel = arrange(numels, [spec.atom for spec in specs], degree, alignment // degree)
+        numels, atoms = [spec.numel for spec in specs], [spec.atom for spec in specs]
+        starts, shard_numel = arrange(numels, atoms, degree, alignment // degree)
     slots = (ParamSlot(spec=spec, start=start + offset) for spec, offset in zip(specs, starts, strict=True))
     return tuple(slots), shard_numel * degree
 

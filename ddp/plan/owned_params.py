@@ -269,8 +269,8 @@ def plan_model(
                 f"backward_order must name each trainable parameter once; missing {missing}, unknown {unknown}, "
                 f"{len(names)} names for {len(by_name)} parameters"
             )
-    selected = ("*",) if config.keep_params_whole is True else config.keep_params_whole or ()
-    whole = select_names(selected, by_name, "keep_params_whole")
+    matrices = select_names(config.keep_matrices_whole, by_name, "keep_matrices_whole")
+    stacks = {name for name in matrices if by_name[name].param.dim() == 3}
     specs = [
         ParamSpec(
             name=name,
@@ -282,8 +282,9 @@ def plan_model(
             grid_name=by_name[name].grid_name,
             delayed=by_name[name].delayed,
             own_bucket=getattr(by_name[name].param, "shared_embedding", False),
-            atom=config.shard_atom,
-            whole=name in whole,
+            atom=max(1, by_name[name].param[0].numel()) if name in stacks else config.shard_atom,
+            whole=name in matrices - stacks,
+            matrices=name in stacks,
         )
         for name in names
     ]
@@ -293,6 +294,7 @@ def plan_model(
         bucket_numel=config.bucket_size,
         num_buckets=config.num_buckets,
         pad_for_bus_bandwidth=config.pad_buckets_for_high_nccl_busbw,
+        keep_params_whole=config.keep_params_whole,
     )
 
 

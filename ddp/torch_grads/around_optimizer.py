@@ -10,7 +10,7 @@ __all__ = ["AroundOptimizer"]
 
 
 class AroundOptimizer(torch.optim.Optimizer):
-    """The base of ``DistributedOptimizer``, around optimizers of one or more classes.
+    """The base of ``DistributedOptimizer`` and ``ShardedOptimizer``, around optimizers of one or more classes.
 
     Their groups and state are its own too, so that schedulers and state dicts act on what their steps read.
 
@@ -72,22 +72,28 @@ class AroundOptimizer(torch.optim.Optimizer):
         """Refuse: only the constructor makes groups."""
         if vars(self).get("_sealed"):
             raise RuntimeError(
-                "DistributedOptimizer updates every parameter of its model and takes no further group: give the "
-                "constructor param_groups"
+                f"{type(self).__name__} updates every parameter of its model and takes no further group: give the "
+                f"constructor param_groups"
             )
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "DistributedOptimizer is tied to its model's buckets and is not copied or pickled; use state_dict()"
+            f"{type(self).__name__} is tied to its model's buckets and is not copied or pickled; use state_dict()"
         )
 
     _step_supports_amp_scaling = True
     """A scaler leaves unscaling and skipping to ``step``: it sets ``grad_scale`` and ``found_inf``."""
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of the first class that has them: ``train()`` and ``eval()`` of a schedule-free optimizer."""
-        for inner in () if name.startswith("__") else self.__dict__.get("_inners", ()):
-            if callable(getattr(type(inner), name, None)):
-                return getattr(inner, name)
-        raise AttributeError(f"'DistributedOptimizer' object has no attribute '{name}'")
+        """Methods of the classes that have them: ``train()`` and ``eval()`` of schedule-free optimizers."""
+        inners = () if name.startswith("__") else self.__dict__.get("_inners", ())
+        having = [getattr(inner, name) for inner in inners if callable(getattr(type(inner), name, None))]
+        if not having:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+        def call_each(*args: Any, **kwargs: Any) -> Any:
+            first, *_ = [method(*args, **kwargs) for method in having]
+            return first
+
+        return call_each if len(having) > 1 else having[0]

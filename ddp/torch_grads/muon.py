@@ -1,16 +1,16 @@
 """Muon with batched orthogonalisation, experts and fused matrices, which torch's class lacks."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize
+from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize, orthogonalize_flops
 from ...kernels.optimizer.orthogonal.reference import COEFFICIENTS, Step
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "alike", "part_rows", "steps_of", "update_flops", "update_ratio"]
 
 _BATCH_NUMEL = 2**26
 """Most elements that are orthogonalised at once, one matrix at least: 10 bytes of memory for each beside the Gram
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
     Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
     """
 
-    per_parameter = True
+    per_parameter = per_matrix = True
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
                     f"Muon updates matrices [rows, columns], or [experts, rows, columns]; got a parameter "
                     f"{list(shape)} of {param.dtype}: give it to another class, such as AdamW"
                 )
-            _rows_of(group["split"], shape[-2])
+            part_rows(group["split"], shape[-2])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -111,15 +111,16 @@ class Muon(torch.optim.Optimizer):
         grads = [param.grad for param in params if param.grad is not None]
         buffers = [self.state[param]["momentum_buffer"] for param in params]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        lr, steps = group["lr"], _steps_of(group)
+        lr, steps = group["lr"], steps_of(group)
         for param in params:
             param.mul_(1 - lr * group["weight_decay"])
         places = [
             _Place(param, grad, buffer, slice(first, end))
             for param, grad, buffer in zip(params, grads, buffers, strict=True)
-            for first, end in _rows_of(group["split"], param.shape[-2])
+            for first, end in part_rows(group["split"], param.shape[-2])
         ]
-        for batch in _batches(places):
+        for indices in alike([place.of(place.grad) for place in places]):
+            batch = [places[index] for index in indices]
             updates = torch.cat([place.update(group) for place in batch])
             count = 0
             orthogonal = orthogonalize(updates, steps)
@@ -127,7 +128,7 @@ class Muon(torch.optim.Optimizer):
                 part = place.of(place.param)
                 mine = orthogonal[count : count + len(part)]
                 count += len(part)
-                ratio = _ratio(group["adjust_lr_fn"], *part.shape[1:])
+                ratio = update_ratio(group["adjust_lr_fn"], *part.shape[1:])
                 if isinstance(lr, Tensor):
                     part.addcmul_(mine.to(part.dtype), lr.to(part.device, part.dtype), value=-ratio)
                 else:
@@ -152,25 +153,24 @@ class _Place(NamedTuple):
         return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
 
-def _batches(places: Iterable[_Place]) -> Iterable[list[_Place]]:
-    """Places whose matrices have one shape."""
-    by_shape: dict[Any, list[_Place]] = {}
-    for place in places:
-        by_shape.setdefault((place.of(place.param).shape[1:], place.grad.dtype, place.grad.device), []).append(place)
-    for alike in by_shape.values():
-        batch: list[_Place] = []
+def alike(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of tensors [matrices, rows, columns] that are orthogonalised together: matrices of one shape."""
+    by_shape: dict[Any, list[int]] = {}
+    for index, each in enumerate(matrices):
+        by_shape.setdefault((each.shape[1:], each.dtype, each.device), []).append(index)
+    for indices in by_shape.values():
+        batch: list[int] = []
         numel = 0
-        for place in alike:
-            mine = place.of(place.param).numel()
-            if batch and numel + mine > _BATCH_NUMEL:
+        for index in indices:
+            if batch and numel + matrices[index].numel() > _BATCH_NUMEL:
                 yield batch
                 batch, numel = [], 0
-            batch.append(place)
-            numel += mine
+            batch.append(index)
+            numel += matrices[index].numel()
         yield batch
 
 
-def _ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+def update_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     """By what the learning rate of a matrix is multiplied."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -179,7 +179,7 @@ def _ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def _steps_of(group: Mapping[str, Any]) -> tuple[Step, ...]:
+def steps_of(group: Mapping[str, Any]) -> tuple[Step, ...]:
     given, count = group["ns_coefficients"], group["ns_steps"]
     if given is None or isinstance(given, str):
         named = COEFFICIENTS[given or "simple"]
@@ -189,7 +189,14 @@ def _steps_of(group: Mapping[str, Any]) -> tuple[Step, ...]:
     return tuple(Step(*each) for each in given)
 
 
-def _rows_of(split: int | Sequence[int], rows: int) -> list[tuple[int, int]]:
+def update_flops(shape: Sequence[int], group: Mapping[str, Any]) -> float:
+    """FLOPs of the iterations of one update of a parameter, with the options of its group."""
+    parts = part_rows(group["split"], shape[-2])
+    steps = len(steps_of({"ns_coefficients": None, "ns_steps": None, **group}))
+    return math.prod(shape[:-2]) * sum(orthogonalize_flops(end - first, shape[-1], steps) for first, end in parts)
+
+
+def part_rows(split: int | Sequence[int], rows: int) -> list[tuple[int, int]]:
     """First row and end of each part."""
     counts = [rows // max(split, 1)] * split if isinstance(split, int) else list(split)
     if sum(counts) != rows or not all(count > 0 for count in counts):
@@ -210,7 +217,7 @@ def _check(group: Mapping[str, Any]) -> None:
     if isinstance(name, str) and name not in COEFFICIENTS:
         raise ValueError(f"ns_coefficients has no set '{name}': one of {', '.join(COEFFICIENTS)}, or (a, b, c)")
     try:
-        steps = _steps_of(group)
+        steps = steps_of(group)
     except TypeError:
         steps = ()
     if not steps or (group["ns_steps"] is not None and group["ns_steps"] != len(steps)):

@@ -30,7 +30,7 @@ class MuonGroups(NamedTuple):
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """Names of all matrices: what ``keep_params_whole`` takes."""
+        """Names of all matrices: what ``keep_matrices_whole`` takes."""
         return tuple(name for group in self.groups for name in group["params"])
 
 
@@ -40,7 +40,7 @@ def muon_groups(
     """Find the matrices of a model that Muon should update: weights of its linear layers and experts. ::
 
         muon = muon_groups(model, lr=0.02)
-        config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=muon.matrices)
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_matrices_whole=muon.matrices)
         optimizer = DistributedOptimizer(DistributedDataParallel(model, config), lr=3e-4, param_groups=muon.groups)
 
     Left out, for another class: embeddings, and heads, tied ones too; vectors, and matrices of one row or column;
@@ -50,7 +50,8 @@ def muon_groups(
     routers  take routers too
     split    pattern of names -> parts of fused matrices, as ``Muon`` takes them. Known without: equal halves of a
              ``gate_up`` linear layer, and of a gated ``LayerNormMLP``'s or ``GroupedMLP``'s first weight; thirds of a
-             ``qkv`` whose rows are three times its columns
+             ``qkv`` whose rows are three times its columns; query, key and value of a ``qkv_proj`` of transformers; and
+             what a linear layer says itself, in an attribute ``matrix_rows``: the rows of each part
     options  of ``Muon``, for all groups
 
     Raises ``ValueError`` for a fused matrix of which the parts are not known, and for a pattern that matches no matrix.
@@ -82,7 +83,7 @@ def muon_groups(
         elif not routers and _is_router(model, path):
             why = "of a router: routers=True takes it"
         else:
-            parts[name] = _parts_of(name, param, split or {}, owner if is_linear else None)
+            parts[name] = _parts_of(model, name, param, split or {}, owner if is_linear else None)
             continue
         left_out[name] = why
     for pattern in split or {}:
@@ -135,14 +136,25 @@ def _is_of_experts(name: str, param: Tensor, owner: nn.Module) -> bool:
     return param.dim() == 3 and (len(param) > 1 or "expert" in f"{name} {type(owner).__name__}".lower())
 
 
+def _rows_of_qkv(model: nn.Module, path: str) -> list[int]:
+    """Rows of query, key and value, as the attention of a model of transformers says; none where it does not."""
+    attention: Any = model.get_submodule(path.rpartition(".")[0])
+    config, width = getattr(attention, "config", None), getattr(attention, "head_dim", None)
+    heads, groups = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    return [heads * width, groups * width, groups * width] if heads and groups and width else []
+
+
 def _parts_of(
-    name: str, param: Tensor, split: Mapping[str, int | Sequence[int]], linear: nn.Module | None
+    model: nn.Module, name: str, param: Tensor, split: Mapping[str, int | Sequence[int]], linear: nn.Module | None
 ) -> int | Sequence[int]:
     """linear: the layer, if it is a linear one."""
     given = next((parts for pattern, parts in split.items() if fnmatch.fnmatchcase(name, pattern)), None)
     if given is not None:
         return given
-    local = name.rpartition(".")[2]
+    said: Sequence[int] | None = getattr(linear, "matrix_rows", None)
+    if said is not None:
+        return said
+    path, _, local = name.rpartition(".")
     second = getattr(linear, local.replace("fc1", "fc2"), None) if local.startswith("fc1_weight") else None
     if second is not None and param.shape[-2] == 2 * second.shape[-1]:  # a gate, which halves what the second takes
         return 2
@@ -152,6 +164,8 @@ def _parts_of(
     by_rows = linear is not None and not getattr(linear, "transposed", False)
     if by_rows and what == "gate_up":
         return 2
+    if by_rows and path.endswith("qkv_proj") and sum(rows := _rows_of_qkv(model, path)) == param.shape[0]:
+        return rows
     if by_rows and what == "qkv" and param.shape[0] == 3 * param.shape[1]:
         return 3
     raise ValueError(

@@ -134,7 +134,8 @@ def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> No
             f"sparse ones; use an elementwise class of torch.optim"
         )
     cut = any(bucket.cuts_parameters for bucket in buckets)
-    why = why_not_over(type(optimizer), whole=not cut, kept_whole='fully_shard(..., shard_atoms="whole")')
+    remedy = 'fully_shard(..., shard_atoms="whole"), or give maingrad.make_optimizer groups of maingrad.ddp.Muon'
+    why = why_not_over(type(optimizer), whole=not cut, kept_whole=remedy)
     if why is not None:
         raise RuntimeError(why)
     if is_elementwise(type(optimizer)):

@@ -31,6 +31,7 @@ _UNUSED_BY_UNITS = (
     "grad_reduce_in_fp32",
     "copy_engine_param_gather",
     "keep_params_whole",
+    "keep_matrices_whole",
     "release_grads",
     "shard_atom",
     "average_in_collective",
@@ -47,9 +48,7 @@ only value to change."""
 def what_parallel_decides(parallel: object, table: Mapping[str, Any], moment_dtype: object) -> dict[str, Any]:
     """The keys of ``[ddp]`` that follow from ``parallel`` and the others where the file does not have them."""
     sharded = parallel != "ddp"
-    in_blocks = (
-        moment_dtype == "uint8" and parallel in ("zero1", "hybrid") and table.get("keep_params_whole") is not True
-    )
+    in_blocks = moment_dtype == "uint8" and parallel in ("zero1", "hybrid") and not table.get("keep_params_whole")
     return {
         "shard_atom": BLOCK if in_blocks else 1,
         "use_distributed_optimizer": sharded,

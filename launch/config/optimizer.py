@@ -9,15 +9,19 @@ import torch
 from ...ddp.optimizer.param_groups import is_elementwise, is_of_torch
 from ...ddp.optimizer.steps import IN_ONE_PASS
 from ...ddp.torch_grads.lion import Lion
+from ...ddp.torch_grads.muon import Muon
+from ...ddp.torch_grads.muon_groups import MuonGroups, muon_groups
 from .error import ConfigError, require
 from .table import Natural, NotNegative, Positive, Range, Share, Table, require_defaults
 
 __all__ = ["OptimizerConfig"]
 
 _OF_TORCH = "torch.optim."
-_CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "lion": Lion}
+_CLASSES = {"adamw": torch.optim.AdamW, "muon": torch.optim.AdamW, "sgd": torch.optim.SGD, "lion": Lion}
+"""Classes by name; ``muon`` has this class for what is no matrix."""
 _OWN_KEYS = {
     "adamw": ("betas", "eps", "weight_decay"),
+    "muon": ("betas", "eps", "weight_decay"),
     "sgd": ("momentum", "weight_decay"),
     "lion": ("betas", "weight_decay"),
 }
@@ -31,10 +35,15 @@ class OptimizerConfig(Table):
     """An elementwise optimizer on fp32 masters, with a schedule of its learning rate."""
 
     name: str = "adamw"
-    """``adamw``, ``sgd`` (with ``momentum``), ``lion``, or an elementwise class of torch by its full name, such as
-    ``torch.optim.NAdam``, with ``options``."""
+    """``adamw``; ``muon`` for the matrices of layers and ``adamw`` for the rest; ``sgd`` (with ``momentum``), ``lion``,
+    or an elementwise class of torch by its full name, such as ``torch.optim.NAdam``, with ``options``."""
     lr: Positive = 1e-3
     """Learning rate after the warmup."""
+    muon_lr: Positive = 0.02
+    """The same of the matrices of ``muon``."""
+    muon_split: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Pattern of names -> rows of each part of a fused matrix, such as ``{"*qkv*" = [512, 128, 128]}``. Not needed for
+    the models of maingrad."""
     schedule: Literal["cosine", "linear", "warmup_stable_decay", "constant"] = "cosine"
     """The learning rate after the warmup: half a cosine or a line from ``lr`` to ``min_lr_ratio * lr``; ``lr``, and at
     the end a line (``decay_fraction``); or ``lr`` throughout. With ``train.max_seconds``, time counts like steps."""
@@ -56,7 +65,7 @@ class OptimizerConfig(Table):
     ``weight_decay * parameter`` to the gradient."""
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Further arguments of the optimizer's class by their names, such as ``momentum_decay = 0.004`` of
-    ``torch.optim.NAdam``. ``betas`` has the parts ``beta1`` and ``beta2``."""
+    ``torch.optim.NAdam``, or ``momentum`` of ``muon``. ``betas`` has the parts ``beta1`` and ``beta2``."""
     state: Literal["full", "compact"] = "full"
     """``full``: fp32 masters and moments. ``compact``: masters are bf16 parameters with remainders of 16 bits, and
     moments have ``moment_dtype``. Shards of ``fsdp`` and ``hsdp``, of ``adamw`` and Adam alone, are then bf16."""
@@ -72,7 +81,7 @@ class OptimizerConfig(Table):
         found = _class_named(self.name)
         is_class = isinstance(found, type) and is_of_torch(found) and found is not torch.optim.Optimizer
         is_named = self.name in _CLASSES or is_class
-        remedy = 'must be "adamw", "sgd", "lion" or an optimizer of torch by its full name, "torch.optim.NAdam"'
+        remedy = 'must be "adamw", "muon", "sgd", "lion" or an optimizer of torch by its full name, "torch.optim.NAdam"'
         self.require(is_named, "name", remedy)
         others = [each for each in vars(torch.optim).values() if isinstance(each, type) and is_elementwise(each)]
         remedy = (
@@ -83,15 +92,23 @@ class OptimizerConfig(Table):
         others_keys = {"betas", "eps", "momentum"} - set(_OWN_KEYS.get(self.name, ()))
         remedy = f'is not read by name = "{self.name}"; set it in optimizer.options, if the class has it'
         require_defaults(self, "optimizer", others_keys, remedy)
+        if not self.has_muon:
+            require_defaults(self, "optimizer", ("muon_lr",), 'is read by name = "muon" alone')
+            self.require(not self.muon_split, "muon_split", 'is read by name = "muon" alone')
         self._check_options()
         fits = self.state == "full" or self.optimizer_class in IN_ONE_PASS
-        remedy = 'is for name = "adamw", "sgd", "lion" and "torch.optim.Adam" alone: set "full"'
+        remedy = 'is for name = "adamw", "muon", "sgd", "lion" and "torch.optim.Adam" alone: set "full"'
         self.require(fits, "state", remedy)
         fits = self.state == "compact" or self.moment_dtype == "bfloat16"
         self.require(fits, "moment_dtype", 'is for state = "compact" alone: full moments are float32')
         lacks = [key for key in ("amsgrad", "maximize", "differentiable") if self.options.get(key)]
         remedy = f'"compact" does not go with optimizer.options {", ".join(lacks)}: set "full", or leave them out'
         self.require(self.state == "full" or not lacks, "state", remedy)
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether matrices have ``Muon``, and ``optimizer_class`` is that of the rest."""
+        return self.name == "muon"
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
@@ -108,21 +125,43 @@ class OptimizerConfig(Table):
     @property
     def fits_shards(self) -> bool:
         """Whether models under ``fully_shard`` have this form of state, or full state."""
-        return self.state == "full" or self.optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
+        of_adam = self.optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
+        return self.state == "full" or (of_adam and not self.has_muon)
 
     @property
     def class_options(self) -> dict[str, Any]:
-        """Arguments of the class, without ``lr``."""
+        """Arguments of ``optimizer_class``, without ``lr``."""
         arguments = inspect.signature(self.optimizer_class).parameters
         taken = _OWN_KEYS.get(self.name, ("weight_decay",) if "weight_decay" in arguments else ())
         given: dict[str, Any] = {key: getattr(self, key) for key in taken}
-        options = dict(self.options)
+        options = {} if self.has_muon else dict(self.options)
         if "betas" in arguments and not options.keys().isdisjoint(_BETAS):
             given["betas"] = tuple(map(options.pop, _BETAS, arguments["betas"].default))
         return given | options
 
-    def state_per_element(self) -> int:
+    @property
+    def muon_options(self) -> dict[str, Any]:
+        """Arguments of ``Muon``."""
+        return {"lr": self.muon_lr, "weight_decay": self.weight_decay, **self.options}
+
+    def muon_of(self, module: torch.nn.Module) -> MuonGroups | None:
+        """The matrices of ``module`` for Muon; None where another optimizer is named.
+
+        module  not wrapped yet; may be on meta
+
+        Raises ``ConfigError`` for a fused matrix whose parts are not known, and for a pattern that matches no matrix.
+        """
+        if not self.has_muon:
+            return None
+        try:
+            return muon_groups(module, split=self.muon_split, **self.muon_options)
+        except ValueError as error:
+            raise ConfigError(f"optimizer.muon_split: {error}") from None
+
+    def state_per_element(self, *, of_muon: bool = False) -> int:
         """How many elements of state the class keeps for each element of a parameter, found by a step on a matrix."""
+        if of_muon:
+            return 1  # its momentum
         matrix = torch.nn.Parameter(torch.zeros(2, 2))
         optimizer = self.optimizer_class([matrix], lr=self.lr, **self.class_options)  # type: ignore[call-arg]
         matrix.grad = torch.ones_like(matrix)
@@ -137,7 +176,10 @@ class OptimizerConfig(Table):
         for key in _OWN_KEYS.get(self.name, ()):
             require(key not in self.options, f"optimizer.options.{key}", self.options.get(key), f"set optimizer.{key}")
         try:
-            self.optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], lr=self.lr, **self.class_options)  # type: ignore[call-arg]
+            matrix = torch.nn.Parameter(torch.zeros(1, 1))
+            self.optimizer_class([matrix], lr=self.lr, **self.class_options)  # type: ignore[call-arg]
+            if self.has_muon:
+                Muon([matrix], **self.muon_options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"optimizer.options = {self.options!r}: {error}") from None
 

@@ -84,6 +84,11 @@ class Config:
         self.optimizer.require(self.optimizer.fits_shards or not self.fully_sharded, "state", remedy)
         remedy = '"compact" steps on the GPU, and does not go with fsdp.offload_to_cpu: set "full", or leave that out'
         self.optimizer.require(not (compact and self.fsdp.offload_to_cpu), "state", remedy)
+        on_host = self.optimizer.has_muon and self.fsdp.offload_to_cpu
+        self.optimizer.require(not on_host, "name", "steps on the GPU, and does not go with fsdp.offload_to_cpu")
+        across = self.optimizer.has_muon and self.fully_sharded and self.fsdp.row.outer.scatters
+        remedy = "does not go with optimizer state that is sharded across instances: take other fsdp.placements"
+        self.optimizer.require(not across, "name", remedy)
         if settings.cuda_graph is True:
             self._check_graph()
         # Raise for values that contradict ``parallel``.
@@ -98,6 +103,8 @@ class Config:
             "whose memory is not the graph's"
         )
         settings.require(not on_host, "cuda_graph", remedy)
+        remedy = f'does not go with optimizer.name = "muon" under parallel = "{self.parallel}"'
+        settings.require(not (self.optimizer.has_muon and self.fully_sharded), "cuda_graph", remedy)
         reads = self.ddp.check_for_nan_in_grad or self.ddp.check_replicas_every
         remedy = (
             "does not go with ddp.check_for_nan_in_grad and ddp.check_replicas_every, which read results on the host"

@@ -62,6 +62,7 @@ class Attention(nn.Module):
         kv_dim = config.num_kv_heads * config.head_dim
         self.split = [config.dim, kv_dim, kv_dim]
         self.qkv = make_linear(config, config.dim, sum(self.split), device, delay_wgrad)
+        self.qkv.matrix_rows = self.split  # for Muon
         self.out = make_linear(config, config.dim, config.dim, device, delay_wgrad)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:

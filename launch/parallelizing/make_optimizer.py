@@ -7,13 +7,14 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ...ddp import DistributedDataParallel, DistributedOptimizer
+from ...ddp import DistributedDataParallel, DistributedOptimizer, Muon
 from ...ddp.buckets.bucket import BucketParam
 from ...ddp.optimizer.param_groups import assign_groups, check_options, groups_by_class
 from ...ddp.torch_grads.optimizer import after_closure
 from ...fsdp import FSDPModule, translate_state_dicts
 from ...fsdp.module import root_of
 from ...fsdp.state.sharded_adam import sharded_class
+from ...fsdp.state.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["make_optimizer"]
 
@@ -55,14 +56,15 @@ def make_optimizer(
     param_groups     dicts of options. ``"params"`` selects a group's parameters: a name or pattern (``"*.bias"``), a
                      sequence of them, or a function of name and parameter, which has the shape of the whole. A
                      parameter is in the first group that selects it; the others form the last group, which exists even
-                     if it is empty
+                     if it is empty. ``"optimizer"``: another class for the group
     options          of the class: ``lr``, ``betas``, ``weight_decay`` ...; and for AdamW and Adam ``state``,
                      ``moment_dtype`` and ``offload_state`` of ``DistributedOptimizer``, under any wrapper
 
     Returns a ``DistributedOptimizer`` over a ``DistributedDataParallel``, and over a sharded model an
-    ``optimizer_class`` of its shards: with ``state="compact"`` or ``offload_state`` a ``maingrad.fsdp.ShardedAdamW`` or
-    ``ShardedAdam``, whose shards are bf16 where ``fully_shard`` took a bf16 module. ``optimizer.grad_norm`` is the norm
-    of the last step's gradients before clipping, a tensor of 0 dims, or None without clipping.
+    ``optimizer_class`` of its shards; a ``ShardedOptimizer`` where groups have other classes or ``Muon``; with
+    ``state="compact"`` or ``offload_state`` a ``maingrad.fsdp.ShardedAdamW`` or ``ShardedAdam``, whose shards are bf16
+    where ``fully_shard`` took a bf16 module. ``optimizer.grad_norm`` is the norm of the last step's gradients before
+    clipping, a tensor of 0 dims, or None without clipping.
 
     Over a sharded model clipping is a hook of the optimizer's step, and ``GraphedTrainingStep`` refuses hooks: leave
     ``max_grad_norm`` out and call ``torch.nn.utils.clip_grad_norm_`` in the function that is captured.
@@ -89,19 +91,26 @@ def make_optimizer(
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
     form = {key: options.pop(key, default) for key, default in _FORM.items()}
-    of_class, *of_others = groups_by_class(optimizer_class, options, param_groups)
-    if of_others:
+    classes = groups_by_class(optimizer_class, options, param_groups)
+    for each in classes:
+        check_options(each.cls, each.options, each.groups)
+    groups = _groups(model, param_groups)
+    optimizer: Any
+    if len(classes) == 1 and not issubclass(optimizer_class, Muon):
+        options = classes[0].options
+        if form != _FORM:
+            optimizer_class, options = sharded_class(optimizer_class), options | form
+        optimizer = optimizer_class(groups, **options)
+        translate_state_dicts(optimizer)
+    elif form == _FORM:
+        chosen = [(each.cls, each.options, {index: groups[index] for index in each.groups}) for each in classes]
+        optimizer = ShardedOptimizer(chosen)
+    else:
         raise ValueError(
-            f"make_optimizer: a group with another optimizer ({of_others[0].cls.__name__}) is for models under "
-            f"DistributedDataParallel: over a sharded model build one optimizer for each class"
+            f'make_optimizer: state="compact" and offload_state are for Adam and AdamW over a sharded model, and a '
+            f"group has {classes[-1].cls.__name__}: leave them out"
         )
-    options = of_class.options
-    check_options(optimizer_class, options, of_class.groups)
-    if form != _FORM:
-        optimizer_class, options = sharded_class(optimizer_class), options | form
-    optimizer: Any = optimizer_class(_groups(model, param_groups), **options)
     optimizer.grad_norm = None
-    translate_state_dicts(optimizer)
     if max_grad_norm is not None:
         _clip_in_step(optimizer, max_grad_norm)
     return optimizer
@@ -118,7 +127,10 @@ def _groups(model: FSDPModule, param_groups: Sequence[Mapping[str, Any]]) -> lis
     members: list[list[Tensor]] = [[] for _ in range(len(param_groups) + 1)]
     for name, param in named:
         members[chosen[name]].append(param)
-    return [{**group, "params": inside} for group, inside in zip([*param_groups, {}], members, strict=True)]
+    return [
+        {**{key: value for key, value in group.items() if key != "optimizer"}, "params": inside}
+        for group, inside in zip([*param_groups, {}], members, strict=True)
+    ]
 
 
 def _clip_in_step(optimizer: Any, max_norm: float) -> None:

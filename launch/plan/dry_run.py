@@ -23,6 +23,7 @@ from ..training.watching.profiling import check_profile
 from ..training.watching.trackers import check_packages
 from .plan import RunPlan, plan_run
 from .tables import format_bytes, numbers, plan_tables, table_of, texts
+from .units import states_of
 
 __all__ = ["DryRun", "dry_run", "dry_run_tables"]
 
@@ -69,10 +70,10 @@ def dry_run(config: Config, ranks: int) -> DryRun:
 
 def _checkpoint_bytes(config: Config, model: LanguageModel) -> int:
     """Each parameter, its fp32 master where it is in half precision, and its optimizer state."""
-    states = 4 * config.optimizer.state_per_element()
+    states = states_of(config, model)
     return sum(
-        parameter.nbytes + parameter.numel() * (states + 4 * (parameter.dtype is not torch.float32))
-        for parameter in model.parameters()
+        parameter.nbytes + 4 * parameter.numel() * (states[name] + (parameter.dtype is not torch.float32))
+        for name, parameter in model.named_parameters()
     )
 
 

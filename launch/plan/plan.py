@@ -1,6 +1,7 @@
 """Computes what a run allocates and sends from shapes alone, without process group and storage."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,8 @@ from ...fsdp.unit.plan import pool_limit
 from ...kernels.optimizer.eight_bits import BLOCK
 from ..config.ddp import FULLY_SHARDED
 from ..config.run import Config, FsdpConfig, Parallel
-from ..model.hugging_face import build_language_model
+from ..model.hugging_face import LanguageModel, build_language_model
+from .muon_shares import MuonShares, muon_shares
 from .parameter_count import ParameterCount, count_of
 from .rank_bytes import PlacedBucket, RankBytes, rank_bytes
 from .units import PlacedUnit, lay_out
@@ -30,6 +32,8 @@ class RunPlan:
     """What is gathered and reduced together: units of a fully sharded model, else single buckets."""
     alternatives: dict[Parallel, RankBytes]
     """Bytes at rest under each kind of parallelism that this number of ranks allows, this run's included."""
+    muon: MuonShares | None
+    """Muon's work on each rank; None: another optimizer, or sharded parameters."""
 
     @property
     def inner_size(self) -> int:
@@ -97,7 +101,6 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     """
     config.check_ranks(ranks)
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
-    states = config.optimizer.state_per_element()
     laid_out = {
         parallel: lay_out(other, ranks)
         for parallel, other in _alternatives(config).items()
@@ -109,13 +112,18 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
         parameters=count_of(model),
         units=laid_out[config.parallel],
         alternatives={
-            parallel: rank_bytes(
-                (bucket for unit in units for bucket in unit.buckets),
-                states=states,
-            )
+            parallel: rank_bytes(bucket for unit in units for bucket in unit.buckets)
             for parallel, units in laid_out.items()
         },
+        muon=_muon_shares(config, model, laid_out[config.parallel]),
     )
+
+
+def _muon_shares(config: Config, model: LanguageModel, units: Sequence[PlacedUnit]) -> MuonShares | None:
+    muon = config.optimizer.muon_of(model)
+    if muon is None or config.fully_sharded:  # there owners are found when parameters have been sharded
+        return None
+    return muon_shares(muon, [bucket for unit in units for bucket in unit.buckets])
 
 
 def _alternatives(config: Config) -> dict[Parallel, Config]:
@@ -125,7 +133,7 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         config.ddp,
         use_distributed_optimizer=True,
         num_distributed_optimizer_instances=1,
-        shard_atom=BLOCK if in_blocks and config.ddp.keep_params_whole is not True else config.ddp.shard_atom,
+        shard_atom=BLOCK if in_blocks and not config.ddp.keep_params_whole else config.ddp.shard_atom,
     )
     whole = dataclasses.replace(
         sharded,
@@ -134,6 +142,7 @@ def _alternatives(config: Config) -> dict[Parallel, Config]:
         copy_engine_param_gather=False,
         grad_reduce_wire_dtype=None,
         keep_params_whole=False,
+        keep_matrices_whole=(),
         release_grads=False,
         shard_atom=1,
     )

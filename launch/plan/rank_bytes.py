@@ -28,7 +28,7 @@ ranks where the optimizer is sharded across instances as well.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +93,8 @@ class PlacedBucket:
     """Whether shards are tensors of their own, as under FSDP. False: parts of whole tensors, as under DDP."""
     compact: torch.dtype | None = None
     """Dtype of moments, where masters of bf16 parameters are these with remainders of 16 bits. None: all are fp32."""
+    states: Mapping[str, int]
+    """Elements of optimizer state for each element of a parameter, by name."""
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -156,27 +158,36 @@ class PlacedBucket:
         return self.compact is not None and self.param_dtype is torch.bfloat16
 
     @property
+    def held_numels(self) -> list[int]:
+        """Number of elements on each rank that the optimizer updates."""
+        return self._updated(dict.fromkeys(self.states, 1))
+
+    @property
     def moment_numels(self) -> list[int]:
-        """Number of elements on each rank for which the optimizer has state."""
-        degree = self.layout.shard_degree
-        size = self.layout.numel // degree
-        if not self.own_shards and not self.layout.keeps_params_whole:
-            return [size] * degree
-        return self._count(lambda numel: numel)  # without padding
+        """Number of elements of optimizer state on each rank."""
+        return self._updated(self.states)
 
     @property
     def moment_blocks(self) -> list[int]:
-        """Number of blocks on each rank that have a scale in a moment of 8 bits."""
-        return self._count(blocks_of)
+        """Number of blocks on each rank that have a scale in a moment of 8 bits, over all moments."""
+        return self._count(lambda name, numel: self.states[name] * blocks_of(numel))
 
-    def _count(self, counted: Callable[[int], int]) -> list[int]:
-        """On each rank: the sum over parameters of a function of the elements that the rank holds."""
+    def _updated(self, states: Mapping[str, int]) -> list[int]:
+        degree = self.layout.shard_degree
+        of_each = {states[slot.spec.name] for slot in self.layout.slots}
+        if not self.own_shards and not self.layout.keeps_matrices_whole and len(of_each) == 1:
+            return [self.layout.numel // degree * of_each.pop()] * degree
+        return self._count(lambda name, numel: states[name] * numel)  # without padding
+
+    def _count(self, counted: Callable[[str, int], int]) -> list[int]:
+        """On each rank: the sum over parameters of a function of a name and of the elements that the rank holds."""
         size = self.layout.numel // self.layout.shard_degree
         held = [0] * self.layout.shard_degree
         for slot in self.layout.slots if self.trainable else ():
             start, end = slot.start - self.layout.start, slot.end - self.layout.start
             for rank in range(start // size, -(-end // size)):
-                held[rank] += counted(max(0, min(end, (rank + 1) * size) - max(start, rank * size)))
+                numel = max(0, min(end, (rank + 1) * size) - max(start, rank * size))
+                held[rank] += counted(slot.spec.name, numel)
         return held
 
     @property
@@ -194,11 +205,8 @@ class PlacedBucket:
         )
 
 
-def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2) -> RankBytes:
-    """What the fullest rank holds between steps. Ranks differ in the bytes of moments and remainders alone.
-
-    states  elements of optimizer state for each element of a parameter
-    """
+def rank_bytes(buckets: Iterable[PlacedBucket]) -> RankBytes:
+    """What the fullest rank holds between steps. Ranks differ in the bytes of moments and remainders alone."""
     parameters = gradients = masters = 0
     moments: Counter[int] = Counter()
     remainders: Counter[int] = Counter()
@@ -208,7 +216,8 @@ def rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2) -> RankBytes
         masters += bucket.master_nbytes
         width = _FP32 if bucket.compact is None else bucket.compact.itemsize
         for rank, (numel, blocks) in enumerate(zip(bucket.moment_numels, bucket.moment_blocks, strict=True)):
-            moments[rank] += states * (width * numel + (_FP32 * blocks if bucket.compact is torch.uint8 else 0))
+            moments[rank] += width * numel + (_FP32 * blocks if bucket.compact is torch.uint8 else 0)
+        for rank, numel in enumerate(bucket.held_numels):
             remainders[rank] += 2 * numel if bucket.has_remainders else 0
     fullest = max(moments, key=lambda rank: moments[rank] + remainders[rank], default=0)
     return RankBytes(parameters, gradients, masters + remainders[fullest], moments[fullest])

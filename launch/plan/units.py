@@ -3,16 +3,18 @@
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ...ddp.collectives.reduction import Placement, placements_of
 from ...ddp.plan.owned_params import find_owned_params, plan_model
 from ...fsdp.unit.plan import plan_unit, shard_degree
 from ..config.run import Config
 from ..model.hugging_face import LanguageModel, build_language_model
+from ..parallelizing.muon import with_whole_matrices
 from ..training.units import units_of
 from .rank_bytes import PlacedBucket, Traffic
 
-__all__ = ["PlacedUnit", "lay_out"]
+__all__ = ["PlacedUnit", "lay_out", "states_of"]
 
 
 class PlacedUnit(NamedTuple):
@@ -62,9 +64,19 @@ def lay_out(config: Config, ranks: int) -> tuple[PlacedUnit, ...]:
     return _units(config, model, ranks) if config.fully_sharded else _buckets(config, model, ranks)
 
 
+def states_of(config: Config, model: LanguageModel) -> dict[str, int]:
+    """Elements of optimizer state for each element of a parameter."""
+    muon, settings = config.optimizer.muon_of(model), config.optimizer
+    rest = settings.state_per_element()
+    states = {name: rest for name, _ in model.named_parameters()}
+    return states | dict.fromkeys(muon.matrices if muon else (), settings.state_per_element(of_muon=True))
+
+
 def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit, ...]:
-    wrapper, outer_size = config.ddp, config.num_instances
+    muon, outer_size = config.optimizer.muon_of(model), config.num_instances
+    wrapper = with_whole_matrices(config.ddp, muon)
     row, inner_size = placements_of(wrapper), ranks // outer_size
+    states = states_of(config, model)
     plan = plan_model(find_owned_params(model), wrapper, shard_degree=inner_size if row.inner.scatters else 1)
     buckets = [
         PlacedBucket(
@@ -74,7 +86,8 @@ def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUn
             outer_size=outer_size,
             wire_dtype=wrapper.grad_reduce_wire_dtype,
             releases_grads=wrapper.release_grads and inner_size > 1,
-            compact=config.optimizer.compact_moments,
+            compact=None if muon and layout.keeps_matrices_whole else config.optimizer.compact_moments,
+            states=states,
         )
         for layout in plan.buckets
     ]
@@ -92,7 +105,12 @@ def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit
     fsdp, outer_size = config.fsdp, config.num_instances
     row, inner_size = fsdp.row, ranks // outer_size
     degree = shard_degree(row, inner_size, outer_size)
+    states = states_of(config, model)
     taken: set[int] = set()
+
+    def name_of(module: nn.Module, local: str) -> str:
+        return f"{names[id(module)]}.{local}".removeprefix(".")
+
     placed: dict[str, tuple[PlacedBucket, ...]] = {}
     for module, policy in units_of(model, config.model, fsdp):
         owned = [entry for entry in find_owned_params(module) if id(entry.param) not in taken]
@@ -107,6 +125,7 @@ def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit
                 trainable=trainable,
                 own_shards=True,
                 compact=compact,
+                states={slot.spec.name: states[name_of(module, slot.spec.name)] for slot in layout.slots},
             )
             for layout, trainable in plan_unit(owned, policy, degree, fsdp.shard_atoms, fsdp.bucket_size)
         )

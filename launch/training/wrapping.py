@@ -23,12 +23,14 @@ from ...ddp import DistributedDataParallel, GraphedTrainingStep
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.contract.record import GradRecord
 from ...ddp.plan.owned_params import find_owned_params
+from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...fsdp import FSDPModule
 from ...fsdp.module import root_of, unit_of
 from ..config.run import Config, ConfigError, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
 from ..parallelizing.graphed import graphed
 from ..parallelizing.make_optimizer import make_optimizer
+from ..parallelizing.muon import with_whole_matrices
 from ..parallelizing.parallelize import shard_units
 from .units import units_of
 
@@ -68,14 +70,16 @@ class Wrapped:
         limit = config.optimizer.max_grad_norm
         self._max_norm: float | None = None
         if config.fully_sharded:
+            muon = config.optimizer.muon_of(module)
             self.model = _sharded(module, config, device)
-            self.optimizer = _optimizer_of(self.model, config.optimizer)
+            self.optimizer = _optimizer_of(self.model, config.optimizer, muon)
             # Clipping is no hook of the optimizer: a captured step has none.
             self._max_norm = limit
             holder: Any = root_of(self.model)
         else:
-            self.model = holder = DistributedDataParallel(module, config.ddp)
-            self.optimizer = _optimizer_of(self.model, config.optimizer, max_grad_norm=limit)
+            muon = config.optimizer.muon_of(module)
+            self.model = holder = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon))
+            self.optimizer = _optimizer_of(self.model, config.optimizer, muon, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures
         """Describes failed collectives."""
         self._buckets = [bucket for bucket in holder.buckets if bucket.records]
@@ -180,7 +184,7 @@ _OPTIONS = (
 """Keys of ``[fsdp]`` that are arguments of ``fully_shard``."""
 
 
-def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -> Any:
+def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups | None, **options: Any) -> Any:
     """The optimizer of a wrapped or sharded model. Without ``decay_vectors`` vectors are a group of their own."""
     options |= settings.class_options
     if settings.state == "compact":
@@ -188,7 +192,7 @@ def _optimizer_of(model: nn.Module, settings: OptimizerConfig, **options: Any) -
     own_group = not settings.decay_vectors and "weight_decay" in options
     # Norms, biases and scalars. Packed experts have three dims.
     vectors = {"params": lambda name, parameter: parameter.ndim < 2, "weight_decay": 0.0}
-    groups = [vectors] if own_group else []
+    groups = [*(muon.groups if muon else ()), *([vectors] if own_group else [])]
     return make_optimizer(model, settings.optimizer_class, lr=settings.lr, param_groups=groups, **options)
 
 

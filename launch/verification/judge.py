@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ...ddp.torch_grads.muon import Muon, part_rows, steps_of, update_ratio
+from ...ddp.torch_grads.muon_groups import MuonGroups
 from .comparison import Allowed, Difference, distance, norm_of, off_in, total_norm
 from .experiments import Comparison, about
 from .findings import Cause, Finding, WayResult
@@ -42,7 +44,7 @@ def judge(name: str, way: Way, parts: Comparison) -> tuple[WayResult, Finding | 
         finding = about(
             off_in(weights),
             Cause.LIBRARY,
-            "All gradients are right, and the weights after AdamW's step are not those of plain PyTorch's AdamW.",
+            "All gradients are right, and the weights after the step are not those of the optimizer in one process.",
         )
     result = WayResult(
         way=name,
@@ -56,21 +58,41 @@ def judge(name: str, way: Way, parts: Comparison) -> tuple[WayResult, Finding | 
 
 
 def _updated_weights(comparison: Comparison, mean: Grads) -> tuple[Grads, Allowed]:
-    """The weights after one step of plain PyTorch's AdamW, and errors that are relative to the step."""
-    params = dict(comparison.program.make().named_parameters())
+    """The weights after one step in one process, and errors that are relative to the step."""
+    module = comparison.program.make()
+    params, muon = dict(module.named_parameters()), comparison.setting.matrices(module)
     masters = {name: nn.Parameter(params[name].detach().to(grad.dtype, copy=True)) for name, grad in mean.items()}
     for name, grad in mean.items():
         masters[name].grad = grad
     adamw = comparison.setting.adamw
-    torch.optim.AdamW(masters.values(), **adamw).step()
-    slope = adamw["lr"] / adamw["eps"]  # of AdamW's first step where the gradient is zero
+    for group in muon.groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "optimizer")}
+        Muon([masters[name] for name in group["params"]], **options).step()
+    torch.optim.AdamW([master for name, master in masters.items() if name not in muon.matrices], **adamw).step()
+    # Of AdamW's first step where the gradient is zero; of Muon's where singular values are small.
+    slopes = dict.fromkeys(masters, adamw["lr"] / adamw["eps"]) | _slopes_of(muon, mean)
     by_name, unit = {}, {}
     for name, master in masters.items():
         step = distance(master, params[name])
         rounding = 4 * torch.finfo(params[name].dtype).eps * norm_of(master)
-        by_name[name] = 2 * slope * comparison.allowed.by_name[name] + rounding + 1e-4 * step
+        by_name[name] = 2 * slopes[name] * comparison.allowed.by_name[name] + rounding + 1e-4 * step
         unit[name] = max(step, rounding, 1e-30)
     return masters, Allowed(by_name, unit)
+
+
+def _slopes_of(muon: MuonGroups, grads: Grads) -> dict[str, float]:
+    """How much Muon's first step magnifies an error of a gradient, at most: a ``split`` matrix by its smallest part."""
+    slopes = {}
+    for group in muon.groups:
+        slope = math.prod(step.a for step in steps_of({"ns_coefficients": None, "ns_steps": None} | group))
+        for name in group["params"]:
+            *_, rows, columns = grads[name].shape
+            stack = grads[name].view(-1, rows, columns)
+            parts = part_rows(group["split"], rows)
+            norms = [float(matrix[first:end].norm()) for matrix in stack for first, end in parts]
+            scale = max(update_ratio(group.get("adjust_lr_fn"), end - first, columns) for first, end in parts)
+            slopes[name] = group.get("lr", 1e-3) * scale * slope / max(min(norms), 1e-30)
+    return slopes
 
 
 def _blame_library(comparison: Comparison, off: Sequence[Difference], results: Sequence[RankResult]) -> Finding:

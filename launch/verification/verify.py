@@ -7,7 +7,7 @@ and the wrapper, or is the library's fault. Experiments find the cause of a diff
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -49,13 +49,14 @@ def verify(
     ways: Sequence[str] | None = None,
     units: Callable[[nn.Module], Iterable[nn.Module]] = default_units,
     expert_process_group: WorldOfOne | Callable[[], Ranks] | None = None,
+    muon: Mapping[str, Any] | None = None,
     accept: Collection[str] = (),
     seed: int = 0,
 ) -> Verification:
     """Compare one iteration of a model on simulated ranks with one plain PyTorch process, on the CPU.
 
-    Every parameter's gradient, the global norm, and the weights after a step of AdamW are compared in each way. Where
-    they differ, experiments find the cause. The model and the batch stay as they are.
+    Every parameter's gradient, the global norm, and the weights after a step are compared in each way. Where they
+    differ, experiments find the cause. The model and the batch stay as they are.
 
     model                 a module, of which each rank gets a copy; or a function without arguments that makes one,
                           where a module cannot be copied
@@ -72,6 +73,8 @@ def verify(
                           ``nn.Sequential``s if it has no list
     expert_process_group  for parameters with the mark ``allreduce = False``: a function, called on each rank, that
                           returns what ``DistributedDataParallel`` takes by this name; or ``WORLD_OF_ONE``
+    muon                  options of ``maingrad.ddp.muon_groups``, perhaps none: the step is then Muon's for matrices
+                          and AdamW's for the rest. None: AdamW's
     accept                causes (``Cause``) that are notes, not errors
     seed                  of everything random
 
@@ -85,7 +88,12 @@ def verify(
     try:
         with torch.enable_grad():
             found = _verify(
-                program, own_copy(batch), ranks, num_microbatches, ways or WAYS, Setting(units, expert_process_group)
+                program,
+                own_copy(batch),
+                ranks,
+                num_microbatches,
+                ways or WAYS,
+                Setting(units, expert_process_group, muon=muon),
             )
     except Exception as error:
         # From the program's first frame on; all frames where the library itself has raised.
@@ -112,6 +120,7 @@ def _verify(
     program: Program, batch: Any, ranks: int, num_microbatches: int, ways: Iterable[str], setting: Setting
 ) -> Verification:
     """Run the whole batch and its parts, and compare them and the ways where that is possible."""
+    setting.matrices(program.make())  # raises for options of Muon that do not fit the model
     rows, count = count_rows(batch), ranks * num_microbatches
     if not rows or rows % count:
         raise ValueError(

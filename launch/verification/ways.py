@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...ddp import DistributedDataParallel, clip_grad_norm
 from ...ddp.collectives.rank_grid import Ranks
+from ...ddp.torch_grads.muon_groups import MuonGroups, muon_groups
 from ...fsdp import MixedPrecisionPolicy
 from ...te_integration import WgradQueue, delayed_wgrad
 from ..parallelizing.make_optimizer import make_optimizer
@@ -82,6 +83,12 @@ class Setting(NamedTuple):
     """The ranks that hold the same experts; a function is called on each rank. None: all ranks."""
     adamw: Mapping[str, Any] = {}
     """Options of AdamW."""
+    muon: Mapping[str, Any] | None = None
+    """Options of ``muon_groups``; None: AdamW updates all parameters."""
+
+    def matrices(self, module: nn.Module) -> MuonGroups:
+        """The parameters that Muon updates."""
+        return MuonGroups([], {}) if self.muon is None else muon_groups(module, **self.muon)
 
 
 class RankResult(NamedTuple):
@@ -92,7 +99,7 @@ class RankResult(NamedTuple):
     norm: float
     """The global norm of gradients, as the library computes it."""
     weights: list[Piece]
-    """After the step of AdamW."""
+    """After the optimizer's step."""
     fused_writes: int
     """Weight-gradient products that were written into ``main_grad``."""
 
@@ -108,15 +115,20 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
     else:
         options |= {"num_buckets": 4, "expert_process_group": setting.experts}
     options = {name: value() if callable(value) else value for name, value in options.items()}
+    muon = setting.matrices(module)
+    if way.parallel == "zero1":
+        options["keep_matrices_whole"] = muon.matrices
     units = [*setting.units(module)]
     recompute = way.recompute and bool(units)
     model: Any = parallelize(module, way.parallel, units=units, fuse=way.converted, recompute=recompute, **options)
     params: list[Any] = list(model.parameters())
     # 2. its optimizer: a stock one under "ddp"
-    if way.parallel == "ddp":
-        optimizer: Any = torch.optim.AdamW(params, **setting.adamw)
+    is_stock = way.parallel == "ddp" and setting.muon is None
+    optimizer: Any
+    if is_stock:
+        optimizer = torch.optim.AdamW(params, **setting.adamw)
     else:
-        optimizer = make_optimizer(model, max_grad_norm=_NO_CLIPPING, **setting.adamw)
+        optimizer = make_optimizer(model, max_grad_norm=_NO_CLIPPING, param_groups=muon.groups, **setting.adamw)
     # 3. the microbatches
     queue = WgradQueue()
     for index, part in enumerate(parts):
@@ -133,7 +145,7 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
         grads = [Piece(param.shard.name, param.shard.start, _flat(param.grad.to_local())) for param in held]
     else:
         grads = list(_held_grads(model))
-    if way.parallel == "ddp":
+    if is_stock:
         optimizer.grad_norm = clip_grad_norm(model, _NO_CLIPPING)
     optimizer.step()
     if way.shards_parameters:

@@ -23,7 +23,7 @@ from .reference import COEFFICIENTS, Step, inverse_norms, newton_schulz_referenc
 if HAS_TRITON:
     from .product_triton import product
 
-__all__ = ["orthogonalize", "orthogonalize_flops"]
+__all__ = ["dtype_of_results", "orthogonalize", "orthogonalize_flops"]
 
 _RESTART = 2
 """Steps before Q is applied to X."""
@@ -53,6 +53,11 @@ def orthogonalize(matrices: Tensor, steps: Sequence[Step] = COEFFICIENTS["simple
     many_columns = x.shape[2] >= _GRAM_FROM * x.shape[1]
     x = _gram_form(x, scale, steps) if many_columns else _plain_form(x, scale, steps)
     return x.mT if tall else x
+
+
+def dtype_of_results(like: Tensor) -> torch.dtype:
+    """The dtype that ``orthogonalize`` returns on the device of ``like``, an fp32 tensor."""
+    return torch.float16 if runs_on_triton("orthogonalize", like) else torch.float32
 
 
 def orthogonalize_flops(rows: int, columns: int, num_steps: int = 5) -> float:

@@ -137,7 +137,7 @@ def check_optimizer(cls: Any, parallel: str, ddp_config: DistributedDataParallel
     """Raise ``ValueError`` for an optimizer that cannot update shards; with the name of the option that chose it."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ValueError(f"{chosen_by}: not one class of torch.optim.Optimizer; use optim='adamw_torch_fused'")
-    whole = ddp_config is not None and ddp_config.keep_params_whole is True
+    whole = ddp_config is not None and ddp_config.keep_params_whole
     kept_whole = "ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=True)"
     if parallel == "fsdp":
         kept_whole = 'parallel="zero1" and ' + kept_whole

@@ -19,9 +19,11 @@ from ....ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from ....ddp.torch_grads.muon_groups import MuonGroups, muon_groups
 from ....fsdp import FSDPModule
 from ....te_integration import convert_linears
 from ...parallelizing.dtypes import policy_of
+from ...parallelizing.muon import with_whole_matrices
 from ...parallelizing.parallelize import parallelize
 from .accelerator import ModelLeavingAccelerator
 from .refused import check_accelerator, check_arguments, check_fused_loss, check_model, check_optimizer, check_options
@@ -57,6 +59,8 @@ class Trainer(transformers.Trainer):
                   of the log says why not. False: no graphs. True: on a CPU too, by recorded operations, for tests
     fuse_linears  ``convert_linears``: weight gradients of linear layers, experts and embeddings go into the buckets
     fused_loss    ``convert_linears(model, fused_loss=True)``: training computes the loss without the logits in memory
+    muon          options of ``maingrad.ddp.muon_groups``, such as ``{"lr": 0.02}``: Muon updates the layers' matrices,
+                  and the optimizer that ``TrainingArguments`` name the rest. None: that optimizer updates all
 
     All other arguments are ``transformers.Trainer``'s, and ``TrainingArguments`` mean what they mean there. Raises
     ``ValueError`` for arguments, models and optimizers that do not fit, with a remedy. docs/hugging_face.md tells
@@ -83,8 +87,10 @@ class Trainer(transformers.Trainer):
         fuse_linears: bool = True,
         fused_loss: bool = False,
         cuda_graph: Literal["auto", True, False] = "auto",
+        muon: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        self.muon, self._muon_groups = muon, MuonGroups([], {})
         self.parallel, self.fuse_linears, self.fused_loss = parallel, fuse_linears, fused_loss
         self._graph = StepGraph(self, cuda_graph)
         self.ddp_config, self.fsdp_units, self.fsdp_options = ddp_config, fsdp_units, dict(fsdp_options or {})
@@ -120,12 +126,15 @@ class Trainer(transformers.Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Wrap the model, and make its optimizer with transformers' class, options and groups of weight decay."""
         self._wrap_for_training()
-        if self.optimizer is None and self.parallel == "fsdp":
+        if self.optimizer is None and self.parallel == "fsdp" and self.muon is None:
             return super().create_optimizer(self.model)  # over the shards
         if self.optimizer is None:
             cls, options = self._optimizer_class()
             decayed = self.get_decay_parameter_names(self.model)
-            self.optimizer = group_weight_decay(self.model_wrapped, cls, options, decayed, self.args.weight_decay)
+            matrices = self._muon_groups.groups
+            self.optimizer = group_weight_decay(
+                self.model_wrapped, cls, options, decayed, self.args.weight_decay, matrices
+            )
         made: torch.optim.Optimizer = self.optimizer
         return made
 
@@ -140,6 +149,7 @@ class Trainer(transformers.Trainer):
         if self.parallel == "fsdp":
             if not isinstance(self.model, FSDPModule):
                 self._check_no_optimizer()
+                self._find_matrices()
                 self._num_counted_params = self._count_params()
                 dtype = torch.bfloat16 if self.args.bf16 else None
                 policy = self.fsdp_options.get("mixed_precision") or policy_of(self.model, dtype)
@@ -149,10 +159,21 @@ class Trainer(transformers.Trainer):
             self.model_wrapped = self.model
         elif self.model_wrapped is self.model:
             self._check_no_optimizer()
-            options = config_of(self.args) if self.ddp_config is None else {"config": self.ddp_config}
+            self._find_matrices()
+            options: dict[str, Any] = config_of(self.args)
+            if self.ddp_config is not None:
+                options = {"config": self.ddp_config}
+            if self.parallel == "zero1" and self.ddp_config is not None:
+                options = {"config": with_whole_matrices(self.ddp_config, self._muon_groups)}
+            elif self.parallel == "zero1":
+                options["keep_matrices_whole"] = self._muon_groups.matrices
             self._convert()  # before accelerate replaces the model's forward
             prepared = self.accelerator.prepare_model(self.model)
             self.model_wrapped = parallelize(prepared, self.parallel, units=(), fuse=self.fuse_linears, **options)
+
+    def _find_matrices(self) -> None:
+        if self.muon is not None:
+            self._muon_groups = muon_groups(self.model, **{"weight_decay": self.args.weight_decay, **self.muon})
 
     def _convert(self) -> None:
         if self.fuse_linears:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
-from ....ddp import DistributedOptimizer
+from ....ddp import DistributedDataParallel
 from ....fsdp import FSDPModule, MixedPrecisionPolicy
 from ...parallelizing.blocks import self_contained
+from ...parallelizing.make_optimizer import make_optimizer
 from ...parallelizing.parallelize import shard_units
 
 __all__ = [
@@ -38,14 +39,25 @@ def config_of(args: TrainingArguments) -> dict[str, Any]:
 
 
 def group_weight_decay(
-    model: Any, optimizer_class: type, options: Mapping[str, Any], decayed: Collection[str], weight_decay: float
-) -> DistributedOptimizer:
-    """``DistributedOptimizer`` with transformers' two groups: ``decayed`` parameters, and those without decay."""
-    trained = [name for name, param in model.module.named_parameters() if param.requires_grad]
+    model: Any,
+    optimizer_class: type,
+    options: Mapping[str, Any],
+    decayed: Collection[str],
+    weight_decay: float,
+    matrices: Sequence[Mapping[str, Any]] = (),
+) -> torch.optim.Optimizer:
+    """An optimizer with transformers' two groups: ``decayed`` parameters, and those without decay.
+
+    matrices  groups of another class, which come first
+    """
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    taken = {name for group in matrices for name in group["params"]}
+    trained = [name for name, param in module.named_parameters() if param.requires_grad and name not in taken]
     inside = [name for name in trained if name in decayed]
-    groups = [{"params": inside, "weight_decay": weight_decay}] if inside else []
+    groups = [*matrices, *([{"params": inside, "weight_decay": weight_decay}] if inside else [])]
     options = {**options, "weight_decay": 0.0}
-    return DistributedOptimizer(model, optimizer_class=optimizer_class, param_groups=groups, **options)
+    made: torch.optim.Optimizer = make_optimizer(model, optimizer_class, param_groups=groups, **options)
+    return made
 
 
 def unit_names(model: nn.Module, given: Sequence[str] | None) -> frozenset[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphed_training import CONFIGS, EVENTS, FORMS, STATES, Program, differences, train
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from maingrad.ddp import (
     DistributedDataParallelConfig,
     DistributedOptimizer,
     GraphedTrainingStep,
+    Muon,
 )
 from maingrad.ddp.collectives.streams import is_capturing
 from maingrad.kernels.optimizer.adamw import AdamUpdate
@@ -187,3 +189,47 @@ def test_ranks(ranks: int, config: str) -> None:
 @pytest.mark.sampled(2)
 def test_forms_of_a_step(program: Program) -> None:
     check(replace(program, events=(*program.events, "evaluate")))
+
+
+@pytest.mark.parametrize("config", [{}, {"use_distributed_optimizer": True, "keep_params_whole": True}], ids=str)
+def test_muon_beside_adamw(config: dict[str, Any]) -> None:
+    """Learning rates are powers of two, and decays too: products with the rate in fp32 have the bits of the host's."""
+    groups = [
+        {"params": ["0.weight", "2.weight"], "optimizer": Muon, "lr": 2**-5, "weight_decay": 2**-3, "split": 2},
+    ]
+
+    def trained(graphed: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(**config))
+        optimizer = DistributedOptimizer(model, lr=2**-7, max_grad_norm=1.0, param_groups=groups)
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = GraphedTrainingStep(train_step, model, optimizer) if graphed else train_step
+        for number in range(6):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            step(torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * number + rank)))
+            if number == 3:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["lr"] / 2 if not isinstance(group["lr"], Tensor) else group["lr"].div_(2)
+        return {name: param.detach().clone() for name, param in net.named_parameters()}
+
+    def both() -> None:
+        eager, graphed = trained(False), trained(True)
+        for name, weight in eager.items():
+            assert torch.equal(weight, graphed[name]), name
+
+    simulate(both, 2)
+
+
+def test_muon_that_skips_is_refused() -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4, bias=False), DistributedDataParallelConfig())
+    optimizer = DistributedOptimizer(model, optimizer_class=Muon, skip_nonfinite=True)
+    with pytest.raises(ValueError, match="skip_nonfinite skips Muon on the host"):
+        GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)

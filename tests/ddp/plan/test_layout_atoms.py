@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maingrad.ddp.plan.atoms import arrange, atom_of, cuts_an_atom, least_shard_numel
-from maingrad.ddp.plan.cut import deal, round_up
+from maingrad.ddp.plan.cut import round_up
+from maingrad.ddp.plan.dealing import deal
 from maingrad.ddp.plan.layout import PARAM_ALIGNMENT, BucketLayout, BufferLayout, ParamSlot, ParamSpec, plan_gradients
 
 
@@ -113,7 +114,7 @@ def test_shards_are_between_the_bound_and_layouts_that_always_exist(specs: list[
 
     piles = [0] * degree  # every parameter whole
     sizes = [round_up(numel, PARAM_ALIGNMENT) for numel in numels]
-    for size, shard in zip(sizes, deal(sizes, [0] * degree), strict=True):
+    for size, shard in zip(sizes, deal(sizes, sizes, [0] * degree), strict=True):
         piles[shard] += size
     assert shard_numel <= round_up(max(1, *piles), math.lcm(PARAM_ALIGNMENT, multiple))
 

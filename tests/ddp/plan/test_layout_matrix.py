@@ -182,10 +182,10 @@ def test_a_number_of_buckets(num_buckets: int, per_bucket: list[int], ranks: int
     [
         (1, 9000, [9088] * 10),  # nothing to balance: each weight closes a bucket
         (2, 9000, [18176] * 5),  # two weights, one in each shard
-        (2, 20000, [36352] * 3),  # closed by the third weight: two and one; the tenth joins the last three: two and two
-        (4, 9000, [36352, 72704]),  # four weights; the last two join the second four: two, two, one and one
+        (2, 20000, [36352, 36352, 18176]),  # two rows of two close a bucket
+        (4, 9000, [36352] * 3),  # two rows of four, and two weights
         (4, None, [109056]),  # three, three, two and two
-        (8, 9000, [145408]),  # two, two, and one in each of the other six
+        (8, 9000, [72704] * 2),  # a row of eight, and two weights
     ],
 )
 def test_whole_weights(ranks: int, size: int | None, expected: list[int]) -> None:

@@ -48,6 +48,20 @@ def test_equals_torch_within_its_bf16(options: dict[str, Any]) -> None:
         assert (mine - other).norm() < 0.05 * (other - before).norm()
 
 
+@pytest.mark.parametrize("options", [{}, {"nesterov": False, "weight_decay": 0.3}, {"ns_steps": 3}], ids=str)
+def test_equals_torch_in_fp64(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's iterations in fp64 where it rounds to bf16: what is left is our rounding to fp32, 2^-24 in each of some
+    twenty products, amplified by 3.4445 in each step where singular values are small."""
+    params = matrices((24, 40), (40, 24), (32, 32))
+    ours = stepped(lambda held: Muon(held, **options), params)
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.double)
+    theirs = stepped(lambda held: torch.optim.Muon(held, **options), params)
+    bound = 20 * 2.0**-24 * 3.4445 ** options.get("ns_steps", 5)
+    for before, mine, other in zip(params, ours, theirs, strict=True):
+        assert (mine - other).norm() < bound * (other - before).norm()
+        assert not torch.equal(mine, before)
+
+
 def test_exact_beside_fp64() -> None:
     """By singular values in fp64."""
     (weight,) = matrices((24, 40))

@@ -90,6 +90,28 @@ def test_fused_matrices_have_parts() -> None:
         muon_groups(Fused(), split={"*kqv*": 3})
 
 
+def test_layers_and_models_may_say_their_parts() -> None:
+    """A layer by ``matrix_rows``, as ours of grouped-query attention; attention of transformers by its config."""
+    fused = Fused(32)
+    fused.qkv_proj.matrix_rows = [16, 8, 8]
+    parts = {name: group["split"] for group in muon_groups(fused).groups for name in group["params"]}
+    assert parts["qkv_proj.weight"] == (16, 8, 8)
+    sizes: Any = {"dim": 16, "num_layers": 1, "num_heads": 4, "num_kv_heads": 1, "vocab_size": 64}
+    model = GPT(ModelConfig(**sizes))
+    parts = {name: group["split"] for group in muon_groups(model).groups for name in group["params"]}
+    assert parts["blocks.0.attention.qkv.weight"] == (16, 4, 4) and parts["blocks.0.ffn.gate_up.weight"] == 2
+    transformers = pytest.importorskip("transformers")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 48}
+    config = transformers.Phi3Config(num_hidden_layers=1, vocab_size=64, pad_token_id=0, **heads)
+    parts = {
+        name: group["split"]
+        for group in muon_groups(transformers.Phi3ForCausalLM(config)).groups
+        for name in group["params"]
+    }
+    assert parts["model.layers.0.self_attn.qkv_proj.weight"] == (32, 16, 16)
+    assert parts["model.layers.0.mlp.gate_up_proj.weight"] == 2
+
+
 def test_gated_weights_of_our_modules_have_halves() -> None:
     gated = nn.ModuleDict(
         {
@@ -181,7 +203,7 @@ def test_groups_go_to_the_optimizer(sharded: bool) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
     muon = muon_groups(net, lr=0.02)
-    kept: Any = {"use_distributed_optimizer": True, "keep_params_whole": muon.matrices} if sharded else {}
+    kept: Any = {"use_distributed_optimizer": True, "keep_matrices_whole": muon.matrices} if sharded else {}
     model = DistributedDataParallel(net, DistributedDataParallelConfig(**kept))
     assert muon_groups(model, lr=0.02) == muon
     optimizer = DistributedOptimizer(model, lr=0.01, param_groups=muon.groups)

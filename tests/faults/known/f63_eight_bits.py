@@ -16,7 +16,7 @@ FAULTS = [
         "raises.",
         tests=[f"{EIGHT}::test_ranks_change_no_bit"],
         changes=[
-            Change("maingrad.ddp.plan.owned_params", "plan_model", "atom=config.shard_atom", "atom=1"),
+            Change("maingrad.ddp.plan.owned_params", "plan_model", "else config.shard_atom,", "else 1,"),
         ],
     ),
     Fault(

@@ -4,6 +4,8 @@ from fault import Change, Fault
 
 CLASSES = "tests/ddp/optimizer/test_classes_by_group.py"
 GROUPS = "tests/ddp/torch_grads/test_muon_groups.py"
+DEALT = "tests/ddp/plan/test_layout_whole.py"
+SHARDED = "tests/fsdp/state/test_sharded_muon.py"
 
 FAULTS = [
     Fault(
@@ -49,7 +51,9 @@ FAULTS = [
         "70d-matrices-and-others-share-a-bucket",
         sentence="Parameters that are kept whole and others lie in one bucket, whose borders cut matrices.",
         tests=[f"{CLASSES}::test_only_selected_parameters_are_kept_whole"],
-        changes=[Change("maingrad.ddp.plan.owned_params", "plan_model", "whole=name in whole", "whole=False")],
+        changes=[
+            Change("maingrad.ddp.plan.owned_params", "plan_model", "whole=name in matrices - stacks", "whole=False")
+        ],
     ),
     Fault(
         "70e-a-tied-head-is-a-matrix",
@@ -84,6 +88,52 @@ FAULTS = [
                 "maingrad.ddp.torch_grads.over_ranks",
                 "norms",
                 "powers = powers if has_whole else powers.sum()[None]",
+                "",
+            )
+        ],
+    ),
+    Fault(
+        "70i-gaps-of-the-rest-stay-empty",
+        sentence="Matrices that are no row leave ranks without one, whose shards are padding.",
+        tests=[f"{DEALT}::test_small_rows_fill_the_gaps_of_the_rest"],
+        changes=[Change("maingrad.ddp.plan.dealing", "_filled", "if filled < padding:", "if False:")],
+    ),
+    Fault(
+        "70j-elements-in-place-of-work",
+        sentence="Ranks get equal numbers of elements, and one of them the costly ones.",
+        tests=[f"{DEALT}::test_equal_costs_within_the_shortest_shard"],
+        changes=[
+            Change("maingrad.ddp.plan.dealing", "deal", "(load + costs[index], rank)", "(load + sizes[index], rank)")
+        ],
+    ),
+    Fault(
+        "70k-one-rank-orthogonalises-all",
+        sentence="All matrices that shards cut go to the first rank, for which the others wait.",
+        tests=[f"{SHARDED}::test_shards_cut_matrices_and_all_ranks_orthogonalise"],
+        changes=[Change("maingrad.fsdp.state.sharded_muon", "_deal", "mine.index(min(mine))", "0")],
+    ),
+    Fault(
+        "70l-a-shard-is-taken-for-a-matrix",
+        sentence="A rank applies the first elements of an update to its shard, whichever elements it has.",
+        tests=[f"{SHARDED}::test_weights_have_the_bits_of_whole_matrices[zero3-element-2]"],
+        changes=[
+            Change(
+                "maingrad.fsdp.state.sharded_muon",
+                "_Bucket.give_back",
+                "flat[place][elements]",
+                "flat[place][: elements.stop - elements.start]",
+            )
+        ],
+    ),
+    Fault(
+        "70m-loaded-state-reaches-no-class",
+        sentence="Over sharded parameters, classes step with the state of before a load.",
+        tests=[f"{SHARDED}::test_state_dicts_and_schedules_reach_each_class"],
+        changes=[
+            Change(
+                "maingrad.ddp.torch_grads.around_optimizer",
+                "AroundOptimizer._share",
+                "inner.state = self.state",
                 "",
             )
         ],

@@ -148,7 +148,7 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ({"optimizer": {"max_grad_norm": -1.0}}, "optimizer.max_grad_norm = -1.0: must be positive"),
         (
             {"optimizer": {"name": "torch.optim.NAdam", "state": "compact"}},
-            'optimizer.state = \'compact\': is for name = "adamw", "sgd", "lion" and',
+            'optimizer.state = \'compact\': is for name = "adamw", "muon", "sgd", "lion" and',
         ),
         (
             {"optimizer": {"moment_dtype": "uint8"}},
@@ -431,7 +431,21 @@ def test_what_is_no_configuration_file_is_refused_at_once(tmp_path: Path):
 
 
 def test_parameters_that_are_kept_whole_by_name() -> None:
-    given: dict[str, Any] = {"parallel": "zero1", "ddp": {"keep_params_whole": ["layers.*_proj.weight"]}}
-    assert structure(given).ddp.keep_params_whole == ("layers.*_proj.weight",)
-    with pytest.raises(ConfigError, match=r"ddp\.keep_params_whole"):
-        structure({"parallel": "zero1", "ddp": {"keep_params_whole": [1]}})
+    given: dict[str, Any] = {"parallel": "zero1", "ddp": {"keep_matrices_whole": ["layers.*_proj.weight"]}}
+    assert structure(given).ddp.keep_matrices_whole == ("layers.*_proj.weight",)
+    with pytest.raises(ConfigError, match=r"ddp\.keep_matrices_whole"):
+        structure({"parallel": "zero1", "ddp": {"keep_matrices_whole": [1]}})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"parallel": "fsdp", "fsdp": {"offload_to_cpu": True}}, r"optimizer\.name = 'muon': steps on the GPU"),
+        ({"parallel": "hsdp", "fsdp": {"placements": "hsdp_zero1"}}, r"optimizer\.name = 'muon': .* across instances"),
+        ({"parallel": "fsdp", "train": {"cuda_graph": True}}, r"train\.cuda_graph = True: does not go with optimizer"),
+    ],
+)
+def test_what_does_not_go_with_muon(given: dict[str, Any], message: str) -> None:
+    assert structure({"optimizer": {"name": "muon"}, "train": {"cuda_graph": True}}).optimizer.has_muon
+    with pytest.raises(ConfigError, match=message):
+        structure({"optimizer": {"name": "muon"}, **given})

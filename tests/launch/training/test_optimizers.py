@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_run import tiny_config
 
+from maingrad.ddp import Muon
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
 from maingrad.launch.data.batches import load_corpus
@@ -23,6 +24,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "plain sgd": {"name": "sgd", "momentum": 0.0},
     "nadam": {"name": "torch.optim.NAdam", "options": {"beta1": 0.8, "momentum_decay": 0.01}},
     "rprop": {"name": "torch.optim.Rprop", "weight_decay": 0.0},
+    "muon": {"name": "muon", "muon_lr": 0.01, "options": {"momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}},
     "adagrad": {"name": "torch.optim.Adagrad", "weight_decay": 0.0, "options": {"initial_accumulator_value": 0.1}},
 }
 
@@ -44,6 +46,46 @@ def losses(config: Config) -> tuple[float, ...]:
 def plain_losses(config: Config) -> list[float]:
     """The same run by torch alone."""
     model = build_model(dataclasses.replace(config.model, fuse_wgrad_accumulation=False), seed=config.train.seed)
+    optimizers = _muon_and_adamw(model, config) if config.optimizer.name == "muon" else [_plain(model, config)]
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    sampler = Sampler(load_corpus(config.data, sequence_length=24).bodies, config.data, config.train)
+    settings, found = config.train, []
+    for step in range(settings.steps):
+        warmup = min(1.0, (step + 1) / config.optimizer.warmup_steps)
+        ratio = config.optimizer.min_lr_ratio
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * warmup * (ratio + (1 - ratio) * (1 - step / 6))
+        batch = sampler.batch(step, slice(0, settings.global_batch_size))
+        loss = model(batch.inputs, batch.targets)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(float(loss))
+    return found
+
+
+def _muon_and_adamw(model: torch.nn.Module, config: Config) -> list[torch.optim.Optimizer]:
+    """Matrices by their names: all but the embedding and the head. Query, key and value are apart, and gate and up."""
+    settings, split = config.optimizer, {"qkv": model.blocks[0].attention.split, "gate_up": 2}
+    groups: dict[str, list[torch.nn.Parameter]] = {"qkv": [], "gate_up": [], "": [], "rest": []}
+    for name, parameter in model.named_parameters():
+        is_matrix = name.startswith("blocks") and parameter.ndim == 2
+        groups[next(key for key in split | {"": 1} if key in name) if is_matrix else "rest"].append(parameter)
+    rest = groups.pop("rest")
+    assert all(groups.values())
+    muon = Muon(
+        [{"params": members, "split": split.get(key, 1)} for key, members in groups.items()],
+        lr=settings.muon_lr,
+        weight_decay=settings.weight_decay,
+        **settings.options,
+    )
+    options = {"betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
+    return [muon, torch.optim.AdamW(rest, lr=settings.lr, **options)]
+
+
+def _plain(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
     kind = {"sgd": torch.optim.SGD}.get(config.optimizer.name)
     kind = kind or getattr(torch.optim, config.optimizer.name.removeprefix("torch.optim."))
     options = dict(config.optimizer.options)
@@ -53,20 +95,7 @@ def plain_losses(config: Config) -> list[float]:
         options["momentum"] = config.optimizer.momentum
     if kind is not torch.optim.Rprop:
         options["weight_decay"] = config.optimizer.weight_decay
-    optimizer = kind(model.parameters(), lr=config.optimizer.lr, **options)
-    sampler = Sampler(load_corpus(config.data, sequence_length=24).bodies, config.data, config.train)
-    settings, found = config.train, []
-    for step in range(settings.steps):
-        warmup = min(1.0, (step + 1) / config.optimizer.warmup_steps)
-        ratio = config.optimizer.min_lr_ratio
-        optimizer.param_groups[0]["lr"] = config.optimizer.lr * warmup * (ratio + (1 - ratio) * (1 - step / 6))
-        batch = sampler.batch(step, slice(0, settings.global_batch_size))
-        loss = model(batch.inputs, batch.targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss))
-    return found
+    return kind(model.parameters(), lr=config.optimizer.lr, **options)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -135,9 +164,12 @@ def test_a_schedule_ends_with_the_time(schedule: str, tmp_path: Path):
     [
         ({"name": "torch.optim.Muon"}, "optimizer.name = 'torch.optim.Muon': does not update each element by itself"),
         ({"name": "torch.optim.LBFGS"}, "optimizer.name = 'torch.optim.LBFGS': does not update each element"),
-        ({"name": "lamb"}, 'must be "adamw", "sgd", "lion" or an optimizer of torch by its full name'),
-        ({"name": "torch.optim.lr_scheduler"}, 'must be "adamw", "sgd"'),
+        ({"name": "lamb"}, 'must be "adamw", "muon", "sgd", "lion" or an optimizer of torch by its full name'),
+        ({"name": "torch.optim.lr_scheduler"}, 'must be "adamw", "muon", "sgd"'),
         ({"name": "sgd", "betas": (0.5, 0.9)}, 'optimizer.betas = (0.5, 0.9): is not read by name = "sgd"'),
+        ({"muon_lr": 0.5}, 'optimizer.muon_lr = 0.5: is read by name = "muon" alone'),
+        ({"muon_split": {"*qkv*": (1, 2)}}, 'is read by name = "muon" alone'),
+        ({"name": "muon", "options": {"ns_stepz": 3}}, "Muon.__init__() got an unexpected keyword argument"),
         ({"momentum": 0.5}, 'optimizer.momentum = 0.5: is not read by name = "adamw"'),
         ({"name": "torch.optim.Rprop"}, "optimizer.weight_decay = 0.1: Rprop has none"),
         ({"options": {"amsgrda": True}}, "optimizer.options = {'amsgrda': True}: AdamW.__init__() got an unexpected"),

@@ -141,10 +141,8 @@ FAULTS = {
         "0.00 of rank 0's microbatch 0",
     ),
     "the norm": Fault(double_the_norm, {"zero1_converted"}, set(), "the global norm is"),
-    "the step": Fault(double_the_step, {"zero1_converted"}, ALL, "the weights after AdamW's step are not"),
-    "one rank has other weights": Fault(
-        write_on_one_rank, {"zero1_converted"}, ALL, "the weights after AdamW's step are"
-    ),
+    "the step": Fault(double_the_step, {"zero1_converted"}, ALL, "the weights after the step are not"),
+    "one rank has other weights": Fault(write_on_one_rank, {"zero1_converted"}, ALL, "the weights after the step are"),
     "an error": Fault(break_a_method, set(WAYS), set(), "AttributeError: 'GradReduction' object"),
 }
 

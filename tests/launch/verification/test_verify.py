@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.torch_grads import muon as muon_of_torch
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.state import sharded_muon
 from maingrad.launch import verify
+from maingrad.launch.verification import judge
 from maingrad.launch.verification.findings import Cause
 from maingrad.launch.verification.program import Program
 from maingrad.launch.verification.verify import VerificationError
@@ -45,6 +48,43 @@ def test_every_way_agrees_with_plain_pytorch() -> None:
         assert result.ok and result.grad_error < 1e-5 and result.norm_error < 1e-5 and result.weight_error < 1e-3
         assert (result.fused_writes > 0) == WAYS[result.way].converted, result.way
     assert (found.num_parameters, found.num_elements) == (6, 6 * 16 + 16 + 32 + 32 + 2)
+
+
+class Tower(nn.Module):
+    """A fused matrix, whose parts are said, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(6, 24), nn.Linear(8, 12)
+        self.blocks = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 2)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        query, key, value = self.qkv(inputs).split([8, 8, 8], dim=-1)
+        hidden = self.out(query.sigmoid() * key + value)
+        for block in self.blocks:
+            hidden = block(hidden.tanh())
+        return hidden
+
+
+@pytest.mark.in_turn
+def test_the_step_of_muon() -> None:
+    """In every way."""
+    muon = {"split": {"qkv.weight": [8, 8, 8]}, "lr": 0.05}
+    found = verify(Tower(), rows(), square, muon=muon)
+    assert found.ok and not found.findings, str(found)
+    assert len(found.results) == len(WAYS)
+    with pytest.raises(ValueError, match=r"'qkv\.weight' .* the rows of each are not known"):
+        verify(Tower(), rows(), square, muon={}, ways=["zero1"])
+
+
+def test_a_wrong_step_of_muon_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the library, the expected one is changed: its matrices move by a tenth less."""
+    ratio = judge.update_ratio
+    monkeypatch.setattr(muon_of_torch, "update_ratio", lambda *args: 0.9 * ratio(*args))
+    monkeypatch.setattr(sharded_muon, "update_ratio", ratio)
+    found = verify(mlp(), rows(), square, muon={"lr": 0.05}, ways=["fsdp"])
+    assert not found.ok and "the weights after the step are not those" in str(found)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (3, 1), (4, 3)])

@@ -119,6 +119,19 @@ def test_one_process_logs_what_the_plain_trainer_logs_and_goes_on(form: str, tmp
     assert_alike(rest, plain)
 
 
+def test_muon_updates_matrices_in_every_form(tmp_path: Path) -> None:
+    """All forms log the same, and go on from a checkpoint; other losses than without."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    plain = train("plain", tmp_path / "plain", {"max_steps": 4})
+    muon = {"lr": 0.2}
+    first = train("ddp", tmp_path / "ddp", options, muon=muon)
+    assert first["loss"][-1] != pytest.approx(plain["loss"][-1], rel=1e-4)
+    for form in FORMS[1:]:
+        assert_alike(train(form, tmp_path / form, options, muon=muon), first, tolerance=1e-4)
+        rest = train(form, tmp_path / "rest", options, resume=str(tmp_path / "ddp/checkpoint-2"), muon=muon)
+        assert_alike(rest, first, tolerance=1e-4)
+
+
 def resumed_with_dropout(folder: Path, checkpoint: str | None) -> dict[str, list[float]]:
     return train("zero1", folder, SAVING, {"dropout": 0.2}, resume=checkpoint)
 

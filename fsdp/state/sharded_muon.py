@@ -1,0 +1,295 @@
+"""``ShardedMuon``: Muon over parameters of ``fully_shard``, whose shards cut matrices anywhere.
+
+Momentum is updated where its elements are. Each matrix has an owner, which orthogonalises it::
+
+    rank 0    momentum of its elements  -- U, fp32 -->  owner: whole U, O = orthogonalize(U)  -- O -->  W -= lr s O
+    rank 1    momentum of its elements  -- U, fp32 -->                                        -- O -->  W -= lr s O
+
+U goes as it is, so that weights have the bits of the unsharded optimizer. O comes back in the dtype that
+``orthogonalize`` returns, fp16 on GPUs: 6 bytes for an element of a matrix that is cut. A matrix that lies on one rank
+is this rank's, and nothing travels (``shard_atoms="whole"``, and most experts of a stack). Cut ones go to the ranks
+with the least work. While one bucket's matrices are orthogonalised, U of the next bucket is under way, and O of the one
+before.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ddp.plan.cut import Range
+from ...ddp.plan.dealing import update_cost
+from ...ddp.torch_grads.muon import Muon, alike, part_rows, steps_of, update_ratio
+from ...ddp.torch_internals import DisableTorchFunctionSubclass
+from ...kernels.optimizer.orthogonal.orthogonalize import dtype_of_results, orthogonalize
+from ..tensors.parameter import ShardedParameter, flat_of
+from .optimizer_watch import bucket_of
+
+__all__ = ["ShardedMuon"]
+
+
+class _Part(NamedTuple):
+    """One matrix of a parameter, or one part of it by ``split``: consecutive elements."""
+
+    group: int
+    param: ShardedParameter
+    elements: Range
+    """Counted in the parameter."""
+    rows: int
+    columns: int
+
+    def on_rank(self, rank: int) -> Range:
+        """The elements that a rank of the instance has, counted in the parameter."""
+        shard = self.param.shard
+        size = shard.bucket_numel // shard.grid.inner_size
+        return self.elements.intersect(Range(rank * size, (rank + 1) * size).counted_from(shard.place))
+
+
+class _Bucket:
+    """The parts in one bucket, each with its owner, and their ways there and back. All is counted once, at the begin.
+
+    parts   in one order on all ranks
+    owners  of each part
+    """
+
+    def __init__(self, parts: Sequence[_Part], owners: Sequence[int]) -> None:
+        grid = parts[0].param.shard.grid
+        here, ranks = grid.inner_rank, range(grid.inner_size)
+        of_owner = [[part for part, owner in zip(parts, owners, strict=True) if owner == rank] for rank in ranks]
+        travels = any(
+            part.on_rank(owner).numel != part.elements.numel for part, owner in zip(parts, owners, strict=True)
+        )
+        self.parts = parts
+        self.groups = {part.param: part.group for part in parts}
+        """Each parameter, with its group."""
+        self.mine = of_owner[here]
+        """The parts that this rank orthogonalises."""
+        self.group = grid.inner if travels else None
+        """Ranks between which elements travel; None: nothing does."""
+        self._held: list[list[tuple[_Part, slice, slice]]] = []
+        """For each owner: its parts of which this rank has elements, their place here in the parameter's elements, and
+        in what goes to this owner and comes back."""
+        for owned in of_owner:
+            held, end = [], 0
+            for part in owned:
+                own = part.on_rank(here).counted_from(part.param.shard.start)
+                if own.numel:
+                    held.append((part, slice(*own), slice(end, end + own.numel)))
+                    end += own.numel
+            self._held.append(held)
+        self._pieces: list[list[tuple[int, slice, slice]]] = []
+        """For each rank: those of ``mine`` of which it has elements, by place; which elements these are, and where they
+        are in what comes from this rank and goes back."""
+        for rank in ranks:
+            pieces, end = [], 0
+            for place, part in enumerate(self.mine):
+                theirs = part.on_rank(rank).counted_from(part.elements.start)
+                if theirs.numel:
+                    pieces.append((place, slice(*theirs), slice(end, end + theirs.numel)))
+                    end += theirs.numel
+            self._pieces.append(pieces)
+        self._to_owners = [held[-1][2].stop if held else 0 for held in self._held]
+        self._from_ranks = [pieces[-1][2].stop if pieces else 0 for pieces in self._pieces]
+
+    def fetch(self, updates: Mapping[ShardedParameter, Tensor]) -> "_Travel":
+        """Send this rank's elements of U to the owners."""
+        pieces = [updates[part.param][cut] for held in self._held for part, cut, _ in held]
+        return _Travel(self.group, pieces, updates[self.parts[0].param], self._to_owners, self._from_ranks)
+
+    def whole(self, travel: "_Travel") -> list[Tensor]:
+        """U [1, rows, columns] of each of ``mine``."""
+        found: list[list[Tensor]] = [[] for _ in self.mine]
+        for got, pieces in zip(travel.wait(), self._pieces, strict=True):
+            for place, _, cut in pieces:
+                found[place].append(got[cut])
+        return [
+            (each[0] if len(each) == 1 else torch.cat(each)).view(1, part.rows, part.columns)
+            for each, part in zip(found, self.mine, strict=True)
+        ]
+
+    def give_back(self, results: Sequence[Tensor], like: Tensor) -> "_Travel":
+        """Send O of each of ``mine`` to the ranks that have its elements.
+
+        like  has the dtype and device of results, of which a rank may have none
+        """
+        flat = [each.reshape(-1) for each in results]
+        pieces = [flat[place][elements] for pieces in self._pieces for place, elements, _ in pieces]
+        return _Travel(self.group, pieces, like, self._from_ranks, self._to_owners)
+
+    def arrived(self, travel: "_Travel") -> Iterator[tuple[_Part, slice, Tensor]]:
+        """This rank's elements of O of each part, and their place in the parameter's elements."""
+        for got, held in zip(travel.wait(), self._held, strict=True):
+            yield from ((part, cut, got[place]) for part, cut, place in held)
+
+
+class _Travel:
+    """An all-to-all under way.
+
+    like            an empty sum of ``pieces`` has its dtype and device
+    sent, received  elements to and from each rank
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        pieces: Sequence[Tensor],
+        like: Tensor,
+        sent: list[int],
+        received: list[int],
+    ) -> None:
+        self._out = self._kept = torch.cat(list(pieces)) if pieces else like.new_empty(0)
+        self._received = received
+        self._handle = None
+        if group is not None:
+            self._out = self._kept.new_empty(sum(received))
+            self._handle = dist.all_to_all_single(self._out, self._kept, received, sent, group=group, async_op=True)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """What came from each rank."""
+        if self._handle is not None:
+            self._handle.wait()
+        received: tuple[Tensor, ...] = self._out.split(self._received)
+        return received
+
+
+class ShardedMuon(Muon):
+    """``maingrad.ddp.Muon`` over sharded parameters; the state of a rank is its elements of ``momentum_buffer``.
+
+    Owners of matrices follow from shapes and shards alone. A step is collective over each instance. Weights have the
+    bits of ``Muon`` over whole parameters where gradients have.
+
+    params   parameters of ``fully_shard``, cut anywhere, each with a gradient on all ranks or on none
+    options  of ``Muon``
+
+    Raises ``ValueError`` for other parameters, and where optimizer state is sharded across instances.
+    """
+
+    elementwise = True  # what a rank keeps; a step fetches the rest
+    optimizer_class = Muon
+    """The class that checkpoints name."""
+
+    def __init__(self, params: Iterable[Any], *args: Any, **options: Any) -> None:
+        self._buckets: list[_Bucket] = []
+        self._planned: list[Any] = []
+        super().__init__(params, *args, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``Muon``'s."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            bucket = bucket_of(param)
+            if not isinstance(param, ShardedParameter) or bucket is None:
+                raise ValueError("ShardedMuon updates parameters of fully_shard; maingrad.ddp.Muon updates plain ones")
+            if bucket.shard.device != bucket.device:
+                raise ValueError(
+                    f"'{param.shard.name}' lies on the host, and ShardedMuon steps on the device: leave "
+                    f"offload_to_cpu out"
+                )
+            if param.dtype is not torch.float32:
+                raise ValueError(f"'{param.shard.name}' is {param.dtype}: ShardedMuon updates fp32 shards")
+            if param.shard.num_replicas != param.shard.grid.outer_size:
+                raise ValueError(
+                    f"'{param.shard.name}': ShardedMuon sends momentum inside an instance, and optimizer state is "
+                    f'sharded across instances: take other placements than "hsdp_zero1"'
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update momentum and parameters that have gradients. Collective."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        with DisableTorchFunctionSubclass():
+            buckets = self._plan()
+            coming = [self._fetch(bucket) for bucket in buckets[:1]]
+            leaving: list[tuple[_Bucket, _Travel]] = []
+            for place, bucket in enumerate(buckets):
+                coming += [self._fetch(following) for following in buckets[place + 1 : place + 2]]
+                results = self._orthogonalize(bucket.mine, bucket.whole(coming.pop(0)))
+                like = flat_of(bucket.parts[0].param)
+                leaving.append((bucket, bucket.give_back(results, like.new_empty(0, dtype=dtype_of_results(like)))))
+                if place:
+                    self._apply(*leaving.pop(0))
+            for last in leaving:
+                self._apply(*last)
+        return loss
+
+    def _plan(self) -> list[_Bucket]:
+        """By bucket, made anew where other parameters have gradients, or groups have changed."""
+        stepping = [
+            (index, param, group["split"])
+            for index, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        key = [(index, id(param), str(split)) for index, param, split in stepping]
+        if key != self._planned:
+            self._buckets, self._planned = _deal(stepping), key
+        return self._buckets
+
+    def _fetch(self, bucket: _Bucket) -> _Travel:
+        """Update momentum and decay weights; then U of the bucket is under way."""
+        updates: dict[ShardedParameter, Tensor] = {}
+        for param, index in bucket.groups.items():
+            assert param.grad is not None, "as _plan has found"
+            group, grad, state = self.param_groups[index], flat_of(param.grad), self.state[param]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(grad).view(param.shape)
+            buffer = state["momentum_buffer"].view(-1).lerp_(grad, 1 - group["momentum"])
+            updates[param] = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+            flat_of(param).mul_(1 - group["lr"] * group["weight_decay"])
+        return bucket.fetch(updates)
+
+    def _orthogonalize(self, parts: Sequence[_Part], whole: Sequence[Tensor]) -> list[Tensor]:
+        results: dict[int, Tensor] = {}
+        for index, group in enumerate(self.param_groups):
+            chosen = [place for place, part in enumerate(parts) if part.group == index]
+            for batch in alike([whole[place] for place in chosen]):
+                places = [chosen[each] for each in batch]
+                found = orthogonalize(torch.cat([whole[place] for place in places]), steps_of(group))
+                results |= zip(places, found, strict=True)
+        return [results[place] for place in range(len(parts))]
+
+    def _apply(self, bucket: _Bucket, travel: _Travel) -> None:
+        for part, cut, piece in bucket.arrived(travel):
+            group, target = self.param_groups[part.group], flat_of(part.param)[cut]
+            ratio, lr = update_ratio(group["adjust_lr_fn"], part.rows, part.columns), group["lr"]
+            if isinstance(lr, Tensor):
+                target.addcmul_(piece.to(target.dtype), lr.to(target.device, target.dtype), value=-ratio)
+            else:
+                target.add_(piece, alpha=-lr * ratio)
+
+
+def _deal(stepping: Sequence[tuple[int, ShardedParameter, Any]]) -> list[_Bucket]:
+    """Give each part an owner: the rank that has all of it; of cut ones, from the costliest down, the least loaded."""
+    parts = [part for group, param, split in stepping for part in _parts_of(group, param, split)]
+    grids = {part.param.shard.grid[:2]: part.param.shard.grid for part in parts}  # of experts another one
+    loads = {key: [0.0] * grid.inner_size for key, grid in grids.items()}
+    owners = [0] * len(parts)
+    cut = []
+    for place, part in enumerate(parts):
+        mine = loads[part.param.shard.grid[:2]]
+        having = [rank for rank in range(len(mine)) if part.on_rank(rank).numel]
+        if len(having) == 1:
+            owners[place] = having[0]
+            mine[having[0]] += update_cost((part.rows, part.columns))
+        else:
+            cut.append(place)
+    for place in sorted(cut, key=lambda place: -update_cost((parts[place].rows, parts[place].columns))):
+        mine = loads[parts[place].param.shard.grid[:2]]
+        owners[place] = mine.index(min(mine))
+        mine[owners[place]] += update_cost((parts[place].rows, parts[place].columns))
+    buckets: dict[Any, list[int]] = {}
+    for place, part in enumerate(parts):
+        buckets.setdefault(bucket_of(part.param), []).append(place)
+    return [_Bucket([parts[p] for p in places], [owners[p] for p in places]) for places in buckets.values()]
+
+
+def _parts_of(group: int, param: ShardedParameter, split: Any) -> Iterator[_Part]:
+    *stack, rows, columns = param.shard.shape
+    for matrix in range(math.prod(stack) if rows * columns else 0):
+        for first, end in part_rows(split, rows):
+            start = matrix * rows * columns + first * columns
+            yield _Part(group, param, Range(start, start + (end - first) * columns), end - first, columns)

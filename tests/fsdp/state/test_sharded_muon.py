@@ -1,0 +1,251 @@
+"""Groups with a class each over sharded parameters: Muon's matrices, cut anywhere, get the bits of whole ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from loops import assert_same, weights
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+from maingrad import make_optimizer
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    Muon,
+    load_checkpoint,
+    save_checkpoint,
+)
+from maingrad.fsdp import fully_shard
+from maingrad.fsdp.state.sharded_muon import ShardedMuon
+from maingrad.launch import simulate
+
+STEPS = 10
+GROUPS: list[dict[str, Any]] = [
+    {"params": "0.weight", "optimizer": Muon, "lr": 0.03, "split": [16, 32, 16]},
+    {"params": ["1.linear.weight", "2.experts"], "optimizer": Muon, "lr": 0.05, "adjust_lr_fn": "match_rms_adamw"},
+    {"params": "*.bias", "weight_decay": 0.0},
+]
+
+
+class Experts(nn.Module):
+    """Three matrices in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 16, 128) / 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.einsum("bi,eoi->bo", inputs, self.experts).tanh()
+
+
+class Block(nn.Module):
+    """A norm and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 128)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(self.norm(inputs.tanh())).tanh()
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), Block(), Experts())
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+    model(inputs).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, *, alike: bool = False) -> None:
+    rank = 0 if alike or not torch.distributed.is_initialized() else torch.distributed.get_rank()
+    for step in steps:
+        backward(model, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: Any) -> dict[str, Tensor]:
+    """Copies of the weights."""
+    with torch.no_grad(), model.unsharded():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def shard(placements: Any = "zero3", atoms: Any = "element") -> tuple[Any, Any]:
+    model = make_net()
+    mesh = None
+    if placements.startswith("hsdp"):
+        mesh = init_device_mesh("cpu", (2, torch.distributed.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
+    for block in model:
+        fully_shard(block, placements=placements, mesh=mesh, shard_atoms=atoms)
+    fully_shard(model, placements=placements, mesh=mesh)
+    return model, make_optimizer(model, lr=0.02, param_groups=GROUPS)
+
+
+def sharded(placements: Any, atoms: Any) -> dict[str, Tensor]:
+    model, optimizer = shard(placements, atoms)
+    train(model, optimizer, range(STEPS))
+    return whole(model)
+
+
+def replicated() -> dict[str, Tensor]:
+    ddp = DistributedDataParallel(make_net(), DistributedDataParallelConfig())
+    train(ddp, DistributedOptimizer(ddp, lr=0.02, param_groups=GROUPS), range(STEPS))
+    return weights(ddp)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("placements", "atoms"), [("zero3", "element"), ("zero1", "element"), ("zero3", "whole"), ("zero3", "row")]
+)
+def test_weights_have_the_bits_of_whole_matrices(ranks: int, placements: str, atoms: str) -> None:
+    expected = simulate(replicated, ranks)[0]
+    for ours in simulate(sharded, ranks, placements, atoms):
+        assert_same(ours, expected)
+
+
+def test_shards_cut_matrices_and_all_ranks_orthogonalise() -> None:
+    """What the test above relies on: with "element" most matrices lie on several ranks, with "whole" none does."""
+
+    def on_each_rank(atoms: str) -> tuple[int, int, int]:
+        model, optimizer = shard(atoms=atoms)
+        train(model, optimizer, range(1))
+        muon = optimizer._inners[-1]
+        assert isinstance(muon, ShardedMuon)
+        parts = [part for bucket in muon._buckets for part in bucket.parts]
+        cut = sum(part.on_rank(rank).numel not in (0, part.elements.numel) for part in parts for rank in [0])
+        travelling = sum(bucket.group is not None for bucket in muon._buckets)
+        return cut, sum(len(bucket.mine) for bucket in muon._buckets), travelling
+
+    by_rank = simulate(on_each_rank, 2, "element")
+    assert by_rank[0][0] >= 3, "of three parts, a matrix and three experts"
+    assert [count for _, count, _ in by_rank] in ([3, 4], [4, 3]) and by_rank[0][2] >= 2
+    assert all((cut, travelling) == (0, 0) for cut, _, travelling in simulate(on_each_rank, 2, "whole"))
+
+
+def test_instances_orthogonalise_by_themselves() -> None:
+    """Two instances of two ranks; sums over four ranks have another order."""
+    expected = simulate(replicated, 4)[0]
+    for ours in simulate(sharded, 4, "hsdp", "element"):
+        for name, weight in ours.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_state_sharded_across_instances_is_refused() -> None:
+    def on_each_rank() -> None:
+        with pytest.raises(ValueError, match=r"0\.weight.*optimizer state is sharded across instances: take other"):
+            shard("hsdp_zero1")
+
+    simulate(on_each_rank, 4)
+
+
+@pytest.mark.parametrize("target", ["fully_shard", "zero1"])
+def test_checkpoints_go_on_with_other_ranks_and_wrappers(tmp_path: Path, target: str) -> None:
+    """The same gradients on all ranks: a mean of equal ones is exact for powers of two."""
+
+    def save() -> dict[str, Tensor]:
+        model, optimizer = shard()
+        train(model, optimizer, range(3), alike=True)
+        save_checkpoint(tmp_path / "saved", model, optimizer)
+        train(model, optimizer, range(3, 6), alike=True)
+        return whole(model)
+
+    def resume() -> dict[str, Tensor]:
+        model: Any
+        if target == "fully_shard":
+            model, optimizer = shard(atoms="row")
+        else:
+            config = DistributedDataParallelConfig(
+                use_distributed_optimizer=True, keep_matrices_whole=("0.weight", "1.linear.weight", "2.experts")
+            )
+            model = DistributedDataParallel(make_net(), config)
+            optimizer = DistributedOptimizer(model, lr=0.02, param_groups=GROUPS)
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+        train(model, optimizer, range(3, 6), alike=True)
+        return whole(model) if target == "fully_shard" else weights(model)
+
+    expected = simulate(save, 2)[0]
+    for ours in simulate(resume, 4):
+        assert_same(ours, expected)
+
+
+def test_state_dicts_and_schedules_reach_each_class() -> None:
+    def on_each_rank(restored: bool) -> dict[str, Tensor]:
+        model, optimizer = shard()
+        scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 12)
+        for step in range(STEPS):
+            if restored and step == 4:
+                state = optimizer.state_dict()
+                other, its = shard()
+                its.load_state_dict(state)
+                other.load_state_dict(model.state_dict())
+                model, optimizer = other, its
+                scheduler.optimizer = optimizer
+            train(model, optimizer, range(step, step + 1))
+            scheduler.step()
+        return whole(model)
+
+    for ours, expected in zip(simulate(on_each_rank, 2, True), simulate(on_each_rank, 2, False), strict=True):
+        assert_same(ours, expected)
+
+
+def test_several_microbatches_within_rounding() -> None:
+    def on_each_rank(is_sharded: bool) -> dict[str, Tensor]:
+        if is_sharded:
+            model, optimizer = shard()
+        else:
+            model = DistributedDataParallel(make_net(), DistributedDataParallelConfig())
+            optimizer = DistributedOptimizer(model, lr=0.02, param_groups=GROUPS)
+        rank = torch.distributed.get_rank()
+        for step in range(3):
+            with model.no_sync():
+                backward(model, 2 * step, rank)
+            backward(model, 2 * step + 1, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(model) if is_sharded else weights(model)
+
+    for ours, expected in zip(simulate(on_each_rank, 2, True), simulate(on_each_rank, 2, False), strict=True):
+        for name, weight in ours.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_groups_have_no_class_among_their_options() -> None:
+    def on_each_rank() -> None:
+        _, optimizer = shard()
+        assert not any("optimizer" in group for group in optimizer.param_groups)
+        assert optimizer.classes_of_groups == [Muon, Muon, optim.AdamW, optim.AdamW]
+        assert [group["lr"] for group in optimizer.param_groups] == [0.03, 0.05, 0.02, 0.02]
+        with pytest.raises(RuntimeError, match=r"ShardedOptimizer .* takes no further group"):
+            optimizer.add_param_group({"params": []})
+        with pytest.raises(TypeError, match="ShardedOptimizer is tied to its model"):
+            optimizer.__getstate__()
+
+    simulate(on_each_rank, 2)
+
+
+def test_what_is_no_matrix_or_no_shard_is_refused() -> None:
+    def on_each_rank() -> None:
+        model = fully_shard(make_net())
+        with pytest.raises(ValueError, match=r"Muon updates matrices"):
+            make_optimizer(model, param_groups=[{"params": "*", "optimizer": Muon}])
+        with pytest.raises(ValueError, match=r"ShardedMuon updates parameters of fully_shard"):
+            ShardedMuon([nn.Parameter(torch.zeros(4, 4))])
+        with pytest.raises(ValueError, match=r"compact.* are for Adam and AdamW over a sharded model, .* has Muon"):
+            make_optimizer(model, param_groups=GROUPS, state="compact")
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.in_turn
+def test_two_processes_have_the_bits_of_simulated_ranks() -> None:
+    for ours, expected in zip(
+        run_ranks(sharded, 2, "zero3", "element"), simulate(sharded, 2, "zero3", "element"), strict=True
+    ):
+        assert_same(ours, expected)
