@@ -56,8 +56,7 @@ class LayerGraphs:
         self.module, self.place, self.signature, self.trial = module, place, signature, trial
         self.params = trial.params
         self.num_inputs = len(signature.kinds)
-        self.weights = CapturedWeights(module, place)
-        self.device_type = order.pool.device.type
+        self.weights = CapturedWeights(module, place, order.pool.device.type)
         self._sample: Sample | None = sample
         self._order = order
         self._graphs = {kind: CapturedGraph(order.pool) for kind in Kind}
