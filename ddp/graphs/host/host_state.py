@@ -66,7 +66,7 @@ class HostState(Surroundings):
         kind: str,
         beside: Callable[[], Sequence[object]],
     ) -> None:
-        super().__init__(model, trained, kind, beside, _own_attributes)
+        super().__init__(model, trained, kind, beside)
         self._on_gpu = self._kind == "cuda"
         self._program = package_of(function)
         self._trained_ids = {*map(id, self.modules), *map(id, self._params)}
@@ -260,11 +260,12 @@ class HostState(Surroundings):
             is_own and not is_trained and not self._extends_library(module)
         ):
             self._objects.append((module, path))
-        elif is_trained:  # ``Surroundings`` compares the attributes
-            for name in _own_attributes(module):
-                self._reach(vars(module)[name], f"{path}.{name}", is_own)
         else:
-            self._watch(lambda: {name: vars(module)[name] for name in _own_attributes(module)}, path, is_own)
+            own = vars(module)
+            ours = type(module).__module__.startswith("maingrad.")
+            self._watch(functools.partial(_public, own) if ours else lambda: own, path)
+            for name in (_public(own) if ours else own).keys() - _OF_TORCH:
+                self._reach(own[name], f"{path}.{name}", is_own)
         self._reach(vars(module).get("forward"), f"{path}.forward", True)
         for kind in type(module).__mro__:
             self._reach(kind, kind.__name__, False)
@@ -314,13 +315,9 @@ _PLAIN_BASES = (object, nn.Module, Generic, Protocol, abc.ABC)
 """Bases of libraries whose methods read nothing that a subclass has."""
 
 
-def _own_attributes(module: nn.Module) -> list[str]:
-    """Attributes of a module but torch's own. Our modules keep in names with an underscore what they make as they run;
-    of a wrapper those count that code names."""
-    if isinstance(module, DistributedDataParallel):
-        return []
-    private = "_" if type(module).__module__.startswith("maingrad.") else "."
-    return [name for name in vars(module) if name not in _OF_TORCH and name[0] != private]
+def _public(own: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a module of ours, which keeps in names with an underscore what it makes as it runs."""
+    return {name: value for name, value in own.items() if name[0] != "_"}
 
 
 def _state_of(module: nn.Module) -> dict[Any, Any]:

@@ -310,9 +310,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.graphs.host.surroundings",
-                "Surroundings._names_of",
-                '"training", *_TABLES',
-                "*_TABLES",
+                "",
+                'itemgetter("training", *_TABLES)',
+                "itemgetter(*_TABLES)",
             ),
         ],
     ),
