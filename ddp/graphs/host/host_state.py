@@ -31,6 +31,8 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, Generic, Protocol
 
 import torch
@@ -39,7 +41,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...wrapper.data_parallel import DistributedDataParallel
 from .host_code import functions_in, is_library, names_in, package_of
-from .host_places import ABSENT, SIMPLE, Place, attributes_of
+from .host_places import ABSENT, SIMPLE, Place, attributes_of, kept
 from .host_random import default_generators, state_of_generator
 from .surroundings import HOOKS, Surroundings
 
@@ -71,6 +73,10 @@ class HostState(Surroundings):
         self._program = package_of(function)
         self._trained_ids = {*map(id, self.modules), *map(id, self._params)}
         self._places_of_host: list[Place] = []
+        self._places_of_modules: list[Place] = []
+        self._getters: list[Callable[[Any], Any]] = []
+        """For each of these modules a function in C that reads the attributes."""
+        self._dicts: list[dict[str, Any]] = []
         self._random: list[Place] = list(default_generators(self._on_gpu))
         self._seen: dict[int, Any] = {}
         """What was met, by ``id``; it is kept, so that no other object gets the number."""
@@ -87,15 +93,30 @@ class HostState(Surroundings):
         self._objects: list[tuple[Any, str]] = []
         """Objects of the program, of which the attributes count that code names."""
         self._walk(function, model)
+        self._attributes = list(map(kept, self._read_modules()))
         del self._seen, self._queue, self._classes, self._constructed
 
     def change(self) -> str | None:
         """The first place where something else is than when this was made; None: all is as it was."""
-        found = super().change()
-        for place in self._places_of_host if found is None else ():
-            if (found := place.change()) is not None:
-                break
+        found = super().change() or self._change_of_modules()
+        return found or next(filter(None, map(Place.change, self._places_of_host)), None)
+
+    def _change_of_modules(self) -> str | None:
+        """All attributes of all modules are compared at once first: there may be hundreds of modules."""
+        try:
+            if all(map(is_, self._read_modules(), self._attributes)):
+                return None
+        except KeyError:  # an attribute is gone
+            pass
+        found = next(filter(None, map(Place.change, self._places_of_modules)), None)
+        if found is None:  # equal numbers that were made anew
+            self._attributes = list(map(kept, self._read_modules()))
         return found
+
+    def _read_modules(self) -> list[Any]:
+        """The number of attributes of each module, then the attributes."""
+        pairs = zip(self._getters, self._dicts, strict=True)
+        return [*map(len, self._dicts), *chain.from_iterable([get(own) for get, own in pairs])]
 
     def draws(self) -> str | None:
         """The first generator of the host that has drawn, or was seeded, since ``begin_call``."""
@@ -262,10 +283,12 @@ class HostState(Surroundings):
             self._objects.append((module, path))
         else:
             own = vars(module)
-            ours = type(module).__module__.startswith("maingrad.")
-            self._watch(functools.partial(_public, own) if ours else lambda: own, path)
-            for name in (_public(own) if ours else own).keys() - _OF_TORCH:
+            place = Place(functools.partial(_attributes_of_module, module), path)
+            for name in place.names:
                 self._reach(own[name], f"{path}.{name}", is_own)
+            self._places_of_modules.append(place)
+            self._getters.append(itemgetter("training", "_modules", *place.names))  # two or more, for a tuple
+            self._dicts.append(own)
         self._reach(vars(module).get("forward"), f"{path}.forward", True)
         for kind in type(module).__mro__:
             self._reach(kind, kind.__name__, False)
@@ -315,9 +338,10 @@ _PLAIN_BASES = (object, nn.Module, Generic, Protocol, abc.ABC)
 """Bases of libraries whose methods read nothing that a subclass has."""
 
 
-def _public(own: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a module of ours, which keeps in names with an underscore what it makes as it runs."""
-    return {name: value for name, value in own.items() if name[0] != "_"}
+def _attributes_of_module(module: nn.Module) -> dict[str, Any]:
+    """Attributes of a module but torch's own. Ours keep in names with an underscore what they make as they run."""
+    private = "_" if type(module).__module__.startswith("maingrad.") else "."
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH and name[0] != private}
 
 
 def _state_of(module: nn.Module) -> dict[Any, Any]:
