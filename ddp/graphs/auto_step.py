@@ -100,7 +100,6 @@ class AutoStep(Generic[P, T]):
         if self._graphs is None:
             return self._train_step(*args, **kwargs)
         call = (args, kwargs)
-        self._graphs.begin_call()
         state, changed = self._graphs.state()
         assert isinstance(state, HostState), "as make_state says"
         self._reason = "" if changed is None else f"'{changed}' has changed since the call before"

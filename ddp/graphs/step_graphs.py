@@ -24,7 +24,7 @@ from .inputs import StaticInputs, check_outputs, detached_copies, signature
 from .model_masks import ModelMasks
 from .step_options import StepOptions
 
-__all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks", "counted_steps"]
+__all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_optimizer", "counted_steps"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -123,7 +123,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one iteration: eagerly as long as fewer calls of its kind were, then captured, then replayed."""
         call = (args, kwargs)
-        self.begin_call()
         kind = self.kind_of(call, self.state()[0])
         self.check_startable(kind)
         if self.is_captured(kind):
@@ -327,9 +326,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
 
     # ---- What a subclass says of its wrapper. ----
 
-    def begin_call(self) -> None:
-        """Before a graph is looked for."""
-
     def _beside(self) -> Sequence[object]:
         """What else is compared: hooks of the wrapper's own that are called in an iteration."""
         return ()
@@ -427,8 +423,13 @@ def counted_steps(name: str, optimizer: Optimizer, trained: Collection[int]) -> 
         )
 
 
-def check_stock_hooks(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` for hooks of ``step``, which replays do not call."""
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` for hooks of ``step``, which replays do not call, and for dampening."""
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        raise ValueError(
+            "GraphedTrainingStep: SGD with dampening takes its first step otherwise than the later ones, and state may "
+            "be loaded from before the first: use dampening=0"
+        )
     if vars(optimizer).get("_optimizer_step_pre_hooks") or vars(optimizer).get("_optimizer_step_post_hooks"):
         raise ValueError(
             "GraphedTrainingStep: hooks of optimizer.register_step_pre_hook and register_step_post_hook would not run "

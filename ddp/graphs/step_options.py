@@ -59,7 +59,7 @@ class StepOptions:
         state = self._optimizer.state
         for master, name, tensor in self._state:
             now = state[master].get(name)
-            if now is None and not self._is_dampened(master):
+            if now is None:
                 state[master][name] = tensor.zero_()  # loaded from before the first step, which begins with zeros
             elif now is not tensor:
                 if not isinstance(now, Tensor) or now.shape != tensor.shape:
@@ -69,11 +69,6 @@ class StepOptions:
                     )
                 tensor.copy_(now)
                 state[master][name] = tensor
-
-    def _is_dampened(self, master: Tensor) -> bool:
-        """Whether a step without momentum is another one than a step with zeros for momentum."""
-        dampened = (group for group in self._optimizer.param_groups if group.get("dampening"))
-        return any(own is master for group in dampened for own in group["params"])
 
     def forget_state(self) -> None:
         """No captured kernel reads the state any more."""

@@ -74,9 +74,8 @@ class HostState(Surroundings):
         self._trained_ids = {*map(id, self.modules), *map(id, self._params)}
         self._places_of_host: list[Place] = []
         self._places_of_modules: list[Place] = []
-        self._getters: list[Callable[[Any], Any]] = []
-        """For each of these modules a function in C that reads the attributes."""
-        self._dicts: list[dict[str, Any]] = []
+        self._alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        """``__dict__`` of modules by the names of their attributes: a getter in C reads those of all."""
         self._random: list[Place] = list(default_generators(self._on_gpu))
         self._seen: dict[int, Any] = {}
         """What was met, by ``id``; it is kept, so that no other object gets the number."""
@@ -115,8 +114,10 @@ class HostState(Surroundings):
 
     def _read_modules(self) -> list[Any]:
         """The number of attributes of each module, then the attributes."""
-        pairs = zip(self._getters, self._dicts, strict=True)
-        return [*map(len, self._dicts), *chain.from_iterable([get(own) for get, own in pairs])]
+        found: list[Any] = list(map(len, chain(*self._alike.values())))
+        for names, owns in self._alike.items():
+            found += chain.from_iterable(map(itemgetter("training", "_modules", *names), owns))  # a tuple of each
+        return found
 
     def draws(self) -> str | None:
         """The first generator of the host that has drawn, or was seeded, since ``begin_call``."""
@@ -287,8 +288,7 @@ class HostState(Surroundings):
             for name in place.names:
                 self._reach(own[name], f"{path}.{name}", is_own)
             self._places_of_modules.append(place)
-            self._getters.append(itemgetter("training", "_modules", *place.names))  # two or more, for a tuple
-            self._dicts.append(own)
+            self._alike.setdefault(tuple(place.names), []).append(own)
         self._reach(vars(module).get("forward"), f"{path}.forward", True)
         for kind in type(module).__mro__:
             self._reach(kind, kind.__name__, False)

@@ -356,7 +356,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.graphs.step_options",
                 "StepOptions.load",
-                "if now is None and not self._is_dampened(master):",
+                "if now is None:",
                 "if now is None and not self._state:",
             ),
         ],
