@@ -115,7 +115,7 @@ class AutoStep(Generic[P, T]):
         if decided == _REPLAY and kind is not None:
             self._num_replays += 1
             self._since_replay.clear()
-            return self._graphs.replay(kind, call)
+            return self._graphs.replay(kind)
         if decided == _CAPTURE and kind is not None:
             return self._capture(self._graphs, kind, call)
         return self._run_eagerly(self._graphs, kind, call, state)

@@ -127,13 +127,14 @@ class StepGraphs(ABC, Generic[P, T, V]):
         self.check_startable(kind)
         if self.is_captured(kind):
             self.load(kind, call)
-            return self.replay(kind, call)
+            return self.replay(kind)
         if (num_eager := self.num_eager(kind)) == self._num_warmup_steps:
             return self.capture(kind, call)
         if num_eager == 0 and len(self._num_eager) == self._max_graphs:
             raise RuntimeError(
-                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs from the "
-                f"last of them in {self._difference(kind)}; or raise max_graphs"
+                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one is another: give "
+                f"numbers that change as tensors, pad batches to few shapes, keep options of the optimizer but rates "
+                f"constant (cycle_momentum=False), and the model's modes, hooks and buffers; or raise max_graphs"
             )
         inputs = StaticInputs(call, self._device)
         with self._ready():
@@ -141,7 +142,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
             outputs: T = detached_copies(self._run(inputs))
             self._options.record_state()
             self.record_eager(kind)
-            inputs.hand_back(call)
         return outputs
 
     # ---- Which graph serves a call. ----
@@ -198,18 +198,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
         for kind in [kind for kind in self._variants if kind[2] is state]:
             self._free(self._variants.pop(kind))
 
-    def _difference(self, kind: Kind) -> str:
-        """What makes a call another kind, and what to do."""
-        arguments, options, _ = list(self._num_eager)[-1]
-        if kind[0] != arguments:
-            return "its arguments: give numbers that change as tensors, pad batches to few shapes"
-        if kind[1] != options:
-            return (
-                f"options of the optimizer ({', '.join(self._options.changed(options))}), which are numbers in the "
-                f"kernels: keep all but learning rates constant (cycle_momentum=False of torch's schedulers)"
-            )
-        return "the model or what is around the call: train() or eval(), hooks, buffers, frozen parameters, autocast"
-
     # ---- Run, capture, replay. ----
 
     @contextmanager
@@ -239,7 +227,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
         args, kwargs = inputs.args
         with self.one_iteration(), self._masks.answered():
             outputs = self._train_step(*args, **kwargs)
-            inputs.record_effects()
+        inputs.check_unchanged(self._name)
         check_outputs(outputs, self._name)
         return outputs
 
@@ -271,7 +259,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
             self._variants[kind] = variant
             if not variant.graph.ran:
                 self._launch(variant)
-            return self._finish(variant, call)
+            return self._finish(variant)
 
     def _check_unchanged(self, change: str | None) -> None:
         if change is not None:
@@ -285,14 +273,14 @@ class StepGraphs(ABC, Generic[P, T, V]):
         with self._pool.on_stream():
             self._variants[kind].inputs.load(call)
 
-    def replay(self, kind: Kind, call: Any) -> T:
-        """Replay the graph of a call, whose arguments are loaded."""
+    def replay(self, kind: Kind) -> T:
+        """Replay the graph of a call of this kind, whose arguments are loaded."""
         variant = self._variants[kind]
         with self._ready():
             self._launch(variant)
-            return self._finish(variant, call)
+            return self._finish(variant)
 
-    def _finish(self, variant: V, call: Any) -> T:
+    def _finish(self, variant: V) -> T:
         """Behind the device's work of a step."""
         for model in gathered_models():  # the step may have written to others (a sharded average of weights)
             if model is not self._gathers:
@@ -301,7 +289,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
             module.training = mode
         self._after_replay(variant)
         outputs: T = detached_copies(variant.outputs)
-        variant.inputs.hand_back(call)
         return outputs
 
     def modes(self) -> dict[nn.Module, bool]:

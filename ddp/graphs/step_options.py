@@ -36,13 +36,6 @@ class StepOptions:
         own = tuple((name, getattr(self._optimizer, name, None)) for name in ("max_grad_norm", "skip_nonfinite"))
         return (own, *groups)
 
-    def changed(self, key: tuple[Any, ...]) -> list[str]:
-        """Names of the options that differ from those in an earlier ``key``."""
-        names = set() if len(key) == len(self.key()) else {"the number of param_groups"}
-        for before, now in zip(key, self.key(), strict=False):
-            names |= {name for name, _ in set(before) ^ set(now)}  # type: ignore[call-overload]
-        return sorted(names)
-
     def load(self) -> None:
         """Before a replay: bring learning rates and moments to where the captured kernels read them."""
         for place, group in enumerate(self._optimizer.param_groups):

@@ -112,12 +112,12 @@ class HostState(Surroundings):
             self._attributes = list(map(kept, self._read_modules()))
         return found
 
-    def _read_modules(self) -> list[Any]:
+    def _read_modules(self) -> Iterator[Any]:
         """The number of attributes of each module, then the attributes."""
-        found: list[Any] = list(map(len, chain(*self._alike.values())))
-        for names, owns in self._alike.items():
-            found += chain.from_iterable(map(itemgetter("training", "_modules", *names), owns))  # a tuple of each
-        return found
+        groups = self._alike.items()
+        found = (map(itemgetter("training", "_modules", *names), owns) for names, owns in groups)  # a tuple of each
+        sizes = map(len, chain.from_iterable(owns for _, owns in groups))
+        return chain(sizes, chain.from_iterable(chain.from_iterable(found)))
 
     def draws(self) -> str | None:
         """The first generator of the host that has drawn, or was seeded, since ``begin_call``."""
