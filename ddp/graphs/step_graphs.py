@@ -28,8 +28,8 @@ __all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_opti
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Kind: TypeAlias = tuple[Hashable, tuple[Hashable, ...], Surroundings]
-"""Signature of the arguments, options of the optimizer, and what is around the call."""
+Kind: TypeAlias = tuple[Hashable, tuple[Hashable, ...], Surroundings, tuple[bool, ...]]
+"""Signature of the arguments, options of the optimizer, what is around the call, and ``training`` of each module."""
 _MOST_KINDS = 256
 """Whose eager calls are counted."""
 
@@ -153,7 +153,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
 
         Raises ``TypeError`` and ``ValueError`` for arguments that no graph can have.
         """
-        return signature(call), self._options.key(), state
+        return signature(call), self._options.key(), state, state.training()
 
     def state(self) -> tuple[Surroundings, str | None]:
         """What is around the call, as it was in one of the latest; else anew, and what has changed since the latest."""
@@ -247,10 +247,11 @@ class StepGraphs(ABC, Generic[P, T, V]):
                     variant.graph.capture(),
                 ):
                     self._begin_capture()
-                    modes = self.modes()
                     variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant.inputs))
-                change, variant.modes = self.change_in_call(kind[2], modes)
-                self.after_capture(change)
+                *_, state, training = kind
+                now = zip(state.modules, training, state.training(), strict=True)
+                variant.modes = [(module, mode) for module, before, mode in now if mode != before]
+                self.after_capture(state.change())
             except BaseException:
                 variant.graph.reset()
                 self._capture_failed()
@@ -290,23 +291,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
         self._after_replay(variant)
         outputs: T = detached_copies(variant.outputs)
         return outputs
-
-    def modes(self) -> dict[nn.Module, bool]:
-        """``training`` of each module."""
-        return {module: module.training for module in self._module.modules()}
-
-    def change_in_call(self, state: Surroundings, before: dict[nn.Module, bool]) -> tuple[str | None, list[Any]]:
-        """What the function has changed around it, and the modules that it leaves in another mode, as replays will.
-
-        before  ``modes`` before the call
-        """
-        left = [(module, now) for module, now in self.modes().items() if before.get(module, now) != now]
-        for module, mode in left:
-            module.training = not mode
-        change = state.change()
-        for module, mode in left:
-            module.training = mode
-        return change, left
 
     def _free(self, variant: V) -> None:
         variant.graph.reset()

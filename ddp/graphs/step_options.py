@@ -57,8 +57,8 @@ class StepOptions:
             elif now is not tensor:
                 if not isinstance(now, Tensor) or now.shape != tensor.shape:
                     raise RuntimeError(
-                        f"the optimizer's state '{name}' was replaced by {_describe(now)} since its step was captured: "
-                        f"call reset() of the graphed step, which captures anew"
+                        f"the optimizer's state '{name}' has another shape than in the capture of its step: call "
+                        f"reset() of the graphed step, which captures anew"
                     )
                 tensor.copy_(now)
                 state[master][name] = tensor
@@ -113,7 +113,3 @@ def _identity(value: Any) -> Hashable:
     if isinstance(value, dict):
         return tuple((name, _identity(item)) for name, item in value.items())
     return value if isinstance(value, Hashable) else id(value)
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

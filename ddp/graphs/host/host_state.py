@@ -115,7 +115,7 @@ class HostState(Surroundings):
     def _read_modules(self) -> Iterator[Any]:
         """The number of attributes of each module, then the attributes."""
         groups = self._alike.items()
-        found = (map(itemgetter("training", "_modules", *names), owns) for names, owns in groups)  # a tuple of each
+        found = (map(itemgetter("_modules", "_buffers", *names), owns) for names, owns in groups)  # a tuple of each
         sizes = map(len, chain.from_iterable(owns for _, owns in groups))
         return chain(sizes, chain.from_iterable(chain.from_iterable(found)))
 

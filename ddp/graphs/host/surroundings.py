@@ -28,14 +28,15 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 _OF_ALL_MODULES: list[Any] = [vars(nn.modules.module).get(f"_global{name}", {}) for name in HOOKS]
 """Tables of hooks that torch calls for every module: ``torch.nn.modules.module.register_module_forward_hook``."""
 _TABLES = ("_modules", "_parameters", "_buffers")
-_mode_and_tables: Callable[[Any], Iterable[Any]] = itemgetter("training", *_TABLES)
+_tables: Callable[[Any], Iterable[Any]] = itemgetter(*_TABLES)
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 _values: Callable[[Any], Iterable[Any]] = methodcaller("values")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_training: Callable[[nn.Module], bool] = attrgetter("training")
 
 
 class Surroundings:
-    """Autocast, and of each module: mode, children, hooks, buffers and parameters (places, and which are frozen).
+    """Autocast, and of each module: children, hooks, buffers and parameters (places, and which are frozen).
 
     root     the model
     trained  parameters whose own hooks count, beside those that the model registers
@@ -73,7 +74,7 @@ class Surroundings:
         """What is other than when this was made; None: all is as it was."""
         held = self._read_held()
         if any(self._empty) or len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            return "the mode of a module, or a module, parameter or buffer of the model"
+            return "a module, parameter or buffer of the model"
         if self._read_places() != self._places:
             return "autocast, a switch, what is frozen, or the memory of a parameter or buffer"
         if self._num_hooks() != self._counts and self._note_hooks() != self._hooks:
@@ -81,15 +82,18 @@ class Surroundings:
             return "a hook of the model"
         return None
 
+    def training(self) -> tuple[bool, ...]:
+        """The mode of each module: a step may change it, and each replay then does so."""
+        return tuple(map(_training, self.modules))
+
     def hooks(self) -> list[Any]:
         """The functions that hooks of the model call."""
         tables = [*_OF_ALL_MODULES, *self._of_params, *(own[name] for own, name in self._hooked)]
         return [hook for table in tables for key, hook in table.items() if not is_waiting_hook(key)]
 
     def _read_held(self) -> list[Any]:
-        """The mode and the tables of each module, then its children and parameters."""
-        modes_and_tables = chain.from_iterable(map(_mode_and_tables, self._owns))
-        return [*modes_and_tables, *chain.from_iterable(map(_values, self._full))]
+        """The tables of each module, then its children and parameters."""
+        return list(chain(chain.from_iterable(map(_tables, self._owns)), chain.from_iterable(map(_values, self._full))))
 
     def _read_places(self) -> list[Any]:
         seen: list[Any] = [torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind)]

@@ -309,10 +309,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.graphs.host.surroundings",
-                "",
-                'itemgetter("training", *_TABLES)',
-                "itemgetter(*_TABLES)",
+                "maingrad.ddp.graphs.step_graphs",
+                "StepGraphs.kind_of",
+                "state.training()",
+                "()",
             ),
         ],
     ),
