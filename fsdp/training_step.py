@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks, counted_steps
+from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_optimizer, counted_steps
 from ..ddp.optimizer.param_groups import is_fused
 from ..ddp.torch_grads.sharded_grad import step_ended
 from ..ddp.torch_internals import DisableTorchFunctionSubclass, grad_of_tensor, hook_keys
@@ -125,7 +125,7 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
     def _check_startable(self, *, known: bool) -> None:
         root = self._root
         if known:  # the groups, and their options, are those of the capture
-            check_stock_hooks(self._optimizer)
+            check_optimizer(self._optimizer)
         else:
             check_graphable(root, self._optimizer)
         self._check_observed(root.observer)
@@ -213,4 +213,4 @@ def check_graphable(root: Root, optimizer: Optimizer) -> None:
             "GraphedTrainingStep: gathers by copy engines take memory that all ranks map, and not the graph's; build "
             'the units with copy_engine_gather="auto", by which captured gathers run as kernels, or False'
         )
-    check_stock_hooks(optimizer)
+    check_optimizer(optimizer)

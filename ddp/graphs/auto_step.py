@@ -101,7 +101,6 @@ class AutoStep(Generic[P, T]):
         if self._graphs is None:
             return self._train_step(*args, **kwargs)
         call = (args, kwargs)
-        self._graphs.begin_call()
         state, changed = self._graphs.state()
         assert isinstance(state, HostState), "as make_state says"
         self._reason = "" if changed is None else f"'{changed}' has changed since the call before"
@@ -117,7 +116,7 @@ class AutoStep(Generic[P, T]):
         if decided == _REPLAY and kind is not None:
             self._num_replays += 1
             self._since_replay.clear()
-            return self._graphs.replay(kind, call)
+            return self._graphs.replay(kind)
         if decided == _CAPTURE and kind is not None:
             return self._capture(self._graphs, kind, call)
         return self._run_eagerly(self._graphs, kind, call, state)
@@ -197,7 +196,7 @@ class AutoStep(Generic[P, T]):
     def _run_eagerly(self, graphs: StepGraphs[P, T, Any], kind: Kind | None, call: Any, state: HostState) -> T:
         args, kwargs = call
         state.begin_call()
-        before = graphs.modes(), _shape_of(call)
+        given = _shape_of(call)
         finished, change, result = False, None, None
         with graphs.beside():
             try:
@@ -208,7 +207,7 @@ class AutoStep(Generic[P, T]):
                 if not finished:
                     raise
                 change = str(error)
-        change = change or self._change_in_call(graphs, state, before, result, call)
+        change = change or self._change_in_call(state, given, result, call)
         self._since_replay.append(change)
         if change is not None or kind is None:
             return result  # type: ignore[return-value]
@@ -216,17 +215,14 @@ class AutoStep(Generic[P, T]):
         detached: T = tree_map_only(Tensor, Tensor.detach, result)
         return detached  # as from a replay; and a kept loss keeps no activations
 
-    def _change_in_call(
-        self, graphs: StepGraphs[P, T, Any], state: HostState, before: Any, result: Any, call: Any
-    ) -> str | None:
+    def _change_in_call(self, state: HostState, given: Hashable, result: Any, call: Any) -> str | None:
         """What a replay would not have done; None: it would have done all.
 
-        before  modes, and the structure of the arguments
+        given  the structure of the arguments before the call
         """
-        modes, given = before
         if (drawn := state.draws()) is not None:
             return f"it draws from {drawn}, and replays would see the numbers of the capture"
-        if (changed := graphs.change_in_call(state, modes)[0]) is not None:
+        if (changed := state.change()) is not None:
             return f"it changes '{changed}', which no replay would"
         if _shape_of(call) != given:
             return "it changes its arguments: a list or dict in them has other items after the call"

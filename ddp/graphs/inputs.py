@@ -25,8 +25,6 @@ class StaticInputs:
             self._leaves.append(leaf)
         self.args = tree_unflatten(self._leaves, self._spec)
         """The arguments that the captured function gets."""
-        self._written: list[int] = []
-        self._grads: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def load(self, args: Any) -> None:
@@ -36,24 +34,14 @@ class StaticInputs:
                 static.copy_(leaf, non_blocking=True)
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
 
-    def record_effects(self) -> None:
-        """The function has run in Python on ``args``: note what it has done to them, for ``hand_back``."""
-        tensors = [(place, self._leaves[place]) for place in set(self._first)]
-        tensors = [(place, static) for place, static in tensors if isinstance(static, Tensor)]
-        self._written = [place for place, static in tensors if static._version != self._versions[place]]
-        self._grads = {place: static.grad for place, static in tensors if static.grad is not None}
-
-    @torch.no_grad()
-    def hand_back(self, args: Any) -> None:
-        """After a run on a call's tensors: these get what an eager run leaves in them, new values and gradients."""
-        if not self._written and not self._grads:
-            return
-        leaves = tree_flatten(args)[0]
-        for place in self._written:
-            leaves[place].copy_(self._leaves[place])
-        for place, grad in self._grads.items():
-            leaf = leaves[place]
-            leaf.grad = grad.to(leaf.device, copy=True) if leaf.grad is None else leaf.grad + grad.to(leaf.device)
+    def check_unchanged(self, function: str) -> None:
+        """Raise ``RuntimeError`` where the function, which has run on ``args``, has left something in them."""
+        for leaf, version in zip(self._leaves, self._versions, strict=True):
+            if isinstance(leaf, Tensor) and (leaf._version != version or leaf.grad is not None):
+                raise RuntimeError(
+                    f"{function} has written a tensor of shape {list(leaf.shape)} among its arguments, or its .grad, "
+                    f"and a replay writes a copy: return what it computes"
+                )
 
 
 def signature(args: Any) -> tuple[Hashable, ...]:

@@ -24,12 +24,12 @@ from .inputs import StaticInputs, check_outputs, detached_copies, signature
 from .model_masks import ModelMasks
 from .step_options import StepOptions
 
-__all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks", "counted_steps"]
+__all__ = ["Kind", "StepGraphs", "Variant", "check_memory_settings", "check_optimizer", "counted_steps"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Kind: TypeAlias = tuple[Hashable, tuple[Hashable, ...], Surroundings]
-"""Signature of the arguments, options of the optimizer, and what is around the call."""
+Kind: TypeAlias = tuple[Hashable, tuple[Hashable, ...], Surroundings, tuple[bool, ...]]
+"""Signature of the arguments, options of the optimizer, what is around the call, and ``training`` of each module."""
 _MOST_KINDS = 256
 """Whose eager calls are counted."""
 
@@ -123,18 +123,18 @@ class StepGraphs(ABC, Generic[P, T, V]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one iteration: eagerly as long as fewer calls of its kind were, then captured, then replayed."""
         call = (args, kwargs)
-        self.begin_call()
         kind = self.kind_of(call, self.state()[0])
         self.check_startable(kind)
         if self.is_captured(kind):
             self.load(kind, call)
-            return self.replay(kind, call)
+            return self.replay(kind)
         if (num_eager := self.num_eager(kind)) == self._num_warmup_steps:
             return self.capture(kind, call)
         if num_eager == 0 and len(self._num_eager) == self._max_graphs:
             raise RuntimeError(
-                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs from the "
-                f"last of them in {self._difference(kind)}; or raise max_graphs"
+                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one is another: give "
+                f"numbers that change as tensors, pad batches to few shapes, keep options of the optimizer but rates "
+                f"constant (cycle_momentum=False), and the model's modes, hooks and buffers; or raise max_graphs"
             )
         inputs = StaticInputs(call, self._device)
         with self._ready():
@@ -142,7 +142,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
             outputs: T = detached_copies(self._run(inputs))
             self._options.record_state()
             self.record_eager(kind)
-            inputs.hand_back(call)
         return outputs
 
     # ---- Which graph serves a call. ----
@@ -154,7 +153,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
 
         Raises ``TypeError`` and ``ValueError`` for arguments that no graph can have.
         """
-        return signature(call), self._options.key(), state
+        return signature(call), self._options.key(), state, state.training()
 
     def state(self) -> tuple[Surroundings, str | None]:
         """What is around the call, as it was in one of the latest; else anew, and what has changed since the latest."""
@@ -199,18 +198,6 @@ class StepGraphs(ABC, Generic[P, T, V]):
         for kind in [kind for kind in self._variants if kind[2] is state]:
             self._free(self._variants.pop(kind))
 
-    def _difference(self, kind: Kind) -> str:
-        """What makes a call another kind, and what to do."""
-        arguments, options, _ = list(self._num_eager)[-1]
-        if kind[0] != arguments:
-            return "its arguments: give numbers that change as tensors, pad batches to few shapes"
-        if kind[1] != options:
-            return (
-                f"options of the optimizer ({', '.join(self._options.changed(options))}), which are numbers in the "
-                f"kernels: keep all but learning rates constant (cycle_momentum=False of torch's schedulers)"
-            )
-        return "the model or what is around the call: train() or eval(), hooks, buffers, frozen parameters, autocast"
-
     # ---- Run, capture, replay. ----
 
     @contextmanager
@@ -240,7 +227,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
         args, kwargs = inputs.args
         with self.one_iteration(), self._masks.answered():
             outputs = self._train_step(*args, **kwargs)
-            inputs.record_effects()
+        inputs.check_unchanged(self._name)
         check_outputs(outputs, self._name)
         return outputs
 
@@ -260,10 +247,11 @@ class StepGraphs(ABC, Generic[P, T, V]):
                     variant.graph.capture(),
                 ):
                     self._begin_capture()
-                    modes = self.modes()
                     variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant.inputs))
-                change, variant.modes = self.change_in_call(kind[2], modes)
-                self.after_capture(change)
+                *_, state, training = kind
+                now = zip(state.modules, training, state.training(), strict=True)
+                variant.modes = [(module, mode) for module, before, mode in now if mode != before]
+                self.after_capture(state.change())
             except BaseException:
                 variant.graph.reset()
                 self._capture_failed()
@@ -272,7 +260,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
             self._variants[kind] = variant
             if not variant.graph.ran:
                 self._launch(variant)
-            return self._finish(variant, call)
+            return self._finish(variant)
 
     def _check_unchanged(self, change: str | None) -> None:
         if change is not None:
@@ -286,14 +274,14 @@ class StepGraphs(ABC, Generic[P, T, V]):
         with self._pool.on_stream():
             self._variants[kind].inputs.load(call)
 
-    def replay(self, kind: Kind, call: Any) -> T:
-        """Replay the graph of a call, whose arguments are loaded."""
+    def replay(self, kind: Kind) -> T:
+        """Replay the graph of a call of this kind, whose arguments are loaded."""
         variant = self._variants[kind]
         with self._ready():
             self._launch(variant)
-            return self._finish(variant, call)
+            return self._finish(variant)
 
-    def _finish(self, variant: V, call: Any) -> T:
+    def _finish(self, variant: V) -> T:
         """Behind the device's work of a step."""
         for model in gathered_models():  # the step may have written to others (a sharded average of weights)
             if model is not self._gathers:
@@ -302,33 +290,12 @@ class StepGraphs(ABC, Generic[P, T, V]):
             module.training = mode
         self._after_replay(variant)
         outputs: T = detached_copies(variant.outputs)
-        variant.inputs.hand_back(call)
         return outputs
-
-    def modes(self) -> dict[nn.Module, bool]:
-        """``training`` of each module."""
-        return {module: module.training for module in self._module.modules()}
-
-    def change_in_call(self, state: Surroundings, before: dict[nn.Module, bool]) -> tuple[str | None, list[Any]]:
-        """What the function has changed around it, and the modules that it leaves in another mode, as replays will.
-
-        before  ``modes`` before the call
-        """
-        left = [(module, now) for module, now in self.modes().items() if before.get(module, now) != now]
-        for module, mode in left:
-            module.training = not mode
-        change = state.change()
-        for module, mode in left:
-            module.training = mode
-        return change, left
 
     def _free(self, variant: V) -> None:
         variant.graph.reset()
 
     # ---- What a subclass says of its wrapper. ----
-
-    def begin_call(self) -> None:
-        """Before a graph is looked for."""
 
     def _beside(self) -> Sequence[object]:
         """What else is compared: hooks of the wrapper's own that are called in an iteration."""
@@ -427,8 +394,13 @@ def counted_steps(name: str, optimizer: Optimizer, trained: Collection[int]) -> 
         )
 
 
-def check_stock_hooks(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` for hooks of ``step``, which replays do not call."""
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` for hooks of ``step``, which replays do not call, and for dampening."""
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        raise ValueError(
+            "GraphedTrainingStep: SGD with dampening takes its first step otherwise than the later ones, and state may "
+            "be loaded from before the first: use dampening=0"
+        )
     if vars(optimizer).get("_optimizer_step_pre_hooks") or vars(optimizer).get("_optimizer_step_post_hooks"):
         raise ValueError(
             "GraphedTrainingStep: hooks of optimizer.register_step_pre_hook and register_step_post_hook would not run "

@@ -36,13 +36,6 @@ class StepOptions:
         own = tuple((name, getattr(self._optimizer, name, None)) for name in ("max_grad_norm", "skip_nonfinite"))
         return (own, *groups)
 
-    def changed(self, key: tuple[Any, ...]) -> list[str]:
-        """Names of the options that differ from those in an earlier ``key``."""
-        names = set() if len(key) == len(self.key()) else {"the number of param_groups"}
-        for before, now in zip(key, self.key(), strict=False):
-            names |= {name for name, _ in set(before) ^ set(now)}  # type: ignore[call-overload]
-        return sorted(names)
-
     def load(self) -> None:
         """Before a replay: bring learning rates and moments to where the captured kernels read them."""
         for place, group in enumerate(self._optimizer.param_groups):
@@ -59,21 +52,16 @@ class StepOptions:
         state = self._optimizer.state
         for master, name, tensor in self._state:
             now = state[master].get(name)
-            if now is None and not self._is_dampened(master):
+            if now is None:
                 state[master][name] = tensor.zero_()  # loaded from before the first step, which begins with zeros
             elif now is not tensor:
                 if not isinstance(now, Tensor) or now.shape != tensor.shape:
                     raise RuntimeError(
-                        f"the optimizer's state '{name}' was replaced by {_describe(now)} since its step was captured: "
-                        f"call reset() of the graphed step, which captures anew"
+                        f"the optimizer's state '{name}' has another shape than in the capture of its step: call "
+                        f"reset() of the graphed step, which captures anew"
                     )
                 tensor.copy_(now)
                 state[master][name] = tensor
-
-    def _is_dampened(self, master: Tensor) -> bool:
-        """Whether a step without momentum is another one than a step with zeros for momentum."""
-        dampened = (group for group in self._optimizer.param_groups if group.get("dampening"))
-        return any(own is master for group in dampened for own in group["params"])
 
     def forget_state(self) -> None:
         """No captured kernel reads the state any more."""
@@ -125,7 +113,3 @@ def _identity(value: Any) -> Hashable:
     if isinstance(value, dict):
         return tuple((name, _identity(item)) for name, item in value.items())
     return value if isinstance(value, Hashable) else id(value)
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -26,7 +26,7 @@ from ..optimizer.param_groups import is_capturable, is_fused
 from ..optimizer.param_sync import CapturedUpdates
 from ..wrapper.data_parallel import DistributedDataParallel
 from .capture import CapturedGraph, GraphPool
-from .step_graphs import P, StepGraphs, T, Variant, check_stock_hooks, counted_steps
+from .step_graphs import P, StepGraphs, T, Variant, check_optimizer, counted_steps
 
 __all__ = ["GraphedTrainingStep"]
 
@@ -111,16 +111,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         )
         self._model = model
         self._optimizer = optimizer
-        self._num_loads = optimizer.num_loads
         self._trained = {id(entry.owned.param) for entry in model.bucket_params}
-
-    def begin_call(self) -> None:
-        """Capture anew where the state that was loaded since may have no momentum, and dampening makes a first step
-        another one. Each rank decides alike: one without a shard cannot see what is missing."""
-        if self._num_loads != self._optimizer.num_loads:
-            self._num_loads = self._optimizer.num_loads
-            if any(group.get("dampening") for group in self._optimizer.param_groups):
-                self.reset()
 
     def _check_startable(self, *, known: bool) -> None:
         model, optimizer = self._model, self._optimizer
@@ -240,4 +231,4 @@ def check_graphable(model: DistributedDataParallel, optimizer: DistributedOptimi
             f"GraphedTrainingStep: skip_nonfinite skips {on_host.__name__} on the host, which no graph replays: leave "
             f"it out"
         )
-    check_stock_hooks(optimizer)
+    check_optimizer(optimizer)

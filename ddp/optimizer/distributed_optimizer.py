@@ -133,8 +133,6 @@ class DistributedOptimizer(AroundOptimizer):
         inners = [each.cls(inner_groups(self.segments, each.groups), **each.options) for each in classes]
         super().__init__(inners, [list(each.groups) for each in classes], partial(StateByMaster, self._masters))
         show_grads(self.segments, self)
-        self.num_loads = 0
-        """How often a program has replaced masters or state: alike on all ranks."""
 
         self.slices: list[ParamSlice] = slices_of(self._flats, self.segments, group_of, self.state)
         """What this rank updates of each parameter. ``full_slices`` has masters and state for exports."""
@@ -276,7 +274,6 @@ class DistributedOptimizer(AroundOptimizer):
             self.param_sync.start_and_finish()
         self._versions = [param._version for param in self._params]
         self._masters.note()
-        self.num_loads += 1
 
     @torch.no_grad()
     def unscale_grads(self, inv_scale: Tensor) -> Tensor:

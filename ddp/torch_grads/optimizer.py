@@ -15,7 +15,6 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..collectives.streams import is_capturing
 from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
 from ..torch_internals import weak_method
@@ -165,8 +164,7 @@ _MOMENTUM = "momentum_buffer"
 def prepare_skippable_step(optimizer: Optimizer) -> None:
     """Call right before each step of an optimizer.
 
-    The host reads nothing from the device, but for a first step with dampening. That one raises ``RuntimeError`` in a
-    capture.
+    The host reads nothing from the device, but for a first step with dampening, which no graphed step captures.
     """
     found_inf: Tensor | None = vars(optimizer).get("found_inf")
     if (
@@ -176,14 +174,8 @@ def prepare_skippable_step(optimizer: Optimizer) -> None:
     ):
         return
     begun = _without_momentum(optimizer)
-    if any(dampened for dampened in begun.values()):
-        if is_capturing():
-            raise RuntimeError(
-                "the first step of SGD with dampening under a scaler in a CUDA graph: the host has to know whether it "
-                "is skipped; take a step before the capture, or use dampening=0"
-            )
-        if found_inf.item():
-            _delete_after_step(optimizer, [param for param, dampened in begun.items() if dampened])
+    if any(dampened for dampened in begun.values()) and found_inf.item():
+        _delete_after_step(optimizer, [param for param, dampened in begun.items() if dampened])
     for param, dampened in begun.items():
         if not dampened:
             optimizer.state[param][_MOMENTUM] = torch.zeros_like(param, requires_grad=False)

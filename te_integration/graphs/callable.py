@@ -15,7 +15,6 @@ from ...ddp.contract.main_grad import Demand, demand
 from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.torch_internals import NO_BACKWARD, current_backward
 from ...ddp.wrapper.attachment import AroundModule
-from ..recipes import Recipe, recipe_now
 from .captured_order import ReplayError
 from .layer_graphs import LayerGraphs
 
@@ -37,7 +36,6 @@ class GraphedCallable(AroundModule):
         super().__init__()
         self.module = graphs.module
         self._graphs: LayerGraphs | None = graphs
-        self._autocast = _autocast(graphs)
         self._end_making()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +52,6 @@ class GraphedCallable(AroundModule):
                 f"{graphs.place} was called in a delayed_wgrad block, and what the graphs delay was decided by the "
                 f"capture: build the layer with delay_wgrad_compute=True, and call it outside of such blocks"
             )
-        if _autocast(graphs) != self._autocast:
-            raise ReplayError(f"{graphs.place} was captured under another autocast: call it as it was captured")
         tensors = graphs.signature.tensors(args, kwargs)
         return graphs.result(_Replay.apply(graphs, *tensors, *graphs.params))
 
@@ -102,11 +98,6 @@ class GraphedCallable(AroundModule):
 
 
 _forward_outside_graph: Any = torch.compiler.disable(GraphedCallable.forward)
-
-
-def _autocast(graphs: LayerGraphs) -> tuple[bool, torch.dtype, Recipe | None]:
-    kind = graphs.device_type
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), recipe_now()
 
 
 class _Replay(torch.autograd.Function):

@@ -23,7 +23,7 @@ from ...ddp.torch_internals import has_one_hook, has_tensor_hooks
 from ..pipeline.order import Kind
 from .captured_order import CapturedOrder, ReplayError
 from .signature import Sample, Signature, Structure, tensors_in
-from .trial import Trial, content_kept, differentiable
+from .trial import content_kept, differentiable
 from .weights import CapturedWeights
 
 __all__ = ["LayerGraphs"]
@@ -46,18 +46,19 @@ class LayerGraphs:
     place      the layer and microbatch, for errors
     signature  of each call
     sample     the arguments of the capture
-    trial      what the layer's backward delivers
     order      what all graphs of the order share
     """
 
     def __init__(
-        self, module: nn.Module, place: str, signature: Signature, sample: Sample, trial: Trial, order: CapturedOrder
+        self, module: nn.Module, place: str, signature: Signature, sample: Sample, order: CapturedOrder
     ) -> None:
-        self.module, self.place, self.signature, self.trial = module, place, signature, trial
-        self.params = trial.params
+        self.module, self.place, self.signature = module, place, signature
+        self.params = [param for param in module.parameters() if param.requires_grad]
+        """Parameters whose gradients the backward delivers, to autograd, to ``main_grad`` or to a queue."""
+        self.has_backward = False
+        """Whether F has an output that requires a gradient."""
         self.num_inputs = len(signature.kinds)
-        self.weights = CapturedWeights(module, place)
-        self.device_type = order.pool.device.type
+        self.weights = CapturedWeights(module, place, order.pool.device.type)
         self._sample: Sample | None = sample
         self._order = order
         self._graphs = {kind: CapturedGraph(order.pool) for kind in Kind}
@@ -97,8 +98,11 @@ class LayerGraphs:
         self._results = Structure(result)
         self.have_graph = [output.requires_grad for output in outputs]
         """Says of each output if a backward goes through it."""
-        if self.trial.has_backward:
+        self.has_backward = any(self.have_graph) and bool(self.params or differentiable(leaves))
+        if self.has_backward:
             self._captured = leaves, outputs
+        else:
+            self.params = []
 
     def capture_dgrad(self) -> None:
         """Capture D. Where it computes all weight gradients, the buffers are free for later entries."""
@@ -114,20 +118,27 @@ class LayerGraphs:
         with self._capture(Kind.DGRAD), noting(noted):
             grads = torch.autograd.grad(outputs, [*sources, *self.params], self._output_grads, allow_unused=True)
             worth = [0] * len(sources) + [_WORTH_A_COPY] * len(self.params)
-            static = iter(
+            static: Iterator[Tensor | None] = iter(
                 [None if g is None else self._static(g, least) for g, least in zip(grads, worth, strict=True)]
             )
         self._grads = [next(static) if leaf.requires_grad else None for leaf in leaves]
-        self._grads += static
         self._now = [delivery for delivery in noted.deliveries if not delivery.delayed]
         self._later = [delivery for delivery in noted.deliveries if delivery.delayed]
         written = {id(weight) for delivery in noted.deliveries for weight in delivery.weights}
+        found = [(p, g) for p, g in zip(self.params, static, strict=True) if g is not None or id(p) in written]
+        self.params = [param for param, _ in found]
+        self._grads += [grad for _, grad in found]
         self.written = [number for number, param in enumerate(self.params) if id(param) in written]
         """Numbers of the ``params`` whose gradients replays write, to ``main_grad`` or later to ``.grad``."""
         self._captured = None  # lets go of autograd's graph, and so of what only D reads
         self._order.buffers.give_back(shared_outputs)
         if not self._later:
             self._order.buffers.give_back([*self._inputs, *self._output_grads])
+
+    @property
+    def delays(self) -> bool:
+        """Whether some weight gradients are delayed."""
+        return bool(self._later)
 
     def end_of_dgrads(self) -> None:
         """All layers of this entry have their D: what a D has returned to autograd is used up."""

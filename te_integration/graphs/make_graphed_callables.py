@@ -15,7 +15,7 @@ from .captured_order import CapturedOrder
 from .layer_graphs import LayerGraphs
 from .refusals import check_capturable, device_of
 from .signature import Sample, Signature, tensors_in
-from .trial import Trial, run_trials
+from .trial import run_trials
 
 __all__ = ["make_graphed_callables"]
 
@@ -124,7 +124,7 @@ def _capture(
     is_given  the program gave the order
     """
     order = CapturedOrder(pool, is_given=is_given, shares=schedule.num_microbatches > 1)
-    trials: dict[Any, Trial] = {}
+    tried: set[Any] = set()
     layers: dict[tuple[int, int], list[LayerGraphs]] = {}  # by chunk and microbatch
     for chunk, microbatch in itertools.product(range(1, len(chunks) + 1), range(schedule.num_microbatches)):
         layers[chunk, microbatch] = []
@@ -135,15 +135,14 @@ def _capture(
                 place = f"module {len(made)} ({name})"
             signature = Signature(place, sample)
             key = id(module), tuple(signature.kinds)
-            if key not in trials:
-                trials[key] = run_trials(module, place, signature, tensors_in(sample), pool, num_warmup_iters)
-            made.append(LayerGraphs(module, place, signature, sample, trials[key], order))
+            if key not in tried:
+                run_trials(module, place, signature, tensors_in(sample), pool, num_warmup_iters)
+                tried.add(key)
+            made.append(LayerGraphs(module, place, signature, sample, order))
             layers[chunk, microbatch].append(made[-1])
-    for chunk in sorted(schedule.delayed_chunks):
-        _check_wgrads(chunk, [graphs.trial for graphs in layers[chunk, 0]])
     for step in schedule.steps:
         graphs_of_step = layers[step.chunk, step.microbatch]
-        backwards = [graphs for graphs in reversed(graphs_of_step) if graphs.trial.has_backward]
+        backwards = [graphs for graphs in reversed(graphs_of_step) if graphs.has_backward]
         if step.kind is Kind.FORWARD:
             for graphs in graphs_of_step:
                 graphs.capture_forward()
@@ -153,16 +152,18 @@ def _capture(
             for graphs in backwards:
                 graphs.end_of_dgrads()
         else:
+            if step.chunk in schedule.delayed_chunks:
+                _check_wgrads(step.chunk, graphs_of_step)
             for graphs in backwards:
                 graphs.capture_wgrad()
 
 
-def _check_wgrads(chunk: int, trials: Sequence[Trial]) -> None:
+def _check_wgrads(chunk: int, layers: Sequence[LayerGraphs]) -> None:
     """Raise ``ValueError`` for wgrad entries of a chunk that has no delayed weight gradient."""
-    if any(trial.delays for trial in trials):
+    if any(layer.delays for layer in layers):
         return
     reason = "no output of its layers requires a gradient"
-    if any(trial.has_backward for trial in trials):
+    if any(layer.has_backward for layer in layers):
         reason = "none of its layers delays a weight gradient"
     raise ValueError(
         f"the order has wgrad entries ({-chunk - 0.5}) of chunk {chunk}, and {reason}: leave these entries out, or "

@@ -1,8 +1,8 @@
-"""Eager runs of a layer before its capture: they warm kernels up, and show what the layer's backward delivers."""
+"""Eager runs of a layer before its capture, which warm kernels up."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,7 @@ from ...ddp.contract.main_grad import accumulator_of, forget_failed_backward, ha
 from ...ddp.graphs.capture import GraphPool
 from .signature import Signature, tensors_in
 
-__all__ = ["Trial", "content_kept", "differentiable", "run_trials"]
-
-
-class Trial(NamedTuple):
-    """The trial says this of a layer's backward."""
-
-    params: tuple[nn.Parameter, ...]
-    """Parameters whose gradients the backward delivers, to autograd, to ``main_grad`` or to a queue."""
-    delays: bool
-    """Some weight gradients are delayed."""
-    has_backward: bool
-    """An output requires a gradient."""
+__all__ = ["content_kept", "differentiable", "run_trials"]
 
 
 def differentiable(outputs: Any) -> list[Tensor]:
@@ -59,7 +48,7 @@ def content_kept(module: nn.Module, *, runs: bool = True) -> Iterator[None]:
 
 def run_trials(
     module: nn.Module, place: str, signature: Signature, samples: Sequence[Tensor], pool: GraphPool, count: int
-) -> Trial:
+) -> None:
     """Run forward and backward, weight gradients included. Nothing of it is left behind.
 
     place  the layer and microbatch, for errors
@@ -74,24 +63,16 @@ def run_trials(
             args, kwargs = signature.arguments(inputs)
             wanted = [*trained, *differentiable(inputs)]
             capture = BackwardCapture(first_writes, trained)
-            grads: Sequence[Tensor | None] = ()
             with noting(capture):
                 outputs = differentiable(module(*args, **kwargs))
                 if outputs and wanted:
-                    grads = torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)), allow_unused=True)
-            delayed = [delivery for delivery in capture.deliveries if delivery.delayed]
-            for delivery in delayed:
-                delivery.compute(first_writes)
+                    torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)), allow_unused=True)
+            for delivery in capture.deliveries:
+                if delivery.delayed:
+                    delivery.compute(first_writes)
             flags = [forget_failed_backward(param) for param in trained]  # of all parameters: none is left behind
             if any(flags):
                 raise ValueError(
                     f"{place} holds a module of others that writes main_grad in its own backward and sets a flag, "
                     f"which no replay would set: leave that module out of the graphs, or convert it (convert_linears)"
                 )
-    delivered = {id(weight) for delivery in capture.deliveries for weight in delivery.weights}
-    delivered |= {id(param) for param, grad in zip(trained, grads, strict=False) if grad is not None}
-    return Trial(
-        params=tuple(param for param in trained if id(param) in delivered),
-        delays=bool(delayed),
-        has_backward=bool(outputs and wanted),
-    )

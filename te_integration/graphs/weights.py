@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...ddp.gathers.waiting_params import is_waiting_hook
 from ...ddp.torch_internals import registered_params
 from ..dense.linear import LinearModule
+from ..recipes import recipe_now
 from .captured_order import ReplayError
 
 __all__ = ["CapturedWeights", "hooks_of"]
@@ -27,15 +29,16 @@ def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 class CapturedWeights:
-    """Parameters and buffers of a module, each with its address. Reading a parameter waits for its gather.
+    """Parameters and buffers of a module, each with its address, and what else decides which kernels it runs.
 
     place  the layer and microbatch, for errors
+    kind   "cuda" or "cpu"
     """
 
-    def __init__(self, module: nn.Module, place: str) -> None:
-        self._place = place
-        self._named = list(module.named_modules())
-        self._modes = [(each, each.training) for _, each in self._named]
+    def __init__(self, module: nn.Module, place: str, kind: str) -> None:
+        self._place, self._kind = place, kind
+        named = list(module.named_modules())
+        self._modes = [(each, each.training) for _, each in named]
         self._params = list(module.parameters())  # kept: another object must not get the id of one of them
         # Each replay looks into these tables. To ask the modules for them anew would take three times as long.
         self._tables = [
@@ -46,55 +49,39 @@ class CapturedWeights:
                 registered_params(each),
                 each._buffers,
             )
-            for _, each in self._named
+            for _, each in named
         ]
+        self._names = ["autocast", *(f"{type(each).__name__} '{name}'" if name else "it" for name, each in named)]
         self._captured = self._state()
 
     def check(self) -> None:
-        """Before a forward: wait for all gathers under way, which no replay asks for. Raise where a place has changed.
+        """Before a forward: wait for all gathers under way, which no replay asks for. Raise where one has changed.
 
         A waiting parameter waits in ``data_ptr()``, by its class: see ``ddp/gathers/waiting_params.py``.
         """
         state = self._state()
         if state != self._captured:
-            pairs = enumerate(zip(state, self._captured, strict=False))
-            index = next((index for index, (now, before) in pairs if now != before), -1)
+            pairs = zip(self._names, state, self._captured, strict=True)
+            changed = next(name for name, now, before in pairs if now != before)
             raise ReplayError(
-                f"{self._place}: {self._changes()[index]} since the capture, which no replay would see: undo that, or "
-                f"call make_graphed_callables after everything that does so"
+                f"{self._place}: {changed} is not as it was captured, which no replay would see (autocast; its "
+                f"children, hooks, ignores_recipes; parameters and buffers: replaced, elsewhere, frozen or unfrozen): "
+                f"undo the change, or call make_graphed_callables after it"
             )
 
     def _state(self) -> list[Any]:
-        """What a replay depends on, in the order of ``_changes``."""
-        state: list[Any] = []
+        """What a replay depends on: what is around the call, then of each module."""
+        state: list[Any] = [(torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind), recipe_now())]
         for children, hooks, layer, params, buffers in self._tables:
-            state += (
-                [*children.values()] if children else [],
-                _keys(hooks) if any(hooks) else [],
-                layer is not None and layer.ignores_recipes,
-            )
+            own = [*children.values(), layer is not None and layer.ignores_recipes]
+            if any(hooks):
+                own += _keys(hooks)
             for param in params.values():
-                state += (None,) * 3 if param is None else (id(param), param.data_ptr(), param.requires_grad)
+                own += (None,) if param is None else (id(param), param.data_ptr(), param.requires_grad)
             if buffers:
-                state += [None if buffer is None else buffer.data_ptr() for buffer in buffers.values()]
+                own += [None if buffer is None else buffer.data_ptr() for buffer in buffers.values()]
+            state.append(own)
         return state
-
-    def _changes(self) -> list[str]:
-        """The change in words where an entry of ``_state`` is another one."""
-        changes: list[str] = []
-        for prefix, module in self._named:
-            kind = module.describe() if isinstance(module, LinearModule) else type(module).__name__
-            start = f"{prefix}." if prefix else ""
-            changes += (f"{kind} got another child", f"{kind} got a hook on its forward or backward")
-            changes.append(f"ignores_recipes of {kind} was changed")
-            for local in registered_params(module):
-                changes += (
-                    f"'{start}{local}' was replaced (load_state_dict(assign=True), a new nn.Parameter)",
-                    f"'{start}{local}' lies elsewhere (an optimizer was built, .to(), .data was assigned)",
-                    f"'{start}{local}' was frozen or unfrozen",
-                )
-            changes += [f"'{start}{local}' lies elsewhere" for local in module._buffers]
-        return changes
 
     def in_modes_of_capture(self) -> bool:
         """Return True if all modules inside are in ``train()`` or ``eval()`` as they were captured."""

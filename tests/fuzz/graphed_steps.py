@@ -36,7 +36,7 @@ def can_be_graphed(program: Program, phase: Phase) -> bool:
         fits = not (wrapper.stock or wrapper.check_nan)
     else:
         fits = options.get("fused", False) and not wrapper.stepping_hooks
-    if not fits or optimizer.name not in FUSED or options.get("foreach"):
+    if not fits or optimizer.name not in FUSED or options.get("foreach") or options.get("dampening"):
         return False
     return model.recompute == "no" and not any(_reads(block) for block in model.blocks)
 

@@ -26,7 +26,7 @@ class Place:
     items  they are items of a container, and no attributes
     """
 
-    __slots__ = ("_items", "_names", "_path", "_read", "_values")
+    __slots__ = ("_items", "_path", "_read", "_values", "names")
 
     def __init__(self, read: Callable[[], Mapping[Any, Any]], path: str, *, items: bool = False) -> None:
         self._read, self._path, self._items = read, path, items
@@ -35,12 +35,12 @@ class Place:
     def take(self) -> None:
         """Keep what is there now."""
         now = self._read()
-        self._names, self._values = list(now), list(map(kept, now.values()))
+        self.names, self._values = list(now), list(map(kept, now.values()))
 
     def labeled(self) -> list[tuple[str, Any]]:
         """The kept names and values, each with a name for messages."""
-        found = [(self._label(name), value) for name, value in zip(self._names, self._values, strict=True)]
-        return [*((self._path, name) for name in self._names), *found] if self._items else found
+        found = [(self._label(name), value) for name, value in zip(self.names, self._values, strict=True)]
+        return [*((self._path, name) for name in self.names), *found] if self._items else found
 
     def _label(self, name: Any) -> str:
         if self._items:
@@ -49,7 +49,7 @@ class Place:
 
     def change(self) -> str | None:
         """The name of what is another value now; None where there is none."""
-        now, names, values = self._read(), self._names, self._values
+        now, names, values = self._read(), self.names, self._values
         if len(now) != len(values):
             return self._path if self._items else self._label(next(iter(now.keys() ^ set(names))))
         if not all(map(operator.is_, now.values(), values)) or not all(map(operator.is_, now, names)):

@@ -31,6 +31,8 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, Generic, Protocol
 
 import torch
@@ -39,7 +41,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...wrapper.data_parallel import DistributedDataParallel
 from .host_code import functions_in, is_library, names_in, package_of
-from .host_places import ABSENT, SIMPLE, Place, attributes_of
+from .host_places import ABSENT, SIMPLE, Place, attributes_of, kept
 from .host_random import default_generators, state_of_generator
 from .surroundings import HOOKS, Surroundings
 
@@ -66,11 +68,14 @@ class HostState(Surroundings):
         kind: str,
         beside: Callable[[], Sequence[object]],
     ) -> None:
-        super().__init__(model, trained, kind, beside, _own_attributes)
+        super().__init__(model, trained, kind, beside)
         self._on_gpu = self._kind == "cuda"
         self._program = package_of(function)
         self._trained_ids = {*map(id, self.modules), *map(id, self._params)}
         self._places_of_host: list[Place] = []
+        self._places_of_modules: list[Place] = []
+        self._alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        """``__dict__`` of modules by the names of their attributes: a getter in C reads those of all."""
         self._random: list[Place] = list(default_generators(self._on_gpu))
         self._seen: dict[int, Any] = {}
         """What was met, by ``id``; it is kept, so that no other object gets the number."""
@@ -87,15 +92,32 @@ class HostState(Surroundings):
         self._objects: list[tuple[Any, str]] = []
         """Objects of the program, of which the attributes count that code names."""
         self._walk(function, model)
+        self._attributes = list(map(kept, self._read_modules()))
         del self._seen, self._queue, self._classes, self._constructed
 
     def change(self) -> str | None:
         """The first place where something else is than when this was made; None: all is as it was."""
-        found = super().change()
-        for place in self._places_of_host if found is None else ():
-            if (found := place.change()) is not None:
-                break
+        found = super().change() or self._change_of_modules()
+        return found or next(filter(None, map(Place.change, self._places_of_host)), None)
+
+    def _change_of_modules(self) -> str | None:
+        """All attributes of all modules are compared at once first: there may be hundreds of modules."""
+        try:
+            if all(map(is_, self._read_modules(), self._attributes)):
+                return None
+        except KeyError:  # an attribute is gone
+            pass
+        found = next(filter(None, map(Place.change, self._places_of_modules)), None)
+        if found is None:  # equal numbers that were made anew
+            self._attributes = list(map(kept, self._read_modules()))
         return found
+
+    def _read_modules(self) -> Iterator[Any]:
+        """The number of attributes of each module, then the attributes."""
+        groups = self._alike.items()
+        found = (map(itemgetter("_modules", "_buffers", *names), owns) for names, owns in groups)  # a tuple of each
+        sizes = map(len, chain.from_iterable(owns for _, owns in groups))
+        return chain(sizes, chain.from_iterable(chain.from_iterable(found)))
 
     def draws(self) -> str | None:
         """The first generator of the host that has drawn, or was seeded, since ``begin_call``."""
@@ -260,11 +282,13 @@ class HostState(Surroundings):
             is_own and not is_trained and not self._extends_library(module)
         ):
             self._objects.append((module, path))
-        elif is_trained:  # ``Surroundings`` compares the attributes
-            for name in _own_attributes(module):
-                self._reach(vars(module)[name], f"{path}.{name}", is_own)
         else:
-            self._watch(lambda: {name: vars(module)[name] for name in _own_attributes(module)}, path, is_own)
+            own = vars(module)
+            place = Place(functools.partial(_attributes_of_module, module), path)
+            for name in place.names:
+                self._reach(own[name], f"{path}.{name}", is_own)
+            self._places_of_modules.append(place)
+            self._alike.setdefault(tuple(place.names), []).append(own)
         self._reach(vars(module).get("forward"), f"{path}.forward", True)
         for kind in type(module).__mro__:
             self._reach(kind, kind.__name__, False)
@@ -314,13 +338,10 @@ _PLAIN_BASES = (object, nn.Module, Generic, Protocol, abc.ABC)
 """Bases of libraries whose methods read nothing that a subclass has."""
 
 
-def _own_attributes(module: nn.Module) -> list[str]:
-    """Attributes of a module but torch's own. Our modules keep in names with an underscore what they make as they run;
-    of a wrapper those count that code names."""
-    if isinstance(module, DistributedDataParallel):
-        return []
+def _attributes_of_module(module: nn.Module) -> dict[str, Any]:
+    """Attributes of a module but torch's own. Ours keep in names with an underscore what they make as they run."""
     private = "_" if type(module).__module__.startswith("maingrad.") else "."
-    return [name for name in vars(module) if name not in _OF_TORCH and name[0] != private]
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH and name[0] != private}
 
 
 def _state_of(module: nn.Module) -> dict[Any, Any]:

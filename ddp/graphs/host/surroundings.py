@@ -3,7 +3,7 @@
 Every replay asks, so that each module costs less than a microsecond: values are read and compared in bulk.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ...gathers.waiting_params import is_waiting_hook
 from ...torch_internals import DisableTorchFunctionSubclass, hook_keys
-from .host_places import is_same, kept
 
 __all__ = ["HOOKS", "Surroundings", "modes", "switches"]
 
@@ -29,19 +28,20 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 _OF_ALL_MODULES: list[Any] = [vars(nn.modules.module).get(f"_global{name}", {}) for name in HOOKS]
 """Tables of hooks that torch calls for every module: ``torch.nn.modules.module.register_module_forward_hook``."""
 _TABLES = ("_modules", "_parameters", "_buffers")
+_tables: Callable[[Any], Iterable[Any]] = itemgetter(*_TABLES)
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 _values: Callable[[Any], Iterable[Any]] = methodcaller("values")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_training: Callable[[nn.Module], bool] = attrgetter("training")
 
 
 class Surroundings:
-    """Autocast, and of each module: mode, children, hooks, buffers and parameters (places, and which are frozen).
+    """Autocast, and of each module: children, hooks, buffers and parameters (places, and which are frozen).
 
-    root        the model
-    trained     parameters whose own hooks count, beside those that the model registers
-    kind        "cuda" or "cpu"
-    beside      reads what else counts
-    attributes  returns the names of a module's attributes that count as well
+    root     the model
+    trained  parameters whose own hooks count, beside those that the model registers
+    kind     "cuda" or "cpu"
+    beside   reads what else counts
     """
 
     lost: str | None = None
@@ -53,29 +53,16 @@ class Surroundings:
         trained: Sequence[Tensor],
         kind: str,
         beside: Callable[[], Sequence[object]],
-        attributes: Callable[[nn.Module], Sequence[str]] = lambda module: (),
     ) -> None:
-        named = list(root.named_modules())
-        self.modules = [module for _, module in named]
+        self.modules = list(root.modules())
         self._kind, self._beside = kind, beside
-        self._attributes_of = attributes
         self._owns = list(map(vars, self.modules))
-        self._sizes = list(map(len, self._owns))
-        self._names = list(map(self._names_of, self.modules))
-        self._groups: dict[tuple[str, ...], list[tuple[str, nn.Module]]] = {}
-        """Modules that have the same attributes: a getter in C reads those of all."""
-        for names, each in zip(self._names, named, strict=True):
-            self._groups.setdefault(names, []).append(each)
-        self._getters = [
-            (itemgetter(*names), [vars(each) for _, each in group]) for names, group in self._groups.items()
-        ]
-        self._values = list(map(kept, self._attributes()))
         self._switched = [(name, [each for each in self.modules if hasattr(type(each), name)]) for name in switches]
         tables = {name: [getattr(each, name) for each in self.modules] for name in _TABLES}
         self._empty = [table for each in tables.values() for table in each if not table]
         self._full = [table for name in ("_modules", "_parameters") for table in tables[name] if table]
         self._buffers = [table for table in tables["_buffers"] if table]
-        self._held = self._children_and_params()
+        self._held = self._read_held()
         self._params = [each for each in self._held if isinstance(each, Tensor)]
         self._hooked_params = list({id(each): each for each in (*trained, *self._params)}.values())
         """Those of which hooks are compared: parameters that are ignored by the wrapper have hooks too."""
@@ -85,7 +72,7 @@ class Surroundings:
 
     def change(self) -> str | None:
         """What is other than when this was made; None: all is as it was."""
-        held = self._children_and_params()
+        held = self._read_held()
         if any(self._empty) or len(held) != len(self._held) or not all(map(is_, held, self._held)):
             return "a module, parameter or buffer of the model"
         if self._read_places() != self._places:
@@ -93,44 +80,20 @@ class Surroundings:
         if self._num_hooks() != self._counts and self._note_hooks() != self._hooks:
             self._counts = []
             return "a hook of the model"
-        return self._change_of_attributes()
-
-    def _change_of_attributes(self) -> str | None:
-        if (sizes := list(map(len, self._owns))) != self._sizes:
-            for module, names in zip(self.modules, self._names, strict=True):
-                if self._names_of(module) != names:
-                    return f"the attributes of a {type(module).__name__}"
-            self._sizes = sizes
-        try:
-            if all(map(is_, self._attributes(), self._values)):
-                return None
-        except KeyError as error:
-            return f"the attribute {error} of a module"
-        for name, now, before in zip(self._labels(), self._attributes(), self._values, strict=True):
-            if not is_same(now, before):
-                return name
-        self._values = list(map(kept, self._attributes()))  # equal numbers that were made anew
         return None
+
+    def training(self) -> tuple[bool, ...]:
+        """The mode of each module: a step may change it, and each replay then does so."""
+        return tuple(map(_training, self.modules))
 
     def hooks(self) -> list[Any]:
         """The functions that hooks of the model call."""
         tables = [*_OF_ALL_MODULES, *self._of_params, *(own[name] for own, name in self._hooked)]
         return [hook for table in tables for key, hook in table.items() if not is_waiting_hook(key)]
 
-    def _names_of(self, module: nn.Module) -> tuple[str, ...]:
-        names = ("training", *_TABLES, *self._attributes_of(module))
-        return tuple(name for name in names if name in vars(module))
-
-    def _attributes(self) -> Iterator[Any]:
-        return chain.from_iterable(chain.from_iterable(map(get, owns) for get, owns in self._getters))
-
-    def _labels(self) -> Iterator[str]:
-        for names, group in self._groups.items():
-            for path, _ in group:
-                yield from (f"model.{path}.{name}" if path else f"model.{name}" for name in names)
-
-    def _children_and_params(self) -> list[Any]:
-        return list(chain.from_iterable(map(_values, self._full)))
+    def _read_held(self) -> list[Any]:
+        """The tables of each module, then its children and parameters."""
+        return list(chain(chain.from_iterable(map(_tables, self._owns)), chain.from_iterable(map(_values, self._full))))
 
     def _read_places(self) -> list[Any]:
         seen: list[Any] = [torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind)]

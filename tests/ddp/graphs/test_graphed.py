@@ -476,6 +476,16 @@ def takes_its_arguments_apart(job: Job) -> None:
         job.seen += [step(batch), len(batch)]
 
 
+def writes_its_arguments(job: Job) -> None:
+    def train_step(tokens: Tensor, total: Tensor) -> Tensor:
+        total += job.iterate(tokens)
+        return total.clone()
+
+    step, total = job.graphed(train_step), torch.zeros(())
+    for _ in range(STEPS):
+        job.seen.append(step(job.batch(), total))
+
+
 def takes_objects(job: Job) -> None:
     step = job.graphed(lambda batch: job.iterate(batch.tokens))
     for _ in range(40):
@@ -517,6 +527,7 @@ STAYS_EAGER = {
     schedule_inside: "changes 'schedule",
     no_step: "one whole iteration",
     takes_its_arguments_apart: "changes its arguments",
+    writes_its_arguments: "among its arguments",
     takes_objects: "not SimpleNamespace",
     number_in_each_call: "no kind of call comes often enough",
     global_that_moves_between: "'factor' has changed",

@@ -178,24 +178,20 @@ def test_two_optimizers_in_one_step() -> None:
         step(torch.ones(3, 8).bfloat16())
 
 
-def test_what_the_step_leaves_in_its_arguments() -> None:
-    def program(graphed: bool) -> list[Any]:
-        model = Model({})
-        total = torch.zeros(())
+@pytest.mark.parametrize("writes", [True, False], ids=["written", "gradient"])
+@pytest.mark.sampled(2)
+def test_what_the_step_leaves_in_its_arguments(writes: bool) -> None:
+    model = Model({})
 
-        def train_step(x: Tensor, total: Tensor) -> Any:
-            total += model.train(x).detach()
+    def train_step(x: Tensor, total: Tensor) -> Any:
+        loss = model.train(x).detach()
+        if writes:
+            total += loss
 
-        step = model.graphed(train_step, graphed)
-        seen = []
-        for _ in range(5):
-            x = torch.randn(3, 8).bfloat16().requires_grad_()
-            step(x, total)
-            step(x, total)
-            seen += [x.grad, total.clone()]
-        return seen
-
-    check_equal(program, ranks=1)
+    step = model.graphed(train_step, True)
+    x = torch.randn(3, 8).bfloat16().requires_grad_(not writes)
+    with pytest.raises(RuntimeError, match="among its arguments"):
+        step(x, torch.zeros(()))
 
 
 HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
@@ -268,7 +264,7 @@ def test_arguments_that_a_replay_could_not_follow(argument: Callable[[], Any], m
         step(x, value)
 
 
-def test_too_many_graphs_name_what_differs() -> None:
+def test_too_many_graphs_say_what_may_differ() -> None:
     model = Model({})
     step = GraphedTrainingStep(model.train, model.ddp, model.optimizer, max_graphs=2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(model.optimizer, 2**-4, total_steps=20)
@@ -276,7 +272,7 @@ def test_too_many_graphs_name_what_differs() -> None:
     for _ in range(2):
         step(x)
         scheduler.step()
-    with pytest.raises(RuntimeError, match=r"options of the optimizer \(betas\)"):
+    with pytest.raises(RuntimeError, match=r"options of the optimizer.*cycle_momentum"):
         step(x)
 
 

@@ -223,6 +223,9 @@ def test_what_is_refused_at_once() -> None:
         Job(config={"check_for_nan_in_grad": True})
     with pytest.raises(ValueError, match="RMSprop reads learning rates"):
         Job(optimizer_class=torch.optim.RMSprop)
+    sgd = {"optimizer_class": torch.optim.SGD, "momentum": 0.5}
+    with pytest.raises(ValueError, match="SGD with dampening"):
+        Job(**sgd, param_groups=[{"params": "weight"}, {"params": "bias", "dampening": 0.25}])
     one, other = Job(), Job()
     with pytest.raises(ValueError, match="another model"):
         GraphedTrainingStep(one.train_step, one.model, other.optimizer)

@@ -228,10 +228,10 @@ FAULTS = [
         tests=["tests/te_integration/graphs/test_refused.py::test_another_autocast_than_that_of_the_capture"],
         changes=[
             Change(
-                "maingrad.te_integration.graphs.callable",
-                "GraphedCallable.forward",
-                "if _autocast(graphs) != self._autocast:",
-                "if False:",
+                "maingrad.te_integration.graphs.weights",
+                "CapturedWeights._state",
+                "torch.is_autocast_enabled(self._kind)",
+                "False",
             ),
         ],
     ),

@@ -127,11 +127,11 @@ FAULTS = [
     Fault(
         "16zd-dampening-in-one-group-is-not-seen",
         sentence="A first step after a load is replayed with dampening, where one group alone has dampening.",
-        tests=["tests/ddp/graphs/test_training_step.py::test_momentum_begins_anew_where_one_group_alone_has_dampening"],
+        tests=["tests/ddp/graphs/test_refused.py::test_what_is_refused_at_once"],
         changes=[
             Change(
-                "maingrad.ddp.graphs.training_step",
-                "GraphedTrainingStep.begin_call",
+                "maingrad.ddp.graphs.step_graphs",
+                "check_optimizer",
                 'any(group.get("dampening")',
                 'all(group.get("dampening")',
             ),

@@ -89,22 +89,22 @@ FAULTS = [
     ),
     Fault(
         "16n-arguments-keep-nothing-of-a-step",
-        sentence="What a step adds to a tensor among its arguments, or leaves in its .grad, is lost in a copy.",
+        sentence="What a step adds to a tensor among its arguments, or leaves in its .grad, is lost in a copy, and nobody says so.",
         tests=[
             "tests/ddp/graphs/test_host_effects.py::test_what_the_step_leaves_in_its_arguments",
         ],
         changes=[
             Change(
                 "maingrad.ddp.graphs.step_graphs",
-                "StepGraphs._finish",
-                "variant.inputs.hand_back(call)",
+                "StepGraphs._run",
+                "inputs.check_unchanged(self._name)",
                 "",
             ),
         ],
     ),
     Fault(
         "16n-one-argument-becomes-two",
-        sentence="A tensor that is given twice becomes two, and one of them misses what the step writes.",
+        sentence="A tensor that is given twice becomes two, and the step takes them for two.",
         tests=[
             "tests/fsdp/test_training_step_programs.py::test_one_tensor_given_twice",
         ],
@@ -309,10 +309,10 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.graphs.host.surroundings",
-                "Surroundings._names_of",
-                '"training", *_TABLES',
-                "*_TABLES",
+                "maingrad.ddp.graphs.step_graphs",
+                "StepGraphs.kind_of",
+                "state.training()",
+                "()",
             ),
         ],
     ),
@@ -356,7 +356,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.graphs.step_options",
                 "StepOptions.load",
-                "if now is None and not self._is_dampened(master):",
+                "if now is None:",
                 "if now is None and not self._state:",
             ),
         ],

@@ -32,8 +32,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.torch_grads.optimizer",
                 "prepare_skippable_step",
-                "if found_inf.item():",
-                "if False:",
+                "and found_inf.item():",
+                "and False:",
             ),
         ],
     ),

@@ -15,7 +15,11 @@ FAULTS = [
         "68a-a-change-in-a-call-is-not-seen",
         sentence="A step that counts on the host is captured.",
         tests=[f"{EAGER}[counter_in_the_module]", f"{EAGER}[counter_in_the_closure]"],
-        changes=[Change(STEP, "AutoStep._change_in_call", "[0]) is not None", "[0]) is not None and False")],
+        changes=[
+            Change(
+                STEP, "AutoStep._change_in_call", "state.change()) is not None", "state.change()) is not None and False"
+            )
+        ],
     ),
     Fault(
         "68b-draws-of-the-host-are-not-seen",

@@ -301,5 +301,5 @@ def test_graphed_callables_follow_the_recipe() -> None:
         with model.no_sync():
             layer(x).float().sum().backward()
         assert torch.equal(graphed, layer.weight.main_grad)
-    with pytest.raises(RuntimeError, match="another autocast"):
+    with pytest.raises(RuntimeError, match="autocast is not as it was captured"):
         call(x.clone().requires_grad_())

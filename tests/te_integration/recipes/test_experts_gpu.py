@@ -118,7 +118,7 @@ def test_graphed_callables_follow_the_recipe(recipe: str, delay: bool) -> None:
             found.append([y.detach().clone(), x.grad.clone(), *(param.main_grad.clone() for param in mlp.parameters())])
             model.zero_grad_buffer()
     assert all(map(torch.equal, *found))
-    with pytest.raises(RuntimeError, match="another autocast"):
+    with pytest.raises(RuntimeError, match="autocast is not as it was captured"):
         call(*inputs("cuda"))
 
 
