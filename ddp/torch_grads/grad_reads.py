@@ -61,16 +61,16 @@ def _norms(grads: Sequence[Any], ord: float, dtype: torch.dtype | None) -> list[
         return norms(grads, [grad.shard for grad in grads], ord, dtype)
 
 
-def _norm(func: Any, *args: Any, **kwargs: Any) -> Any:
-    given = dict(zip(("input", "ord", "dim", "keepdim"), args))  # noqa: B905
-    given |= {{"self": "input", "p": "ord"}.get(name, name): value for name, value in kwargs.items()}
-    grad, ord = given["input"], given.get("ord")
-    of_matrix = func is torch.linalg.norm and ord not in (None, "fro") and len(grad.shard.shape) > 1
+def _norm(
+    func: Any, grad: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *more: Any, **options: Any
+) -> Any:
+    shape, ord = grad.shard.shape, options.pop("p", ord)
+    of_matrix = func is torch.linalg.norm and ord not in (None, "fro") and len(shape) > 1
     ord = 2 if ord in (None, "fro") else ord
-    if len(args) > 4 or of_matrix or isinstance(ord, str) or (given.get("dim"), given.get("out")) != (None, None):
+    if more or of_matrix or isinstance(ord, str) or (dim, options.get("out")) != (None, None):
         return NotImplemented
-    norm = _norms([grad], ord, given.get("dtype"))[0]
-    return norm.view([1] * len(grad.shard.shape)) if given.get("keepdim") else norm
+    norm = _norms([grad], ord, options.get("dtype"))[0]
+    return norm.view([1] * len(shape)) if keepdim else norm
 
 
 def _check_and_unscale(func: Any, self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
