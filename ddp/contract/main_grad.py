@@ -449,18 +449,14 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
     if grad is None:
         return
     try:
-        _check_without_graph(record, grad)
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, "
+                f"which main_grad cannot hold; use torch.autograd.grad(..., create_graph=True) instead"
+            )
         add_to_main_grad(record, grad)
     finally:
         param.grad = None  # after the write: where every ``.grad`` is None, a write begins a new iteration
-
-
-def _check_without_graph(record: GradRecord, grad: Tensor) -> None:
-    if grad.requires_grad:
-        raise RuntimeError(
-            f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, "
-            f"which main_grad cannot hold; use torch.autograd.grad(..., create_graph=True) instead"
-        )
 
 
 def add_to_main_grad(record: GradRecord, grad: Tensor) -> None:
