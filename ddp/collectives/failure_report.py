@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, and missing in its __all__
 
 from ..torch_internals.distributed import default_store
-from .rank_grid import RankGrid, all_groups, own_rank
+from .rank_grid import RankGrid, own_rank
 
 __all__ = [
     "CollectiveError",
@@ -90,10 +90,10 @@ class FailureReporter:
         if self._first is not None:
             return self._first
         rank = dist.get_rank()
-        for group in all_groups(self.grids):
+        for group in {id(group): group for grid in self.grids for group in grid[:3] if group is not None}.values():
             _close_connections(group)
         silent, lines = ask_others(self._store, rank, dist.get_world_size(), waited_for)
-        own = f"rank {rank} waited {seconds:.2f} s for {waited_for}, which failed: {_in_short(error)}"
+        own = f"rank {rank} waited {seconds:.2f} s for {waited_for}, which failed: {_first_line(error)}"
         self._first = CollectiveError("\n  ".join((own, *lines)), rank=rank, silent=silent)
         return self._first
 
@@ -139,12 +139,6 @@ def _backends(group: dist.ProcessGroup | None) -> str:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
-
-
-def _in_short(error: BaseException) -> str:
-    """The first sentence of an error, without torch's file and line."""
-    text = re.sub(r"^\[[^]]*\] ?", "", _first_line(error))
-    return text.partition(". ")[0] or type(error).__name__
 
 
 # ---- The other ranks' fates. A rank that fails writes to the store what it waited for, and then waits ``PATIENCE``

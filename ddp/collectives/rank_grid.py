@@ -23,7 +23,6 @@ __all__ = [
     "RankGrid",
     "Ranks",
     "WorldOfOne",
-    "all_groups",
     "backends_of",
     "check_member",
     "device_types_of",
@@ -336,14 +335,6 @@ def make_grids(
             f"that hold the same experts must be among those that hold the same dense parameters"
         )
     return {"dense": dense, "expert": expert}
-
-
-def all_groups(grids: Iterable[RankGrid]) -> list[dist.ProcessGroup]:
-    """Every group of more than one rank, each once."""
-    groups = {
-        id(group): group for grid in grids for group in (grid.inner, grid.outer, grid.gather) if group is not None
-    }
-    return [group for group in groups.values() if group.size() > 1]
 
 
 def check_member(ranks: Any, option: str) -> None:

@@ -39,7 +39,6 @@ from .setup_checks import (
     check_same_config,
     check_same_model,
     check_undeclared_parts,
-    named,
     plan_on_each_rank,
 )
 
@@ -135,9 +134,10 @@ class DistributedDataParallel(BucketIteration):
             module, trainable, overwritten, config, self.grids, backward_order, failures
         )
         check_same_model(self.plan, overwritten, self.grids, failures)
-        unsaid = [each for each in overwritten if process_group is None]
-        experts = [each for each in overwritten if expert_process_group is None and each.grid_name == "expert"]
-        check_undeclared_parts(named(unsaid), named(experts), self.grids["dense"], failures)
+        named = [(each.name, each.tensor) for each in overwritten]
+        experts = [pair for pair, each in zip(named, overwritten, strict=True) if each.grid_name == "expert"]
+        unsaid = (named if process_group is None else [], experts if expert_process_group is None else [])
+        check_undeclared_parts(*unsaid, self.grids["dense"], failures)
 
         # Storage, and the collectives over it.
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)

@@ -36,7 +36,6 @@ __all__ = [
     "check_same_model",
     "check_undeclared_parts",
     "compare_between_ranks",
-    "named",
     "plan_on_each_rank",
 ]
 
@@ -182,11 +181,6 @@ def compare_between_ranks(
                         f"the {title} differs between ranks (this is rank {own_rank()}): rank {first} has {here} "
                         f"where rank {other} has {there}"
                     )
-
-
-def named(tensors: Iterable[ModelTensor]) -> list[tuple[str, Tensor]]:
-    """The tensors, each with its name."""
-    return [(each.name, each.tensor) for each in tensors]
 
 
 _WHOSE_EXPERTS = (
