@@ -31,10 +31,12 @@ def shard_of(tensor: Any) -> ShardInfo | None:
     return None if isinstance(tensor, nn.Parameter) else getattr(tensor, "shard", None)
 
 
-# ---- Norms. A function returns NotImplemented where other elements than all are asked for. ----
+# ---- Norms. A function returns NotImplemented where other elements than all, or an order of 0 or less, are asked for.
 
 
-def _foreach_norm(func: Any, self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _foreach_norm(func: Any, self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    if not ord > 0:
+        return NotImplemented
     by_grid: dict[Any, list[int]] = {}
     with DisableTorchFunctionSubclass():
         for index, tensor in enumerate(self):
@@ -67,7 +69,7 @@ def _norm(
     shape, ord = input.shard.shape, options.pop("p", ord)
     of_matrix = func is torch.linalg.norm and ord not in (None, "fro") and len(shape) > 1
     ord = 2 if ord in (None, "fro") else ord
-    if more or of_matrix or isinstance(ord, str) or (dim, options.get("out")) != (None, None):
+    if more or of_matrix or isinstance(ord, str) or not ord > 0 or (dim, options.get("out")) != (None, None):
         return NotImplemented
     norm = _norms([input], ord, options.get("dtype"))[0]
     return norm.view([1] * len(shape)) if keepdim else norm
