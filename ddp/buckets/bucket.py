@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..contract.main_grad import attach
 from ..contract.record import GradRecord
-from ..plan.layout import BucketLayout
+from ..plan.layout import BucketLayout, ParamSlot
 from ..plan.owned_params import OwnedParam
 
 __all__ = ["Bucket", "BucketParam", "Phase"]
@@ -171,5 +171,7 @@ class BucketParam(NamedTuple):
     owned: OwnedParam
     record: GradRecord
     bucket: Bucket
+    slot: ParamSlot
+    """Where the parameter lies in its buffer."""
     dtype: torch.dtype
     device: torch.device

@@ -47,9 +47,9 @@ def allocate_buckets(
                 buckets.append(ReleasedBucket(each, memory, records, owned_range, pool))
     bucket_params = []
     for bucket in buckets:
-        for record in bucket.records:
+        for slot, record in zip(bucket.layout.slots, bucket.records, strict=True):
             owned = by_name[record.name]
-            bucket_params.append(BucketParam(owned, record, bucket, owned.param.dtype, device))
+            bucket_params.append(BucketParam(owned, record, bucket, slot, owned.param.dtype, device))
     return tuple(sorted(buckets, key=lambda bucket: bucket.index)), bucket_params
 
 

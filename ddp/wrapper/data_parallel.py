@@ -25,7 +25,6 @@ from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..plan.cut import Range
-from ..plan.layout import ParamSlot
 from ..plan.owned_params import find_owned_params, find_tensors, is_slice
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
@@ -198,29 +197,20 @@ class DistributedDataParallel(BucketIteration):
         """The parameters, with this rank's part of each gradient where norms over it would not be of the whole."""
         # Norms of experts that only some ranks hold would differ between ranks, and so would a search for Inf.
         sizes = {self.grids[bucket.layout.grid_name].size for bucket in self.buckets}
-        own = bool(self.slices) or min(sizes, default=0) < self.grids["dense"].size
-        slots: dict[str, ParamSlot] = {}
-        if own or self.ddp_config.use_distributed_optimizer:
-            slots = {slot.spec.name: slot for bucket in self.buckets for slot in bucket.layout.slots}
+        own = bool(self.slices) or min(sizes) < self.grids["dense"].size
+        in_parts = own or self.ddp_config.use_distributed_optimizer
         return [
-            ShownParam(
-                entry.owned.param,
-                entry.record,
-                entry.dtype,
-                self._part(entry, slots.get(entry.owned.name)),
-            )
+            ShownParam(entry.owned.param, entry.record, entry.dtype, self._part(entry) if in_parts else None)
             for entry in self.bucket_params
         ]
 
-    def _part(self, entry: BucketParam, slot: ParamSlot | None) -> tuple[Tensor, ShardInfo] | None:
-        if slot is None:
-            return None
-        layout = entry.bucket.layout
-        owned, whole = Range(*self.owned_range(layout)), slot.range.counted_from(layout.start)
+    def _part(self, entry: BucketParam) -> tuple[Tensor, ShardInfo]:
+        layout, spec = entry.bucket.layout, entry.slot.spec
+        owned, whole = Range(*self.owned_range(layout)), entry.slot.range.counted_from(layout.start)
         held = whole.intersect(owned)
         info = ShardInfo(
-            slot.spec.name, slot.spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
-            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], slot.spec.name in self.slices,
+            spec.name, spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
+            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], spec.name in self.slices,
             flat=True,
         )  # fmt: skip
         return entry.bucket.reduced[slice(*held.counted_from(owned.start))], info
