@@ -197,7 +197,7 @@ class DistributedDataParallel(BucketIteration):
         """The parameters, with this rank's part of each gradient where norms over it would not be of the whole."""
         # Norms of experts that only some ranks hold would differ between ranks, and so would a search for Inf.
         sizes = {self.grids[bucket.layout.grid_name].size for bucket in self.buckets}
-        own = bool(self.slices) or min(sizes) < self.grids["dense"].size
+        own = bool(self.slices) or min(sizes, default=0) < self.grids["dense"].size
         in_parts = own or self.ddp_config.use_distributed_optimizer
         return [
             ShownParam(entry.owned.param, entry.record, entry.dtype, self._part(entry) if in_parts else None)
