@@ -328,13 +328,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             continue
         if entry.pending.lost:
             _lost.remove(entry)
-            raise RuntimeError(
-                f"{step} without a delayed weight gradient of {entry.pending.owner}, whose WgradQueue was let go "
-                f"before it was drained: keep the queue, and drain() it before the step; zero_grad() begins this "
-                f"iteration anew"
-            )
         raise RuntimeError(
             f"{step} while a delayed weight gradient of {entry.pending.owner} is pending: it would be missing here, "
             f"and be added to the next iteration's .grad; call backward_dw() or drain its WgradQueue before the step, "
-            f"or clear() the queue to give it up"
+            f"or clear() the queue to give it up; a queue that is let go before has lost it"
         )
