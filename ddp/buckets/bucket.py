@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..contract.main_grad import attach
 from ..contract.record import GradRecord
-from ..plan.layout import BucketLayout
+from ..plan.layout import BucketLayout, ParamSlot
 from ..plan.owned_params import OwnedParam
 
 __all__ = ["Bucket", "BucketParam", "Phase"]
@@ -90,12 +90,9 @@ class Bucket:
 
     def _padding_views(self) -> list[Tensor]:
         """Views of the elements of ``grad_data`` that belong to no parameter."""
-        views, position = [], self.layout.start
-        for start, end in [*sorted(slot.range for slot in self.layout.slots), (self.layout.end, self.layout.end)]:
-            if position < start:
-                views.append(self.grad_data[position - self.layout.start : start - self.layout.start])
-            position = end
-        return views
+        used = sorted(slot.range.counted_from(self.layout.start) for slot in self.layout.slots)
+        begins, ends = [0, *(end for _, end in used)], [*(start for start, _ in used), self.layout.numel]
+        return [self.grad_data[begin:end] for begin, end in zip(begins, ends, strict=True) if begin < end]
 
     @property
     def phase(self) -> Phase:
@@ -174,5 +171,7 @@ class BucketParam(NamedTuple):
     owned: OwnedParam
     record: GradRecord
     bucket: Bucket
+    slot: ParamSlot
+    """Where the parameter lies in its buffer."""
     dtype: torch.dtype
     device: torch.device

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..collectives.reduction import GradReduction
 from ..contract.record import GradRecord
-from ..plan.layout import BucketLayout, BufferLayout, GradPlan
+from ..plan.layout import BucketLayout, GradPlan
 from ..plan.owned_params import OwnedParam
 from .bucket import Bucket, BucketParam
 from .buffer import FlatBuffer, ReleasableBuffer
@@ -32,41 +32,25 @@ def allocate_buckets(
     # Step 1 of docs/by_hand.py: one flat tensor for each buffer of the plan. A parameter's main_grad is a view of it.
     for layout in plan.buffers:
         reduction = reductions[layout.grid_name]
-        if pool is not None and reduction.grid.inner_size > 1:
-            buckets += _released_buckets(layout, by_name, device, reduction, pool)
-        else:
-            buckets += _kept_buckets(layout, by_name, device, reduction)
+        flat = None
+        if pool is None or reduction.grid.inner_size == 1:
+            flat = FlatBuffer(layout, layout.grad_dtype, device)
+        for each in layout.buckets:
+            owned_range = reduction.owned_range(each.numel)
+            if flat is not None:
+                data = flat.bucket_view(each)
+                buckets.append(Bucket(each, data, _records_of(each, data, by_name), owned_range))
+            else:
+                assert pool is not None, "else the buffer is flat"
+                memory = ReleasableBuffer(each.numel, layout.grad_dtype, device)
+                records = _records_of(each, memory.data, by_name)
+                buckets.append(ReleasedBucket(each, memory, records, owned_range, pool))
     bucket_params = []
     for bucket in buckets:
-        for record in bucket.records:
+        for slot, record in zip(bucket.layout.slots, bucket.records, strict=True):
             owned = by_name[record.name]
-            bucket_params.append(BucketParam(owned, record, bucket, owned.param.dtype, device))
+            bucket_params.append(BucketParam(owned, record, bucket, slot, owned.param.dtype, device))
     return tuple(sorted(buckets, key=lambda bucket: bucket.index)), bucket_params
-
-
-def _kept_buckets(
-    layout: BufferLayout, by_name: Mapping[str, OwnedParam], device: torch.device, reduction: GradReduction
-) -> list[Bucket]:
-    buffer = FlatBuffer(layout, layout.grad_dtype, device)
-    found = [(each, buffer.bucket_view(each)) for each in layout.buckets]
-    return [
-        Bucket(each, data, _records_of(each, data, by_name), reduction.owned_range(each.numel)) for each, data in found
-    ]
-
-
-def _released_buckets(
-    layout: BufferLayout,
-    by_name: Mapping[str, OwnedParam],
-    device: torch.device,
-    reduction: GradReduction,
-    pool: GradPool,
-) -> list[Bucket]:
-    buckets: list[Bucket] = []
-    for each in layout.buckets:
-        memory = ReleasableBuffer(each.numel, layout.grad_dtype, device)
-        records = _records_of(each, memory.data, by_name)
-        buckets.append(ReleasedBucket(each, memory, records, reduction.owned_range(each.numel), pool))
-    return buckets
 
 
 def _records_of(layout: BucketLayout, data: Tensor, by_name: Mapping[str, OwnedParam]) -> list[GradRecord]:

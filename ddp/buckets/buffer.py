@@ -11,8 +11,7 @@ can (``refuse_storage_reads``).
 """
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ClassVar
 
@@ -52,11 +51,9 @@ class MappedPool:
         # The pool's destructor would run at exit, find the group gone, and abort. This reference keeps the pool alive.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
 
-    @contextmanager
-    def allocating(self) -> Iterator[None]:
-        """In this block, this thread allocates from the pool."""
-        with torch.cuda.use_mem_pool(self._pool, device=self._device):
-            yield
+    def allocating(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which this thread allocates from the pool."""
+        return torch.cuda.use_mem_pool(self._pool, device=self._device)
 
     def share(self) -> None:
         """Map the memory that was allocated so far. Collective; the host waits."""
@@ -128,13 +125,14 @@ class ReleasableBuffer:
     that stream must wait for all other streams that use the memory.
     """
 
-    __slots__ = ("_nbytes", "_storage", "data", "meter", "pool", "refusal", "resident", "stream")
+    __slots__ = ("_storage", "data", "meter", "nbytes", "pool", "refusal", "resident", "stream")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.data: Tensor = torch.empty(numel, dtype=dtype, device=device)
         """[numel]"""
         self._storage = self.data.untyped_storage()
-        self._nbytes: int = self._storage.nbytes()
+        self.nbytes: int = self._storage.nbytes()
+        """Bytes of the memory while the buffer is resident."""
         self.meter: Meter | None = None
         self.pool: MappedPool | None = None
         """The memory comes from here; None: from torch's caching allocator."""
@@ -144,11 +142,6 @@ class ReleasableBuffer:
         self.refusal = "this memory was freed"
         """Text of the ``RuntimeError`` for reads without memory."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory while the buffer is resident."""
-        return self._nbytes
-
     def take(self) -> None:
         """Give the buffer memory, unless it has some."""
         if self.resident:
@@ -156,22 +149,22 @@ class ReleasableBuffer:
         if self.data.is_cuda:
             self.stream = current_stream(self.data.device)
         if self.pool is None:
-            self._resize(self._nbytes)
+            self._resize(self.nbytes)
         else:
             with self.pool.allocating():
-                self._resize(self._nbytes)
+                self._resize(self.nbytes)
         self.resident = True
         if self.meter is not None:
-            self.meter.add(self._nbytes)
+            self.meter.add(self.nbytes)
 
     def release(self) -> None:
         """Free the memory, if the buffer has some."""
-        if not self.resident or self._nbytes == 0:
+        if not self.resident or self.nbytes == 0:
             return
         self._resize(0)
         self.resident = False
         if self.meter is not None:
-            self.meter.add(-self._nbytes)
+            self.meter.add(-self.nbytes)
 
     def _resize(self, nbytes: int) -> None:
         resize = partial(_resize, self._storage, nbytes, self.refusal)

@@ -58,16 +58,10 @@ def check_nothing_pending(records: Iterable[GradRecord], caller: str, *, gives_u
     waiting = {record.name: record.pending for record in late if record.pending}
     if waiting:
         name, pending = next(iter(waiting.items()))
-        lost = next((each for found in waiting.values() for each in found if each.lost), None)
-        if lost is not None:
-            raise RuntimeError(
-                f"{caller} without a delayed weight gradient of {lost.owner}, whose WgradQueue was let go before it "
-                f"was drained: keep the queue, and drain() it before this; model.zero_grad() gives the "
-                f"iteration up"
-            )
         raise RuntimeError(
             f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
-            f"for {len(pending)} of {pending[0].owner}; run its backward_dw() or drain its WgradQueue first"
+            f"for {len(pending)} of {pending[0].owner}; run its backward_dw() or drain its WgradQueue first. Where the "
+            f"queue was let go, model.zero_grad() gives the iteration up"
         )
 
 

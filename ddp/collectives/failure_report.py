@@ -12,14 +12,11 @@ NCCL    A wait orders streams and raises nothing. torch's watchdog thread sees a
         ProcessGroupNCCL environment variables; Flight Recorder for debugging stuck jobs.)
 """
 
-import os
 import re
-import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from threading import Thread
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -28,13 +25,12 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, and missing in its __all__
 
 from ..torch_internals.distributed import default_store
-from .rank_grid import RankGrid, all_groups, own_rank
+from .rank_grid import RankGrid, own_rank
 
 __all__ = [
     "CollectiveError",
     "FailureReporter",
     "Watch",
-    "announce",
     "ask_others",
     "gather",
     "run_and_gather",
@@ -45,6 +41,8 @@ __all__ = [
 PATIENCE = 3.0
 """Seconds that a failed rank waits for the reports of the other ranks."""
 _POLL = 0.02
+_GRACE = 0.5
+"""Seconds that rank 0, which may serve the store, stays for the others to read the last report."""
 _KEYS = "maingrad/failures"
 _SHOWN = 8  # most ranks in one line of a report
 _CLOSING_TAG = 0x6D617467  # tag of a message that nobody sends
@@ -64,7 +62,7 @@ class CollectiveError(RuntimeError):
 
 
 class FailureReporter:
-    """Reports why one wrapper's collectives fail. Each rank writes one key to the default group's store."""
+    """Reports why one wrapper's collectives fail: ranks tell each other through the default group's store."""
 
     def __init__(self) -> None:
         self.grids: Iterable[RankGrid] = ()
@@ -75,8 +73,6 @@ class FailureReporter:
         if default_store is not None and dist.is_initialized() and re.search("gloo|nccl", _backends(None)):
             self.active = True
             self._store = default_store()
-            with suppress(RuntimeError):  # an unreachable store is reported when it is needed
-                announce(self._store, dist.get_rank())
 
     def watch(self, what: str, bucket: str | None = None) -> "Watch":
         """A ``with`` block around a collective or a wait: its failure is raised as a ``CollectiveError``.
@@ -87,17 +83,17 @@ class FailureReporter:
         return Watch(self, what, bucket)
 
     def report(self, error: RuntimeError, waited_for: str, seconds: float) -> CollectiveError:
-        """The error to raise from ``error``. Asking the other ranks takes up to ``2 * PATIENCE`` seconds.
+        """The error to raise from ``error``. Asking the other ranks takes up to ``PATIENCE`` seconds.
 
         Later failures follow from the first one, so the first report is returned again.
         """
         if self._first is not None:
             return self._first
         rank = dist.get_rank()
-        for group in all_groups(self.grids):
+        for group in {id(group): group for grid in self.grids for group in grid[:3] if group is not None}.values():
             _close_connections(group)
         silent, lines = ask_others(self._store, rank, dist.get_world_size(), waited_for)
-        own = f"rank {rank} waited {seconds:.2f} s for {waited_for}, which failed: {_in_short(error)}"
+        own = f"rank {rank} waited {seconds:.2f} s for {waited_for}, which failed: {_first_line(error)}"
         self._first = CollectiveError("\n  ".join((own, *lines)), rank=rank, silent=silent)
         return self._first
 
@@ -141,83 +137,52 @@ def _backends(group: dist.ProcessGroup | None) -> str:
     return str(dist.get_backend_config(group))
 
 
-def _in_short(error: BaseException) -> str:
-    """The first sentence of an error, without torch's file and line."""
-    text = re.sub(r"^\[[^]]*\] ?", "", str(error).partition("\n")[0])
-    return text.partition(". ")[0] or type(error).__name__
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
-# ---- The other ranks' fates. Every rank writes its host and process id to the store when it wraps its model. A rank
-# ---- that fails adds what it waited for, and then waits ``PATIENCE`` seconds for the others to do the same.
-
-
-def announce(store: Store, rank: int) -> None:
-    """Write this rank's process to the store."""
-    store.set(f"{_KEYS}/process/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
+# ---- The other ranks' fates. A rank that fails writes to the store what it waited for, and then waits ``PATIENCE``
+# ---- seconds for the others to do the same.
 
 
 def ask_others(store: Store, rank: int, world_size: int, waited_for: str) -> tuple[list[int], list[str]]:
     """The other ranks without a report, and lines for an error: which ranks are silent, and what others waited for.
 
-    Reports this rank's own failure. Takes up to ``2 * PATIENCE`` seconds.
+    Reports this rank's own failure. Takes up to ``PATIENCE`` seconds.
     """
-    others = [other for other in range(world_size) if other != rank]
+    keys = {other: f"{_KEYS}/{other}" for other in range(world_size) if other != rank}
     reported: dict[int, str] = {}
-    processes: dict[int, str] = {}
-    trouble: str | None = "it does not answer"
-
-    def silent() -> list[int]:
-        return [other for other in others if other not in reported]
-
-    def read(what: str, ranks: Sequence[int]) -> dict[int, str]:
-        keys = {other: f"{_KEYS}/{what}/{other}" for other in ranks}
-        return {other: bytes(store.get(key)).decode() for other, key in keys.items() if store.check([key])}
-
-    def ask() -> None:
-        nonlocal trouble
-        try:
-            store.set(f"{_KEYS}/waited_for/{rank}", waited_for)
-            deadline = time.monotonic() + PATIENCE
-            while silent() and time.monotonic() < deadline:
-                reported.update(read("waited_for", silent()))
-                time.sleep(_POLL)
-            processes.update(read("process", silent()[:_SHOWN]))
-            # Rank 0 may serve the store, so it stays until the other ranks have read the reports.
-            num_done = store.add(f"{_KEYS}/done", 1)
-            while rank == 0 and num_done <= len(reported) and time.monotonic() < deadline + 0.5:
-                time.sleep(_POLL)
-                num_done = store.add(f"{_KEYS}/done", 0)
-            trouble = None
-        except RuntimeError as error:
-            trouble = str(error).partition("\n")[0]
-
-    # A thread, because a call to the store may hang.
-    thread = Thread(target=ask, name="maingrad-failure-report", daemon=True)
-    thread.start()
-    thread.join(2 * PATIENCE)
-    lines = []
-    if trouble is not None:
+    lines: list[str] = []
+    try:
+        store.set(f"{_KEYS}/{rank}", waited_for)
+        deadline = time.monotonic() + PATIENCE
+        while len(reported) < len(keys) and time.monotonic() < deadline:
+            for other, key in keys.items():
+                if other not in reported and store.check([key]):
+                    reported[other] = bytes(store.get(key)).decode()
+            time.sleep(_POLL)
+        if rank == 0:
+            time.sleep(_GRACE)
+    except RuntimeError as error:
         lines.append(
-            f"the store, through which ranks tell each other, is out of reach ({trouble}): look whether the process "
-            f"that serves it has ended (rank 0, where no launcher does)"
+            f"the store, through which ranks tell each other, is out of reach ({_first_line(error)}): look whether the "
+            f"process that serves it has ended (rank 0, where no launcher does)"
         )
-    elif silent():
-        named = _listed({other: f"({processes.get(other, 'has wrapped no model')})" for other in silent()})
+    silent = [other for other in keys if other not in reported]
+    if silent and not lines:
+        named = _listed([f"rank {other}" for other in silent])
         lines.append(
             f"silent for {PATIENCE:g} s: {named}: look whether it has ended, waits elsewhere, or takes another number "
             f"of steps"
         )
-    same = {other: "" for other, what in reported.items() if what == waited_for}
-    elsewhere = {other: f"in {what}" for other, what in reported.items() if other not in same}
-    lines += [f"failed in the same: {_listed(same)}"] if same else []
-    lines += [f"failed elsewhere: {_listed(elsewhere)}"] if elsewhere else []
-    return silent(), lines
+    failed = (f"rank {other}" + ("" if what == waited_for else f" in {what}") for other, what in reported.items())
+    if reported:
+        lines.append(f"failed too: {_listed(sorted(failed))}")
+    return silent, lines
 
 
-def _listed(ranks: Mapping[int, str]) -> str:
-    shown = [f"rank {rank} {ranks[rank]}".rstrip() for rank in sorted(ranks)[:_SHOWN]]
-    more = len(ranks) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+def _listed(named: Sequence[str]) -> str:
+    return ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
 
 
 # ---- Agreement. A check may fail on some ranks only: a damaged file, a parameter that differs. Without agreement the

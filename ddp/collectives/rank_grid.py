@@ -23,7 +23,6 @@ __all__ = [
     "RankGrid",
     "Ranks",
     "WorldOfOne",
-    "all_groups",
     "backends_of",
     "check_member",
     "device_types_of",
@@ -265,17 +264,13 @@ def make_grid(
     ranks: Ranks,
     *,
     num_instances: int = 1,
-    separate_gather: bool = False,
-    copy_engines: bool = False,
     option: str = "process_group",
 ) -> RankGrid:
     """The grid of ``ranks``.
 
-    ranks            a process group; None for the default group; a DeviceMesh (inner) or (outer, inner); WORLD_OF_ONE
-    num_instances    instances of consecutive ranks into which a process group is cut; a 2-D mesh has them already
-    separate_gather  make a separate communicator for all-gathers
-    copy_engines     that communicator uses the GPU's copy engines where it can
-    option           name of the argument by which the user gave ``ranks``, for errors
+    ranks          a process group; None for the default group; a DeviceMesh (inner) or (outer, inner); WORLD_OF_ONE
+    num_instances  instances of consecutive ranks into which a process group is cut; a 2-D mesh has them already
+    option         name of the argument by which the user gave ``ranks``, for errors
 
     Collective over the group: every member calls it, with the same arguments. Raises ``ValueError`` for a mesh of three
     or more dims, where this rank is not in ``ranks``, where ``num_instances`` does not divide the ranks, and for None
@@ -286,8 +281,7 @@ def make_grid(
         inner, outer = _groups_of_mesh(ranks, num_instances, option)
     else:
         inner, outer = _cut(group_or_default(ranks, option), num_instances, option)
-    grid = RankGrid(inner, outer, inner, assumed=ranks is None and inner is None)
-    return with_separate_gather(grid, copy_engines=copy_engines) if separate_gather else grid
+    return RankGrid(inner, outer, inner, assumed=ranks is None and inner is None)
 
 
 def with_separate_gather(grid: RankGrid, *, copy_engines: bool = False) -> RankGrid:
@@ -312,8 +306,10 @@ def make_grids(
 ) -> dict[str, RankGrid]:
     """The grid of each kind of parameters, ``dense`` and ``expert``.
 
-    expert_ranks  the ranks that hold the same experts; None: the same as ``ranks``
-    has_experts   the model has parameters or buffers of experts
+    expert_ranks     the ranks that hold the same experts; None: the same as ``ranks``
+    has_experts      the model has parameters or buffers of experts
+    separate_gather  make separate communicators for all-gathers
+    copy_engines     these use the GPU's copy engines where they can
 
     Raises ``ValueError`` for ``expert_ranks`` without experts, and for expert ranks that are not among ``ranks``, over
     which norms are summed.
@@ -323,11 +319,15 @@ def make_grids(
             "expert_process_group has no effect: no parameter or buffer has the attribute allreduce = False, which "
             "marks experts"
         )
-    how = {"num_instances": num_instances, "separate_gather": separate_gather, "copy_engines": copy_engines}
-    dense = make_grid(ranks, **how)  # type: ignore[arg-type]
+
+    def grid_of(given: Ranks, option: str) -> RankGrid:
+        grid = make_grid(given, num_instances=num_instances, option=option)
+        return with_separate_gather(grid, copy_engines=copy_engines) if separate_gather else grid
+
+    dense = grid_of(ranks, "process_group")
     if expert_ranks is None or (dense.size == 1 and expert_ranks is WORLD_OF_ONE):
         return {"dense": dense, "expert": dense}
-    expert = make_grid(expert_ranks, **how, option="expert_process_group")  # type: ignore[arg-type]
+    expert = grid_of(expert_ranks, "expert_process_group")
     outside = sorted(set(_ranks_of(expert_ranks)) - set(_ranks_of(ranks)))
     if outside:
         raise ValueError(
@@ -335,14 +335,6 @@ def make_grids(
             f"that hold the same experts must be among those that hold the same dense parameters"
         )
     return {"dense": dense, "expert": expert}
-
-
-def all_groups(grids: Iterable[RankGrid]) -> list[dist.ProcessGroup]:
-    """Every group of more than one rank, each once."""
-    groups = {
-        id(group): group for grid in grids for group in (grid.inner, grid.outer, grid.gather) if group is not None
-    }
-    return [group for group in groups.values() if group.size() > 1]
 
 
 def check_member(ranks: Any, option: str) -> None:

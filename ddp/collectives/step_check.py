@@ -218,7 +218,6 @@ class StepCheck:
         counts = [self._used, self._forwards - self._used, self._updates, self._reductions + again]
         if not self._number:  # what a rank did before, a look at shapes or a warm-up, is its own affair
             counts = [0, 0, 0, counts[-1]]
-            self._leave_out_single_names()
         self._number += 1
         entries = self._take()
         values = array("q", [value for found in entries for value in _row(found, counts)])
@@ -250,11 +249,6 @@ class StepCheck:
 
     def _new_log(self, group: dist.ProcessGroup) -> GroupLog:
         return GroupLog(group, self._over.get(id(group), group))
-
-    def _leave_out_single_names(self) -> None:
-        """Where a group gathers one unit alone, no two units can be mixed. Counts need the model's own ranks."""
-        num_experts = len(self._logs) - len(list(self._grid.axes))
-        self._logs = [log for at, log in enumerate(self._logs) if at >= num_experts or len(log.names) > 1]
 
     def _take(self) -> list[list[_Entries]]:
         """The entries of all groups; counts begin anew."""

@@ -125,22 +125,19 @@ class DelayedTarget(WgradTarget):
         return [place and hand_over(place.weight, record_of(place.weight), fused=self.fused) for place in places]
 
     def _compute(self, mine: Sequence[bool], entry: "DelayedWgrad", *operands: Any) -> None:
-        """Compute the delayed gradients ``entry``, and then raise ``RuntimeError`` for a weight that was freed."""
-        kept = [own and reference() is not None for reference, own in zip(self._references, mine, strict=True)]
-        weights = [self.alive(number) for number, own in enumerate(kept) if own]
-        if weights and self.fused:
-            written = iter(weights)
-            places = [self.place_for_write(number, next(written)) if own else None for number, own in enumerate(kept)]
+        """Compute the delayed gradients ``entry``. Raises ``RuntimeError`` for a weight that was freed."""
+        weights = [self.alive(number) for number, own in enumerate(mine) if own]
+        if self.fused:
+            places = [
+                self.place_for_write(number, self.alive(number)) if own else None for number, own in enumerate(mine)
+            ]
             self.accumulate(places, operands, entry.backward)
-        elif weights:
-            found = self.wgrad.gradients(kept, weights[0].dtype, *operands)
+        else:
+            found = self.wgrad.gradients(mine, weights[0].dtype, *operands)
             for weight, gradient in zip(weights, (each for each in found if each is not None), strict=True):
                 add_to_grad(weight, gradient, record_of(weight))
         for weight in weights:
             absorb_late_sum(weight, record_of(weight), entry)
-        for number, own in enumerate(mine):
-            if own:
-                self.alive(number)
 
     def _alive(self, mine: Sequence[bool]) -> list[Tensor]:
         """The weights of a delayed gradient; none where one was freed, so that the queue drops the entry."""
@@ -331,13 +328,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             continue
         if entry.pending.lost:
             _lost.remove(entry)
-            raise RuntimeError(
-                f"{step} without a delayed weight gradient of {entry.pending.owner}, whose WgradQueue was let go "
-                f"before it was drained: keep the queue, and drain() it before the step; zero_grad() begins this "
-                f"iteration anew"
-            )
         raise RuntimeError(
             f"{step} while a delayed weight gradient of {entry.pending.owner} is pending: it would be missing here, "
             f"and be added to the next iteration's .grad; call backward_dw() or drain its WgradQueue before the step, "
-            f"or clear() the queue to give it up"
+            f"or clear() the queue to give it up; a queue that is let go before has lost it"
         )

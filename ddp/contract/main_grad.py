@@ -95,12 +95,11 @@ def attach(param: Tensor, record: GradRecord) -> None:
         param.zero_out_wgrad = True  # type: ignore[attr-defined]
 
 
-def attach_lazily(param: Tensor, record: GradRecord, main_grad: Tensor | None = None) -> None:
+def attach_lazily(param: Tensor, record: GradRecord) -> None:
     """``attach`` for an accumulator that has memory only from its first write to its reduction (``record.make_room``).
 
-    Foreign modules add to ``param.get_main_grad()``: it holds zeros, or the sum of this iteration so far.
-
-    main_grad  what programs find in ``param.main_grad``, where no write looks; None: no such attribute
+    Foreign modules add to ``param.get_main_grad()``: it holds zeros, or the sum of this iteration so far. There is no
+    attribute ``main_grad``: a view whose memory comes and goes.
     """
 
     def get_main_grad() -> Tensor:
@@ -110,8 +109,6 @@ def attach_lazily(param: Tensor, record: GradRecord, main_grad: Tensor | None = 
 
     attach(param, record)
     del param.main_grad  # type: ignore[attr-defined]  # every write goes through get_main_grad or the record
-    if main_grad is not None:
-        param.main_grad = main_grad  # type: ignore[attr-defined]
     param.__fsdp_param__ = True  # type: ignore[attr-defined]
     param.get_main_grad = get_main_grad  # type: ignore[attr-defined]
 
@@ -452,18 +449,14 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
     if grad is None:
         return
     try:
-        _check_without_graph(record, grad)
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, "
+                f"which main_grad cannot hold; use torch.autograd.grad(..., create_graph=True) instead"
+            )
         add_to_main_grad(record, grad)
     finally:
         param.grad = None  # after the write: where every ``.grad`` is None, a write begins a new iteration
-
-
-def _check_without_graph(record: GradRecord, grad: Tensor) -> None:
-    if grad.requires_grad:
-        raise RuntimeError(
-            f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, "
-            f"which main_grad cannot hold; use torch.autograd.grad(..., create_graph=True) instead"
-        )
 
 
 def add_to_main_grad(record: GradRecord, grad: Tensor) -> None:

@@ -15,10 +15,10 @@ __all__ = ["GradRecord", "PendingWgrad", "WrittenInForward", "check_accumulator"
 class PendingWgrad:
     """One delayed weight gradient that is not computed yet."""
 
-    def __init__(self, owner: str, microbatch: int = -1, *, part_in_grad: bool = False) -> None:
+    def __init__(self, owner: str, *, part_in_grad: bool = False) -> None:
         self.owner = owner
         """The module that delays, for errors."""
-        self.microbatch = microbatch
+        self.microbatch = -1
         """Number of the microbatch, set by our queue; -1 for a foreign module's queue."""
         self.part_in_grad = part_in_grad
         """A foreign module's backward left a tensor in ``.grad``, which its ``backward_dw`` will read."""

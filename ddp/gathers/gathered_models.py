@@ -26,20 +26,15 @@ class GatheredModel(Protocol):
         return
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.models: weakref.WeakSet[GatheredModel] = weakref.WeakSet()
-
-
-_thread = _Thread()
-"""Each simulated rank is a thread."""
+_thread = threading.local()
+"""``models``: each simulated rank is a thread."""
 
 
 def record_gathered_model(model: GatheredModel) -> None:
     """This thread uses ``model``, which is referred to weakly."""
-    _thread.models.add(model)
+    vars(_thread).setdefault("models", weakref.WeakSet()).add(model)
 
 
 def gathered_models() -> list[GatheredModel]:
     """The models that this thread has used, and that are alive."""
-    return list(_thread.models)
+    return list(vars(_thread).get("models", ()))

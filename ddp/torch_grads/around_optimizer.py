@@ -38,11 +38,6 @@ class AroundOptimizer(torch.optim.Optimizer):
         self._sealed = True
 
     @property
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The class of groups that have no class of their own."""
-        return type(self._inners[0])
-
-    @property
     def classes_of_groups(self) -> list[type[torch.optim.Optimizer]]:
         """The class of each group."""
         inners = {index: each for each, indices in zip(self._inners, self._places, strict=True) for index in indices}

@@ -31,10 +31,12 @@ def shard_of(tensor: Any) -> ShardInfo | None:
     return None if isinstance(tensor, nn.Parameter) else getattr(tensor, "shard", None)
 
 
-# ---- Norms. A function returns NotImplemented where other elements than all are asked for. ----
+# ---- Norms. A function returns NotImplemented where other elements than all, or an order of 0 or less, are asked for.
 
 
-def _foreach_norm(func: Any, self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _foreach_norm(func: Any, self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    if not ord > 0:
+        return NotImplemented
     by_grid: dict[Any, list[int]] = {}
     with DisableTorchFunctionSubclass():
         for index, tensor in enumerate(self):
@@ -61,16 +63,16 @@ def _norms(grads: Sequence[Any], ord: float, dtype: torch.dtype | None) -> list[
         return norms(grads, [grad.shard for grad in grads], ord, dtype)
 
 
-def _norm(func: Any, *args: Any, **kwargs: Any) -> Any:
-    given = dict(zip(("input", "ord", "dim", "keepdim"), args))  # noqa: B905
-    given |= {{"self": "input", "p": "ord"}.get(name, name): value for name, value in kwargs.items()}
-    grad, ord = given["input"], given.get("ord")
-    of_matrix = func is torch.linalg.norm and ord not in (None, "fro") and len(grad.shard.shape) > 1
+def _norm(
+    func: Any, input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *more: Any, **options: Any
+) -> Any:
+    shape, ord = input.shard.shape, options.pop("p", ord)
+    of_matrix = func is torch.linalg.norm and ord not in (None, "fro") and len(shape) > 1
     ord = 2 if ord in (None, "fro") else ord
-    if len(args) > 4 or of_matrix or isinstance(ord, str) or (given.get("dim"), given.get("out")) != (None, None):
+    if more or of_matrix or isinstance(ord, str) or not ord > 0 or (dim, options.get("out")) != (None, None):
         return NotImplemented
-    norm = _norms([grad], ord, given.get("dtype"))[0]
-    return norm.view([1] * len(grad.shard.shape)) if given.get("keepdim") else norm
+    norm = _norms([input], ord, options.get("dtype"))[0]
+    return norm.view([1] * len(shape)) if keepdim else norm
 
 
 def _check_and_unscale(func: Any, self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -103,15 +105,24 @@ def on_elements(func: Any, args: Any, kwargs: Any) -> Any:
     alone = not any(isinstance(each, Tensor) for each in values[1:])
     if not _keeps_elements(func) or (alone and name in ("max", "min")) or (name == "where" and len(values) == 1):
         _refuse(_first(values), name_of(func))
-    out = kwargs.get("out")
-    lists = [index for index, each in enumerate(values) if isinstance(each, list | tuple)]
-    if not name.startswith("_foreach_"):
-        made = _run(func, _local(func, values, out), kwargs)
-        return made if writes(func) or out is not None else tree_map(lambda leaf: _marked(leaf, values), made)
-    rows = list(zip(*(values[index] for index in lists), strict=True))
-    columns = zip(*(_local(func, row, out) for row in rows), strict=True)
-    made = _run(func, [next(columns) if index in lists else each for index, each in enumerate(values)], kwargs)
-    return made if writes(func) else [_marked(each, row) for each, row in zip(made, rows, strict=True)]
+    written = values[0] if writes(func) else kwargs.get("out")
+    if name.startswith("_foreach_"):
+        rows = list(zip(*(each for each in values if isinstance(each, list | tuple)), strict=True))
+        likes = [_first(row) for row in rows]
+
+        def local(given: Any) -> Any:
+            if not isinstance(given, list | tuple):
+                return given
+            beside = zip(given, likes, rows, strict=True)
+            return [_part(func, each, like, written and row[0]) for each, like, row in beside]
+
+        made = disabled_torch_function(func, (), tuple(map(local, args)), {key: local(kwargs[key]) for key in kwargs})
+        return made if written else [each if like is None else like.marked(each) for each, like in zip(made, likes)]  # noqa: B905
+    like = _first(values)
+    if name not in ("to", "type_as"):  # which take no elements of the other tensor
+        args, kwargs = tree_map(lambda leaf: _part(func, leaf, like, written), (args, kwargs))
+    made = disabled_torch_function(func, (), args, kwargs)
+    return made if written is not None else tree_map(like.marked, made)
 
 
 def _masks_all(grad: Any, index: Any) -> bool:
@@ -120,28 +131,12 @@ def _masks_all(grad: Any, index: Any) -> bool:
     return getattr(index, "dtype", None) is torch.bool and index.shape in (like.shape, like.shard.shape)
 
 
-def _run(func: Any, values: Sequence[Any], kwargs: Any) -> Any:
-    """``func`` of ``values``, of which the last are those of ``kwargs``."""
-    count = len(values) - len(kwargs)
-    named = dict(zip(kwargs, values[count:], strict=True))
-    return disabled_torch_function(func, (), tuple(values[:count]), named)
-
-
-def _local(func: Any, values: Sequence[Any], out: Tensor | None) -> Sequence[Any]:
-    """This rank's elements of each operand."""
-    like = _first(values)
-    if like is None or len(values) == 1 or func.__name__ in ("to", "type_as"):
-        return values
-    written = values[0] if writes(func) else out
-    return [_part(func, each, like, is_written=each is written) for each in values]
-
-
-def _part(func: Any, operand: Any, like: Any, *, is_written: bool) -> Any:
-    """This rank's elements of an operand beside the shard ``like``.
+def _part(func: Any, operand: Any, like: Any, written: Any) -> Any:
+    """This rank's elements of an operand beside the shard ``like``; ``func`` changes ``written``.
 
     A plain tensor of the shard's shape is these elements. One that broadcasts to the parameter's shape is cut.
     """
-    if not isinstance(operand, Tensor):
+    if not isinstance(operand, Tensor) or like is None:
         return operand
     shard = like.shard
     if shard_of(operand) is not None:
@@ -152,7 +147,7 @@ def _part(func: Any, operand: Any, like: Any, *, is_written: bool) -> Any:
     fits = operand.ndim <= len(shard.shape) and all(size in (1, whole) for size, whole in sizes)
     if operand.shape == like.shape and not (fits and shard.flat):
         return operand
-    if is_written or not fits:
+    if operand is written or not fits:
         _refuse(like, f"{name_of(func)} with a tensor of {tuple(operand.shape)}")
     return operand if operand.ndim == 0 else shard.cut(operand.expand(shard.shape)).view(like.shape)
 
@@ -160,12 +155,6 @@ def _part(func: Any, operand: Any, like: Any, *, is_written: bool) -> Any:
 def _first(given: Any) -> Any:
     """The first shard; None without one."""
     return next((leaf for leaf in tree_leaves(given) if shard_of(leaf) is not None), None)
-
-
-def _marked(found: Any, given: Any) -> Any:
-    """``found`` as a shard of the same elements as the shard in ``given``."""
-    like = _first(given)
-    return found if like is None else like.marked(found)
 
 
 # ---- Which case applies. ----

@@ -5,7 +5,6 @@ finishes the reduction, and makes ``.grad`` plain tensors.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,34 +49,24 @@ def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
     record.exposed = False
 
 
-_guarding: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Wrappers that are alive. Global, as torch's hook is."""
-
-
-def guard_stock_optimizers(wrapper: object) -> None:
-    """Before steps over the parameters of ``wrapper``, expose their gradients, while the wrapper lives.
+@functools.cache
+def guard_stock_optimizers() -> None:
+    """Before steps over parameters of wrappers, expose their gradients.
 
     One hook serves all wrappers and is never removed: a wrapper may be freed while torch iterates over the hooks.
     """
-    _register_once()
-    _guarding.add(wrapper)
-
-
-@functools.cache
-def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if not _guarding:
-        return None
     ours = _records_of(optimizer)
-    if ours and "zero_grad" not in vars(optimizer):
+    if not ours:
+        return None
+    if "zero_grad" not in vars(optimizer):
         _have_main_grad_cleared(optimizer)
-    if ours:
-        prepare_skippable_step(optimizer)
+    prepare_skippable_step(optimizer)
     begin = functools.partial(_begin, optimizer, ours)
-    with_closure = after_closure(args, kwargs, begin) if ours else None
+    with_closure = after_closure(args, kwargs, begin)
     if with_closure is None:
         begin()
     return with_closure

@@ -100,12 +100,11 @@ def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtyp
     """The norm of each whole gradient: 0-dim tensors of ``dtype``, or of the gradient's own dtype. One collective.
 
     Ranks have different numbers of gradients without a whole: the first norm is that of all of them together, and a
-    norm of norms is not changed by the others, which are zeros, or for inf and -inf the same.
+    norm of norms is not changed by the others, which are zeros, or for inf the same.
 
     grads   local shards of gradients, all on one device, perhaps empty
     shards  for each gradient, which shard it is; ``everyone`` is the same for all
-    ord     order p of the norm: (sum |g|^p)^(1/p), the maximum for inf, the minimum for -inf, the number of elements
-            that are not 0 for 0
+    ord     order p of the norm, above 0: (sum |g|^p)^(1/p), the maximum for inf
 
     Powers are summed over the ranks in fp64.
     """
@@ -113,13 +112,12 @@ def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtyp
     everyone = everyone_of(next((shard for shard in shards if shard.is_slice), shards[0]))
     local, has_whole = _local_norms(grads, ord), shards[0].has_whole
     if math.isinf(ord):
-        local = local if has_whole else (local.amax() if ord > 0 else local.amin())[None]
-        found = _extremum_over_ranks(local, everyone, largest=ord > 0).expand(len(grads))
+        local = local if has_whole else local.amax()[None]
+        found = _maximum_over_ranks(local, everyone).expand(len(grads))
     else:
-        powers = _divided(local if ord == 0 else local.pow(ord), [shard.num_replicas for shard in shards])
+        powers = _divided(local.pow(ord), [shard.num_replicas for shard in shards])
         powers = powers if has_whole else powers.sum()[None]
-        found = reduced(powers, everyone, RankGrid.sum)
-        found = found if ord == 0 else found.pow(1 / ord)
+        found = reduced(powers, everyone, RankGrid.sum).pow(1 / ord)
         found = torch.cat([found, found.new_zeros(len(grads) - len(found))])
     dtypes = [dtype or grad.dtype.to_real() for grad in grads]
     if len(set(dtypes)) == 1:
@@ -174,13 +172,12 @@ def everyone_of(info: ShardInfo) -> RankGrid:
 
 
 def _local_norms(grads: Sequence[Tensor], ord: float) -> Tensor:
-    """[len(grads)] fp64: norms of this rank's elements. An empty shard gets the neutral element of the reduction."""
+    """[len(grads)] fp64: norms of this rank's elements, 0 of an empty shard."""
     filled = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
     found = iter(torch._foreach_norm(filled, ord, dtype=torch.float64) if filled else ())
     if len(filled) == len(grads):
         return torch.stack(tuple(found))
-    # With ord < 0 the power of an infinite norm is 0, and the minimum ignores infinity.
-    nothing = torch.full((), 0.0 if ord >= 0 else math.inf, dtype=torch.float64, device=grads[0].device)
+    nothing = torch.zeros((), dtype=torch.float64, device=grads[0].device)
     return torch.stack([next(found) if grad.numel() else nothing for grad in grads])
 
 
@@ -191,13 +188,12 @@ def _divided(powers: Tensor, num_replicas: Sequence[int]) -> Tensor:
     return torch.stack(torch._foreach_div(powers.unbind(), [float(count) for count in num_replicas]))
 
 
-def _extremum_over_ranks(values: Tensor, grid: RankGrid, *, largest: bool) -> Tensor:
-    """Elementwise maximum or minimum over the ranks; NaN if any rank has NaN.
+def _maximum_over_ranks(values: Tensor, grid: RankGrid) -> Tensor:
+    """Elementwise maximum over the ranks; NaN if any rank has NaN.
 
     Backends do not promise how their maximum treats NaN. So a flag for NaN is reduced beside the values.
     """
-    sign = 1.0 if largest else -1.0
     isnan = values.isnan()
-    both = torch.stack([(values * sign).masked_fill(isnan, 0.0), isnan.to(values.dtype)])
+    both = torch.stack([values.masked_fill(isnan, 0.0), isnan.to(values.dtype)])
     found, nans = reduced(both, grid, max_over).unbind()
-    return (found * sign).masked_fill(nans > 0, math.nan)
+    return found.masked_fill(nans > 0, math.nan)

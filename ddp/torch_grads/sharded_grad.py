@@ -230,17 +230,14 @@ class PlaceholderGrad(ShardedGrad):
         return ShardedGrad.__torch_function__(func, types, args, kwargs)
 
 
-def make_placeholder_grads(params: Sequence[Any]) -> list[PlaceholderGrad]:
+def make_placeholder_grads(params: Sequence[Any]) -> list[ShardedGrad]:
     """A placeholder for each of the sharded parameters ``params``, which have one dtype and device.
 
     All placeholders share one element.
     """
     zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
-    zeros: list[Any] = []
-    for param in params:
-        local = zero.expand(local_shape(param.shard))
-        zeros.append(_as_shard(local, param.shard, PlaceholderGrad))
-    return zeros
+    shards: list[ShardInfo] = [param.shard for param in params]
+    return [_as_shard(zero.expand(local_shape(each)), each, PlaceholderGrad) for each in shards]
 
 
 def changed_too_early(info: ShardInfo) -> str:

@@ -12,7 +12,7 @@ To set ``.grad`` to None discards the gradient, and another tensor in its place 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from ..torch_internals import DisableTorchFunctionSubclass, let_foreach_take, re
 from .sharded_grad import ShardedGrad
 
 __all__ = ["ShownGrad", "without_memory"]
-
-S = TypeVar("S", bound="ShownGrad")
 
 
 class ShownGrad(Tensor):
@@ -127,16 +125,10 @@ def _shown(part: ShardedGrad) -> ShownGrad:
 
 
 def without_memory(
-    like: Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    name: str,
-    finish: Any,
-    reduced: Tensor | None,
-    *,
-    cls: type[S] = ShownGrad,  # type: ignore[assignment]
-) -> S:
+    like: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str, finish: Any, reduced: Tensor | None
+) -> ShownGrad:
     strides = like.stride() if like.shape == shape else None
-    grad: S = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=like.device)
+    make: Any = torch.Tensor._make_wrapper_subclass
+    grad: ShownGrad = make(ShownGrad, shape, strides=strides, dtype=dtype, device=like.device)
     grad.of, grad.finish_reduction, grad.reduced, grad.added = name, finish, reduced, None
     return grad

@@ -60,7 +60,7 @@ def attach_params(
         allow_training(owners)
         references = tuple(weakref.ref(module) for module in owners)
         attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))
-    guard_stock_optimizers(wrapper)
+    guard_stock_optimizers()
     record_model(wrapper.module)
     dropped = any(grid.size > 1 for grid in grids.values())
     end = weakref.finalize(wrapper, _take_back, attached, hooks, weakref.ref(wrapper.module), dropped=dropped)
@@ -181,7 +181,8 @@ class AroundModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute in the module if only the module has it, else here."""
-        if self.__dict__.get("_made") and not self._has(name) and hasattr(self.module, name):
+        own = self.__dict__
+        if "_made" in own and name not in own and name not in dir(self) and hasattr(self.module, name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -190,13 +191,6 @@ class AroundModule(nn.Module):
         """A plain, unwrapped copy of the model: what the wrapper adds stays with the original."""
         return copy.deepcopy(self.module, memo)
 
-    def _has(self, name: str) -> bool:
-        own = self.__dict__
-        return name in own or hasattr(type(self), name) or any(name in own[f"_{each}"] for each in _REGISTERED)
-
     def _end_making(self) -> None:
         """From here on attributes may be set in the module; before, all are set here."""
         self.__dict__["_made"] = True
-
-
-_REGISTERED = ("parameters", "buffers", "modules")

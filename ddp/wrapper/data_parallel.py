@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..buckets.bucket import BucketParam
 from ..buckets.bucket_params import allocate_buckets
 from ..buckets.checks import ModelWatch, is_frozen
-from ..buckets.copy_engines import with_chosen_gathers
 from ..buckets.nan_check import NanCheck
 from ..buckets.reducer import BucketLauncher, Readiness
 from ..buckets.released import GradPool
@@ -26,7 +25,6 @@ from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..plan.cut import Range
-from ..plan.layout import ParamSlot
 from ..plan.owned_params import find_owned_params, find_tensors, is_slice
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
@@ -40,7 +38,6 @@ from .setup_checks import (
     check_same_config,
     check_same_model,
     check_undeclared_parts,
-    named,
     plan_on_each_rank,
 )
 
@@ -124,8 +121,8 @@ class DistributedDataParallel(BucketIteration):
                 expert_process_group,
                 has_experts=any(each.grid_name == "expert" for each in tensors),
                 num_instances=config.num_distributed_optimizer_instances,
-                separate_gather=config.overlap_param_gather and config.copy_engine_param_gather != "auto",
-                copy_engines=config.copy_engine_param_gather is True,
+                separate_gather=config.overlap_param_gather,
+                copy_engines=config.copy_engine_param_gather,
             )
         """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
         failures.grids = self.grids.values()
@@ -136,10 +133,10 @@ class DistributedDataParallel(BucketIteration):
             module, trainable, overwritten, config, self.grids, backward_order, failures
         )
         check_same_model(self.plan, overwritten, self.grids, failures)
-        unsaid = [each for each in overwritten if process_group is None]
-        experts = [each for each in overwritten if expert_process_group is None and each.grid_name == "expert"]
-        check_undeclared_parts(named(unsaid), named(experts), self.grids["dense"], failures)
-        self._choose_gathers()
+        named = [(each.name, each.tensor) for each in overwritten]
+        experts = [pair for pair, each in zip(named, overwritten, strict=True) if each.grid_name == "expert"]
+        unsaid = (named if process_group is None else [], experts if expert_process_group is None else [])
+        check_undeclared_parts(*unsaid, self.grids["dense"], failures)
 
         # Storage, and the collectives over it.
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
@@ -180,14 +177,6 @@ class DistributedDataParallel(BucketIteration):
         if init_sync:
             broadcast_tensors(tensors, self.grids, failures)
 
-    def _choose_gathers(self) -> None:
-        """Say whether gathers run on copy engines. By "auto" the plan's sizes decide, and groups are made only now."""
-        config = self.ddp_config
-        self.copy_engines = config.copy_engine_param_gather is True
-        if config.overlap_param_gather and config.copy_engine_param_gather == "auto":
-            self.grids, self.copy_engines = with_chosen_gathers(self.plan, self.grids, self.device, self.failures)
-            self.failures.grids = self.grids.values()
-
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
         broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
@@ -209,28 +198,19 @@ class DistributedDataParallel(BucketIteration):
         # Norms of experts that only some ranks hold would differ between ranks, and so would a search for Inf.
         sizes = {self.grids[bucket.layout.grid_name].size for bucket in self.buckets}
         own = bool(self.slices) or min(sizes, default=0) < self.grids["dense"].size
-        slots: dict[str, ParamSlot] = {}
-        if own or self.ddp_config.use_distributed_optimizer:
-            slots = {slot.spec.name: slot for bucket in self.buckets for slot in bucket.layout.slots}
+        in_parts = own or self.ddp_config.use_distributed_optimizer
         return [
-            ShownParam(
-                entry.owned.param,
-                entry.record,
-                entry.dtype,
-                self._part(entry, slots.get(entry.owned.name)),
-            )
+            ShownParam(entry.owned.param, entry.record, entry.dtype, self._part(entry) if in_parts else None)
             for entry in self.bucket_params
         ]
 
-    def _part(self, entry: BucketParam, slot: ParamSlot | None) -> tuple[Tensor, ShardInfo] | None:
-        if slot is None:
-            return None
-        layout = entry.bucket.layout
-        owned, whole = Range(*self.owned_range(layout)), slot.range.counted_from(layout.start)
+    def _part(self, entry: BucketParam) -> tuple[Tensor, ShardInfo]:
+        layout, spec = entry.bucket.layout, entry.slot.spec
+        owned, whole = Range(*self.owned_range(layout)), entry.slot.range.counted_from(layout.start)
         held = whole.intersect(owned)
         info = ShardInfo(
-            slot.spec.name, slot.spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
-            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], slot.spec.name in self.slices,
+            spec.name, spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
+            self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], spec.name in self.slices,
             flat=True,
         )  # fmt: skip
         return entry.bucket.reduced[slice(*held.counted_from(owned.start))], info

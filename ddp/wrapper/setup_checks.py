@@ -36,7 +36,6 @@ __all__ = [
     "check_same_model",
     "check_undeclared_parts",
     "compare_between_ranks",
-    "named",
     "plan_on_each_rank",
 ]
 
@@ -112,11 +111,6 @@ def _check_setup(
             )
         check_plain(name, param, "DistributedDataParallel")
     backends = backends_of((group for grid in grids for group in grid.axes), device)
-    if config.average_in_collective and not all("nccl" in backend for backend in backends):
-        raise ValueError(
-            f"average_in_collective needs NCCL, and the group's backend is {', '.join(sorted(backends))}; "
-            f"leave it None, and each rank divides its gradients before the collective"
-        )
     check_copy_engines(config.copy_engine_param_gather, backends, device, "copy_engine_param_gather")
     if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
@@ -187,11 +181,6 @@ def compare_between_ranks(
                         f"the {title} differs between ranks (this is rank {own_rank()}): rank {first} has {here} "
                         f"where rank {other} has {there}"
                     )
-
-
-def named(tensors: Iterable[ModelTensor]) -> list[tuple[str, Tensor]]:
-    """The tensors, each with its name."""
-    return [(each.name, each.tensor) for each in tensors]
 
 
 _WHOSE_EXPERTS = (

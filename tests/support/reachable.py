@@ -36,8 +36,8 @@ def reachable_tensors(*roots: Any) -> list[Tensor]:
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """A shape alone: a ``.grad`` that was not read yet, or ``main_grad`` of ``release_grads``."""
-    return type(tensor).__name__ in ("ShownGrad", "MainGradView")
+    """A shape alone: a ``.grad`` that was not read yet."""
+    return type(tensor).__name__ == "ShownGrad"
 
 
 def nbytes_of(tensors: list[Tensor]) -> int:

@@ -301,7 +301,7 @@ def test_a_rank_that_is_killed_in_a_save_is_named(
                 or f"checkpoint '{tmp_path}/c'" in report["what"]
                 or (report["what"] == "the comparison of experts between ranks")
             )
-            assert_silent(report, victim, all_ended)
+            assert_silent(report, victim)
     assert weights_alone(tmp_path / "c", kind) == there
 
 
@@ -318,7 +318,7 @@ def test_whatever_the_moment_it_is_named(kind: str, ranks: int, victim: int, tmp
         assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output
         for rank, ended in enumerate(all_ended):
             if rank != victim:
-                assert_silent(the_report(rank, ended), victim, all_ended)
+                assert_silent(the_report(rank, ended), victim)
         # The first rank completes the checkpoint when all ranks have said that they have written.
         said = [number for number, event in enumerate(events, 1) if "all_gather_object" in event]
         moved = said[4] if victim else events.index("os.rename c.incomplete") + 1
@@ -341,7 +341,7 @@ def test_a_rank_that_is_killed_in_a_load_is_named(kind: str, victim: int, at: tu
     assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output
     report = the_report(1 - victim, all_ended[1 - victim])
     assert re.search(r"load_checkpoint|the (opening|reading) of checkpoint '", report["what"]), report["what"]
-    assert_silent(report, victim, all_ended)
+    assert_silent(report, victim)
     overwritten = "the reading of" in report["what"]
     assert ("the model is partly overwritten, do not go on with it\n" in report["fates"]) == overwritten
 
@@ -374,5 +374,5 @@ def test_another_rank_that_is_killed_between_the_renames_is_named(ranks: int, vi
         if rank != victim:
             report = the_report(rank, ended)
             assert f"the completion of checkpoint '{tmp_path}/c'" in report["what"], report["what"]
-            assert_silent(report, victim, all_ended)
+            assert_silent(report, victim)
     assert weights_alone(tmp_path / "c", "ZeRO-1") == 2, "the first rank went on"

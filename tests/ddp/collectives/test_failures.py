@@ -168,7 +168,7 @@ def test_a_rank_that_dies_is_named_by_all_others(
             assert "the store, through which ranks tell each other, is out of reach" in report["fates"]
             assert "look whether the process that serves it has ended (rank 0, " in report["fates"]
         else:
-            assert_silent(report, victim, all_ended)
+            assert_silent(report, victim)
             told = re.findall(r"rank (\d+)(?: in|,|$)", report["fates"].partition("\n")[2], re.MULTILINE)
             assert {int(other) for other in told} == others
 
@@ -195,7 +195,7 @@ def test_a_rank_that_dies_is_named_by_ranks_that_share_no_experts_with_it() -> N
     assert all_ended[3].exit_code == EXIT_CODES["SIGKILL"]
     for rank in (0, 1, 2):
         report = the_report(rank, all_ended[rank])
-        assert_silent(report, 3, all_ended)
+        assert_silent(report, 3)
 
 
 @pytest.mark.in_turn
@@ -203,8 +203,8 @@ def test_a_rank_that_dies_is_named_where_torch_chose_the_backend() -> None:
     all_ended = run_to_the_end(one_ends, 3, ZERO1, 2, "in backward", "SIGKILL", collective_timeout=60.0, backend=None)
     for rank in (0, 1):
         report = the_report(rank, all_ended[rank])
-        assert_silent(report, 2, all_ended)
-        assert report["fates"].endswith(f"  failed in the same: rank {1 - rank}\n")
+        assert_silent(report, 2)
+        assert report["fates"].endswith(f"  failed too: rank {1 - rank}\n")
 
 
 @pytest.mark.in_turn
@@ -215,8 +215,8 @@ def test_a_rank_that_dies_before_it_wraps_its_model_is_named() -> None:
         report = the_report(rank, all_ended[rank])
         assert report["what"] == "the comparison of configs between ranks"
         silent, same = report["fates"].splitlines()
-        assert silent.startswith("  silent for 3 s: rank 2 (has wrapped no model): look whether it has ended, ")
-        assert same == f"  failed in the same: rank {1 - rank}"
+        assert silent.startswith("  silent for 3 s: rank 2: look whether it has ended, ")
+        assert same == f"  failed too: rank {1 - rank}"
 
 
 @pytest.mark.in_turn
@@ -230,7 +230,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(config: str) -> None:
         assert_names_a_bucket(report["what"])
         assert re.search("Timed out waiting 1000ms|onnection|timeout caused pair closure", report["why"]), report["why"]
         assert 0.7 < float(report["seconds"]) < 3.0
-        assert_silent(report, 1, all_ended)
+        assert_silent(report, 1)
         _, *told = report["fates"].splitlines()
         assert {int(other) for line in told for other in re.findall(r"rank (\d+)", line)} == {0, 2, 3} - {rank}
 
@@ -264,7 +264,7 @@ def test_parameters_whose_gather_failed_never_show_old_values() -> None:
     assert len(errors) == 7
     for error in errors:
         assert re.match(
-            r"CollectiveError rank 0 waited \d.\d\d s for all_gather of bucket \d .*\n  silent for 3 s: rank 1 ", error
+            r"CollectiveError rank 0 waited \d.\d\d s for all_gather of bucket \d .*\n  silent for 3 s: rank 1:", error
         )
 
 
@@ -322,12 +322,9 @@ def test_ranks_that_take_other_numbers_of_steps_end(config: str, then: str, tmp_
         assert_names_a_bucket(report["what"])
         assert float(report["seconds"]) < 5.0
         if then == "checkpoint":
-            assert (
-                "failed elsewhere: rank 1 in word from all ranks after the beginning of save_checkpoint\n"
-                in (report["fates"])
-            )
+            assert "rank 1 in word from all ranks after the beginning of save_checkpoint" in report["fates"]
         else:
-            assert_silent(report, 1, all_ended)
+            assert_silent(report, 1)
 
 
 # ---- Different numbers of microbatches. ----
@@ -495,5 +492,5 @@ def test_torchrun_ends_with_the_survivors_reports(tmp_path: Path) -> None:
         found = re.findall(rf"CollectiveError: rank {rank} waited .* for (.*), which failed: .*", ran.stderr)
         assert len(found) == 1, ran.stderr
         assert re.fullmatch(r"(all_gather|reduce_scatter) of bucket \d \(.*\)", found[0])
-    assert len(re.findall(r"silent for 3 s: rank 1 \(process \d+ on \S+\)", ran.stderr)) == 2
+    assert len(re.findall("silent for 3 s: rank 1: look", ran.stderr)) == 2
     assert re.search(r"exitcode +: 7 ", ran.stderr), "torchrun's summary names the first to fail"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp.collectives.rank_grid import RankGrid, make_grid, make_grids
+from maingrad.ddp.collectives.rank_grid import RankGrid, make_grid, make_grids, with_separate_gather
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -120,7 +120,8 @@ def test_a_grid_has_its_ranks_inside_and_across(name: str) -> None:
 
 
 def communicators(instances: int, separate: bool) -> tuple[Ranks | None, Ranks | None, bool]:
-    grid = make_grid(None, num_instances=instances, separate_gather=separate)
+    grid = make_grid(None, num_instances=instances)
+    grid = with_separate_gather(grid) if separate else grid
     return ranks_of(grid.inner), ranks_of(grid.gather), grid.gather is grid.inner
 
 
@@ -242,24 +243,6 @@ def test_a_group_of_experts_without_experts_is_refused() -> None:
 def test_instances_without_torch_distributed_are_refused() -> None:
     with pytest.raises(ValueError, match="= 2 does not divide the 1 ranks of process_group"):
         wrap(make_net(), use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
-
-
-def scaled_without_nccl() -> None:
-    with pytest.raises(ValueError, match=r"average_in_collective needs NCCL, and the group's backend is simulated"):
-        wrap(make_net(), average_in_collective=True)
-    wrap(make_net(), average_in_collective=False)
-
-
-def test_averages_inside_a_collective_need_nccl() -> None:
-    simulate(scaled_without_nccl, 2)
-
-
-@pytest.mark.parametrize(
-    "other", [{"calculate_per_token_loss": True}, {"grad_reduce_wire_dtype": torch.bfloat16}], ids=str
-)
-def test_averages_inside_a_collective_that_does_not_average_are_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="average_in_collective has no effect with calculate_per_token_loss"):
-        DistributedDataParallelConfig(average_in_collective=True, use_distributed_optimizer=True, **other)
 
 
 # ---- Training on a part of the world. ----

@@ -24,7 +24,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.torch_grads.grad_reads",
                 "_norm",
-                'if given.get("keepdim") else norm',
+                "if keepdim else norm",
                 "if False else norm",
             ),
         ],

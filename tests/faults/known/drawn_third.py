@@ -204,10 +204,10 @@ FAULTS = [
             Change(
                 "maingrad.ddp.contract.main_grad",
                 "absorb_grad",
-                "_check_without_graph(record, grad)",
+                "add_to_main_grad(record, grad)",
                 """
-                _check_without_graph(record, grad)
                 param.grad = None
+                add_to_main_grad(record, grad)
                 """,
             ),
         ],

@@ -27,8 +27,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.rank_grid",
                 "make_grid",
-                "grid = RankGrid(inner, outer, inner, assumed=ranks is None and inner is None)",
-                "grid = RankGrid(inner, outer, inner)",
+                "return RankGrid(inner, outer, inner, assumed=ranks is None and inner is None)",
+                "return RankGrid(inner, outer, inner)",
             ),
         ],
     ),

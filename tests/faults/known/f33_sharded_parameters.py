@@ -47,7 +47,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.torch_grads.grad_reads",
                 "on_elements",
-                "return made if writes(func) or out is not None else tree_map(lambda leaf: _marked(leaf, values), made)",
+                "return made if written is not None else tree_map(like.marked, made)",
                 "return made",
             ),
         ],

@@ -70,19 +70,6 @@ FAULTS = [
         ],
     ),
     Fault(
-        "62g-freed-memory-is-read",
-        sentence="A program that reads main_grad after the reduction reads memory that was freed.",
-        tests=[f"{TESTS}::test_main_grad_is_there_until_the_reduction"],
-        changes=[
-            Change(
-                "maingrad.ddp.buckets.released",
-                "MainGradView.read",
-                "if not self.record.written or self.record.closed is not None:",
-                "if False:",
-            ),
-        ],
-    ),
-    Fault(
         "62h-given-up-gradients-keep-their-memory",
         sentence="Gradients that were given up stay in memory, and the next iteration adds to them.",
         tests=[f"{SAME_BITS}[gives up]"],

@@ -142,7 +142,7 @@ def test_an_iteration_whose_queue_was_let_go_is_given_up(kind: str) -> None:
             loss = mean_loss(model(first))
         loss.backward()
         del queue
-        with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\) without a .* whose WgradQueue was let go"):
+        with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\) while .* are pending: .*zero_grad\(\) gives"):
             model.finish_grad_sync()
         model.zero_grad()
         for each in (model, other):

@@ -415,7 +415,7 @@ def test_text_says_which_elements_of_what() -> None:
 
 # ---- Norms. ----
 
-ORDERS = (2, 1, 3, 0, 0.5, -1, INF, -INF)
+ORDERS = (2, 1, 3, 0.5, INF)
 
 NORMS: dict[str, Callable[[Any, float], list[Tensor]]] = {
     "foreach": lambda grads, ord: list(torch._foreach_norm(grads, ord)),
@@ -507,6 +507,9 @@ def test_lists_of_several_grids_and_plain_tensors() -> None:
         lambda g: g.norm(2, -1, True),
         lambda g: torch.linalg.norm(g, 2),
         lambda g: torch.linalg.norm(g, "nuc"),
+        lambda g: g.norm(0),
+        lambda g: torch.linalg.vector_norm(g, -INF),
+        lambda g: torch._foreach_norm([g], -1),
         lambda g: torch.linalg.norm(g, ord=1),
         lambda g: torch.linalg.norm(input=g, ord=2, dim=(0, 1)),
         lambda g: torch.linalg.matrix_norm(g),

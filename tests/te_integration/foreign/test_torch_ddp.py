@@ -127,7 +127,7 @@ def test_a_module_that_is_ignored_may_delay() -> None:
 
 def test_an_evaluation_is_not_refused() -> None:
     def evaluate() -> None:
-        model = wrapped("Linear", delay_wgrad_compute=True)
+        model = wrapped("Linear", delay_wgrad_compute=True).eval()
         with torch.no_grad():
             loss(model)
 
