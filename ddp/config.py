@@ -51,11 +51,11 @@ class DistributedDataParallelConfig:
     """Reduce-scatter: each rank gets its shard's gradients, for ``DistributedOptimizer``. False: all-reduce."""
     overlap_param_gather: bool = False
     """All-gather updated parameters under the next forward, instead of in ``DistributedOptimizer.step``."""
-    copy_engine_param_gather: bool = False
+    copy_engine_param_gather: Literal["auto", True, False] = False
     """Overlapped all-gathers run on the GPU's copy engines and take no multiprocessor from the forward. Needs NCCL 2.28
     or newer. NCCL falls back to kernels where ranks cannot map each other's memory (several nodes). The process keeps
-    the parameters' memory until it ends, as torch 2.11 cannot unmap it. They gain where a rank's shard of a bucket has
-    16 MiB or more."""
+    the parameters' memory until it ends, as torch 2.11 cannot unmap it. "auto": for the first model of a process, where
+    they gain by its sizes and on all ranks (``model.copy_engines`` tells), and otherwise by kernels."""
     num_distributed_optimizer_instances: int = 1
     """Hybrid sharding: number of instances of consecutive ranks; shards inside an instance, replicas across."""
     bucket_size: int | None = None
@@ -74,6 +74,8 @@ class DistributedDataParallelConfig:
     shard_atom: int = 1
     """Elements of a parameter, counted from its start, that no border between shards cuts. 256: for optimizer moments
     in 8 bits. Shards get a little longer."""
+    average_in_collective: bool | None = None
+    """True: the collective scales gradients (NCCL only). False: each rank scales before it. None: True under NCCL."""
     calculate_per_token_loss: bool = False
     """Gradients are summed over ranks, and divided by all ranks' tokens: see ``model.set_num_tokens``."""
     grad_reduce_wire_dtype: torch.dtype | None = None
@@ -93,13 +95,14 @@ class DistributedDataParallelConfig:
     The error names parameter and ranks. The host waits for the GPU. None: never."""
 
     def __post_init__(self) -> None:
-        numbers = ("bucket_size", "num_buckets", "shard_atom", "num_distributed_optimizer_instances")
-        for name in (*numbers, "check_replicas_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.bucket_size is not None and self.bucket_size < 1:
+            raise ValueError(f"bucket_size must be at least 1 element, got {self.bucket_size}")
+        if self.num_buckets is not None and self.num_buckets < 1:
+            raise ValueError(f"num_buckets must be at least 1, got {self.num_buckets}")
         if self.num_buckets is not None and self.bucket_size is not None:
             raise ValueError("bucket_size and num_buckets both say where buckets end: set one of them")
+        if self.shard_atom < 1:
+            raise ValueError(f"shard_atom must be at least 1 element, got {self.shard_atom}")
         selected: object = self.keep_matrices_whole
         if not (isinstance(selected, list | tuple) and all(isinstance(name, str) for name in selected)):
             raise ValueError(f"keep_matrices_whole is a tuple of names and patterns of parameters; got {selected!r}")
@@ -113,6 +116,11 @@ class DistributedDataParallelConfig:
             raise ValueError(
                 "shard_atom has no effect with keep_params_whole: no border cuts any parameter; drop one of the options"
             )
+        if self.num_distributed_optimizer_instances < 1:
+            raise ValueError(
+                f"num_distributed_optimizer_instances must be at least 1, got "
+                f"{self.num_distributed_optimizer_instances}"
+            )
         if self.grad_reduce_wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"grad_reduce_wire_dtype is torch.bfloat16, torch.float16, or None for the accumulators' own dtype; "
@@ -125,14 +133,19 @@ class DistributedDataParallelConfig:
             )
         if self.forward_writes not in ("refused", "alike"):
             raise ValueError(f"forward_writes is 'refused' or 'alike', got {self.forward_writes!r}")
-        if self.copy_engine_param_gather not in (True, False):
-            raise ValueError(f"copy_engine_param_gather is True or False, got {self.copy_engine_param_gather!r}")
-        if self.copy_engine_param_gather and not self.overlap_param_gather:
+        if self.check_replicas_every is not None and self.check_replicas_every < 1:
+            raise ValueError(f"check_replicas_every must be at least 1, got {self.check_replicas_every}")
+        if self.copy_engine_param_gather is True and not self.overlap_param_gather:
             raise ValueError(
                 "copy_engine_param_gather has no effect without overlap_param_gather: turn it on, or drop the option"
             )
         if not self.use_distributed_optimizer:
             self._refuse_without_shards()
+        if self.average_in_collective and (self.calculate_per_token_loss or self.grad_reduce_wire_dtype):
+            raise ValueError(
+                "average_in_collective has no effect with calculate_per_token_loss (gradients are summed) or "
+                "grad_reduce_wire_dtype (each rank sums by itself); leave it None"
+            )
 
     @property
     def can_wait_by_bucket(self) -> bool:
@@ -158,7 +171,6 @@ class DistributedDataParallelConfig:
 
 DistributedDataParallelConfig.__init__ = with_names_meant(  # type: ignore[method-assign]
     reduce_scatter_with_fp32_accumulation="write grad_reduce_wire_dtype=torch.bfloat16",
-    average_in_collective="leave it away, gradients are averaged inside the collective where the backend can",
     nccl_ub="write copy_engine_param_gather=True",
     use_megatron_fsdp="call maingrad.fsdp.fully_shard in place of the wrapper",
     data_parallel_sharding_strategy="call maingrad.fsdp.fully_shard(module, placements=...) in place of the wrapper",

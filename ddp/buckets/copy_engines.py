@@ -7,18 +7,19 @@ Memory that is mapped stays with the process until the process ends. So "auto" m
 """
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ..collectives.failure_report import FailureReporter, gather
-from ..collectives.rank_grid import backends_of
+from ..collectives.rank_grid import RankGrid, backends_of, with_separate_gather
+from ..plan.layout import GradPlan
 from ..torch_internals.distributed import backend_on, zero_cta_options
 from .buffer import MappedPool
 
-__all__ = ["CopyEngines", "Gather", "check_copy_engines", "choose_copy_engines"]
+__all__ = ["CopyEngines", "Gather", "check_copy_engines", "choose_copy_engines", "with_chosen_gathers"]
 
 CopyEngines: TypeAlias = Literal["auto", True, False]
 """Whether gathers run on copy engines; "auto": the library chooses (``choose_copy_engines``)."""
@@ -88,6 +89,23 @@ def choose_copy_engines(
     )
     chosen = reached and large_enough(gathers) and _fits_process(device)
     return all(gather(chosen, axes, failures, "the choice of copy engines").values())
+
+
+def with_chosen_gathers(
+    plan: GradPlan, grids: Mapping[str, RankGrid], device: torch.device, failures: FailureReporter
+) -> tuple[dict[str, RankGrid], bool]:
+    """The grids, with separate groups for gathers, and the choice of "auto" for the plan's parameters. Collective."""
+    gathers = [
+        Gather(bucket.numel * buffer.param_dtype.itemsize, inner)
+        for buffer in plan.buffers
+        for bucket in buffer.buckets
+        if (inner := grids[buffer.grid_name].inner) is not None and inner.size() > 1
+    ]
+    chosen = choose_copy_engines(gathers, grids["dense"].axes, device, failures)
+    with failures.watch("the making of process groups"):
+        made = {id(grid): grid for grid in grids.values()}
+        made = {key: with_separate_gather(grid, copy_engines=chosen) for key, grid in made.items()}
+    return {name: made[id(grid)] for name, grid in grids.items()}, chosen
 
 
 def large_enough(gathers: Sequence[Gather]) -> bool:

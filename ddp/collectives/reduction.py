@@ -160,6 +160,7 @@ class GradReduction:
     placements     the row of ``PLACEMENTS``
     factor         each rank's gradients are multiplied by it; 1 / ranks for an average, 1 for a sum
     wire_dtype     dtype in which gradients are sent; None: the accumulators' dtype
+    in_collective  True: NCCL multiplies by ``factor``; False: each rank does; None: NCCL where all groups are NCCL's
     device         of the gradients
     """
 
@@ -170,6 +171,7 @@ class GradReduction:
         *,
         factor: float,
         wire_dtype: torch.dtype | None = None,
+        in_collective: bool | None = None,
         device: torch.device,
     ) -> None:
         self.grid = grid
@@ -177,10 +179,11 @@ class GradReduction:
         self.scatters_across = placements.outer.scatters
         self.factor = factor
         self.wire_dtype = wire_dtype
-        backends = backends_of(grid.axes, device)
-        on_nccl = bool(backends) and all("nccl" in each for each in backends)
-        self.in_collective = wire_dtype is None and on_nccl and premultiplied_sum is not None
-        """NCCL multiplies by ``factor``. False: each rank does, before the sum."""
+        if in_collective is None:
+            backends = backends_of(grid.axes, device)
+            on_nccl = bool(backends) and all("nccl" in each for each in backends)
+            in_collective = wire_dtype is None and on_nccl and premultiplied_sum is not None
+        self.in_collective = in_collective
 
     @property
     def name(self) -> str:
@@ -304,7 +307,10 @@ class GradReduction:
 def _scaled_sum(factor: float, num_ranks: int) -> Any:
     if factor == 1.0 / num_ranks:
         return dist.ReduceOp.AVG
-    assert premultiplied_sum is not None, "in_collective"
+    if premultiplied_sum is None:
+        raise RuntimeError(
+            f"average_in_collective: torch {torch.__version__} does not show NCCL's scaled sum: leave it None"
+        )
     return premultiplied_sum(factor)
 
 
@@ -322,6 +328,7 @@ def make_reductions(
             placements_of(config),
             factor=factor,
             wire_dtype=config.grad_reduce_wire_dtype,
+            in_collective=config.average_in_collective,
             device=device,
         )
         for kind, grid in grids.items()

@@ -162,7 +162,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         if not variant.graph.ran:
             self._model.iteration -= 1  # the capture's Python has counted the step that the first replay runs
         sync = self._optimizer.param_sync
-        if sync.stream is None or self._model.ddp_config.copy_engine_param_gather:
+        if sync.stream is None or self._model.copy_engines:
             return
         variant.gathers = CapturedGraph(GraphPool(self._device, sync.stream))
         try:

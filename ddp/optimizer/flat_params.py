@@ -162,7 +162,7 @@ def flatten_params(
     by_index = {bucket.index: bucket for bucket in model.buckets}
     flats = []
     for layout in model.plan.buffers:
-        gather = model.grids[layout.grid_name].gather if model.ddp_config.copy_engine_param_gather else None
+        gather = model.grids[layout.grid_name].gather if model.copy_engines else None
         mapped_in = gather if group_size(gather) > 1 else None
         buffer = FlatBuffer(layout, layout.param_dtype, model.device, mapped_in=mapped_in)
         for bucket_layout in layout.buckets:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..buckets.bucket import BucketParam
 from ..buckets.bucket_params import allocate_buckets
 from ..buckets.checks import ModelWatch, is_frozen
+from ..buckets.copy_engines import with_chosen_gathers
 from ..buckets.nan_check import NanCheck
 from ..buckets.reducer import BucketLauncher, Readiness
 from ..buckets.released import GradPool
@@ -121,8 +122,8 @@ class DistributedDataParallel(BucketIteration):
                 expert_process_group,
                 has_experts=any(each.grid_name == "expert" for each in tensors),
                 num_instances=config.num_distributed_optimizer_instances,
-                separate_gather=config.overlap_param_gather,
-                copy_engines=config.copy_engine_param_gather,
+                separate_gather=config.overlap_param_gather and config.copy_engine_param_gather != "auto",
+                copy_engines=config.copy_engine_param_gather is True,
             )
         """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
         failures.grids = self.grids.values()
@@ -137,6 +138,7 @@ class DistributedDataParallel(BucketIteration):
         experts = [pair for pair, each in zip(named, overwritten, strict=True) if each.grid_name == "expert"]
         unsaid = (named if process_group is None else [], experts if expert_process_group is None else [])
         check_undeclared_parts(*unsaid, self.grids["dense"], failures)
+        self._choose_gathers()
 
         # Storage, and the collectives over it.
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
@@ -176,6 +178,14 @@ class DistributedDataParallel(BucketIteration):
         self._end_making()
         if init_sync:
             broadcast_tensors(tensors, self.grids, failures)
+
+    def _choose_gathers(self) -> None:
+        """Say whether gathers run on copy engines. By "auto" the plan's sizes decide, and groups are made only now."""
+        config = self.ddp_config
+        self.copy_engines = config.copy_engine_param_gather is True
+        if config.overlap_param_gather and config.copy_engine_param_gather == "auto":
+            self.grids, self.copy_engines = with_chosen_gathers(self.plan, self.grids, self.device, self.failures)
+            self.failures.grids = self.grids.values()
 
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""

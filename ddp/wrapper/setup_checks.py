@@ -111,6 +111,11 @@ def _check_setup(
             )
         check_plain(name, param, "DistributedDataParallel")
     backends = backends_of((group for grid in grids for group in grid.axes), device)
+    if config.average_in_collective and not all("nccl" in backend for backend in backends):
+        raise ValueError(
+            f"average_in_collective needs NCCL, and the group's backend is {', '.join(sorted(backends))}; "
+            f"leave it None, and each rank divides its gradients before the collective"
+        )
     check_copy_engines(config.copy_engine_param_gather, backends, device, "copy_engine_param_gather")
     if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(

@@ -92,7 +92,7 @@ def write_report(rows, bench):
 def _training_step(bench, delay_wgrad_layers, device):
     config = dataclasses.replace(bench.model_config("fused"), delay_wgrad_layers=delay_wgrad_layers)
     model = build_model(config, seed=0, device=device)
-    ddp = maingrad.parallelize(model, "zero1", fuse=False, overlap_param_gather=False)
+    ddp = maingrad.parallelize(model, "zero1", fuse=False, overlap_param_gather=False, average_in_collective=True)
     drain = partial(drain_modules, ddp) if delay_wgrad_layers else lambda: None
     return train(ddp, next_token_loss, random_tokens(bench, dist.get_rank(), device), after=drain)
 

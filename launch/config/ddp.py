@@ -34,6 +34,7 @@ _UNUSED_BY_UNITS = (
     "keep_matrices_whole",
     "release_grads",
     "shard_atom",
+    "average_in_collective",
     "grad_reduce_wire_dtype",
     "check_for_nan_in_grad",
     "find_unused_parameters",

@@ -1,4 +1,4 @@
-"""copy_engine_gather="auto", the default: when gathers run on copy engines."""
+"""copy_engine_gather="auto", the default, and copy_engine_param_gather="auto": when gathers run on copy engines."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from torch import Tensor, nn
 
-from maingrad.ddp import DistributedDataParallelConfig
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.buckets import copy_engines
 from maingrad.ddp.buckets.buffer import MappedPool
 from maingrad.ddp.buckets.copy_engines import MIN_SHARD_NBYTES, Gather, choose_copy_engines, large_enough
@@ -155,18 +155,38 @@ def test_on_cpus_auto_gathers_as_false_does(monkeypatch: pytest.MonkeyPatch) -> 
             losses.append(trained(model, torch.optim.AdamW(model.parameters(), lr=0.1)))
             assert not root_of(model).copy_engines
         assert losses[0] == losses[1] == losses[2]
+        for choice in ("auto", False):
+            config = DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+                copy_engine_param_gather=choice,  # type: ignore[arg-type]
+            )
+            wrapped = DistributedDataParallel(blocks(), config)
+            grid = wrapped.grids["dense"]
+            assert grid is wrapped.grids["expert"]
+            assert grid.gather is not grid.inner, "overlapped gathers have a group of their own"
+            losses.append(trained(wrapped, DistributedOptimizer(wrapped, lr=0.1)))
+            assert not wrapped.copy_engines
+        assert losses[3] == losses[4]
 
     simulate(run, 2)
+
+
+def test_auto_without_overlap_has_no_effect() -> None:
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, copy_engine_param_gather="auto")
+    assert not DistributedDataParallel(blocks(), config).copy_engines
 
 
 def test_other_values_are_refused() -> None:
     bad: Any = "always"
     with pytest.raises(ValueError, match="copy_engine_gather is True, False or \"auto\", got 'always'"):
         fully_shard(blocks(), copy_engine_gather=bad)
-    with pytest.raises(ValueError, match="copy_engine_param_gather is True or False, got 'always'"):
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=True, overlap_param_gather=True, copy_engine_param_gather=bad
-        )
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, copy_engine_param_gather=bad
+    )
+    with pytest.raises(ValueError, match='copy_engine_param_gather is True, False or "auto"'):
+        DistributedDataParallel(blocks(), config)
 
 
 # ---- With copy engines: a stand-in for mapped memory. ----

@@ -20,6 +20,11 @@ CONFIGS = {
     "all-reduce": {"overlap_grad_reduce": True},
     "reduce-scatter": {"overlap_grad_reduce": True, "use_distributed_optimizer": True},
     "reduce-scatter, no overlap": {"use_distributed_optimizer": True},
+    "averaged by NCCL": {
+        "overlap_grad_reduce": True,
+        "use_distributed_optimizer": True,
+        "average_in_collective": True,
+    },
 }
 
 
@@ -232,7 +237,8 @@ def nccl_results() -> list[tuple[dict[str, Outcome], dict[bool, list[torch.Tenso
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_two_gpus_train_like_two_simulated_ranks(nccl_results: list[object], name: str) -> None:
-    simulated = simulate(lambda: train(CONFIGS[name], "cpu", dist.group.WORLD), 2)
+    config = {key: value for key, value in CONFIGS[name].items() if key != "average_in_collective"}
+    simulated = simulate(lambda: train(config, "cpu", dist.group.WORLD), 2)
     for rank, (results, _) in enumerate(nccl_results):
         compare(results[name], simulated[rank])
 

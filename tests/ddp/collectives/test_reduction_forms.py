@@ -174,8 +174,9 @@ def reduce_alone(form: str, instances: int, factor: float, in_collective: bool) 
     everyones = [torch.empty_like(grads) for _ in range(size)]
     dist.all_gather(everyones, grads)
     grid = make_grid(None, num_instances=instances)
-    reduction = GradReduction(grid, PLACEMENTS[form], factor=factor, device=torch.device("cpu"))
-    reduction.in_collective = in_collective
+    reduction = GradReduction(
+        grid, PLACEMENTS[form], factor=factor, in_collective=in_collective, device=torch.device("cpu")
+    )
     reduction.start(grads).wait()
     start, end = reduction.owned_range(grads.numel())
     return everyones, grads[start:end], start

@@ -25,6 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "reduces overlap": {**ZERO1, "overlap_grad_reduce": True},
     "gathers overlap": {**ZERO1, "overlap_param_gather": True},
     "both overlap": {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "ranks scale": {**ZERO1, "overlap_grad_reduce": True, "average_in_collective": False},
     "released": {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True, "release_grads": True},
     "one bucket": {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10**9},
     "copy engines": {

@@ -74,13 +74,17 @@ def sync(**config: Any) -> Synced:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("average_in_collective", [None, False])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_grad_sync(sharded: bool, overlap: bool, instances: int, ranks: int) -> None:
+def test_grad_sync(
+    sharded: bool, overlap: bool, average_in_collective: bool | None, instances: int, ranks: int
+) -> None:
     """The bucket launches with its last parameter, not before, and holds the average: 2.5 over four ranks."""
     config = {
         "use_distributed_optimizer": sharded,
         "overlap_grad_reduce": overlap,
+        "average_in_collective": average_in_collective,
         "num_distributed_optimizer_instances": instances,
     }
     if instances > 1 and not sharded:
@@ -103,6 +107,12 @@ def test_grad_sync(sharded: bool, overlap: bool, instances: int, ranks: int) -> 
         held += len(synced.held)
     copies = ranks if not sharded else instances
     assert held == copies * 10 * (100 * 100 + 100), "every gradient, once in each instance"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_averaging_in_the_collective_needs_nccl(sharded: bool) -> None:
+    with pytest.raises(RuntimeError, match="average_in_collective needs NCCL"):
+        simulate(sync, 2, average_in_collective=True, use_distributed_optimizer=sharded)
 
 
 # ---- Experts. ----
@@ -133,10 +143,13 @@ def sync_experts(ep: int, etp: int, **config: Any) -> tuple[list[tuple[str, Tens
 @pytest.mark.parametrize("instances", [1, 2])
 @pytest.mark.parametrize("etp", [1, 2])
 @pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("average_in_collective", [None, False])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.sampled(4)
-def test_grad_sync_of_experts(sharded: bool, overlap: bool, ep: int, etp: int, instances: int) -> None:
+def test_grad_sync_of_experts(
+    sharded: bool, overlap: bool, average_in_collective: bool | None, ep: int, etp: int, instances: int
+) -> None:
     """All gradients are averaged over all ranks, those of experts too: all are 1 on eight ranks."""
     if instances > 1 and not sharded:
         return  # refused: see above
@@ -147,6 +160,7 @@ def test_grad_sync_of_experts(sharded: bool, overlap: bool, ep: int, etp: int, i
         etp,
         use_distributed_optimizer=sharded,
         overlap_grad_reduce=overlap,
+        average_in_collective=average_in_collective,
         num_distributed_optimizer_instances=instances,
     )
     numels = {"dense": 0, "expert": 0}

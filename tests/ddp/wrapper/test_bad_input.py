@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from foreign import ForeignProvider
+from gloo import run_ranks
 from loops import FEATURES, assert_same, ddp_backward, loss_of, make_batches, make_model, weights, wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,13 +144,23 @@ def test_backward_order_must_name_each_trainable_parameter_once() -> None:
 
 @pytest.mark.parametrize("bucket_size", [0, -1])
 def test_a_bucket_holds_at_least_one_element(bucket_size: int) -> None:
-    with pytest.raises(ValueError, match=rf"bucket_size must be at least 1, got {bucket_size}"):
+    with pytest.raises(ValueError, match=rf"bucket_size must be at least 1 element, got {bucket_size}"):
         DistributedDataParallelConfig(bucket_size=bucket_size)
 
 
 def test_finding_unused_parameters_without_overlap_is_refused() -> None:
     with pytest.raises(ValueError, match="find_unused_parameters has no effect without overlap_grad_reduce"):
         DistributedDataParallelConfig(find_unused_parameters=True)
+
+
+def averaging_on_gloo() -> str:
+    with pytest.raises(ValueError, match="average_in_collective needs NCCL, and the group's backend is") as raised:
+        wrap(make_model(), average_in_collective=True)
+    return str(raised.value)
+
+
+def test_average_in_collective_on_gloo_is_refused() -> None:
+    assert all("backend is gloo; leave it None" in message for message in run_ranks(averaging_on_gloo, 2))
 
 
 # ---- Models that differ between ranks. ----

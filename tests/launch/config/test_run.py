@@ -163,7 +163,7 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
             "optimizer.state = 'compact': \"compact\" steps on the GPU, and does not go with fsdp.offload_to_cpu",
         ),
         ({"optimizer": {"min_lr_ratio": 2.0}}, "optimizer.min_lr_ratio = 2.0: must lie in [0, 1]"),
-        ({"ddp": {"bucket_size": 0}}, "ddp.bucket_size must be at least 1, got 0"),
+        ({"ddp": {"bucket_size": 0}}, "ddp.bucket_size must be at least 1 element, got 0"),
         ({"ddp": {"find_unused_parameters": True}}, "ddp.find_unused_parameters has no effect"),
     ],
 )

@@ -174,9 +174,7 @@ def test_a_wrapper_names_a_queue_that_was_let_go_and_the_iteration_can_be_given_
     wrapper = DistributedDataParallel(layer)
     pending_in(queue, wrapper)
     del queue
-    with pytest.raises(
-        RuntimeError, match=r"finish_grad_sync\(\) while .* 1 of layer; .*zero_grad\(\) gives the iter"
-    ):
+    with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\) while .* 1 of layer; .*zero_grad\(\) gives the iter"):
         wrapper.finish_grad_sync()
     wrapper.zero_grad_buffer()
     wrapper(torch.ones(2, 8)).sum().backward()
