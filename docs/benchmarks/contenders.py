@@ -79,6 +79,7 @@ def wrap(
     num_instances=1,
     compact=False,
     embedding=True,
+    muon=False,
     **options,
 ):
     """The case's model by ``parallelize(model, form, **options)``.
@@ -88,6 +89,7 @@ def wrap(
     num_instances  of "hsdp"
     embedding      False: autograd delivers the embedding's gradient, also where our module could
     compact        shards are bf16, for an optimizer with ``state="compact"``
+    muon           under "zero1": no border between shards cuts a matrix of Muon's
     """
     MappedPool.num_made = 0  # "auto" maps memory once in a process, and each row stands for a process of its own
     sharded = form not in ("ddp", "zero1")
@@ -99,6 +101,8 @@ def wrap(
         options |= {**stored, "bucket_size": case.ours.get("bucket_size")}
     else:
         options |= case.ours
+    if muon:
+        options["keep_matrices_whole"] = ddp.muon_groups(model).matrices
     if compiled and "fused_loss" not in options:
         case.compile_loss(model)
     units = case.units(model, split_ends)
@@ -134,6 +138,8 @@ def train(model, loss_of, tokens, *, graphed=False, recipe=None, optimizer_optio
 def ours(case, form, *, graphed=False, recipe=None, optimizer_options=None, **how):
     """A step of maingrad; ``how`` the model is wrapped: see ``wrap``; the other options are those of ``train``."""
     model = wrap(case, form, **how)
+    if how.get("muon"):
+        optimizer_options = {"param_groups": ddp.muon_groups(model, lr=LEARNING_RATE).groups}
     options = {"graphed": graphed, "recipe": recipe, "optimizer_options": optimizer_options}
     tokens, loss_of = case.tokens(), case.loss_of
     if how.get("fused_loss") == "in_forward":

@@ -254,6 +254,9 @@ ROWS: dict[str, Row] = {
     **_less("compact_released", "compact state, gradients released", state="compact", release_grads=True),
     **_less("host", "state on the host", offload_state="host"),
     **_less("compact_host", "compact state on the host", state="compact", offload_state="host"),
+    **_zero1(
+        "zero1_muon", "maingrad ZeRO-1, Muon", options=f"{_ZERO1}; Muon for matrices, AdamW for the rest", muon=True
+    ),
     **_recipe("float8_current"),
     **_recipe("float8_block"),
     **_zero3("zero3", "maingrad ZeRO-3", options=_ZERO3),
