@@ -284,6 +284,7 @@ def on_gpus() -> dict[str, Any]:
     torch.cuda.set_device(dist.get_rank())
     group = dist.new_group(backend="nccl")
     copy_engines.MIN_SHARD_NBYTES = 1
+    MappedPool.num_made = 0  # of other tests, whose ranks ran in this process
     found: dict[str, Any] = {}
     for choice in (False, "auto", "auto"):
         model: Any = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
