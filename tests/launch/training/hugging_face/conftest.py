@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def what_was_there_before_is_no_garbage() -> None:
-    """accelerate collects garbage around each run of a Trainer, and would look through all that other tests have left."""
+    """accelerate collects garbage around each run of a Trainer, and would look through what other tests have left."""
     gc.freeze()
