@@ -22,6 +22,7 @@ from interpreted import (
     patch_overflow_is_not_sought_in_vain,
     patch_types_are_remembered,
 )
+from quick_compiles import compile_without_measuring_guards
 from sampling import is_its_turn, sample
 from seeding import seed_without_stacks
 from torch.overrides import TorchFunctionMode
@@ -39,6 +40,7 @@ if not torch.cuda.is_available():
         patch_overflow_is_not_sought_in_vain()
         patch_fma_rounds_once()
     seed_without_stacks()
+    compile_without_measuring_guards()
 
 # A random failure nobody can replay is worth little: examples follow from the test alone. `--hypothesis-profile=full`
 # (make test-all) takes more of them, freshly drawn.

@@ -2,8 +2,13 @@
 
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
-__all__ = ["ReadPage"]
+import pytest
+
+from maingrad.launch.report import drawing
+
+__all__ = ["ReadPage", "leave_pictures_empty"]
 
 VOID = ("meta", "path", "rect", "circle", "use", "br")
 
@@ -91,3 +96,12 @@ class ReadPage(HTMLParser):
     def column(self, name: str, run: str) -> dict[int, str]:
         """What a curve shows, by step."""
         return self.values[run][name]
+
+
+def leave_pictures_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at no picture: Matplotlib takes most of a page's time, and of a short run's."""
+
+    def render(figure: Any, file: Any, form: str, **options: Any) -> None:
+        file.write("<svg></svg>" if form == "svg" else b"")
+
+    monkeypatch.setattr(drawing, "_render", render)

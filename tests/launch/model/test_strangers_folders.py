@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_pages import leave_pictures_empty
 from tiny_run import tiny_toml
 
 from maingrad.launch.cli import main
@@ -42,6 +43,12 @@ class Strange(LlamaForCausalLM):
 def somebody_says_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     """``yes |`` in front of each command."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 1000))
+
+
+@pytest.fixture(autouse=True)
+def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and links count here, and not what is drawn."""
+    leave_pictures_empty(monkeypatch)
 
 
 def folder_of(path: Path, **changes: Any) -> Path:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_pages import ReadPage
+from report_pages import ReadPage, leave_pictures_empty
 from tiny_run import tiny_config
 
 from maingrad.launch.cli import main
 from maingrad.launch.plan.plan import plan_run
-from maingrad.launch.report import drawing
 from maingrad.launch.report.page import write_page
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.metrics import read_metrics
@@ -36,11 +35,8 @@ def pictures() -> None:
 
 @pytest.fixture(autouse=True)
 def empty_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def render(figure: Any, file: Any, form: str, **options: Any) -> None:
-        file.write("<svg></svg>" if form == "svg" else b"")
-
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(drawing, "_render", render)
+        leave_pictures_empty(monkeypatch)
 
 
 def copy_of(run: Path, target: Path, *, edit: Any = None, settings: Any = None) -> Path:
