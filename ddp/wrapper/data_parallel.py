@@ -4,7 +4,7 @@
 ``iteration.py`` has the user's methods around it. docs/architecture.md tells all of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..plan.cut import Range
-from ..plan.owned_params import find_owned_params, find_tensors, is_slice
+from ..plan.owned_params import ModelTensor, find_owned_params, find_tensors, is_slice
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run, weak_method
@@ -134,10 +134,7 @@ class DistributedDataParallel(BucketIteration):
             module, trainable, overwritten, config, self.grids, backward_order, failures
         )
         check_same_model(self.plan, overwritten, self.grids, failures)
-        named = [(each.name, each.tensor) for each in overwritten]
-        experts = [pair for pair, each in zip(named, overwritten, strict=True) if each.grid_name == "expert"]
-        unsaid = (named if process_group is None else [], experts if expert_process_group is None else [])
-        check_undeclared_parts(*unsaid, self.grids["dense"], failures)
+        self._check_undeclared_parts(overwritten, process_group, expert_process_group)
         self._choose_gathers()
 
         # Storage, and the collectives over it.
@@ -178,6 +175,13 @@ class DistributedDataParallel(BucketIteration):
         self._end_making()
         if init_sync:
             broadcast_tensors(tensors, self.grids, failures)
+
+    def _check_undeclared_parts(self, tensors: Iterable[ModelTensor], ranks: Ranks, expert_ranks: Ranks) -> None:
+        """Tensors for which nobody has named the ranks may be parts that this program has cut by itself."""
+        named = [(each.name, each.tensor, each.grid_name) for each in tensors]
+        dense = [(name, tensor) for name, tensor, _ in named if ranks is None]
+        experts = [(name, tensor) for name, tensor, grid in named if expert_ranks is None and grid == "expert"]
+        check_undeclared_parts(dense, experts, self.grids["dense"], self.failures)
 
     def _choose_gathers(self) -> None:
         """Say whether gathers run on copy engines. By "auto" the plan's sizes decide, and groups are made only now."""

@@ -48,14 +48,13 @@ def connect_units(
     names = {id(inner): name for name, inner in module.named_modules()}
     for unit in units:
         unit.join(names[id(unit.module())], everyone, root)
-    grids: dict[int, RankGrid] = {}
+    grids = {id(grid.inner): grid for each in buckets if (grid := each.reduction.grid).gather is not grid.inner}
     with failures.watch("the making of process groups"):
         for bucket in buckets:
             grid = bucket.reduction.grid
-            joined = grids.setdefault(id(grid.inner), grid)
-            if joined.inner is joined.gather:
-                joined = grids[id(grid.inner)] = with_separate_gather(joined, copy_engines=copy_engines)
-            bucket.reduction.grid = grid._replace(gather=joined.gather)
+            if id(grid.inner) not in grids:
+                grids[id(grid.inner)] = with_separate_gather(grid, copy_engines=copy_engines)
+            bucket.reduction.grid = grid._replace(gather=grids[id(grid.inner)].gather)
             bucket.reduction.factor = 1.0 / units[0].grid.size
     failures.grids = [bucket.reduction.grid for bucket in buckets]
     index = 0

@@ -165,14 +165,14 @@ class Unit:
         inside torch's ``DistributedDataParallel`` or a transform of ``torch.func``."""
         check_no_transform(self.label)
         if torch.is_grad_enabled():
-            self.grid.check_still_alone(self.label, "mesh")
+            self.grid.check_still_alone(f"{self.label} of fully_shard", "mesh")
         if in_torch_ddp():
-            check_not_inside(self._forms(), self.label)
+            check_not_inside(self._forms(), f"{self.label} of maingrad.fsdp.fully_shard")
         self.registered.check(self.label)
 
     def refuse_torch_ddp(self) -> None:
         """Called by ``named_parameters``. Raise ``ValueError`` if the constructor of torch's wrapper is the caller."""
-        check_not_collected(self._forms(), self.label, num_callers=2)
+        check_not_collected(self._forms(), f"{self.label} of maingrad.fsdp.fully_shard", num_callers=2)
 
     def _forms(self) -> Iterator[nn.Parameter]:
         return (form for pair in self.pairs for form in (pair.sharded, pair.whole))
