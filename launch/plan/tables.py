@@ -201,15 +201,12 @@ def _bytes_table(plan: RunPlan) -> Table:
     grad_dtypes = _names(bucket.grad_dtype for bucket in plan.buckets)
     settings = config.optimizer
     kept = ("remainders", settings.moment_dtype) if settings.state == "compact" else ("float32", "float32")
-    columns = [
+    table = table_of(
+        title,
         texts("what", ["parameters", "gradients", "optimizer: masters", "optimizer: moments"], "total"),
         texts("dtype", [param_dtypes, grad_dtypes, *kept]),
-    ]
-    for parallel, held in plan.alternatives.items():
-        instances = config.num_instances if parallel == config.parallel else 2
-        heading = f"{parallel},\n{instances} instances" if parallel in ("hybrid", "hsdp") else parallel
-        columns.append(_bytes(heading + "\n(this run)" * (parallel == config.parallel), held))
-    table = table_of(title, *columns)
+        _bytes("bytes", plan.rank_bytes),
+    )
     if config.fully_sharded:
         peaks = format_bytes(plan.peak_params), format_bytes(plan.peak_grads)
         table.caption, table.caption_justify = "gathered, at most: {}; unreduced, at most: {}".format(*peaks), "left"
