@@ -29,7 +29,7 @@ class RunPlan:
     rank_bytes: RankBytes
     """What the fullest rank holds between steps."""
     muon: MuonShares | None
-    """Muon's work on each rank; None: another optimizer, or sharded parameters."""
+    """Muon's work by ranks; None: another optimizer, or sharded parameters."""
 
     @property
     def inner_size(self) -> int:

@@ -14,6 +14,7 @@ from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig,
 from maingrad.ddp.buckets.released import ReleasedBucket
 from maingrad.ddp.collectives.reduction import PLACEMENTS, Placements, placements_of
 from maingrad.ddp.plan.layout import BucketLayout, ParamSpec, plan_gradients
+from maingrad.ddp.torch_grads.muon import update_flops
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.model.gpt import build_model
@@ -169,14 +170,19 @@ def test_muon_sends_what_adamw_sends_but_for_padding(tmp_path: Path, parallel: s
 
 def test_work_of_muon_by_rank(tmp_path: Path):
     config = tiny_config(tmp_path, parallel="zero1", optimizer={"name": "muon"})
-    shares = plan_run(config, 2).muon
+    plan = plan_run(config, 2)
+    shares = plan.muon
     assert shares is not None
     module = build_model(config.model, seed=0)
     muon = config.optimizer.muon_of(module)
     assert muon is not None
-    assert sum(shares.numels) == sum(module.get_parameter(name).numel() for name in muon.matrices)
+    work = [update_flops(module.get_parameter(name).shape, group) for group in muon.groups for name in group["params"]]
+    assert len(shares.flops) == 2 and sum(shares.flops) == pytest.approx(sum(work)), "each matrix is counted once"
     assert shares.largest_over_mean == max(shares.flops) / (sum(shares.flops) / 2)
-    table = printed(tmp_path, 2, optimizer={"name": "muon"})
+    numel = sum(module.get_parameter(name).numel() for name in muon.matrices)
+    beside = [bucket.layout for bucket in plan.buckets if bucket.layout.keeps_matrices_whole]
+    assert shares.padding_share == sum(layout.padding for layout in beside) / numel
+    table = " ".join(printed(tmp_path, 2, optimizer={"name": "muon"}).split())
     assert "Muon: the largest rank's iterations take" in table and "padding beside matrices:" in table
     assert "Muon" not in printed(tmp_path, 2)
     assert "not counted: 6 to 8" in " ".join(printed(tmp_path, 2, parallel="fsdp", optimizer={"name": "muon"}).split())
