@@ -13,9 +13,9 @@ class DataConfig(Table):
     """Where tokens come from, how they become sequences, and which are used for validation only."""
 
     source: Literal["stdlib", "text", "tokens", "megatron", "hugging_face"] = "stdlib"
-    """``stdlib``: source files of the running Python's standard library, as bytes. ``text``: any files, as bytes, or
-    with ``tokenizer`` as tokens. ``tokens``: files of token ids. ``megatron``: pairs ``PATH.bin`` and ``PATH.idx``.
-    ``hugging_face``: folders that ``datasets.Dataset.save_to_disk`` has written."""
+    """``stdlib``: source files of the running Python's standard library, as bytes. ``text``: any files, as bytes.
+    ``tokens``: files of token ids. ``megatron``: pairs ``PATH.bin`` and ``PATH.idx``, which ``maingrad tokenize``
+    writes. ``hugging_face``: folders that ``datasets.Dataset.save_to_disk`` has written."""
     paths: tuple[str, ...] = ()
     """Files, prefixes (``megatron``) or folders (``hugging_face``), in order. Relative to the working directory."""
     weights: tuple[Positive, ...] = ()
@@ -23,10 +23,6 @@ class DataConfig(Table):
     each other as one body of tokens."""
     validation_paths: tuple[str, ...] = ()
     """Validation files. Without them, the end of the training data (of each path, with ``weights``) is used."""
-    tokenizer: str | None = None
-    """File ``tokenizer.json`` of Hugging Face, for a ``text`` source. None: bytes."""
-    cache_dir: str | None = None
-    """Folder for the tokens of a ``tokenizer``, keyed by the contents of the files. None: ``train.out_dir``/tokens."""
     column: str = "input_ids"
     """Column of a ``hugging_face`` source with a list of token ids in each row. A row is a document."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
@@ -52,8 +48,6 @@ class DataConfig(Table):
             self.require(not self.validation_paths, "validation_paths", 'need source = "text"/"tokens"')
         else:
             self.require(bool(self.paths), "paths", f'source = "{self.source}" needs at least one file')
-        remedy = f'reads text, and source = "{self.source}"; set source = "text", or leave it out'
-        self.require(self.tokenizer is None or self.source == "text", "tokenizer", remedy)
         remedy = 'has no effect without source = "hugging_face"; leave it out'
         self.require(self.column == "input_ids" or self.source == "hugging_face", "column", remedy)
         if self.weights:
@@ -74,4 +68,4 @@ class DataConfig(Table):
     @property
     def is_bytes(self) -> bool:
         """Whether tokens are bytes."""
-        return self.source == "stdlib" or (self.source == "text" and self.tokenizer is None)
+        return self.source in ("stdlib", "text")

@@ -51,10 +51,8 @@ class Corpus(NamedTuple):
         }
 
 
-def load_corpus(config: DataConfig, *, sequence_length: int, cache_dir: Path | None = None) -> Corpus:
+def load_corpus(config: DataConfig, *, sequence_length: int) -> Corpus:
     """Open the data of ``config``.
-
-    cache_dir  folder for the tokens of ``config.tokenizer``; None: ``config.cache_dir`` must be set
 
     Raises ``DataError`` for a missing or empty file, for a file whose size is no multiple of the token size, and for
     data that is shorter than one sequence of ``sequence_length`` tokens and its targets.
@@ -62,12 +60,11 @@ def load_corpus(config: DataConfig, *, sequence_length: int, cache_dir: Path | N
     if config.source == "stdlib":
         bodies, kept, description = _load_stdlib(config)
     else:
-        cache = Path(config.cache_dir) if config.cache_dir is not None else cache_dir
-        opened = [open_body(config, path, cache) for path in config.paths]
+        opened = [open_body(config, path) for path in config.paths]
         bodies = opened if config.weights else [joined(opened)]
         description = ", ".join(config.paths)
         if config.validation_paths:
-            kept = [joined([open_body(config, path, cache) for path in config.validation_paths])]
+            kept = [joined([open_body(config, path) for path in config.validation_paths])]
         else:
             wholes = [len(body.tokens) for body in bodies]
             borders = [whole - round(whole * config.validation_fraction) for whole in wholes]

@@ -1,6 +1,5 @@
 """Opens the files of each ``data.source``: tokens, and where documents begin."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,20 +9,17 @@ from ..config.data import DataConfig
 from ..config.error import ConfigError
 from .indexed import read_indexed
 from .sequences import Body
-from .tokenizing import tokenize_files
 from .tokens import DataError, FileTokens, Tokens
 
 __all__ = ["joined", "open_body"]
 
 
-def open_body(config: DataConfig, path: str, cache_dir: Path | None) -> Body:
+def open_body(config: DataConfig, path: str) -> Body:
     """The tokens of one of ``config.paths``. Raises ``DataError`` and ``ConfigError``."""
     end = config.end_of_document
     if config.source == "hugging_face":
         return _open_dataset(path, config.column, end)
-    if config.tokenizer is not None:
-        path = str(_tokenized(Path(config.tokenizer), Path(path), cache_dir, end))
-    if config.source == "megatron" or config.tokenizer is not None:
+    if config.source == "megatron":
         tokens, starts = read_indexed(path)
     elif config.source == "text":
         tokens, starts = FileTokens(Path(path), np.dtype(np.uint8)), np.zeros(1, np.int64)  # a file is a document
@@ -49,21 +45,6 @@ def joined(bodies: Sequence[Body]) -> Body:
         first + (zero if body.starts is None else body.starts) for first, body in zip(firsts, bodies, strict=True)
     ]
     return Body(Tokens([body.tokens for body in bodies]), np.concatenate(starts), bodies[0].end)
-
-
-def _tokenized(tokenizer: Path, path: Path, cache_dir: Path | None, end: int | None) -> Path:
-    """Prefix of the tokens of a text file; encodes the file unless an earlier run has. Ranks write equal files."""
-    assert cache_dir is not None, "the caller names a folder"
-    contents = hashlib.sha256(repr(end).encode())
-    for file in (tokenizer, path):
-        try:
-            contents.update(hashlib.sha256(file.read_bytes()).digest())
-        except OSError as error:
-            raise DataError(f"data file '{file}' cannot be read ({error.strerror}); correct data.paths") from None
-    prefix = cache_dir / contents.hexdigest()[:32]
-    if not (prefix.with_suffix(".idx").exists() and prefix.with_suffix(".bin").exists()):
-        tokenize_files(prefix, [path], tokenizer, end, key=None)
-    return prefix
 
 
 def _open_dataset(path: str, column: str, end: int | None) -> Body:

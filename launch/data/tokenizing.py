@@ -1,4 +1,4 @@
-"""Text into token files of Megatron's format: ``maingrad tokenize``, and text that a run reads with a tokenizer."""
+"""Text into token files of Megatron's format: ``maingrad tokenize``."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -44,11 +44,11 @@ def _load_tokenizer(path: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ConfigError(f"data.tokenizer = {path!r}: the package is missing; pip install tokenizers") from None
+        raise ConfigError(f"--tokenizer {path!r}: the package is missing; pip install tokenizers") from None
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the package raises plain Exception
-        raise ConfigError(f"data.tokenizer = {path!r}: is no readable tokenizer.json ({error})") from None
+        raise ConfigError(f"--tokenizer {path!r}: is no readable tokenizer.json ({error})") from None
     tokenizer.no_padding()  # documents are as long as they are, whatever the file says of a model's inputs
     tokenizer.no_truncation()
     return tokenizer

@@ -1,6 +1,6 @@
 """``maingrad train --dry-run``: checks all that a run would check, and plans it for any number of ranks, alone.
 
-No process group, no parameter and no gradient is made. The data are opened, and tokenised where a run would do so.
+No process group, no parameter and no gradient is made. The data are opened.
 """
 
 import math
@@ -49,8 +49,7 @@ def dry_run(config: Config, ranks: int) -> DryRun:
     check_profile(config.profile, ranks, config.train.device)
     plan = plan_run(config, ranks)
     settings = config.train
-    cache = Path(settings.out_dir) / "tokens"  # where the run will look for them
-    corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
+    corpus = load_corpus(config.data, sequence_length=settings.sequence_length)
     Sampler(corpus.bodies, config.data, settings)
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
     check_model(config, model)

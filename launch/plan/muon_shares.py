@@ -1,7 +1,7 @@
-"""Muon's work on each rank: matrices, FLOPs of their iterations, and the padding that keeps them whole."""
+"""Muon's work by ranks, and the padding that keeps its matrices whole."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...ddp.torch_grads.muon import update_flops
 from ...ddp.torch_grads.muon_groups import MuonGroups
@@ -10,48 +10,33 @@ from .rank_bytes import PlacedBucket
 __all__ = ["MuonShares", "muon_shares"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MuonShares:
-    """What each rank of an instance has of the matrices. Without shards one entry, which holds for every rank."""
+class MuonShares(NamedTuple):
+    """What Muon's matrices cost the ranks of an instance."""
 
-    numels: tuple[int, ...]
-    """Elements of matrices on each rank."""
-    flops: tuple[float, ...]
-    """FLOPs of a step's iterations on each rank."""
-    padding: int
-    """Elements of padding in the buckets of matrices, all ranks together."""
+    flops: list[float]
+    """FLOPs of a step's iterations on each rank. Without shards one entry, which holds for every rank."""
+    padding_share: float
+    """Padding in the buckets of matrices over the matrices' elements."""
 
     @property
     def largest_over_mean(self) -> float:
         """The largest rank's FLOPs over the mean: how much longer all wait for it."""
         return max(self.flops) * len(self.flops) / sum(self.flops)
 
-    @property
-    def padding_share(self) -> float:
-        """Padding over the matrices' elements."""
-        return self.padding / sum(self.numels)
-
 
 def muon_shares(muon: MuonGroups, buckets: Iterable[PlacedBucket]) -> MuonShares:
     """Count what ranks have of each matrix."""
     group_of = {name: group for group in muon.groups for name in group["params"]}
-    numels: list[int] = []
-    flops: list[float] = []
-    padding = 0
-    for bucket in buckets:
-        layout = bucket.layout
-        if not numels:
-            numels, flops = [0] * layout.shard_degree, [0.0] * layout.shard_degree
-        has_matrices = False
-        for slot in layout.slots:
-            group = group_of.get(slot.spec.name)
-            if group is None:
-                continue
-            has_matrices = True
-            whole = update_flops(slot.spec.shape, group)
-            for rank, shard in enumerate(map(layout.shard, range(layout.shard_degree))):
-                held = slot.range.counted_from(layout.start).intersect(shard).numel
-                numels[rank] += held
-                flops[rank] += whole * held / slot.spec.numel
-        padding += layout.padding if has_matrices else 0
-    return MuonShares(numels=tuple(numels), flops=tuple(flops), padding=padding)
+    layouts = [bucket.layout for bucket in buckets]
+    flops = [0.0] * layouts[0].shard_degree
+    numel = padding = 0
+    for layout in layouts:
+        matrices = [slot for slot in layout.slots if slot.spec.name in group_of]
+        for slot in matrices:
+            place = slot.range.counted_from(layout.start)
+            of_element = update_flops(slot.spec.shape, group_of[slot.spec.name]) / slot.spec.numel
+            for rank in range(layout.shard_degree):
+                flops[rank] += of_element * place.intersect(layout.shard(rank)).numel
+        numel += sum(slot.spec.numel for slot in matrices)
+        padding += layout.padding if matrices else 0
+    return MuonShares(flops, padding / numel)

@@ -1,17 +1,13 @@
 """Computes what a run allocates and sends from shapes alone, without process group and storage."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ...ddp import DistributedDataParallelConfig
 from ...ddp.collectives.reduction import Placement, Placements
 from ...fsdp.unit.plan import pool_limit
-from ...kernels.optimizer.eight_bits import BLOCK
-from ..config.ddp import FULLY_SHARDED
-from ..config.run import Config, FsdpConfig, Parallel
+from ..config.run import Config
 from ..model.hugging_face import LanguageModel, build_language_model
 from .muon_shares import MuonShares, muon_shares
 from .parameter_count import ParameterCount, count_of
@@ -30,10 +26,10 @@ class RunPlan:
     parameters: ParameterCount
     units: tuple[PlacedUnit, ...]
     """What is gathered and reduced together: units of a fully sharded model, else single buckets."""
-    alternatives: dict[Parallel, RankBytes]
-    """Bytes at rest under each kind of parallelism that this number of ranks allows, this run's included."""
+    rank_bytes: RankBytes
+    """What the fullest rank holds between steps."""
     muon: MuonShares | None
-    """Muon's work on each rank; None: another optimizer, or sharded parameters."""
+    """Muon's work by ranks; None: another optimizer, or sharded parameters."""
 
     @property
     def inner_size(self) -> int:
@@ -49,11 +45,6 @@ class RunPlan:
     def placements(self) -> Placements:
         """Which of parameters, gradients and optimizer state are whole, and which are sharded."""
         return self.buckets[0].placements
-
-    @property
-    def rank_bytes(self) -> RankBytes:
-        """What the fullest rank holds between steps."""
-        return self.alternatives[self.config.parallel]
 
     @property
     def peak_params(self) -> int:
@@ -101,21 +92,14 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     """
     config.check_ranks(ranks)
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
-    laid_out = {
-        parallel: lay_out(other, ranks)
-        for parallel, other in _alternatives(config).items()
-        if ranks % other.num_instances == 0
-    }
+    units = lay_out(config, ranks)
     return RunPlan(
         config=config,
         ranks=ranks,
         parameters=count_of(model),
-        units=laid_out[config.parallel],
-        alternatives={
-            parallel: rank_bytes(bucket for unit in units for bucket in unit.buckets)
-            for parallel, units in laid_out.items()
-        },
-        muon=_muon_shares(config, model, laid_out[config.parallel]),
+        units=units,
+        rank_bytes=rank_bytes(bucket for unit in units for bucket in unit.buckets),
+        muon=_muon_shares(config, model, units),
     )
 
 
@@ -124,53 +108,3 @@ def _muon_shares(config: Config, model: LanguageModel, units: Sequence[PlacedUni
     if muon is None or config.fully_sharded:  # there owners are found when parameters have been sharded
         return None
     return muon_shares(muon, [bucket for unit in units for bucket in unit.buckets])
-
-
-def _alternatives(config: Config) -> dict[Parallel, Config]:
-    """The run's configuration under each kind of parallelism, with what has no meaning there left out."""
-    in_blocks = config.optimizer.moment_dtype == "uint8"
-    sharded = dataclasses.replace(
-        config.ddp,
-        use_distributed_optimizer=True,
-        num_distributed_optimizer_instances=1,
-        shard_atom=BLOCK if in_blocks and not config.ddp.keep_params_whole else config.ddp.shard_atom,
-    )
-    whole = dataclasses.replace(
-        sharded,
-        use_distributed_optimizer=False,
-        overlap_param_gather=False,
-        copy_engine_param_gather=False,
-        grad_reduce_wire_dtype=None,
-        keep_params_whole=False,
-        keep_matrices_whole=(),
-        release_grads=False,
-        shard_atom=1,
-    )
-    if config.fully_sharded:
-        inside = "zero3" if config.fsdp.placements == "hsdp_zero1" else config.fsdp.placements
-        units = dataclasses.replace(config.fsdp, placements=inside, num_instances=None)
-    else:
-        units = FsdpConfig(grad_dtype="float32" if config.ddp.grad_reduce_in_fp32 else "bfloat16")
-    if in_blocks and units.shard_atoms == "element":
-        units = dataclasses.replace(units, shard_atoms="block")
-    full = dataclasses.replace(config.optimizer, state="full", moment_dtype="bfloat16")
-    of_shards = config.optimizer if config.optimizer.fits_shards else full
-    unused = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    sections: dict[Parallel, tuple[DistributedDataParallelConfig, FsdpConfig]] = {
-        "ddp": (whole, FsdpConfig()),
-        "zero1": (sharded, FsdpConfig()),
-        "hybrid": (dataclasses.replace(sharded, num_distributed_optimizer_instances=2), FsdpConfig()),
-        "fsdp": (unused, units),
-        "hsdp": (unused, units),
-    }
-    others = {
-        parallel: dataclasses.replace(
-            config,
-            parallel=parallel,
-            ddp=ddp,
-            fsdp=fsdp,
-            optimizer=of_shards if parallel in FULLY_SHARDED else config.optimizer,
-        )
-        for parallel, (ddp, fsdp) in sections.items()
-    }
-    return {**others, config.parallel: config}

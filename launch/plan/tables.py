@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from rich.table import Column, Table
 
-from .muon_shares import MuonShares
 from .plan import RunPlan
 
 __all__ = ["format_bytes", "numbers", "plan_tables", "table_of", "texts"]
@@ -22,8 +21,6 @@ def plan_tables(plan: RunPlan) -> Iterator[Table]:
     yield _placements_table(plan)
     yield _buckets_table(plan)
     yield _collectives_table(plan)
-    if plan.muon is not None:
-        yield _muon_table(plan.muon)
     yield _bytes_table(plan)
 
 
@@ -114,7 +111,7 @@ def _buckets_table(plan: RunPlan) -> Table:
         names.append(held + ", delayed" * layout.delayed)
     padding = [layout.padding for layout in layouts]
     share = f"{sum(padding):,} ({sum(padding) / sum(layout.numel for layout in layouts):.1%})"
-    return table_of(
+    table = table_of(
         title,
         texts(_row_heading(plan), [unit.title for unit in plan.units for _ in unit.buckets]),
         texts("parameters", names, f"{plan.parameters.total:,} parameters"),
@@ -124,6 +121,13 @@ def _buckets_table(plan: RunPlan) -> Table:
         _bytes("gradients", [bucket.grad_nbytes for bucket in buckets]),
         _bytes("fp32 shard", [bucket.shard_nbytes for bucket in buckets]),
     )
+    if plan.muon is not None:
+        table.caption = (
+            f"Muon: the largest rank's iterations take {plan.muon.largest_over_mean:.3f} of the mean; padding beside "
+            f"matrices: {plan.muon.padding_share:.1%}"
+        )
+        table.caption_justify = "left"
+    return table
 
 
 def _collectives_table(plan: RunPlan) -> Table:
@@ -162,36 +166,6 @@ def _collectives_table(plan: RunPlan) -> Table:
     return table_of(title, *columns)
 
 
-def _muon_table(shares: MuonShares) -> Table:
-    """Ranks with equal shares are one line."""
-    ranks: dict[tuple[int, float], list[int]] = {}
-    for rank, share in enumerate(zip(shares.numels, shares.flops, strict=True)):
-        ranks.setdefault(share, []).append(rank)
-    mean = sum(shares.flops) / len(shares.flops)
-    names = [_ranges(members) for members in ranks.values()] if len(shares.flops) > 1 else ["every rank"]
-    table = table_of(
-        f"Muon: the largest rank's iterations take {shares.largest_over_mean:.3f} of the mean",
-        texts("ranks", names),
-        numbers("elements", [f"{numel:,}" for numel, _ in ranks]),
-        numbers("TFLOP a step", [f"{flops / 1e12:,.3f}" for _, flops in ranks]),
-        numbers("of the mean", [f"{flops / mean:.3f}" for _, flops in ranks]),
-    )
-    table.caption = f"padding beside matrices: {shares.padding:,} elements ({shares.padding_share:.1%})"
-    table.caption_justify = "left"
-    return table
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def _bytes_table(plan: RunPlan) -> Table:
     config = plan.config
     title = f"bytes on each of {plan.ranks} ranks"
@@ -201,15 +175,12 @@ def _bytes_table(plan: RunPlan) -> Table:
     grad_dtypes = _names(bucket.grad_dtype for bucket in plan.buckets)
     settings = config.optimizer
     kept = ("remainders", settings.moment_dtype) if settings.state == "compact" else ("float32", "float32")
-    columns = [
+    table = table_of(
+        title,
         texts("what", ["parameters", "gradients", "optimizer: masters", "optimizer: moments"], "total"),
         texts("dtype", [param_dtypes, grad_dtypes, *kept]),
-    ]
-    for parallel, held in plan.alternatives.items():
-        instances = config.num_instances if parallel == config.parallel else 2
-        heading = f"{parallel},\n{instances} instances" if parallel in ("hybrid", "hsdp") else parallel
-        columns.append(_bytes(heading + "\n(this run)" * (parallel == config.parallel), held))
-    table = table_of(title, *columns)
+        _bytes("bytes", plan.rank_bytes),
+    )
     if config.fully_sharded:
         peaks = format_bytes(plan.peak_params), format_bytes(plan.peak_grads)
         table.caption, table.caption_justify = "gathered, at most: {}; unreduced, at most: {}".format(*peaks), "left"

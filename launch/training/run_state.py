@@ -47,7 +47,6 @@ _MAY_DIFFER = frozenset(
         "model.delay_wgrad_layers",
         "model.save_hugging_face",
         "model.trust_remote_code",
-        "data.cache_dir",
     }
 )
 

@@ -98,8 +98,7 @@ class _Trainer:
 
         self.recipe = load_recipe(config, runtime.device)
         # Data: the same validation set on every rank.
-        cache = Path(settings.out_dir) / "tokens"
-        self.corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
+        self.corpus = load_corpus(config.data, sequence_length=settings.sequence_length)
         self.sampler = Sampler(self.corpus.bodies, config.data, settings)
         self.windows = validation_batch(config, self.corpus)
         self.saves = settings.save_every is not None

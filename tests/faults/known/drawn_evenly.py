@@ -197,16 +197,6 @@ FAULTS = [
         ],
     ),
     Fault(
-        "39i-tokens-of-another-end-are-read",
-        sentence="Text that was encoded with another end of documents is not encoded anew.",
-        tests=["tests/launch/data/test_sources.py::test_another_end_token_encodes_text_anew"],
-        changes=[
-            Change(
-                "maingrad.launch.data.sources", "_tokenized", "hashlib.sha256(repr(end).encode())", "hashlib.sha256()"
-            ),
-        ],
-    ),
-    Fault(
         "41e-the-last-ranks-error-is-the-ways",
         sentence="The table of verify shows the error of the last rank that holds a gradient.",
         tests=["tests/launch/verification/test_library_faults.py::test_the_error_of_a_way_is_that_of_its_worst_rank"],

@@ -82,7 +82,7 @@ def test_round_trip_through_json(tmp_path: Path):
         ({"optimiser": {}}, "unknown key 'optimiser': did you mean 'optimizer'?"),
         ({"model": {"num_layer": 2}}, "unknown key 'model.num_layer': did you mean 'model.num_layers'?"),
         ({"train": {"keep_last": 2}}, "unknown key 'train.keep_last': it is 'checkpoint.keep_last'"),
-        ({"data": {"zzz": 2}}, "unknown key 'data.zzz': valid keys: cache_dir, column, documents, "),
+        ({"data": {"zzz": 2}}, "unknown key 'data.zzz': valid keys: column, documents, end_of_document, "),
         ({"model": 3}, "model = 3: must be a table, [model]"),
         ({"model": {"dim": "64"}}, "model.dim: must be int, not str"),
         ({"model": {"dim": 64.0}}, "model.dim: must be int, not float"),

@@ -22,6 +22,7 @@ from maingrad.launch.data.indexed import read_indexed, write_indexed
 from maingrad.launch.data.order import Blend, permuted
 from maingrad.launch.data.sequences import IGNORED, Batch, Body, Sampler, SequenceSet, concatenated
 from maingrad.launch.data.sources import open_body
+from maingrad.launch.data.tokenizing import tokenize_files
 from maingrad.launch.data.tokens import DataError, Tokens
 from maingrad.launch.training.train import train
 
@@ -112,7 +113,7 @@ def test_a_file_of_wider_integers_is_refused(tmp_path: Path):
 
     def opened(stored: str, dtype: str) -> Body:
         path = str(tmp_path / stored)
-        return open_body(DataConfig(source="tokens", paths=(path,), token_dtype=dtype), path, None)  # type: ignore[arg-type]
+        return open_body(DataConfig(source="tokens", paths=(path,), token_dtype=dtype), path)  # type: ignore[arg-type]
 
     for stored, read in (("uint32", "uint16"), ("int64", "uint32"), ("int64", "uint16")):
         with pytest.raises(
@@ -249,32 +250,6 @@ def tokenizer_file(path: Path) -> Path:
     return path
 
 
-def test_text_with_a_tokenizer_is_encoded_once(tmp_path: Path):
-    path, text = tokenizer_file(tmp_path / "tokenizer.json"), tmp_path / "text.py"
-    config = tiny_config(tmp_path, data={"tokenizer": str(path)}, model={"vocab_size": 300})
-    train(config)
-    cache = tmp_path / "run" / "tokens"
-    files = {each.name: each.stat().st_mtime_ns for each in cache.iterdir()}
-    corpus = load_corpus(config.data, sequence_length=24, cache_dir=cache)
-    tokenizers = pytest.importorskip("tokenizers")
-    ids = tokenizers.Tokenizer.from_file(str(path)).encode(text.read_text()).ids
-    assert [*corpus.train[:].tolist(), *corpus.validation[:].tolist()] == ids
-    assert {each.name: each.stat().st_mtime_ns for each in cache.iterdir()} == files and len(files) == 2
-    text.write_text(text.read_text() + "# more\n")
-    load_corpus(config.data, sequence_length=24, cache_dir=cache)
-    assert len(list(cache.iterdir())) == 4
-
-
-def test_another_end_token_encodes_text_anew(tmp_path: Path):
-    path, text = tokenizer_file(tmp_path / "tokenizer.json"), tmp_path / "text.py"
-    text.write_text("def f(x):\n    return x * 2\n" * 20)
-    last = []
-    for end in (1, 2):
-        config = DataConfig(source="text", paths=(str(text),), tokenizer=str(path), end_of_document=end)
-        last.append(open_body(config, str(text), tmp_path / "tokens").tokens[:][-1])
-    assert last == [1, 2]
-
-
 def test_padding_and_truncation_of_a_tokenizer_do_not_change_documents(tmp_path: Path):
     tokenizers = pytest.importorskip("tokenizers")
     text, path = tmp_path / "a.txt", tokenizer_file(tmp_path / "tokenizer.json")
@@ -297,8 +272,9 @@ def test_the_command_tokenize_writes_documents(tmp_path: Path, capsys: pytest.Ca
     tokens, starts = read_indexed(tmp_path / "set")
     assert bytes(tokens[:].tolist()) == b"hello\0one\0two\0" and starts.tolist() == [0, 6, 10]
     tokenizer = str(tokenizer_file(tmp_path / "tokenizer.json"))
-    assert main(["tokenize", str(tmp_path / "other"), *files, "--tokenizer", tokenizer]) == 0
-    assert len(read_indexed(tmp_path / "other").starts) == 3
+    assert main(["tokenize", str(tmp_path / "other"), *files, "--tokenizer", tokenizer, "--end-of-document", "2"]) == 0
+    tokens, starts = read_indexed(tmp_path / "other")
+    assert len(starts) == 3 and tokens[:][[*(starts[1:] - 1), -1]].tolist() == [2, 2, 2]
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n")
     assert main(["tokenize", str(tmp_path / "lines"), str(tmp_path / "a.txt")]) == 0
     assert bytes(read_indexed(tmp_path / "lines").tokens[:].tolist()) == b"one\r\ntwo\r\n"
@@ -381,7 +357,7 @@ def test_a_dataset_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", package)
 
     def opened(path: str, column: str = "ids") -> Body:
-        return open_body(DataConfig(source="hugging_face", paths=(path,), column=column), path, None)
+        return open_body(DataConfig(source="hugging_face", paths=(path,), column=column), path)
 
     body = opened("whole")
     assert body.tokens[:].tolist() == TOKENS
@@ -402,9 +378,8 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         load_corpus(DataConfig(source="hugging_face", paths=("x",)), sequence_length=2)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "text").write_text("x")
-    config = DataConfig(source="text", paths=(str(tmp_path / "text"),), tokenizer=str(tmp_path / "text"))
     with pytest.raises(ConfigError, match="pip install tokenizers"):
-        load_corpus(config, sequence_length=2, cache_dir=tmp_path)
+        tokenize_files(tmp_path / "set", [tmp_path / "text"], tmp_path / "text", None, key=None)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +391,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"documents": "pad"}, r'no random places: set data\.order = "epochs"'),
         ({"source": "tokens", "documents": "mask"}, r"set data\.end_of_document"),
         ({"source": "tokens", "end_of_document": -1}, r"data\.end_of_document = -1: must not be negative"),
-        ({"source": "tokens", "tokenizer": "x"}, r"data\.tokenizer = 'x': reads text"),
     ],
 )
 def test_contradictions_name_key_and_remedy(values: dict[str, object], message: str):

@@ -14,6 +14,7 @@ from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig,
 from maingrad.ddp.buckets.released import ReleasedBucket
 from maingrad.ddp.collectives.reduction import PLACEMENTS, Placements, placements_of
 from maingrad.ddp.plan.layout import BucketLayout, ParamSpec, plan_gradients
+from maingrad.ddp.torch_grads.muon import update_flops
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.model.gpt import build_model
@@ -169,14 +170,19 @@ def test_muon_sends_what_adamw_sends_but_for_padding(tmp_path: Path, parallel: s
 
 def test_work_of_muon_by_rank(tmp_path: Path):
     config = tiny_config(tmp_path, parallel="zero1", optimizer={"name": "muon"})
-    shares = plan_run(config, 2).muon
+    plan = plan_run(config, 2)
+    shares = plan.muon
     assert shares is not None
     module = build_model(config.model, seed=0)
     muon = config.optimizer.muon_of(module)
     assert muon is not None
-    assert sum(shares.numels) == sum(module.get_parameter(name).numel() for name in muon.matrices)
+    work = [update_flops(module.get_parameter(name).shape, group) for group in muon.groups for name in group["params"]]
+    assert len(shares.flops) == 2 and sum(shares.flops) == pytest.approx(sum(work)), "each matrix is counted once"
     assert shares.largest_over_mean == max(shares.flops) / (sum(shares.flops) / 2)
-    table = printed(tmp_path, 2, optimizer={"name": "muon"})
+    numel = sum(module.get_parameter(name).numel() for name in muon.matrices)
+    beside = [bucket.layout for bucket in plan.buckets if bucket.layout.keeps_matrices_whole]
+    assert shares.padding_share == sum(layout.padding for layout in beside) / numel
+    table = " ".join(printed(tmp_path, 2, optimizer={"name": "muon"}).split())
     assert "Muon: the largest rank's iterations take" in table and "padding beside matrices:" in table
     assert "Muon" not in printed(tmp_path, 2)
     assert "not counted: 6 to 8" in " ".join(printed(tmp_path, 2, parallel="fsdp", optimizer={"name": "muon"}).split())
@@ -196,16 +202,11 @@ def test_plan_of_compact_state(
     assert (planned.masters > 0) is (param_dtype == "bfloat16")
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid"])
-@pytest.mark.sampled(2)
-def test_every_kind_of_parallelism_is_planned_beside_the_chosen_one(tmp_path: Path, parallel: str):
-    config = tiny_config(tmp_path, parallel=parallel)
-    others = {name: plan_run(tiny_config(tmp_path, parallel=name), 4).rank_bytes for name in ("ddp", "zero1", "hybrid")}
-    found = plan_run(config, 4).alternatives
-    assert {name: found[name] for name in others} == others
-    assert others["ddp"].moments > others["hybrid"].moments > others["zero1"].moments
-    odd = tiny_config(tmp_path, parallel="zero1")
-    assert set(plan_run(odd, 3).alternatives) == {"ddp", "zero1", "fsdp"}, "three ranks are no two instances"
+def test_more_is_sharded_from_kind_to_kind(tmp_path: Path):
+    ddp, hybrid, zero1 = (
+        plan_run(tiny_config(tmp_path, parallel=name), 4).rank_bytes for name in ("ddp", "hybrid", "zero1")
+    )
+    assert ddp.moments > hybrid.moments > zero1.moments
 
 
 def test_bytes_on_the_wire():
@@ -265,7 +266,7 @@ def test_tables_of_every_form(tmp_path: Path):
     assert "over the 4 ranks of an instance" in hybrid
     assert {"all-to-all in bfloat16\nover 4 ranks", "all-reduce\nover 2 instances", "scratch in flight"} <= headings
     assert "parameters are gathered bottom up, under the next forward" in hybrid
-    assert all(words in hybrid for words in ("hybrid,", "2 instances", "(this run)"))
+    assert "2 instances" in hybrid
     whole, headings = tables(tmp_path, 8, parallel="ddp")
     assert "all-reduce\nover 8 ranks" in headings
     assert "gather" not in whole
@@ -309,9 +310,8 @@ def test_experts_have_a_table_of_their_own(tmp_path: Path):
     for table in plan_tables(plan_run(config, 2)):
         console.print(table)
     text = console.export_text()
-    rows = {
-        row[1].strip(): [cell.strip() for cell in row[2:4]] for row in map(cells, text.splitlines()) if len(row) == 5
-    }
+    lines = text[: text.index("parallel =")].splitlines()
+    rows = {row[1].strip(): [cell.strip() for cell in row[2:4]] for row in map(cells, lines) if len(row) == 5}
     expert = 3 * 32 * 16
     assert "8 experts in 1 of 2 blocks, 2 for each token" in text
     assert rows["experts, 16 wide"] == [f"{8 * expert:,}", f"{2 * expert:,}"]

@@ -263,17 +263,11 @@ def test_a_router_of_another_dtype_is_a_unit_of_its_own(tmp_path: Path):
     assert [unit.name for unit in same.units] == ["", "blocks.0", "blocks.1"]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_all_kinds_stand_beside_each_other(tmp_path: Path, parallel: str):
-    config = tiny_config(tmp_path, parallel=parallel)
-    plan = plan_run(config, 4)
-    assert list(plan.alternatives) == ["ddp", "zero1", "hybrid", "fsdp", "hsdp"]
-    for other in ("fsdp", "hsdp"):
-        assert plan.alternatives[other] == plan_run(tiny_config(tmp_path, parallel=other), 4).rank_bytes
-    assert plan.alternatives["fsdp"].total < plan.alternatives["hsdp"].total < plan.alternatives["zero1"].total
-    odd = tiny_config(tmp_path, parallel=parallel, train={"global_batch_size": 18})
-    plan = plan_run(odd, 3)
-    assert list(plan.alternatives) == ["ddp", "zero1", "fsdp"], "three ranks are no two instances"
+def test_more_is_sharded_from_kind_to_kind(tmp_path: Path):
+    fsdp, hsdp, zero1 = (
+        plan_run(tiny_config(tmp_path, parallel=name), 4).rank_bytes for name in ("fsdp", "hsdp", "zero1")
+    )
+    assert fsdp.total < hsdp.total < zero1.total
 
 
 def test_what_is_printed(tmp_path: Path):
@@ -289,7 +283,6 @@ def test_what_is_printed(tmp_path: Path):
     assert "blocks.1" in text
     assert "reduce-scatter" in text
     assert "over 2 instances" in text
-    assert "(this run)" in text
     assert "gathered, at most" in text
     assert "host" not in text
     assert "for each bucket" not in text
