@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...ddp.buckets.graph_walk import differentiable_tensors
@@ -38,6 +38,7 @@ __all__ = [
     "ForwardTrace",
     "UnitForward",
     "delivers_to_any",
+    "with_params_copied",
 ]
 
 
@@ -271,6 +272,13 @@ def delivers_to_any(params: Iterable[Tensor]) -> bool:
     """The ``backward(inputs=...)`` under way names one of ``params``, whole parameters."""
     trained = [param for param in params if param.requires_grad]
     return any(demand(get_gradient_edge(param).node) is Demand.ACCUMULATE for param in trained)
+
+
+def with_params_copied(outputs: Any) -> Any:
+    """The outputs of a forward, with a copy in place of each parameter: a parameter has no node for a hook, either."""
+    if type(outputs) is Tensor or not any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(outputs)):
+        return outputs
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, nn.Parameter) else leaf, outputs)
 
 
 def _with_graph(leaf: Any) -> Any:

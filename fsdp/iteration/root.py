@@ -42,7 +42,15 @@ from ..unit.bucket import ShardedBucket
 from ..unit.plan import cast_floating, cast_inputs
 from ..unit.unit import Unit
 from .connect import connect_units, map_memory, use_copy_engines
-from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardTrace, UnitForward, delivers_to_any
+from .hooks import (
+    Backward,
+    BackwardEnd,
+    BackwardHooks,
+    ForwardTrace,
+    UnitForward,
+    delivers_to_any,
+    with_params_copied,
+)
 from .parts import RootParts
 from .rounds import GradRounds
 
@@ -134,6 +142,7 @@ class Root:
             self.forward_failed(unit, wrote=True)
             raise
         self._show_shards(unit)
+        outputs = with_params_copied(outputs)  # the memory of those that forward returns is freed
         if unit.policy.output_dtype is not None:
             outputs = cast_floating(outputs, unit.policy.output_dtype)
         hooks, has_graph = self._running[-1], False
