@@ -262,6 +262,32 @@ def test_a_modules_hooks_on_its_output_may_run_backwards_inside_of_it(placements
         torch.testing.assert_close(found, expected)
 
 
+class Viewed(Block):
+    """A unit whose output is a view of what it has computed, which the program then writes to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1).view_as(x)
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList([Viewed() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            before, x = x, block(x.view_as(x))
+            x += before
+        return x
+
+
+@some_kinds
+def test_an_output_that_is_a_view_may_be_changed_in_place(kind: str) -> None:
+    train_beside(kind, AddsInPlace)
+
+
 class Positions(nn.Module):
     """A unit whose forward returns its parameters themselves, alone or among others."""
 
