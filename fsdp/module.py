@@ -158,6 +158,9 @@ class FSDPModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        unit = unit_of(self)
+        for pair in unit.pairs if unit.registered.shows_whole else ():
+            _but_shards(fn, pair.sharded)  # raises for whole parameters as well, which stay where they are gathered
         return super()._apply(functools.partial(_but_shards, fn), recurse)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

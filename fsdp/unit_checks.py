@@ -263,16 +263,18 @@ def _device_of(
         device = mesh.device_type
     if device is None:
         device = _device_inside(inside, ignored)
-    served = [device_type for group in grid.axes for device_type in device_types_of(group)]
     if device is None:
+        served = [device_type for group in grid.axes for device_type in device_types_of(group)]
         device = "cpu" if not served or "cpu" in served else served[0]
     found = torch.device(device)
     if found.type == "meta":
         raise ValueError("device is where the unit computes, and nothing does on meta")
-    if served and found.type not in served:
-        raise ValueError(
-            f"the mesh's group talks over {', '.join(served)}, and the unit is on {found}: give a group of that device"
-        )
+    for group in grid.axes:
+        if (served := device_types_of(group)) and found.type not in served:
+            raise ValueError(
+                f"the mesh's group talks over {', '.join(served)}, and the unit is on {found}: give a group of that "
+                f"device"
+            )
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 

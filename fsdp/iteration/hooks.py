@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...ddp.buckets.graph_walk import differentiable_tensors
@@ -38,6 +38,7 @@ __all__ = [
     "ForwardTrace",
     "UnitForward",
     "delivers_to_any",
+    "with_params_copied",
 ]
 
 
@@ -128,7 +129,8 @@ class BackwardHooks:
         self.trace = trace
         self.listens = False
         """``watch_inputs`` was called, and ``watch_outputs`` is due: not without grad mode or parameters."""
-        self._inputs: set[int] = set()  # ``id`` of inputs that require gradients, which live while forward runs
+        self._inputs: set[int] = set()
+        """``id`` of inputs that require gradients, and of what they are views of: all live while forward runs."""
 
     def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Register the hooks that tell that backward has passed the forward."""
@@ -165,18 +167,27 @@ class BackwardHooks:
         opened = False
         for tensor in tensors:
             if tensor.grad_fn is not None:
-                handle = tensor.register_hook(partial(self._on_output, _behind(tensor.grad_fn)))
-                # The module's own hooks come after it: one may run a backward inside the unit (an equilibrium model's).
-                hooks: Any = handle.hooks_dict_ref()
-                for key in [key for key in hooks if key != handle.id]:
-                    hooks[key] = hooks.pop(key)  # torch calls them in the order in which they came in
+                self._watch_output(tensor)
                 opened = True
+                base = tensor._base
+                if base is not None and base.grad_fn is not None and id(base) not in self._inputs:
+                    # The program may write to the view in place. Backward then comes to the tensor behind it alone.
+                    self._watch_output(base)
         return outputs, opened
+
+    def _watch_output(self, tensor: Tensor) -> None:
+        handle = tensor.register_hook(partial(self._on_output, _behind(tensor.grad_fn)))
+        # The module's own hooks come after it: one may run a backward inside the unit (an equilibrium model's).
+        hooks: Any = handle.hooks_dict_ref()
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)  # torch calls them in the order in which they came in
 
     def _watch_input(self, tensor: Tensor) -> None:
         if not tensor.requires_grad:
             return
         self._inputs.add(id(tensor))
+        if tensor._base is not None:
+            self._inputs.add(id(tensor._base))
         # A leaf's hook may run before other nodes of the forward's graph. A unit with leaf inputs alone is passed when
         # backward ends.
         if tensor.grad_fn is not None and tensor.device == self.forward.unit.device:
@@ -271,6 +282,13 @@ def delivers_to_any(params: Iterable[Tensor]) -> bool:
     """The ``backward(inputs=...)`` under way names one of ``params``, whole parameters."""
     trained = [param for param in params if param.requires_grad]
     return any(demand(get_gradient_edge(param).node) is Demand.ACCUMULATE for param in trained)
+
+
+def with_params_copied(outputs: Any) -> Any:
+    """The outputs of a forward, with a copy in place of each parameter: a parameter has no node for a hook, either."""
+    if type(outputs) is Tensor or not any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(outputs)):
+        return outputs
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, nn.Parameter) else leaf, outputs)
 
 
 def _with_graph(leaf: Any) -> Any:

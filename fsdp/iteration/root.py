@@ -12,9 +12,10 @@ files is said where they call it::
     pre_forward     1  gather the unit and the next one, and wait     UnitGathers, below; ShardedBucket.fill
                     2  modules register the whole parameters          Registration (../unit/registration.py)
     post_forward    3  modules register the shards; free the memory   UnitGathers.release
-    pre_backward    4  gather the unit again, and the next one
+    pre_backward    4  modules register the whole parameters, for a
+                       recompute; gather the unit, and the next one
     (first write)   5  whole gradients take memory                    GradRounds.make_room (rounds.py), by the record
-    post_backward   6  free the whole parameters; gather ahead
+    post_backward   6  as 3; gather ahead
                     7  keep the gradients, or launch their reduction  GradRounds.leave
     end_backward    8  send what is left; .grad is complete           GradRounds, GradShard (../unit/grad_shard.py)
 
@@ -42,7 +43,15 @@ from ..unit.bucket import ShardedBucket
 from ..unit.plan import cast_floating, cast_inputs
 from ..unit.unit import Unit
 from .connect import connect_units, map_memory, use_copy_engines
-from .hooks import Backward, BackwardEnd, BackwardHooks, ForwardTrace, UnitForward, delivers_to_any
+from .hooks import (
+    Backward,
+    BackwardEnd,
+    BackwardHooks,
+    ForwardTrace,
+    UnitForward,
+    delivers_to_any,
+    with_params_copied,
+)
 from .parts import RootParts
 from .rounds import GradRounds
 
@@ -134,6 +143,7 @@ class Root:
             self.forward_failed(unit, wrote=True)
             raise
         self._show_shards(unit)
+        outputs = with_params_copied(outputs)  # the memory of those that forward returns is freed
         if unit.policy.output_dtype is not None:
             outputs = cast_floating(outputs, unit.policy.output_dtype)
         hooks, has_graph = self._running[-1], False
@@ -299,7 +309,7 @@ class Root:
         if unit not in backward.entered:
             backward.entered[unit] = set()
             backward.tasks[task].append(unit)
-            unit.registered.show_whole()  # for a recompute inside the unit
+            unit.registered.show_whole()  # 4., for a recompute inside the unit
         if trains:
             self.grads.backward_enters(unit, delays=delays)
         return backward
@@ -351,7 +361,7 @@ class Root:
             self.gathers.expect_step()
             return
         self.gathers.release_all(but=self.gathers.first(KEPT_UNITS))
-        for unit in self.gathers.first(KEPT_UNITS + 1):
+        for unit in self.gathers.first(KEPT_UNITS + 1):  # the kept ones, if one was freed, and one ahead of use
             self.gathers.gather(unit)
 
     # ---- Iterations that end early. ----

@@ -359,11 +359,16 @@ class WholeParams(ReleasableBuffer):
             # The last view may be dropped at any time. The memory then returns to its stream, which has not waited for
             # the program's reads.
             self.data.record_stream(current_stream(self.data.device))
-        self.data = torch.empty_like(self.data)
+        places = [(param.storage_offset(), param.shape) for param in self.params]
+        numel, self.data = self.data.numel(), self.data.new_empty(0)
         self._storage = self.data.untyped_storage()
-        for param in self.params:  # the old memory is freed with the last of them, unless the program has kept a view
-            place = param.storage_offset()
-            param.data = self.data[place : place + param.numel()].view(param.shape)
+        for param in self.params:
+            param.data = self.data
+        # The old memory is free now, unless the program has kept a view: the new one does not come beside it.
+        self.data = self.data.new_empty(numel)
+        self._storage = self.data.untyped_storage()
+        for param, (place, shape) in zip(self.params, places, strict=True):
+            param.data = self.data[place : place + shape.numel()].view(shape)
 
 
 # ---- A parameter in both forms. ----

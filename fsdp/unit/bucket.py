@@ -198,6 +198,7 @@ class ShardedBucket:
         was_read  the program was given them to read: see ``WholeParams.leave``
         """
         if was_read:
+            self.gather.flat = self._gather_input = self.gather.flat.new_empty(0)  # lets go of the memory
             self.whole_params.leave([pair.sharded.shard.name for pair in self.pairs])
             self.gather.flat, self._gather_input = self.whole_params.data, self.whole_params.data[self._part]
         self.whole_params.release()

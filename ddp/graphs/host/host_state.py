@@ -166,7 +166,11 @@ class HostState(Surroundings):
         """Whether code may mean an attribute of ``value``, by its name and what it is."""
         if self._all_named and not isinstance(value, DistributedDataParallel):
             return lambda name, item: True
-        return lambda name, item: name in self._read_names or (name in self._named and callable(item))
+        is_trained = id(value) in self._trained_ids  # a wrapper: its mode is part of a call's kind
+        return lambda name, item: (
+            not (is_trained and name == "training")
+            and (name in self._read_names or (name in self._named and callable(item)))
+        )
 
     def _reach(self, value: Any, path: str, named: bool) -> None:
         """named: the program's code names it, and does not only hold it."""

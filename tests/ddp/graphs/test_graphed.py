@@ -243,6 +243,20 @@ def the_mode_that_it_leaves(job: Job) -> None:
     job.run(between)
 
 
+def the_mode_that_it_reads_and_leaves(job: Job) -> None:
+    """As before, through the wrapper, which has a mode of its own that code names."""
+
+    def train_step(tokens: Tensor) -> Tensor:
+        loss = job.iterate(tokens)
+        job.model.eval()
+        return loss
+
+    job.net.inside = lambda x: x * 2 if job.net.training else x
+    job.model.train()
+    job.graphed(train_step)
+    job.run(lambda number: job.model.train() is None)
+
+
 @pytest.mark.parametrize(
     ("program", "num_graphs"),
     [
@@ -252,9 +266,10 @@ def the_mode_that_it_leaves(job: Job) -> None:
         (evaluation_and_loads, 1),
         (made_in_the_first_call, 1),
         (the_mode_that_it_leaves, 1),
+        (the_mode_that_it_reads_and_leaves, 1),
     ],
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(7)
 def test_is_captured(program: Callable[[Job], None], num_graphs: int) -> None:
     step = check(program, dropout=program is dropout)
     assert (step.why_eager, step.num_graphs) == (None, num_graphs)

@@ -27,6 +27,8 @@ def test_converting_and_moving(convert: Callable[[nn.Module], Any]) -> None:
             convert(part)
     with pytest.raises(RuntimeError, match="move or convert the module before fully_shard"):
         model.to("meta")
+    with model[0].unsharded(), pytest.raises(RuntimeError, match="move or convert the module before fully_shard"):
+        convert(model)
     assert model[0].float() is model[0]
     step_of(model[0])
 

@@ -337,6 +337,17 @@ def test_a_mesh_of_another_device() -> None:
         fully_shard(Block(), device="meta")
 
 
+def test_a_mesh_whose_groups_are_of_different_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        served = {mesh.get_group(0): ["cuda"], mesh.get_group(1): ["cpu"]}
+        monkeypatch.setattr("maingrad.fsdp.unit_checks.device_types_of", served.__getitem__)
+        with pytest.raises(ValueError, match="the mesh's group talks over cuda, and the unit is on cpu"):
+            fully_shard(Block(), mesh=mesh, placements="hsdp")
+
+    simulate(on_rank, 4)
+
+
 def test_placements_that_need_instances() -> None:
     def on_each_rank() -> None:
         for mesh in (None, init_device_mesh("cpu", (2,))):

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.ddp.torch_internals import refuses_storage_reads
 from maingrad.fsdp import fully_shard
@@ -227,3 +229,34 @@ def test_what_is_unsharded_follows_its_shards_from_forward_to_forward() -> None:
             assert torch.equal(model[1].weight, before + 1.0)
 
     simulate(read, 2)
+
+
+class Allocations(TorchDispatchMode):
+    """Notes at each allocation of ``numel`` elements whether ``memory`` is still there."""
+
+    def __init__(self, memory: StorageWeakRef, numel: int) -> None:
+        super().__init__()
+        self.memory, self.numel = memory, numel
+        self.beside: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gone = self.memory.expired()
+        result = func(*args, **(kwargs or {}))
+        if "empty" in str(func) and result.numel() == self.numel:
+            self.beside.append(not gone)
+        return result
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_memory_that_was_read_goes_before_the_next_comes(keeps: bool) -> None:
+    model = sharded()
+    model(batch())
+    model[0].unshard()
+    memory = model[0].weight.untyped_storage()
+    allocations = Allocations(StorageWeakRef(memory), memory.nbytes() // 4)
+    kept = model[0].weight.detach() if keeps else None
+    del memory
+    with allocations:
+        model[0].reshard()
+    assert allocations.beside == [keeps]
+    assert kept is None or torch.equal(kept, plain()[0].weight)

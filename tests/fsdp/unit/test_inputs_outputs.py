@@ -262,6 +262,73 @@ def test_a_modules_hooks_on_its_output_may_run_backwards_inside_of_it(placements
         torch.testing.assert_close(found, expected)
 
 
+class Viewed(Block):
+    """A unit whose output is a view of what it has computed, which the program then writes to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1).view_as(x)
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList([Viewed() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            before, x = x, block(x.view_as(x))
+            x += before
+        return x
+
+
+@some_kinds
+def test_an_output_that_is_a_view_may_be_changed_in_place(kind: str) -> None:
+    train_beside(kind, AddsInPlace)
+
+
+class Positions(nn.Module):
+    """A unit whose forward returns its parameters themselves, alone or among others."""
+
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
+        self.table = nn.Parameter(torch.randn(WIDTH))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self) -> Any:
+        return self.table if self.alone else {"table": self.table, "scale": self.scale * 2}
+
+
+class Placed(nn.Module):
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, WIDTH)
+        self.positions = Positions(alone=alone)
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.positions()
+        table, scale = (found, 1) if self.positions.alone else (found["table"], found["scale"])
+        return self.block(self.stem(x) * scale + table)
+
+
+@some_kinds
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_forward_may_return_a_parameter_itself(kind: str, alone: bool) -> None:
+    def shard(model: nn.Module, **options: Any) -> None:
+        fully_shard(model.positions, **options)
+        shard_blocks(model, **options)
+
+    def run(model: nn.Module, batches: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            assert model(batches[0]).isfinite().all()
+        one_backward(model, batches)
+
+    train_beside(kind, functools.partial(Placed, alone=alone), shard, run)
+
+
 class Named(nn.Module):
     """Blocks whose input comes by position, by name, or inside a dict."""
 
