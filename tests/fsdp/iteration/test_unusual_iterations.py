@@ -255,6 +255,20 @@ def test_a_gradient_by_hand_that_no_backward_takes_is_refused_when_the_last_back
     simulate(by_hand_and_unreached, 2)
 
 
+def test_a_gradient_by_hand_goes_with_its_iteration_if_that_fails() -> None:
+    model: Any = sharded()
+    wholes: list[Tensor] = []
+    model.layers[0].register_forward_pre_hook(lambda layer, _: wholes.append(layer.weight))
+    loss = model(batch(0, 0), fails=True)
+    wholes[0].grad = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        loss.backward()
+    model.zero_grad()
+    model(batch(1, 0)).backward()
+    for param, wanted in zip(model.parameters(), expected(1, 1), strict=True):
+        torch.testing.assert_close(param.grad.to_local(), wanted)
+
+
 # ---- Forwards that train nothing, on one rank alone. ----
 
 
