@@ -277,6 +277,18 @@ def test_a_group_without_parameters_keeps_its_hyperparameters(tmp_path: Path) ->
     assert not optimizer.param_groups[2]["params"]
 
 
+def test_a_group_without_parameters_takes_nothing_of_another_class(tmp_path: Path) -> None:
+    def make(cls: type, lr: float) -> Any:
+        groups = [{"params": "*", "optimizer": torch.optim.SGD, "lr": lr}]
+        return build(optimizer={"param_groups": groups, "optimizer_class": cls, "lr": lr})
+
+    save_checkpoint(tmp_path / "c", *make(torch.optim.AdamW, 0.25))
+    model, optimizer = make(torch.optim.Adam, 0.5)
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    lrs = {bool(group["params"]): group["lr"] for group in optimizer.param_groups}
+    assert lrs == {True: 0.25, False: 0.5}
+
+
 def test_groups_that_ranks_choose_differently_are_refused_on_all(tmp_path: Path) -> None:
     def save() -> str:
         biases = {"params": "*.bias" if dist.get_rank() else "up.bias", "weight_decay": 0.0}

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.buckets.bucket import Phase
-from maingrad.te_integration import Linear
+from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
 WIDTH = 8
 BATCHES = torch.randn(2, 4, 3, WIDTH, generator=torch.Generator().manual_seed(5))  # [iterations, microbatches, rows, K]
@@ -187,6 +187,23 @@ def test_a_segment_behind_outputs_in_a_dataclass_is_seen() -> None:
 def test_no_contribution_is_lost_on_two_ranks(reentrant: bool, sharded: bool) -> None:
     for segment in SEGMENTS:
         run_ranks(reduced_on_ranks, 2, segment, reentrant, sharded)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("forward_in_block", [False, True])
+def test_a_recompute_delays_as_its_first_forward(forward_in_block: bool, fused: bool) -> None:
+    """It must save the same tensors, whatever block is around the backward."""
+    model, queue = Model("once", fused=fused, reentrant=False), WgradQueue()
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
+    with delayed_wgrad(queue) if forward_in_block else nullcontext():
+        loss = loss_of(ddp, BATCHES[0, 0])
+    with nullcontext() if forward_in_block else delayed_wgrad(queue):
+        loss.backward()
+    assert len(queue) == (3 if forward_in_block else 0)
+    queue.drain()
+    ddp.finish_grad_sync()
+    plain = Model("once", fused=False, reentrant=None)
+    assert_reduced_to(ddp, plain_grads(plain, BATCHES[0, :1], loss_of, scale=1.0))
 
 
 class TiedLast(nn.Module):
