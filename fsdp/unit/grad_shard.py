@@ -202,8 +202,10 @@ class GradShard:
             self._total.zero_()
 
     def give_up(self) -> None:
-        """Discard gradients that are not in ``.grad`` yet."""
+        """Discard gradients that are not in ``.grad`` yet. What was reduced stays in ``.grad``: a copy follows it."""
         self._has_partial, self._expected = False, None
+        if not self._is_published:
+            self.publish()
 
     def _into_total(self, grads: Tensor, total: Tensor, adds: bool) -> Generator[Any, None, None]:
         mine = yield from self._reduction.inside(grads, None if adds else total)

@@ -191,6 +191,26 @@ def test_of_two_complete_ones_the_newer_is_loaded(tmp_path: Path) -> None:
     assert loaded(tmp_path / "c") == 2
 
 
+def test_a_save_whose_last_rename_fails_leaves_the_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server that is away for a moment: the previous checkpoint was moved out of the way before."""
+    one_before(tmp_path)
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        if self.name == "c.incomplete":
+            raise OSError("the server is away")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", renamed)
+        with pytest.raises(OSError, match="the server is away"):
+            save_checkpoint(tmp_path / "c", make(2), extra=2)
+    assert loaded(tmp_path / "c") == 2
+    save_checkpoint(tmp_path / "c", make(3), extra=3)
+    assert loaded(tmp_path / "c") == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def test_what_is_not_complete_is_not_loaded(tmp_path: Path) -> None:
     two_between_renames(tmp_path)
     for name in ("c.incomplete", "c.replaced"):

@@ -28,6 +28,7 @@ from maingrad.ddp import (
 )
 from maingrad.ddp.checkpoint.files.manifest import Manifest
 from maingrad.ddp.checkpoint.files.opened import OpenedCheckpoint
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -276,6 +277,18 @@ def test_a_group_without_parameters_keeps_its_hyperparameters(tmp_path: Path) ->
     assert not optimizer.param_groups[2]["params"]
 
 
+def test_a_group_without_parameters_takes_nothing_of_another_class(tmp_path: Path) -> None:
+    def make(cls: type, lr: float) -> Any:
+        groups = [{"params": "*", "optimizer": torch.optim.SGD, "lr": lr}]
+        return build(optimizer={"param_groups": groups, "optimizer_class": cls, "lr": lr})
+
+    save_checkpoint(tmp_path / "c", *make(torch.optim.AdamW, 0.25))
+    model, optimizer = make(torch.optim.Adam, 0.5)
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    lrs = {bool(group["params"]): group["lr"] for group in optimizer.param_groups}
+    assert lrs == {True: 0.25, False: 0.5}
+
+
 def test_groups_that_ranks_choose_differently_are_refused_on_all(tmp_path: Path) -> None:
     def save() -> str:
         biases = {"params": "*.bias" if dist.get_rank() else "up.bias", "weight_decay": 0.0}
@@ -329,6 +342,41 @@ def test_a_learning_rate_of_numpy_is_a_number(tmp_path: Path) -> None:
     assert isinstance(optimizer.param_groups[0]["lr"], np.float64)
     load_checkpoint(tmp_path / "c", model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+class WithNothing(nn.Linear):
+    """A parameter has no element: models without an optional part keep its name so."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_parameter_without_elements_steps_on_with_the_others(tmp_path: Path, ranks: int) -> None:
+    """torch's fused SGD takes the first step of all tensors or of none, those without elements too."""
+
+    def trained(steps: int, loads: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model: Any = fully_shard(WithNothing())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        if loads:
+            load_checkpoint(tmp_path / "c", model, optimizer)
+        for _ in range(steps):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not loads:
+            save_checkpoint(tmp_path / "c", model, optimizer)
+        with model.unsharded():
+            return weights(model)
+
+    def run(steps: int, loads: bool) -> dict[str, Tensor]:
+        return simulate(trained, ranks, steps, loads)[0] if ranks else trained(steps, loads)
+
+    run(1, False)
+    resumed = run(1, True)
+    assert_same(resumed, run(2, False))
 
 
 def test_before_the_first_step_there_are_no_moments_to_keep(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
-from maingrad.te_integration import Linear
+from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
 
 def pair(**config: object) -> tuple[DistributedDataParallel, nn.Module]:
@@ -161,6 +161,29 @@ def test_an_iteration_after_a_failed_backward_starts_clean(monkeypatch: pytest.M
     ddp.zero_grad_buffer()
     ddp_backward(ddp, [second])
     plain_backward(plain, [second])
+    assert_same(main_grads(ddp), plain_grads(plain))
+
+
+def test_a_block_of_delayed_gradients_that_raised_is_over() -> None:
+    """Later forwards delay nothing, or into the queue of the block around."""
+    ddp, plain = pair()
+    outer, inner = WgradQueue(), WgradQueue()
+    first, second = make_batches(2)
+    with delayed_wgrad(outer):
+        with pytest.raises(KeyError), delayed_wgrad(inner):
+            raise KeyError
+        loss = loss_of(ddp, first)
+    with pytest.raises(KeyError), delayed_wgrad(inner):
+        raise KeyError
+    with ddp.no_sync():
+        loss.backward()
+    assert len(outer) and not len(inner)
+    outer.drain()
+    loss_of(ddp, second).backward()
+    assert not len(outer) and not len(inner)
+    ddp.finish_grad_sync()
+    for batch in (first, second):
+        loss_of(plain, batch).backward()
     assert_same(main_grads(ddp), plain_grads(plain))
 
 

@@ -7,6 +7,7 @@ as ever and a late contribution raises; two gloo ranks then show that nothing is
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.buckets.bucket import Phase
-from maingrad.te_integration import Linear
+from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
 WIDTH = 8
 BATCHES = torch.randn(2, 4, 3, WIDTH, generator=torch.Generator().manual_seed(5))  # [iterations, microbatches, rows, K]
@@ -155,12 +156,83 @@ def reduced_on_ranks(segment: str, reentrant: bool, sharded: bool) -> None:
             assert_reduced_to(ddp, expected)
 
 
+@dataclass
+class Output:
+    """What a model of today's libraries returns."""
+
+    states: Tensor
+    note: str = "not a tensor"
+
+
+class ReturnsOutput(Model):
+    """The outputs, in a dataclass."""
+
+    def forward(self, x: Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(x))
+
+
+def test_a_segment_behind_outputs_in_a_dataclass_is_seen() -> None:
+    """What both use, the segment and the outside, is not launched before the segment's nested backward."""
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    ddp = DistributedDataParallel(ReturnsOutput("inside_then_outside", fused=True, reentrant=True), config)
+    ddp(BATCHES[0, 0]).states.square().mean().backward()
+    ddp.finish_grad_sync()
+    plain = Model("inside_then_outside", fused=False, reentrant=None)
+    assert_reduced_to(ddp, plain_grads(plain, BATCHES[0, :1], loss_of, scale=1.0))
+
+
 @RECOMPUTES
 @pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 @pytest.mark.sampled(1)
 def test_no_contribution_is_lost_on_two_ranks(reentrant: bool, sharded: bool) -> None:
     for segment in SEGMENTS:
         run_ranks(reduced_on_ranks, 2, segment, reentrant, sharded)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("forward_in_block", [False, True])
+def test_a_recompute_delays_as_its_first_forward(forward_in_block: bool, fused: bool) -> None:
+    """It must save the same tensors, whatever block is around the backward."""
+    model, queue = Model("once", fused=fused, reentrant=False), WgradQueue()
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
+    with delayed_wgrad(queue) if forward_in_block else nullcontext():
+        loss = loss_of(ddp, BATCHES[0, 0])
+    with nullcontext() if forward_in_block else delayed_wgrad(queue):
+        loss.backward()
+    assert len(queue) == (3 if forward_in_block else 0)
+    queue.drain()
+    ddp.finish_grad_sync()
+    plain = Model("once", fused=False, reentrant=None)
+    assert_reduced_to(ddp, plain_grads(plain, BATCHES[0, :1], loss_of, scale=1.0))
+
+
+class TiedLast(nn.Module):
+    """Two layers with one weight, which is registered last: backward's first bucket. One is in a segment."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inside, self.head = (Linear(WIDTH, WIDTH, bias=False, fuse_wgrad_accumulation=fused) for _ in range(2))
+        self.head.weight = self.inside.weight
+        self.recomputes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        def segment(x: Tensor) -> Tensor:
+            return self.norm(self.inside(x)).tanh()  # type: ignore[no-any-return]
+
+        return self.head(checkpoint(segment, x, use_reentrant=True) if self.recomputes else segment(x))
+
+
+def test_a_tied_weight_waits_for_a_recompute_that_begins_later() -> None:
+    """The head's use of the weight comes first in backward; the segment's comes in a nested backward."""
+    model = TiedLast(fused=True)
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
+    for model.recomputes in (False, True, True):
+        batches = BATCHES[0, :2].clone().requires_grad_()
+        run_iteration(ddp, batches)
+        ddp.finish_grad_sync()
+        assert_reduced_to(ddp, plain_grads(TiedLast(fused=False), batches.detach(), loss_of, scale=0.5))
 
 
 # ---- What cannot be right is refused. ----

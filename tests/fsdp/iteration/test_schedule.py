@@ -253,6 +253,28 @@ def test_no_gather_comes_twice() -> None:
         assert len(gathers) == 6 + (microbatches - 1) * 4, gathers
 
 
+@pytest.mark.parametrize("placements", ["zero2", "zero3"])
+def test_a_unit_that_a_forward_uses_twice_is_reduced_once(placements: str) -> None:
+    """Backward passes it with the use that came first."""
+
+    def on_each_rank() -> list[list[int]]:
+        block = nn.Linear(8, 8, bias=False)
+        model: Any = nn.Sequential(nn.Linear(8, 8), block, nn.Tanh(), block, nn.Linear(8, 8))
+        for module in (block, model):
+            fully_shard(module, placements=placements)
+        model(torch.ones(2, 8))
+        launcher, found = root_of(model).grads.launcher, []
+        launch = launcher.launch
+        for _ in range(2):
+            launched: list[int] = []
+            launcher.launch = lambda bucket, *args, to=launched: (to.append(bucket.index), launch(bucket, *args))[1]
+            model(torch.ones(2, 8)).square().sum().backward()
+            found.append(launched)
+        return found
+
+    assert simulate(on_each_rank, 2) == [[[0, 1]] * 2] * 2
+
+
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("reshards", [True, False])
 def test_units_wait_for_backward_in_a_model_without_parameters_of_its_own_too(own: bool, reshards: bool) -> None:

@@ -1,16 +1,20 @@
 """Iterations that take an odd course: nested ``no_sync``, sums that are cleared, backwards that fail."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from stale_memory import stale_empty
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.buckets import iteration_ends
+from maingrad.ddp.buckets.iteration_ends import IterationWatcher
 from maingrad.fsdp import fully_shard
 from maingrad.fsdp.iteration.hooks import BackwardEnd
 from maingrad.fsdp.iteration.rounds import State
@@ -167,6 +171,37 @@ def test_an_iteration_that_ends_after_its_sums_were_cleared_has_none(placements:
         assert not any(grad.any() for grad in grads)
 
 
+class Ends(IterationWatcher):
+    """Keeps how many backwards each iteration counts."""
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+
+    def ended(self, model: nn.Module, axes: Sequence[dist.ProcessGroup], trained: Collection[int]) -> None:
+        self.trained.append(len(trained))
+
+    def stepped(self, model: nn.Module, found_inf: Tensor | None) -> None:
+        return
+
+    def discarded(self, model: nn.Module, *, skipped: bool) -> None:
+        return
+
+
+def test_backwards_whose_sums_were_cleared_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scales of ``DelayedScaling`` follow the backwards that an iteration counts."""
+    ends = Ends()
+    monkeypatch.setattr(iteration_ends, "_watchers", [ends])
+    model = sharded()
+    for indices, cleared_before in (((0, 1), None), ((0, 1, 2), 2)):
+        for index in indices:
+            if index == cleared_before:
+                model.zero_grad()
+            with model.no_sync() if index != indices[-1] else nullcontext():
+                model(batch(index, 0)).backward()
+        model.zero_grad()
+    assert ends.trained == [2, 1]
+
+
 def cleared_after_the_end() -> list[Tensor]:
     model = sharded(mesh=init_device_mesh("cpu", (2, 2)), placements="hsdp")
     model(batch(0)).backward()
@@ -218,6 +253,20 @@ def by_hand_and_unreached() -> None:
 def test_a_gradient_by_hand_that_no_backward_takes_is_refused_when_the_last_backward_ends() -> None:
     """A loop without ``finish_grad_sync`` would step without it."""
     simulate(by_hand_and_unreached, 2)
+
+
+def test_a_gradient_by_hand_goes_with_its_iteration_if_that_fails() -> None:
+    model: Any = sharded()
+    wholes: list[Tensor] = []
+    model.layers[0].register_forward_pre_hook(lambda layer, _: wholes.append(layer.weight))
+    loss = model(batch(0, 0), fails=True)
+    wholes[0].grad = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        loss.backward()
+    model.zero_grad()
+    model(batch(1, 0)).backward()
+    for param, wanted in zip(model.parameters(), expected(1, 1), strict=True):
+        torch.testing.assert_close(param.grad.to_local(), wanted)
 
 
 # ---- Forwards that train nothing, on one rank alone. ----
@@ -309,6 +358,33 @@ def test_after_a_backward_that_failed_inside_a_unit_the_model_has_its_shards() -
         assert all(value.full_tensor().isfinite().all() for value in model.state_dict().values())
 
     simulate(fail, 2)
+
+
+def test_after_a_backward_that_failed_a_microbatch_of_bf16_shows_zeros_again() -> None:
+    """The first microbatch has left placeholders in ``.grad``, which nobody cleared; the sums' memory is new."""
+    model: Any = fully_shard(Net().bfloat16(), reduce_every_microbatch=False)
+    x = batch(0, 0).bfloat16()
+    with stale_empty():
+        for fails in (False, True, False):
+            with model.no_sync(), pytest.raises(RuntimeError, match="in the middle") if fails else nullcontext():
+                model(x, fails).backward()
+        assert not any(param.grad.to_local().any() for param in model.parameters())
+        model(x).backward()
+    twin = Net().bfloat16()
+    (twin(x) * 2).backward()
+    for param, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.to_local(), plain.grad, rtol=0.02, atol=1e-3)
+
+
+def test_bf16_grad_after_a_backward_that_failed_behind_the_model() -> None:
+    """Its reduction had come: as fp32 ``.grad`` does, the copy shows it from the next forward on."""
+    model: Any = fully_shard(nn.Linear(4, 4, dtype=torch.bfloat16))
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    with stale_empty():
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(Fails.apply(x.clone().requires_grad_())).sum().backward()
+        model(x)
+    assert torch.equal(model.bias.grad.to_local(), torch.full((4,), 2.0, dtype=torch.bfloat16))
 
 
 class Branches(nn.Module):

@@ -623,6 +623,18 @@ def test_torchs_class_takes_masters_of_plain_parameters() -> None:
     assert torch.equal(scale, middle)
 
 
+def test_how_torch_stepped_is_not_loaded() -> None:
+    """A later ``state_dict()`` would hand another way of stepping on to a stock optimizer."""
+    model, other = shard(make_net()), shard(make_net())
+    stock = torch.optim.AdamW(other.parameters(), foreach=True, capturable=False)
+    translate_state_dicts(stock)
+    train(other, stock, range(1))
+    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    optimizer.load_state_dict(stock.state_dict())
+    for groups in (optimizer.param_groups, optimizer.state_dict()["param_groups"]):
+        assert [(group["fused"], group["foreach"], group["capturable"]) for group in groups] == [(True, None, False)]
+
+
 def test_a_state_dict_is_a_copy_in_full_form() -> None:
     model = shard(make_net())
     optimizer = ShardedAdamW(model.parameters(), **HYPER)

@@ -9,6 +9,7 @@ from quant_oracle import NAN, SPECS, check_quantized
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, dequantize, quantize
+from maingrad.kernels.quantized.quantize import record_amax
 
 E2M1, E4M3 = Element.E2M1, Element.E4M3
 
@@ -21,6 +22,16 @@ def test_drawn_values(name: str) -> None:
     for dtype, spread in ((torch.float32, 8.0), (torch.bfloat16, 1.0), (torch.float16, 2.0)):
         x = torch.randn(37, 151, generator=draws) * torch.exp2(torch.randn(37, 151, generator=draws) * spread)
         check_quantized(x.to(dtype), SPECS[name])
+
+
+def test_a_recorded_amax_is_the_largest_so_far_whatever_is_nan() -> None:
+    """A NaN would stay in the history, and in each scale that follows from it."""
+    amax = torch.zeros(())
+    for values, expected in (((0.5, -2.0), 2.0), ((NAN, -3.0), 3.0), ((NAN, NAN), 3.0), ((1.0, 0.0), 3.0)):
+        record_amax(torch.tensor([values], dtype=torch.bfloat16), amax)
+        assert amax == expected
+    record_amax(torch.tensor([[-math.inf, NAN]]), amax)
+    assert amax == math.inf
 
 
 @pytest.mark.parametrize("name", SPECS)

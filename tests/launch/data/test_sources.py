@@ -201,6 +201,19 @@ def test_no_document_begins_behind_the_last_token():
     ]
 
 
+def test_an_end_of_document_counts_in_each_of_several_files(tmp_path: Path):
+    """Files that are read one after the other are one body, with the token that ends documents."""
+    for name, tokens in (("a", [5, 1, 6, 7]), ("b", [8, 9, 1, 4, 3, 2])):
+        np.array(tokens, np.uint16).tofile(tmp_path / name)
+    np.array([3, 1, 4, 2], np.uint16).tofile(tmp_path / "held")
+    paths = {"paths": (str(tmp_path / "a"), str(tmp_path / "b")), "validation_paths": (str(tmp_path / "held"),)}
+    data = DataConfig(source="tokens", documents="mask", end_of_document=1, **paths)  # type: ignore[arg-type]
+    (joined,) = load_corpus(data, sequence_length=3).bodies
+    assert joined.document_starts().tolist() == [0, 2, 4, 7]
+    rows = SequenceSet(joined, 3, "mask").row_at(0)
+    assert rows.targets.tolist() == [1, IGNORED, 7] and rows.positions.tolist() == [0, 1, 0]
+
+
 def test_documents_keep_their_borders_in_the_tokens_that_are_held_back(tmp_path: Path):
     """Training tokens and those of validation are parts of one file, the second of which begins inside a document."""
     write_indexed(tmp_path / "set", DOCUMENTS, dtype="uint16")

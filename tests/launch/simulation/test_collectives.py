@@ -51,6 +51,18 @@ def on_ranks(world_size: int, fn: Callable[[int], Any]) -> list[Any]:
     return results[0]
 
 
+def test_what_a_rank_brings_may_lie_in_memory_of_what_it_gets() -> None:
+    """As over gloo, which reads before it writes: each rank brings the tensor in which it gets another rank's."""
+
+    def run(rank: int) -> list[Tensor]:
+        places = [torch.full((2,), 10.0 * rank + place) for place in range(3)]
+        dist.all_gather(places, places[(rank + 1) % 3])
+        return places
+
+    for places in on_ranks(3, run):
+        assert [place.tolist() for place in places] == [[1.0] * 2, [12.0] * 2, [20.0] * 2]
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("op", OPS)
 def test_reductions(op: str, world_size: int):
