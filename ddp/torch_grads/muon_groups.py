@@ -35,6 +35,12 @@ class MuonGroups(NamedTuple):
         """Names of all matrices: what ``keep_matrices_whole`` takes."""
         return tuple(name for group in self.groups for name in group["params"])
 
+    @property
+    def why_nothing(self) -> str:
+        """What to say where there are no groups."""
+        reasons = "; ".join(dict.fromkeys(self.left_out.values())) or "nothing is trained"
+        return f"finds no matrix for Muon, and the other optimizer would update all ({reasons}): leave Muon out"
+
 
 def muon_groups(
     model: nn.Module, *, routers: bool = False, split: Mapping[str, int | Sequence[int]] | None = None, **options: Any
