@@ -140,8 +140,9 @@ def _is_router(model: nn.Module, path: str) -> bool:
 
 
 def _is_of_experts(name: str, param: Tensor, owner: nn.Module) -> bool:
-    """Whether a parameter is a matrix for each expert: no table of positions [1, tokens, features]."""
-    return param.dim() == 3 and (whole_shape(param)[0] > 1 or "expert" in f"{name} {type(owner).__name__}".lower())
+    """Whether a parameter is a matrix for each expert: no table [heads, tokens, tokens], no ``nn.Bilinear``."""
+    said = f"{name} {type(owner).__name__}".lower()
+    return param.dim() == 3 and ("expert" in said or "moe" in said)
 
 
 def _rows_of_qkv(model: nn.Module, path: str) -> list[int]:

@@ -187,6 +187,15 @@ def test_tables_of_positions() -> None:
     assert found.left_out["learned"] == "not of a linear layer, but of Positions"
 
 
+def test_parameters_with_three_dims_that_are_no_experts() -> None:
+    model = nn.ModuleDict({"mixed": nn.Bilinear(8, 8, 4), "up": nn.Linear(8, 8)})
+    model.register_parameter("bias_by_head", nn.Parameter(torch.zeros(2, 16, 16)))
+    found = muon_groups(model)
+    assert found.left_out["mixed.weight"] == "not of a linear layer, but of Bilinear"
+    assert found.left_out["bias_by_head"] == "not of a linear layer, but of ModuleDict"
+    assert found.matrices == ("up.weight",)
+
+
 def test_rows_of_a_known_head_are_those_of_other_matrices_too() -> None:
     """No other matrix is the head, though it has as many rows as the vocabulary."""
     model = nn.ModuleDict({"embedding": nn.Embedding(48, 16), "qkv": nn.Linear(16, 48), "lm_head": nn.Linear(16, 48)})
