@@ -152,7 +152,7 @@ def is_fused(cls: type) -> bool:
 
 def is_capturable(cls: type, group: Mapping[str, Any]) -> bool:
     """Whether steps of a group read the learning rate, which is a tensor then, and counters on the device alone."""
-    return issubclass(cls, Muon) or (is_fused(cls) and group["fused"])
+    return cls is Muon or (is_fused(cls) and group["fused"])  # a subclass may read more
 
 
 def is_of_torch(cls: type) -> bool:

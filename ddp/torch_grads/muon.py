@@ -10,7 +10,7 @@ from torch import Tensor
 from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize, orthogonalize_flops
 from ...kernels.optimizer.orthogonal.reference import COEFFICIENTS, Step
 
-__all__ = ["Muon", "alike", "part_rows", "steps_of", "update_flops", "update_ratio"]
+__all__ = ["Muon", "alike", "part_rows", "steps_of", "update_flops", "update_ratio", "whole_shape"]
 
 _BATCH_NUMEL = 2**26
 """Most elements that are orthogonalised at once, one matrix at least: 10 bytes of memory for each beside the Gram
@@ -85,7 +85,7 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[-1]
         _check(group)
         for param in group["params"]:
-            shape = param.shard.shape if hasattr(param, "shard") else param.shape  # whole: all ranks raise alike
+            shape = whole_shape(param)  # all ranks raise alike
             if len(shape) not in (2, 3) or param.is_complex():
                 raise ValueError(
                     f"Muon updates matrices [rows, columns], or [experts, rows, columns]; got a parameter "
@@ -168,6 +168,12 @@ def alike(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
             batch.append(index)
             numel += matrices[index].numel()
         yield batch
+
+
+def whole_shape(param: Any) -> torch.Size:
+    """The shape of a parameter, or of that which ``fully_shard`` has cut: equal on all ranks."""
+    shape: torch.Size = param.shard.shape if hasattr(param, "shard") else param.shape
+    return shape
 
 
 def update_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..contract.module import DelayedWgradModule
-from .muon import Muon
+from .muon import Muon, whole_shape
 
 __all__ = ["MuonGroups", "muon_groups"]
 
@@ -18,6 +18,8 @@ _HEADS = ("lm_head", "head", "output", "output_layer", "score", "classifier", "u
 """Last parts of the names of heads' modules."""
 _FUSED = ("qkv", "query_key_value", "c_attn", "gate_up")
 """Parts of names of modules or parameters whose weight is several matrices, one below the other."""
+_INNER = ("lora_a", "lora_down")
+"""Parts of names, in lower case, of a fused layer's adapters whose rows are not those of the layer."""
 
 
 class MuonGroups(NamedTuple):
@@ -33,6 +35,12 @@ class MuonGroups(NamedTuple):
         """Names of all matrices: what ``keep_matrices_whole`` takes."""
         return tuple(name for group in self.groups for name in group["params"])
 
+    @property
+    def why_nothing(self) -> str:
+        """What to say where there are no groups."""
+        reasons = "; ".join(dict.fromkeys(self.left_out.values())) or "nothing is trained"
+        return f"finds no matrix for Muon, and the other optimizer would update all ({reasons}): leave Muon out"
+
 
 def muon_groups(
     model: nn.Module, *, routers: bool = False, split: Mapping[str, int | Sequence[int]] | None = None, **options: Any
@@ -46,7 +54,7 @@ def muon_groups(
     Left out, for another class: embeddings, and heads, tied ones too; vectors, and matrices of one row or column;
     convolutions; routers; matrices of modules that are no linear layers.
 
-    model    or its wrapper; names are those of the model's parameters
+    model    or its wrapper, or sharded; names are those of the model's parameters
     routers  take routers too
     split    pattern of names -> parts of fused matrices, as ``Muon`` takes them. Known without: equal halves of a
              ``gate_up`` linear layer, and of a gated ``LayerNormMLP``'s or ``GroupedMLP``'s first weight; thirds of a
@@ -70,7 +78,7 @@ def muon_groups(
         is_linear = isinstance(owner, _LINEAR)
         if id(param) in embedded:
             why = "an embedding, or tied to one"
-        elif param.dim() < 2 or param.is_complex() or 1 in param.shape[-2:]:
+        elif param.dim() < 2 or param.is_complex() or 1 in whole_shape(param)[-2:]:
             why = "a vector"
         elif isinstance(owner, _CONVOLUTIONS):
             why = "of a convolution"
@@ -119,9 +127,9 @@ def _heads_of(model: nn.Module) -> set[int]:
     found |= {id(param) for path, param in linear if path.rpartition(".")[2] in _HEADS}
     found |= {id(param) for _, param in linear} & {id(table.weight) for table in tables}
     if not found:  # as many rows as the largest table, but for one as long as a hidden layer is wide: of positions
-        hidden = {param.shape[1] for _, param in linear}
+        hidden = {whole_shape(param)[1] for _, param in linear}
         rows = max((each.num_embeddings for each in tables if each.num_embeddings not in hidden), default=0)
-        found = {id(param) for _, param in linear if param.shape[0] == rows}
+        found = {id(param) for _, param in linear if whole_shape(param)[0] == rows}
     return found
 
 
@@ -132,8 +140,9 @@ def _is_router(model: nn.Module, path: str) -> bool:
 
 
 def _is_of_experts(name: str, param: Tensor, owner: nn.Module) -> bool:
-    """Whether a parameter is a matrix for each expert: no table of positions [1, tokens, features]."""
-    return param.dim() == 3 and (len(param) > 1 or "expert" in f"{name} {type(owner).__name__}".lower())
+    """Whether a parameter is a matrix for each expert: no table [heads, tokens, tokens], no ``nn.Bilinear``."""
+    said = f"{name} {type(owner).__name__}".lower()
+    return param.dim() == 3 and ("expert" in said or "moe" in said)
 
 
 def _rows_of_qkv(model: nn.Module, path: str) -> list[int]:
@@ -155,20 +164,21 @@ def _parts_of(
     if said is not None:
         return said
     path, _, local = name.rpartition(".")
+    shape = whole_shape(param)
     second = getattr(linear, local.replace("fc1", "fc2"), None) if local.startswith("fc1_weight") else None
-    if second is not None and param.shape[-2] == 2 * second.shape[-1]:  # a gate, which halves what the second takes
+    if second is not None and shape[-2] == 2 * whole_shape(second)[-1]:  # a gate, which halves what the second takes
         return 2
     what = next((each for each in _FUSED if each in name.lower()), None)
-    if what is None:
+    if what is None or set(_INNER) & set(name.lower().split(".")):
         return 1
     by_rows = linear is not None and not getattr(linear, "transposed", False)
     if by_rows and what == "gate_up":
         return 2
-    if by_rows and path.endswith("qkv_proj") and sum(rows := _rows_of_qkv(model, path)) == param.shape[0]:
+    if by_rows and path.endswith("qkv_proj") and sum(rows := _rows_of_qkv(model, path)) == shape[0]:
         return rows
-    if by_rows and what == "qkv" and param.shape[0] == 3 * param.shape[1]:
+    if by_rows and what == "qkv" and shape[0] == 3 * shape[1]:
         return 3
     raise ValueError(
-        f"muon_groups: '{name}' {list(param.shape)} seems to be several matrices in one, and the rows of each are not "
+        f"muon_groups: '{name}' {list(shape)} seems to be several matrices in one, and the rows of each are not "
         f'known: say split={{"*{what}*": [rows of each part]}}, or split={{"*{what}*": 1}} for one matrix'
     )

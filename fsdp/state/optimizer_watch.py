@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..iteration.root import Root
     from ..unit.bucket import ShardedBucket
 
-__all__ = ["bucket_of", "buckets_of", "mark_replaced", "replaced_in", "watch_optimizers", "watch_steps"]
+__all__ = ["bucket_of", "buckets_of", "check_class", "mark_replaced", "replaced_in", "watch_optimizers", "watch_steps"]
 
 _BUCKET = "_maingrad_bucket"
 _REPLACED = "_maingrad_sharded_in"
@@ -86,7 +86,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
             )
     buckets = buckets_of(optimizer)
     if buckets:
-        _check_class(optimizer, buckets)
+        check_class(optimizer, buckets)
         translate_state_dicts(optimizer)
         prepare_skippable_step(optimizer)
     begin = functools.partial(_begin, optimizer, buckets)
@@ -122,7 +122,7 @@ def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
         step_began(optimizer)
 
 
-def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
+def check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
     """Raise ``RuntimeError`` for a class whose update of one element depends on elements that other ranks may have.
 
     The plan decides which parameters are cut between ranks, and so all ranks raise alike.

@@ -189,7 +189,10 @@ class ShardedMuon(Muon):
                     f"offload_to_cpu out"
                 )
             if param.dtype is not torch.float32:
-                raise ValueError(f"'{param.shard.name}' is {param.dtype}: ShardedMuon updates fp32 shards")
+                raise ValueError(
+                    f"'{param.shard.name}' is {param.dtype}: ShardedMuon updates fp32 shards; shard the module in "
+                    f"fp32, with MixedPrecisionPolicy(param_dtype={param.dtype}) to compute as before"
+                )
             if param.shard.num_replicas != param.shard.grid.outer_size:
                 raise ValueError(
                     f"'{param.shard.name}': ShardedMuon sends momentum inside an instance, and optimizer state is "

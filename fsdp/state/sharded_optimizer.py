@@ -10,6 +10,7 @@ import torch
 from ...ddp.torch_grads.around_optimizer import AroundOptimizer
 from ...ddp.torch_grads.muon import Muon
 from .optimizer_state import translate_state_dicts
+from .optimizer_watch import buckets_of, check_class
 from .sharded_muon import ShardedMuon
 
 __all__ = ["ShardedOptimizer"]
@@ -21,17 +22,20 @@ class ShardedOptimizer(AroundOptimizer):
     ``maingrad.ddp.Muon`` updates matrices that shards cut (``ShardedMuon``); the other classes are elementwise.
 
     classes  for each optimizer class, its options and its groups, with ``"params"``, by their index among all groups
+
+    Raises ``RuntimeError`` for a class, a subclass of ``Muon`` too, whose parameters shards cut.
     """
 
-    elementwise = True  # each class is checked by itself
+    elementwise = True  # the constructor checks each class by itself
 
     def __init__(
         self, classes: Sequence[tuple[type[torch.optim.Optimizer], Mapping[str, Any], Mapping[int, dict[str, Any]]]]
     ) -> None:
         inners = [
-            (ShardedMuon if issubclass(cls, Muon) else cls)(list(groups.values()), **options)
-            for cls, options, groups in classes
+            (ShardedMuon if cls is Muon else cls)(list(groups.values()), **options) for cls, options, groups in classes
         ]
+        for inner in inners:
+            check_class(inner, buckets_of(inner))
         super().__init__(inners, [list(groups) for _, _, groups in classes], lambda state: defaultdict(dict, state))
         translate_state_dicts(self)
 

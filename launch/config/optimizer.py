@@ -149,14 +149,17 @@ class OptimizerConfig(Table):
 
         module  not wrapped yet; may be on meta
 
-        Raises ``ConfigError`` for a fused matrix whose parts are not known, and for a pattern that matches no matrix.
+        Raises ``ConfigError`` for a fused matrix whose parts are not known, for a pattern that matches no matrix, and
+        for a model without a matrix.
         """
         if not self.has_muon:
             return None
         try:
-            return muon_groups(module, split=self.muon_split, **self.muon_options)
+            found = muon_groups(module, split=self.muon_split, **self.muon_options)
         except ValueError as error:
             raise ConfigError(f"optimizer.muon_split: {error}") from None
+        require(bool(found.groups), "optimizer.name", self.name, found.why_nothing)
+        return found
 
     def state_per_element(self, *, of_muon: bool = False) -> int:
         """How many elements of state the class keeps for each element of a parameter, found by a step on a matrix."""

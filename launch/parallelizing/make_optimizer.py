@@ -96,7 +96,7 @@ def make_optimizer(
         check_options(each.cls, each.options, each.groups)
     groups = _groups(model, param_groups)
     optimizer: Any
-    if len(classes) == 1 and not issubclass(optimizer_class, Muon):
+    if len(classes) == 1 and optimizer_class is not Muon:
         options = classes[0].options
         if form != _FORM:
             optimizer_class, options = sharded_class(optimizer_class), options | form

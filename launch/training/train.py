@@ -157,7 +157,7 @@ class _Trainer:
             validation_loss = self._validate()
         self.log_start = time.monotonic()
         while pace.fraction < 1.0 and not interrupted:
-            lr = float(self.scheduler.get_last_lr()[0])
+            lr = float(self.scheduler.get_last_lr()[-1])  # of optimizer.lr: Muon's groups come first
             with self.profiler.step(pace.step):
                 self.loss_sum += self._step(pace.step)
             pace.step += 1

@@ -174,6 +174,8 @@ class Trainer(transformers.Trainer):
     def _find_matrices(self) -> None:
         if self.muon is not None:
             self._muon_groups = muon_groups(self.model, **{"weight_decay": self.args.weight_decay, **self.muon})
+            if not self._muon_groups.groups:
+                raise ValueError(f"muon={self.muon!r}: {self._muon_groups.why_nothing}")
 
     def _convert(self) -> None:
         if self.fuse_linears:

@@ -222,3 +222,13 @@ def test_muon_that_skips_is_refused() -> None:
     optimizer = DistributedOptimizer(model, optimizer_class=Muon, skip_nonfinite=True)
     with pytest.raises(ValueError, match="skip_nonfinite skips Muon on the host"):
         GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)
+
+
+def test_a_subclass_of_muon_is_refused() -> None:
+    class Counting(Muon):
+        """Its step may read what changes on the host."""
+
+    model = DistributedDataParallel(nn.Linear(4, 4, bias=False), DistributedDataParallelConfig())
+    optimizer = DistributedOptimizer(model, optimizer_class=Counting)
+    with pytest.raises(ValueError, match="Counting reads learning rates and counters on the host"):
+        GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Muon, muon_groups
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
 from maingrad.launch.config.model import ModelConfig
 from maingrad.launch.model.gpt import GPT
 from maingrad.te_integration import GroupedLinear, GroupedMLP, LayerNormMLP, Linear, convert_linears
@@ -37,6 +39,9 @@ class Model(nn.Module):
         if tied:
             self.unembedding.weight = self.embed.weight
 
+    def forward(self, inputs: Any) -> Any:
+        return self.up(inputs)
+
 
 MATRICES = {
     "up.weight",
@@ -64,6 +69,26 @@ def test_what_is_left_out_and_why() -> None:
 
     tied = muon_groups(Model(tied=True))
     assert set(tied.matrices) == MATRICES and tied.left_out["embed.weight"] == "an embedding, or tied to one"
+
+
+def test_a_sharded_model_has_the_groups_of_the_whole_one_on_all_ranks() -> None:
+    def on_each_rank() -> None:
+        model = Model()
+        model.add_module("qkv", nn.Linear(16, 48))
+        model.add_module("c_attn", nn.Linear(16, 48))
+        expected = muon_groups(model, split={"c_attn*": [32, 8, 8]})
+        fully_shard(model)
+        assert muon_groups(model, split={"c_attn*": [32, 8, 8]}) == expected
+
+    simulate(on_each_rank, 5)
+
+
+def test_adapters_of_fused_layers() -> None:
+    pair = nn.ModuleDict({"lora_A": nn.Linear(16, 3, bias=False), "lora_B": nn.Linear(3, 64, bias=False)})
+    query = nn.ModuleDict({"lora_A": nn.Linear(16, 3, bias=False)})
+    model = nn.ModuleDict({"qkv": query, "mlp": nn.ModuleDict({"gate_up_proj": pair})})
+    parts = {name: group.get("split", 1) for group in muon_groups(model).groups for name in group["params"]}
+    assert parts == {"qkv.lora_A.weight": 1, "mlp.gate_up_proj.lora_A.weight": 1, "mlp.gate_up_proj.lora_B.weight": 2}
 
 
 def test_routers_by_choice() -> None:
@@ -160,6 +185,15 @@ def test_tables_of_positions() -> None:
     assert set(found.matrices) == {"up.weight", "down.weight"}
     assert found.left_out["to_characters.weight"] == "of the head"
     assert found.left_out["learned"] == "not of a linear layer, but of Positions"
+
+
+def test_parameters_with_three_dims_that_are_no_experts() -> None:
+    model = nn.ModuleDict({"mixed": nn.Bilinear(8, 8, 4), "up": nn.Linear(8, 8)})
+    model.register_parameter("bias_by_head", nn.Parameter(torch.zeros(2, 16, 16)))
+    found = muon_groups(model)
+    assert found.left_out["mixed.weight"] == "not of a linear layer, but of Bilinear"
+    assert found.left_out["bias_by_head"] == "not of a linear layer, but of ModuleDict"
+    assert found.matrices == ("up.weight",)
 
 
 def test_rows_of_a_known_head_are_those_of_other_matrices_too() -> None:

@@ -25,7 +25,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.state.optimizer_watch",
-                "_check_class",
+                "check_class",
                 """
                 if why is not None:
                     raise RuntimeError(why)

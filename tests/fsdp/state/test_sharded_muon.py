@@ -243,6 +243,28 @@ def test_what_is_no_matrix_or_no_shard_is_refused() -> None:
     simulate(on_each_rank, 2)
 
 
+def test_each_class_is_checked_by_itself() -> None:
+    class Declared(optim.SGD):
+        per_parameter = True
+
+    class Unknown(optim.SGD):
+        pass
+
+    class Another(Muon):
+        pass
+
+    def on_each_rank(cls: Any, message: str) -> None:
+        groups = [{"params": "1.linear.weight", "optimizer": cls}]
+        with pytest.raises(RuntimeError, match=message):
+            make_optimizer(fully_shard(make_net()), param_groups=groups)
+        optimizer = make_optimizer(fully_shard(make_net(), shard_atoms="whole"), param_groups=[GROUPS[0]])
+        assert optimizer.classes_of_groups == [Muon, optim.AdamW]
+
+    cut = "updates whole parameters, and shards cut them apart"
+    for cls, message in ((optim.Muon, cut), (Declared, cut), (Another, cut), (Unknown, "not known to be elementwise")):
+        simulate(on_each_rank, 3, cls, message)
+
+
 @pytest.mark.in_turn
 def test_two_processes_have_the_bits_of_simulated_ranks() -> None:
     for ours, expected in zip(

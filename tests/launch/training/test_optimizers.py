@@ -183,6 +183,18 @@ def test_what_cannot_be_an_optimizer_is_refused(given: dict[str, Any], message: 
         OptimizerConfig(**given)
 
 
+def test_a_record_has_the_rate_that_is_set_beside_muons(tmp_path: Path):
+    config = config_of(tmp_path, "run", OPTIMIZERS["muon"])
+    train(config)
+    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
+    assert records[0]["lr"] == pytest.approx(config.optimizer.lr * lr_factor(config.optimizer, 0, 0.0))
+
+
+def test_a_model_without_matrices_has_no_muon():
+    with pytest.raises(ConfigError, match=r"optimizer.name = 'muon': finds no matrix for Muon, .* \(an embedding"):
+        OptimizerConfig(name="muon").muon_of(torch.nn.Embedding(4, 4))
+
+
 def test_another_optimizer_does_not_go_on(tmp_path: Path):
     train(config_of(tmp_path, "run", OPTIMIZERS["sgd"], save_every=6))
     resume = str(tmp_path / "run" / "checkpoints" / "step-00000006")

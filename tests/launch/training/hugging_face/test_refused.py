@@ -99,6 +99,17 @@ def test_models_that_something_else_distributes(tmp_path: Path) -> None:
             build("zero1", tmp_path, {}, model)
 
 
+def test_muon_without_matrices(tmp_path: Path) -> None:
+    model = language_model()
+    for name, param in model.named_parameters():
+        param.requires_grad_("embed" in name or "norm" in name)
+    trainer = build("zero1", tmp_path, {}, model, muon={"lr": 0.02})
+    with pytest.raises(
+        ValueError, match=r"muon=\{'lr': 0.02\}: finds no matrix for Muon, .* \(an embedding, .*vector\)"
+    ):
+        trainer.train()
+
+
 def test_a_model_without_named_blocks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="fsdp_units="):
         build("fsdp", tmp_path, {}, torch.nn.Sequential(torch.nn.Linear(2, 2)))
