@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from threading import Thread
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -83,7 +84,7 @@ class FailureReporter:
         return Watch(self, what, bucket)
 
     def report(self, error: RuntimeError, waited_for: str, seconds: float) -> CollectiveError:
-        """The error to raise from ``error``. Asking the other ranks takes up to ``PATIENCE`` seconds.
+        """The error to raise from ``error``. Asking the other ranks takes up to ``2 * PATIENCE`` seconds.
 
         Later failures follow from the first one, so the first report is returned again.
         """
@@ -148,26 +149,37 @@ def _first_line(error: BaseException) -> str:
 def ask_others(store: Store, rank: int, world_size: int, waited_for: str) -> tuple[list[int], list[str]]:
     """The other ranks without a report, and lines for an error: which ranks are silent, and what others waited for.
 
-    Reports this rank's own failure. Takes up to ``PATIENCE`` seconds.
+    Reports this rank's own failure. Takes ``PATIENCE`` seconds at most, and twice as long where the store is mute.
     """
     keys = {other: f"{_KEYS}/{other}" for other in range(world_size) if other != rank}
-    reported: dict[int, str] = {}
-    lines: list[str] = []
-    try:
-        store.set(f"{_KEYS}/{rank}", waited_for)
-        deadline = time.monotonic() + PATIENCE
-        while len(reported) < len(keys) and time.monotonic() < deadline:
-            for other, key in keys.items():
-                if other not in reported and store.check([key]):
-                    reported[other] = bytes(store.get(key)).decode()
-            time.sleep(_POLL)
-        if rank == 0:
-            time.sleep(_GRACE)
-    except RuntimeError as error:
-        lines.append(
-            f"the store, through which ranks tell each other, is out of reach ({_first_line(error)}): look whether the "
-            f"process that serves it has ended (rank 0, where no launcher does)"
-        )
+    answers: dict[int, str] = {}
+    trouble: list[str] = ["it does not answer"]
+
+    def ask() -> None:
+        try:
+            store.set(f"{_KEYS}/{rank}", waited_for)
+            deadline = time.monotonic() + PATIENCE
+            while len(answers) < len(keys) and time.monotonic() < deadline:
+                for other, key in keys.items():
+                    if other not in answers and store.check([key]):
+                        answers[other] = bytes(store.get(key)).decode()
+                time.sleep(_POLL)
+            if rank == 0:
+                time.sleep(_GRACE)
+            trouble.clear()
+        except RuntimeError as error:
+            trouble[:] = [_first_line(error)]
+
+    # A thread, because a store whose host is stopped or cut off never answers, and its calls have no timeout.
+    asking = Thread(target=ask, name="maingrad-failure-report", daemon=True)
+    asking.start()
+    asking.join(2 * PATIENCE + _GRACE)
+    reported = dict(answers)
+    lines = [
+        f"the store, through which ranks tell each other, is out of reach ({each}): look whether the process that "
+        f"serves it has ended (rank 0, where no launcher does)"
+        for each in trouble
+    ]
     silent = [other for other in keys if other not in reported]
     if silent and not lines:
         named = _listed([f"rank {other}" for other in silent])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from ..torch_internals import NO_BACKWARD, current_backward
 from ..torch_internals.distributed import accumulated_by_fsdp2, active_torch_ddp, gathered_by_fsdp2, params_of_torch_ddp
 from .main_grad import Place, WgradProduct, WgradTarget
 
@@ -30,8 +31,9 @@ __all__ = [
     "check_not_inside",
     "in_torch_ddp",
     "is_sharded_by_torch",
+    "record_without_grad",
     "refuse_delay",
-    "refuse_delay_without_grad",
+    "refuse_delay_in_recompute",
 ]
 
 _MODULE = TorchDDP.__module__
@@ -85,14 +87,24 @@ def refuse_delay(owner: str, weight: Tensor) -> None:
         raise _late(owner)
 
 
-def refuse_delay_without_grad(owner: Callable[[], str], weights: Iterable[Tensor]) -> None:
-    """``refuse_delay`` in a training forward without grad mode, reentrant checkpointing's first one.
+_without_grad: "weakref.WeakKeyDictionary[object, weakref.ref[TorchDDP]]" = weakref.WeakKeyDictionary()
+"""Modules that delay, and whose last forward inside a torch wrapper ran without grad mode. Reentrant checkpointing runs
+its first forward so; the recompute runs in backward, where no wrapper's forward is active."""
 
-    Its graph is made in backward, where no wrapper's forward is active.
-    """
-    if in_torch_ddp():
-        for weight in weights:
-            refuse_delay(owner(), weight)
+
+def record_without_grad(module: object, weights: Iterable[Tensor]) -> None:
+    """Called by a module that delays the gradients of ``weights``, in a forward without grad mode."""
+    wrapper = active_torch_ddp()
+    if wrapper is not None and not torch.compiler.is_compiling() and _takes_one_of(wrapper, weights):
+        _without_grad[module] = weakref.ref(wrapper)
+
+
+def refuse_delay_in_recompute(module: object, owner: Callable[[], str]) -> None:
+    """Called by a module that delays, in a forward with grad mode: ``refuse_delay`` for a reentrant recompute."""
+    if _without_grad and current_backward() != NO_BACKWARD:
+        wrapper = _without_grad.get(module)
+        if wrapper is not None and wrapper() is not None:
+            raise _late(owner())
 
 
 def _late(owner: str) -> RuntimeError:

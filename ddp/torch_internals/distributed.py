@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -221,6 +222,9 @@ _groups_of_rank: Callable[[], Any] = private_name(
     fallback=SimpleNamespace,
 )
 
+_groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""By default group, which ``destroy_process_group`` ends: processes may have other ranks in the next one."""
+
 
 def new_group_of_members(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     """``dist.new_group(ranks, **options)``, which the members of ``ranks`` call and nobody else.
@@ -232,9 +236,8 @@ def new_group_of_members(ranks: Sequence[int], **options: Any) -> dist.ProcessGr
     """
     world = _groups_of_rank()
     count = getattr(world, "group_count", 0)
-    made: Counter[tuple[int, ...]] = getattr(world, "maingrad_groups", None) or Counter()
+    made = _groups_made.setdefault(dist.group.WORLD, Counter())
     made[tuple(ranks)] += 1
-    world.maingrad_groups = made
     world.group_count = -made[tuple(ranks)]  # torch's own are not negative
     try:
         group = dist.new_group(list(ranks), use_local_synchronization=True, **options)

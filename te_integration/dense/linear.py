@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ...ddp.contract import target as targets
 from ...ddp.contract.delay_blocks import check_delayable, queue_of_block
 from ...ddp.contract.main_grad import Demand, Place, WgradProduct, is_fusable
-from ...ddp.contract.torch_wrappers import refuse_delay_without_grad
+from ...ddp.contract.torch_wrappers import record_without_grad, refuse_delay_in_recompute
 from ...ddp.torch_internals import NO_BACKWARD, current_backward, watch_prehooks
 from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
@@ -148,14 +148,16 @@ class LinearModule(LinearOptions):
         if not fused and queue is None:
             return False, None
         if not torch.is_grad_enabled():
-            if queue is not None and self.training:
-                refuse_delay_without_grad(self.describe, weights)
+            if queue is not None:
+                record_without_grad(self, weights)
             return False, None
         needing = [weight for weight in weights if weight.requires_grad]
         if not needing or in_transform() or not all(map(is_fusable, needing)):
             return False, None
-        if queue is not None and queue is not self.wgrad_queue:
-            check_delayable(needing, self.describe())
+        if queue is not None:
+            if queue is not self.wgrad_queue:
+                check_delayable(needing, self.describe())
+            refuse_delay_in_recompute(self, self.describe)
         return fused, queue
 
     def use(

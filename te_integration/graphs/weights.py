@@ -71,7 +71,8 @@ class CapturedWeights:
 
     def _state(self) -> list[Any]:
         """What a replay depends on: what is around the call, then of each module."""
-        state: list[Any] = [(torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind), recipe_now())]
+        autocast = torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind)
+        state: list[Any] = [(autocast, recipe_now())]
         for children, hooks, layer, params, buffers in self._tables:
             own = [*children.values(), layer is not None and layer.ignores_recipes]
             if any(hooks):

@@ -51,9 +51,9 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
     z_loss                   weight of the squared log-sum-exp
     logit_softcap            bound of the logits (Gemma 2); None: none
     logit_scale              factor of the logits before the cap (Cohere; 1 / ``logits_scaling`` of Granite)
-    mode                     "recompute": forward keeps the log-sum-exps and one chunk's logits, and backward computes
-                             the other logits again; any gradient may come. "in_forward": forward computes all gradients
-                             from the only logits; see ``forward``'s ``grad_scale``
+    mode                     "recompute": forward keeps the log-sum-exps and, until the next head's forward, one chunk's
+                             logits; backward computes the other logits again, and any gradient may come. "in_forward":
+                             forward computes all gradients from the only logits; see ``forward``'s ``grad_scale``
     chunk_tokens             tokens of a chunk at most
     fuse_wgrad_accumulation  the weight gradient goes into ``main_grad``, where a provider gave the weight one; without
                              a provider, and with False, autograd delivers it

@@ -3,12 +3,14 @@
 Legend: T tokens, K features, V classes.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...ddp.collectives.streams import is_capturing
 from ...ddp.torch_internals import checkpointed_regions, current_backward, watch_prehooks
 from ...kernels.cross_entropy.chunks import Head, HeadGrads, head_grads, head_losses
 from ...kernels.cross_entropy.reference import LossTerms
@@ -41,17 +43,17 @@ class HeadWork:
         A captured backward runs the second pass, for ``dW`` alone.
         """
         if self._found is None:
+            first_logits, self._first_logits = self._first_logits, None  # their gradient comes in their place
             self._found = head_grads(
                 self._head,
                 self._grads,
                 self._lse,
-                first_logits=self._first_logits,
+                first_logits=first_logits,
                 needs_hidden=self._needs_hidden,
                 needs_bias=self._needs_bias,
                 main_grad=main_grad,
                 overwrite=overwrite,
             )
-            self._first_logits = None  # their gradient is in their place
         elif main_grad is not None:
             head_grads(self._head, self._grads, self._lse, needs_hidden=False, main_grad=main_grad, overwrite=overwrite)
         return self._found
@@ -127,9 +129,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> Tensor:
         losses, lse, first_logits = head_losses(head_of(hidden, weight, bias, targets, terms, chunk_tokens))
         ctx.save_for_backward(hidden, weight, bias, targets, lse)
-        # Not saved: a checkpointed region would hold them until its backward, and a second backward would find them
-        # overwritten.
-        ctx.first_logits = None if checkpointed_regions() else first_logits
+        _keep_first_logits(ctx, first_logits)
         ctx.terms, ctx.chunk_tokens, ctx.use = terms, chunk_tokens, use
         ctx.outer_backward = current_backward()  # as in ``_FusedLinear``
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
@@ -148,6 +148,26 @@ class _Recomputed(torch.autograd.Function):
         found = work.run()
         db = None if found.bias is None else cast(found.bias, ctx.bias_dtype)
         return found.hidden, dw, db, None, None, None, None
+
+
+_latest: Callable[[], Any] = lambda: None  # noqa: E731
+"""The last forward of all heads whose first logits were kept; held weakly."""
+
+
+def _keep_first_logits(ctx: Any, logits: Tensor) -> None:
+    """Keep ``logits`` for the backward of ``ctx``, unless another forward comes before it: forwards whose backwards
+    come later, as in a pipeline that fills first, would else hold a chunk's logits each.
+
+    They are not saved: a second backward would find them overwritten. A checkpointed region would hold them until its
+    backward, and a graph that torch captures may replay its backward twice.
+    """
+    global _latest
+    earlier = _latest()
+    if earlier is not None:
+        earlier.first_logits = None
+    in_graph_of_torch = logits.is_cuda and torch.cuda.is_current_stream_capturing() and not is_capturing()
+    ctx.first_logits = None if checkpointed_regions() or in_graph_of_torch else logits
+    _latest = weakref.ref(ctx)
 
 
 _apply_directly = super(torch.autograd.Function, _Recomputed).apply  # as in ``dense/linear.py``

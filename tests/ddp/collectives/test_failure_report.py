@@ -1,5 +1,6 @@
 """What a failed rank finds out about the other ranks from the store."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -47,6 +48,32 @@ def test_what_was_read_before_the_store_went_is_told() -> None:
     assert silent == [2]
     assert "is out of reach (Connection reset by peer): look whether the process that serves it has ended" in trouble
     assert told == "failed too: rank 0"
+
+
+class Mute(dist.Store):
+    """A store whose host does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.over.wait(5.0)
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host is stopped, or its machine is cut off: a call to it waits for ever."""
+    monkeypatch.setattr(failure_report, "PATIENCE", 0.1)
+    store = Mute()
+    start = time.monotonic()
+    silent, lines = ask_others(store, 1, 2, "all_reduce of bucket 0")
+    assert time.monotonic() - start < 4.0, "it waits for PATIENCE, not for the store"
+    store.over.set()
+    assert silent == [0]
+    assert lines == [
+        "the store, through which ranks tell each other, is out of reach (it does not answer): look whether the "
+        "process that serves it has ended (rank 0, where no launcher does)"
+    ]
 
 
 @pytest.mark.in_turn

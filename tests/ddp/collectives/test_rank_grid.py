@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.collectives.rank_grid import RankGrid, make_grid, make_grids, with_separate_gather
+from maingrad.ddp.torch_internals.distributed import new_group_of_members
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -397,3 +400,24 @@ def test_ranks_with_other_models_meet_in_later_groups(kind: str, processes: bool
         pytest.skip("this torch names groups by how many a rank is in, which differs here")
     run = run_ranks if processes else simulate
     assert run(groups_after_unlike_models, 3, kind) == [[3.0, 2.0]] * 3
+
+
+def group_of_two_in_a_later_world(folder: str) -> float:
+    """Ranks 0 and 1 make a group of their own in a world, and again in a later one, where ranks moved on."""
+    own = dist.get_rank()
+    dist.destroy_process_group()
+    for number in range(2):
+        rank, timeout = (own + number) % 3, timedelta(seconds=5)
+        method = f"file://{folder}/{number}"
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=3, timeout=timeout)
+        together = torch.ones(1)
+        if rank < 2:
+            dist.all_reduce(together, group=new_group_of_members([0, 1]))
+        if not number:
+            dist.destroy_process_group()
+    return together.item()
+
+
+def test_a_later_world_counts_its_groups_anew(tmp_path: Path) -> None:
+    """Processes that had other ranks would look for the same group under different names."""
+    assert run_ranks(group_of_two_in_a_later_world, 3, str(tmp_path)) == [2.0, 1.0, 2.0]

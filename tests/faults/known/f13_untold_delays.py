@@ -139,8 +139,8 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.contract.torch_wrappers",
-                "refuse_delay_without_grad",
-                "if in_torch_ddp():",
+                "refuse_delay_in_recompute",
+                "if _without_grad and current_backward() != NO_BACKWARD:",
                 "if False:",
             ),
         ],

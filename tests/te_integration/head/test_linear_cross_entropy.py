@@ -378,6 +378,23 @@ def test_logits_of_one_chunk_are_not_computed_again() -> None:
     assert all(map(torch.equal, grads, again))
 
 
+def test_forwards_whose_backwards_come_later_keep_one_chunk() -> None:
+    """As in a pipeline that fills first, or a sum of losses: logits of each forward would be gigabytes."""
+    heads = [LinearCrossEntropy(K, V, dtype=torch.float64, chunk_tokens=4) for _ in range(2)]
+    hidden, targets = data()
+    losses = [heads[number % 2](hidden, targets) for number in range(4)]
+    nodes: list[Any] = [loss.grad_fn for loss in losses]
+    for number, node in enumerate(nodes):
+        while not hasattr(node, "first_logits"):
+            node = node.next_functions[0][0]
+        nodes[number] = node
+    assert [node.first_logits is not None for node in nodes] == [False, False, False, True]
+    torch.stack(losses).sum().backward()
+    grads = [torch.autograd.grad(2 * head(hidden, targets), head.weight)[0] for head in heads]
+    for head, expected in zip(heads, grads, strict=True):
+        torch.testing.assert_close(head.weight.grad, expected)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_region_keeps_no_logits(use_reentrant: bool) -> None:
     head = LinearCrossEntropy(K, V, dtype=torch.float64, chunk_tokens=4)
