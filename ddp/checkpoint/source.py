@@ -21,7 +21,6 @@ __all__ = [
     "CheckpointSource",
     "HeldSlice",
     "Holding",
-    "ModelTensors",
     "model_tensors",
 ]
 

@@ -99,7 +99,7 @@ class Staging:
             raise FileExistsError(
                 f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
             )
-        for folder in (self.folder, self._replaced):
+        for folder in _beside(path):
             if not _is_only(folder, MARK_FILE):
                 raise FileExistsError(
                     f"'{folder}' is in the way and is not what a save has left there: move it, or save elsewhere"

@@ -25,7 +25,6 @@ from .boxes import Box, Part, Parts
 from .whole_file import whole_file
 
 __all__ = [
-    "TYPE_NAMES",
     "Entry",
     "RankFile",
     "check_size",
