@@ -8,7 +8,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.torch_grads.optimizer",
-                "_register_once",
+                "guard_stock_optimizers",
                 "register_optimizer_step_pre_hook(_before_step)",
                 """
                 register_optimizer_step_pre_hook(_before_step)
