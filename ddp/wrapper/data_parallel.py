@@ -162,9 +162,8 @@ class DistributedDataParallel(BucketIteration):
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
         self._watch = ModelWatch(self.bucket_params, module)
-        self.shown = ShownGrads(
-            self._shown_params(), partial(weak_method(self.finish_for_optimizer), "a read of .grad")
-        )
+        finish = partial(weak_method(self.finish_for_optimizer), "a read of .grad")
+        self.shown = ShownGrads(self._shown_params(), finish)
         self.readiness = Readiness(
             self.bucket_params, self._launcher, config, self.device, self.steps, self.shown,
             check_launch=self._watch.check_launch, enter_backward=weak_method(self._enter_backward),

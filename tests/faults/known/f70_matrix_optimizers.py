@@ -68,7 +68,7 @@ FAULTS = [
         sentence="Query, key and value of one weight are orthogonalised as one matrix.",
         tests=[f"{GROUPS}::test_fused_matrices_have_parts"],
         changes=[
-            Change("maingrad.ddp.torch_grads.muon_groups", "_parts_of", "if what is None:", "if what != 'gate_up':")
+            Change("maingrad.ddp.torch_grads.muon_groups", "_parts_of", "if what is None or", "if what != 'gate_up' or")
         ],
     ),
     Fault(
