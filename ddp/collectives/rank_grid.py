@@ -292,7 +292,7 @@ def with_separate_gather(grid: RankGrid, *, copy_engines: bool = False) -> RankG
     # A rank alone among others makes a group as well: torch 2.11 names a group after the number of groups that the
     # rank is in, and ranks in different numbers of groups would wait for each other in the next one they share.
     gather = _group_of(dist.get_process_group_ranks(grid.inner), like=grid.inner, options=options)
-    return grid._replace(gather=gather)
+    return grid._replace(gather=gather) if grid.inner_size > 1 else grid
 
 
 def make_grids(
