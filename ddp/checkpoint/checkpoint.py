@@ -81,7 +81,7 @@ def save_checkpoint(
                 manifest = Manifest(
                     save_id,
                     saved_tensors(writers, (item for each in notes for item in each.tensors.items())),
-                    {alias: first for each in notes for alias, first in each.tied.items()},
+                    dict(pair for each in notes for pair in each.tied.items()),
                     sets.number,
                     notes[0].optimizer,
                     extra,

@@ -18,7 +18,7 @@ from .folder import describe_missing, find
 from .manifest import MANIFEST_FILE, Manifest
 from .rank_file import Entry, RankFile, check_size, file_name
 
-__all__ = ["OpenedCheckpoint", "open_checkpoint"]
+__all__ = ["open_checkpoint"]
 
 _MOST_TRIES = 20
 """How often a checkpoint is opened that saves replace meanwhile."""
