@@ -301,7 +301,6 @@ def _run(command: _Command, flags: list[str], stop: StopRequest) -> int:
     from .data.batches import DataError
     from .simulation.simulate import SimulatedRankError
 
-    gc.freeze()
     gc.enable()
     try:
         try:
