@@ -40,7 +40,8 @@ class StaticInputs:
             if isinstance(leaf, Tensor) and (leaf._version != version or leaf.grad is not None):
                 raise RuntimeError(
                     f"{function} has written a tensor of shape {list(leaf.shape)} among its arguments, or its .grad, "
-                    f"and a replay writes a copy: return what it computes"
+                    f"and a replay writes a copy: return what it computes, and for a gradient of an argument make a "
+                    f"leaf in the step, x.detach().requires_grad_()"
                 )
 
 

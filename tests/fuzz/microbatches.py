@@ -73,7 +73,7 @@ def _retained(pen: Pen, place: Place) -> None:
 
 def _of_the_input(pen: Pen, place: Place) -> None:
     """The input's gradient comes along."""
-    pen(f"x = {place.data}.requires_grad_()")
+    pen(f"x = {place.data}.detach().requires_grad_()")
     pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
     _backward(pen, place)
     scale = " * size" if pen.plain and not pen.sums else ""
@@ -83,7 +83,7 @@ def _of_the_input(pen: Pen, place: Place) -> None:
 
 def _asked_for(pen: Pen, place: Place) -> None:
     """``autograd.grad`` for the input, before backward."""
-    pen(f"x = {place.data}.requires_grad_()")
+    pen(f"x = {place.data}.detach().requires_grad_()")
     pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
     with pen.no_sync(_asks_early(pen, place)):
         pen("(gradient,) = torch.autograd.grad(loss, x, retain_graph=True)")
@@ -98,7 +98,7 @@ def _asks_early(pen: Pen, place: Place) -> bool:
 
 def _penalty(pen: Pen, place: Place) -> None:
     """A penalty on the input's gradient: second derivatives."""
-    pen(f"x = {place.data}.requires_grad_()")
+    pen(f"x = {place.data}.detach().requires_grad_()")
     pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
     with pen.no_sync(_asks_early(pen, place)):
         pen("(gradient,) = torch.autograd.grad(loss, x, create_graph=True)")
@@ -132,7 +132,7 @@ def _method(pen: Pen, place: Place) -> None:
 
 def _attack(pen: Pen, place: Place) -> None:
     """What a backward says about the input makes the batch worse; its gradients of parameters are thrown away."""
-    pen(f"x = {place.data}.requires_grad_()")
+    pen(f"x = {place.data}.detach().requires_grad_()")
     pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
     if pen.plain:  # where gradients are those of all ranks
         pen("(x.grad,) = torch.autograd.grad(loss, x)")
