@@ -183,10 +183,13 @@ class Report:
     def run(self, flags: list[str], stop: StopRequest) -> int:
         if not self.runs:
             raise ConfigError("report takes folders of runs; got none")
+        from .report.run_folder import read_runs
+
+        runs = read_runs(self.runs)  # a refusal comes before matplotlib
         from .report.page import print_report, write_page
 
         folder = self.runs[0] if len(self.runs) == 1 else self.out_dir
-        print(write_page(self.runs, self.page or folder / "report.html", peak_tflops=self.peak_tflops))
+        print(write_page(runs, self.page or folder / "report.html", peak_tflops=self.peak_tflops))
         for run in self.runs:
             print_report(run)
         return 0

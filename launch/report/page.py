@@ -42,16 +42,15 @@ _TEMPLATES.filters |= {"bytes": format_bytes, "rate": format_rate, "duration": f
 _MOST_ROWS = 200  # of the table of values
 
 
-def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | None = None) -> Path:
-    """Write the page of the runs in ``folders`` to ``target``; returns ``target``.
+def write_page(runs: Sequence[RunFolder], target: Path, *, peak_tflops: float | None = None) -> Path:
+    """Write the page of runs to ``target``; returns ``target``.
 
     peak_tflops  of one device, for MFU; None: dense bf16 of a known GPU
 
-    Raises ``ConfigError`` for a peak that is not positive, and for folders without records.
+    Raises ``ConfigError`` for a peak that is not positive.
     """
     if peak_tflops is not None and not 0 < peak_tflops < float("inf"):
         raise ConfigError(f"--peak-tflops {peak_tflops}: must be positive")
-    runs = read_runs(folders)
     for run in runs:
         run.derive(peak_tflops)
     drawn = {"loss": draw_loss(runs)}

@@ -14,6 +14,7 @@ from tiny_run import tiny_config, tiny_toml
 
 from maingrad.launch.cli import main
 from maingrad.launch.report.page import print_report, write_page
+from maingrad.launch.report.run_folder import read_runs
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.train import train
 
@@ -62,7 +63,7 @@ def warm(whole_run: Path) -> None:
     """Draw the sound run once."""
     if not SECONDS:
         began = time.process_time()
-        write_page([whole_run], whole_run / "report.html")
+        write_page(read_runs([whole_run]), whole_run / "report.html")
         print_report(whole_run)
         SECONDS.append(time.process_time() - began)
 

@@ -13,6 +13,7 @@ from tiny_run import tiny_config
 from maingrad.launch.cli import main
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.report.page import write_page
+from maingrad.launch.report.run_folder import read_runs
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import train
@@ -56,7 +57,7 @@ def copy_of(run: Path, target: Path, *, edit: Any = None, settings: Any = None) 
 
 
 def page_of(folder: Path, *runs: Path, **options: Any) -> ReadPage:
-    return ReadPage(write_page(runs, folder / "page.html", **options))
+    return ReadPage(write_page(read_runs(runs), folder / "page.html", **options))
 
 
 def of_kind(run: Path, kind: str) -> Records:
