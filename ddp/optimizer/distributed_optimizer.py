@@ -63,8 +63,8 @@ class DistributedOptimizer(AroundOptimizer):
                      bucket by bucket in each step, which has the same bits
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
 
-    On GPUs AdamW, SGD and Lion are one pass over memory (``steps.py``). State dicts and checkpoints have the full form,
-    and each form reads them.
+    On GPUs AdamW, Adam, SGD and Lion are one pass over memory (``steps.py``). State dicts and checkpoints have the full
+    form, and each form reads them.
 
     Learning-rate schedulers of torch work on this class. A step first reads parameters that were changed since the last
     step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` begins a new iteration of ``model``,

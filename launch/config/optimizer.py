@@ -32,7 +32,7 @@ _BETAS = ("beta1", "beta2")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Table):
-    """An elementwise optimizer on fp32 masters, with a schedule of its learning rate."""
+    """The optimizer of the masters, elementwise or Muon beside AdamW, and the schedule of its learning rate."""
 
     name: str = "adamw"
     """``adamw``; ``muon`` for the matrices of layers and ``adamw`` for the rest; ``sgd`` (with ``momentum``), ``lion``,

@@ -40,8 +40,8 @@ class TrainConfig(Table):
     seed: Natural = 0
     """Seed of weights, data order and dropout."""
     compile: bool = False
-    """Compile each block of the model with ``torch.compile``. A dense block compiles whole; a block with experts may
-    have graph breaks. Losses change by rounding, and with ``model.dropout`` by other random masks."""
+    """Compile each block of the model with ``torch.compile``. A block of the GPT compiles whole, with experts too.
+    Losses change by rounding, and with ``model.dropout`` by other random masks."""
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of ``compile``. ``inductor`` makes fast code, and needs Triton on a GPU and a C++ compiler on a CPU. The
     other two are for tests and for the search of errors."""
