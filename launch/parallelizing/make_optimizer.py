@@ -58,7 +58,8 @@ def make_optimizer(
                      parameter is in the first group that selects it; the others form the last group, which exists even
                      if it is empty. ``"optimizer"``: another class for the group
     options          of the class: ``lr``, ``betas``, ``weight_decay`` ...; and for AdamW and Adam ``state``,
-                     ``moment_dtype`` and ``offload_state`` of ``DistributedOptimizer``, under any wrapper
+                     ``moment_dtype`` and ``offload_state`` of ``DistributedOptimizer``, under any wrapper; for SGD and
+                     Lion over a ``DistributedDataParallel``
 
     Returns a ``DistributedOptimizer`` over a ``DistributedDataParallel``, and over a sharded model an
     ``optimizer_class`` of its shards; a ``ShardedOptimizer`` where groups have other classes or ``Muon``; with
