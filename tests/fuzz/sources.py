@@ -48,9 +48,9 @@ def tolerance_of(program: Program | Pipeline | Run | Recipes) -> float:
     gradient that is zero by 1 / eps, a thousand. fp32 has 7; batch norm over three rows that are nearly equal divides
     their roundings by what is left of their differences, step after step. ``max_grad_norm`` rounds its coefficient to
     fp32, since torch's fused kernels take no other. In bf16 the library's products and plain ones are rounded at other
-    places, by 1 / 256 each; with a few steps behind them weights are another number's roundings here and there. A step
-    that divides gradients by their size makes as much of a rounding as of a number: after one by RMSprop, losses of four
-    blocks of experts were 6 % apart, and gradients 13 %, as fp64 showed without a fault.
+    places, by 1 / 256 each; with a few steps behind them weights are another number's roundings here and there. The first step of
+    RMSprop moves each weight by ten times the learning rate, whatever its gradient's size, in a direction that roundings
+    decide where gradients are small: behind it gradients of four blocks of experts were 30 % apart, and equal in fp64.
     Gradients of the first iteration, where the library's products have no part in them, differ by sums in fp32 alone:
     1e-4.
     Logged losses of a run are those of fp32 steps; another batch changes them by a hundredth.
@@ -62,7 +62,7 @@ def tolerance_of(program: Program | Pipeline | Run | Recipes) -> float:
     if isinstance(program, Pipeline):
         return 1e-6 if program.clip is not None else 1e-9
     if program.dtype in ("bfloat16", "autocast"):
-        return 0.1 if program.optimizer.name in ("SGD", "ASGD", "LBFGS") else 0.2
+        return 0.5 if program.optimizer.name == "RMSprop" else 0.1
     if program.dtype == "float32" or any(block.single for block in program.model.blocks):
         return 1e-2 if any(block.kind == "batch norm" for block in program.model.blocks) else 1e-4
     rounded = any(isinstance(phase.wrapper, Ddp) and phase.wrapper.max_grad_norm for phase in program.phases)
