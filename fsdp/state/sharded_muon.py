@@ -48,6 +48,27 @@ class _Part(NamedTuple):
         return self.elements.intersect(Range(rank * size, (rank + 1) * size).counted_from(shard.place))
 
 
+class _Held(NamedTuple):
+    """This rank's elements of one part."""
+
+    part: _Part
+    here: slice
+    """Their place in the parameter's elements on this rank."""
+    sent: slice
+    """Their place in what goes to the owner, and in what comes back."""
+
+
+class _Piece(NamedTuple):
+    """One rank's elements of a part that this rank owns."""
+
+    place: int
+    """The part's, among those of this rank."""
+    elements: slice
+    """Counted in the part."""
+    sent: slice
+    """Their place in what comes from the rank, and in what goes back."""
+
+
 class _Bucket:
     """The parts in one bucket, each with its owner, and what goes to owners and back: counted once, for all steps.
 
@@ -69,42 +90,44 @@ class _Bucket:
         """The parts that this rank orthogonalises."""
         self.group = grid.inner if travels else None
         """Ranks between which elements travel; None: nothing does."""
-        self._held: list[list[tuple[_Part, slice, slice]]] = []
-        """For each owner: its parts of which this rank has elements, their place here in the parameter's elements, and
-        in what goes to this owner and comes back."""
+        self._held: list[list[_Held]] = []
+        """By owner."""
+        self._to_owners: list[int] = []
+        """Number of elements."""
         for owned in of_owner:
             held, end = [], 0
             for part in owned:
                 own = part.on_rank(here).counted_from(part.param.shard.start)
                 if own.numel:
-                    held.append((part, slice(*own), slice(end, end + own.numel)))
+                    held.append(_Held(part, slice(*own), slice(end, end + own.numel)))
                     end += own.numel
             self._held.append(held)
-        self._pieces: list[list[tuple[int, slice, slice]]] = []
-        """For each rank: those of ``mine`` of which it has elements, by place; which elements these are, and where they
-        are in what comes from this rank and goes back."""
+            self._to_owners.append(end)
+        self._pieces: list[list[_Piece]] = []
+        """By rank."""
+        self._from_ranks: list[int] = []
+        """Number of elements."""
         for rank in ranks:
             pieces, end = [], 0
             for place, part in enumerate(self.mine):
                 theirs = part.on_rank(rank).counted_from(part.elements.start)
                 if theirs.numel:
-                    pieces.append((place, slice(*theirs), slice(end, end + theirs.numel)))
+                    pieces.append(_Piece(place, slice(*theirs), slice(end, end + theirs.numel)))
                     end += theirs.numel
             self._pieces.append(pieces)
-        self._to_owners = [held[-1][2].stop if held else 0 for held in self._held]
-        self._from_ranks = [pieces[-1][2].stop if pieces else 0 for pieces in self._pieces]
+            self._from_ranks.append(end)
 
     def fetch(self, updates: Mapping[ShardedParameter, Tensor]) -> "_Travel":
         """Send this rank's elements of U to the owners."""
-        pieces = [updates[part.param][cut] for held in self._held for part, cut, _ in held]
+        pieces = [updates[each.part.param][each.here] for held in self._held for each in held]
         return _Travel(self.group, pieces, updates[self.parts[0].param], self._to_owners, self._from_ranks)
 
     def whole(self, travel: "_Travel") -> list[Tensor]:
         """Wait; returns U [1, rows, columns] of each of ``mine``."""
         found: list[list[Tensor]] = [[] for _ in self.mine]
         for got, pieces in zip(travel.wait(), self._pieces, strict=True):
-            for place, _, cut in pieces:
-                found[place].append(got[cut])
+            for piece in pieces:
+                found[piece.place].append(got[piece.sent])
         return [
             (each[0] if len(each) == 1 else torch.cat(each)).view(1, part.rows, part.columns)
             for each, part in zip(found, self.mine, strict=True)
@@ -122,7 +145,7 @@ class _Bucket:
     def arrived(self, travel: "_Travel") -> Iterator[tuple[_Part, slice, Tensor]]:
         """Wait; yields each part, the place in the parameter's elements here, and O of these elements."""
         for got, held in zip(travel.wait(), self._held, strict=True):
-            yield from ((part, cut, got[place]) for part, cut, place in held)
+            yield from ((each.part, each.here, got[each.sent]) for each in held)
 
 
 class _Travel:
@@ -258,13 +281,13 @@ class ShardedMuon(Muon):
 
     def _apply(self, bucket: _Bucket, travel: _Travel) -> None:
         """Subtract this rank's elements of O from its weights."""
-        for part, cut, piece in bucket.arrived(travel):
-            group, target = self.param_groups[part.group], flat_of(part.param)[cut]
+        for part, here, orthogonal in bucket.arrived(travel):
+            group, target = self.param_groups[part.group], flat_of(part.param)[here]
             ratio, lr = update_ratio(group["adjust_lr_fn"], part.rows, part.columns), group["lr"]
             if isinstance(lr, Tensor):
-                target.addcmul_(piece.to(target.dtype), lr.to(target.device, target.dtype), value=-ratio)
+                target.addcmul_(orthogonal.to(target.dtype), lr.to(target.device, target.dtype), value=-ratio)
             else:
-                target.add_(piece, alpha=-lr * ratio)
+                target.add_(orthogonal, alpha=-lr * ratio)
 
 
 def _deal(stepping: Sequence[tuple[int, ShardedParameter, Any]]) -> list[_Bucket]:
