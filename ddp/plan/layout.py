@@ -317,7 +317,7 @@ def _alike(specs: Iterable[ParamSpec], whole: Collection[str]) -> list[list[Para
 
 
 def _rows(specs: Sequence[ParamSpec], bucket_numel: int, degree: int, whole: Collection[str]) -> list[list[ParamSpec]]:
-    """What no bucket border cuts: single parameters, or of whole ones ``rows_of``."""
+    """Return the groups that no bucket border cuts: single parameters, or of whole ones ``rows_of``."""
     if specs[0].name not in whole:
         return [[spec] for spec in specs]
     return [[specs[index] for index in row] for row in rows_of([_whole(spec) for spec in specs], bucket_numel, degree)]

@@ -40,7 +40,7 @@ class OptimizerConfig(Table):
     lr: Positive = 1e-3
     """Learning rate after the warmup."""
     muon_lr: Positive = 0.02
-    """The same of the matrices of ``muon``."""
+    """Learning rate of the matrices of ``muon`` after the warmup."""
     muon_split: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Pattern of names -> rows of each part of a fused matrix, such as ``{"*qkv*" = [512, 128, 128]}``. Not needed for
     the models of maingrad."""
