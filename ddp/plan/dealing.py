@@ -11,6 +11,7 @@ Each function is a pure one of sizes and costs, and ties go to the first paramet
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -36,10 +37,7 @@ def update_cost(shape: Sequence[int]) -> float:
     """The work of an update: FLOPs of Muon's iterations for matrices [.., rows, columns], elements for vectors."""
     if len(shape) < 2:
         return float(shape[0] if shape else 1)
-    cost = orthogonalize_flops(*shape[-2:])
-    for count in shape[:-2]:
-        cost *= count
-    return cost
+    return math.prod(shape[:-2]) * orthogonalize_flops(*shape[-2:])
 
 
 def rows_of(params: Sequence[Whole], bucket_numel: int, degree: int) -> list[list[int]]:
@@ -91,6 +89,7 @@ def _parts(params: Sequence[Whole], rest: list[int], bucket_numel: int, degree: 
 
 
 def _padding(numels: Iterable[int], degree: int) -> int:
+    """Elements of padding in a bucket of whole parameters."""
     sizes = [round_up(numel, PARAM_ALIGNMENT) for numel in numels]
     return degree * max(_piles(sizes, degree)[1]) - sum(sizes)
 
@@ -113,7 +112,7 @@ def deal(sizes: Sequence[int], costs: Sequence[float], loads: Sequence[float]) -
     """Deal one bucket's parameters to shards; returns the shard of each parameter.
 
     sizes  elements of each parameter, alignment included
-    costs  of each parameter
+    costs  cost of each parameter
     loads  costs that each rank has of other buckets; one entry for each shard
 
     Piles of about equal height give the shortest shard. Within its length parameters are dealt again, the costliest
@@ -142,6 +141,7 @@ def deal(sizes: Sequence[int], costs: Sequence[float], loads: Sequence[float]) -
 
 
 def _by_piles(pile_of: Sequence[int], costs: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """The shard of each parameter: a pile goes to one rank, the costliest to the rank with the smallest load."""
     totals = [0.0] * len(loads)
     for pile, cost in zip(pile_of, costs, strict=True):
         totals[pile] += cost

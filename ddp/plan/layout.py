@@ -279,13 +279,15 @@ def _bucket_alignment(degree: int, pad_for_bus_bandwidth: bool) -> int:
 
 def _bucket_numel_for(specs: Sequence[ParamSpec], num_buckets: int, degree: int, whole: Collection[str]) -> int:
     """The bucket size with which one buffer has at most ``num_buckets`` buckets, those with ``own_bucket`` included."""
-    shared = [spec for spec in specs if not spec.own_bucket]
+    shared = _alike([spec for spec in specs if not spec.own_bucket], whole)
+    num_own = sum(spec.own_bucket for spec in specs)
     everything = 1 + sum(spec.numel for spec in specs)  # at this size the rest of whole parameters is one bucket
-    rows = [
-        [sum(spec.numel for spec in row) for row in _rows(alike, everything, degree, whole)]
-        for alike in _alike(shared, whole)
-    ]
-    return bucket_numel_for(rows, num_buckets - sum(spec.own_bucket for spec in specs))
+    rows = [[sum(spec.numel for spec in row) for row in _rows(alike, everything, degree, whole)] for alike in shared]
+    numel = bucket_numel_for(rows, num_buckets - num_own)
+    # At this size the rest may be several buckets. Where that makes too many, the size grows.
+    while whole and len(_cut(specs, numel, degree, whole)) > max(num_buckets, num_own + len(shared)):
+        numel *= 2
+    return numel
 
 
 def _cut(specs: Sequence[ParamSpec], bucket_numel: int, degree: int, whole: Collection[str]) -> list[list[ParamSpec]]:
@@ -317,7 +319,7 @@ def _alike(specs: Iterable[ParamSpec], whole: Collection[str]) -> list[list[Para
 
 
 def _rows(specs: Sequence[ParamSpec], bucket_numel: int, degree: int, whole: Collection[str]) -> list[list[ParamSpec]]:
-    """What no bucket border cuts: single parameters, or of whole ones ``rows_of``."""
+    """Return the groups that no bucket border cuts: single parameters, or of whole ones ``rows_of``."""
     if specs[0].name not in whole:
         return [[spec] for spec in specs]
     return [[specs[index] for index in row] for row in rows_of([_whole(spec) for spec in specs], bucket_numel, degree)]

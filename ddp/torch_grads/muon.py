@@ -177,7 +177,7 @@ def whole_shape(param: Any) -> torch.Size:
 
 
 def update_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """By what the learning rate of a matrix is multiplied."""
+    """The factor of a matrix's learning rate: ``s`` of ``Muon``."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     if adjust_lr_fn == "spectral_unclamped":
@@ -186,7 +186,8 @@ def update_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
 
 
 def steps_of(group: Mapping[str, Any]) -> tuple[Step, ...]:
-    given, count = group["ns_coefficients"], group["ns_steps"]
+    """The iterations of one update, with the options of a group, which may lack those that have defaults."""
+    given, count = group.get("ns_coefficients"), group.get("ns_steps")
     if given is None or isinstance(given, str):
         named = COEFFICIENTS[given or "simple"]
         return named if given else (named[0],) * (5 if count is None else count)
@@ -198,12 +199,12 @@ def steps_of(group: Mapping[str, Any]) -> tuple[Step, ...]:
 def update_flops(shape: Sequence[int], group: Mapping[str, Any]) -> float:
     """FLOPs of the iterations of one update of a parameter, with the options of its group."""
     parts = part_rows(group["split"], shape[-2])
-    steps = len(steps_of({"ns_coefficients": None, "ns_steps": None, **group}))
+    steps = len(steps_of(group))
     return math.prod(shape[:-2]) * sum(orthogonalize_flops(end - first, shape[-1], steps) for first, end in parts)
 
 
 def part_rows(split: int | Sequence[int], rows: int) -> list[tuple[int, int]]:
-    """First row and end of each part."""
+    """First row and end of each part. Raises ``ValueError`` where ``split`` does not cut ``rows``."""
     counts = [rows // max(split, 1)] * split if isinstance(split, int) else list(split)
     if sum(counts) != rows or not all(count > 0 for count in counts):
         raise ValueError(f"split={split!r} does not cut {rows} rows into parts: give their numbers of rows")

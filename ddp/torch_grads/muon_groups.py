@@ -37,7 +37,7 @@ class MuonGroups(NamedTuple):
 
     @property
     def why_nothing(self) -> str:
-        """What to say where there are no groups."""
+        """The reason of an error where there are no groups."""
         reasons = "; ".join(dict.fromkeys(self.left_out.values())) or "nothing is trained"
         return f"finds no matrix for Muon, and the other optimizer would update all ({reasons}): leave Muon out"
 

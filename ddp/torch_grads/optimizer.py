@@ -163,7 +163,7 @@ def prepare_skippable_step(optimizer: Optimizer) -> None:
     ):
         return
     begun = _without_momentum(optimizer)
-    if any(dampened for dampened in begun.values()) and found_inf.item():
+    if any(begun.values()) and found_inf.item():
         _delete_after_step(optimizer, [param for param, dampened in begun.items() if dampened])
     for param, dampened in begun.items():
         if not dampened:

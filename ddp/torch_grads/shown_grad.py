@@ -127,6 +127,12 @@ def _shown(part: ShardedGrad) -> ShownGrad:
 def without_memory(
     like: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str, finish: Any, reduced: Tensor | None
 ) -> ShownGrad:
+    """A ``ShownGrad`` [shape] of ``dtype`` on the device of ``like``.
+
+    name     the parameter's, for errors
+    finish   called with it at the first read, where ``reduced`` is None; sets ``reduced``
+    reduced  the gradient that it stands for; None: not reduced yet
+    """
     strides = like.stride() if like.shape == shape else None
     make: Any = torch.Tensor._make_wrapper_subclass
     grad: ShownGrad = make(ShownGrad, shape, strides=strides, dtype=dtype, device=like.device)

@@ -38,8 +38,8 @@ from .state_dict import is_kept
 
 __all__ = ["ShardedAdam", "ShardedAdamW", "sharded_class"]
 
-STEP = "step"
-MOMENTS = ("exp_avg", SECOND_MOMENT)
+_STEP = "step"
+_MOMENTS = ("exp_avg", SECOND_MOMENT)
 
 
 class HeldState(NamedTuple):
@@ -82,7 +82,7 @@ class HeldState(NamedTuple):
     def _coded(self, given: Mapping[str, Any]) -> dict[str, Tensor]:
         """Codes and scales of moments that are kept in 8 bits and that ``given`` has as numbers."""
         coded: dict[str, Tensor] = {}
-        for key in MOMENTS:
+        for key in _MOMENTS:
             values = given.get(key)
             if self.tensors[key].dtype is torch.uint8 and values is not None and values.dtype is not torch.uint8:
                 codes, scales = quantize_moment(values.reshape(-1).float(), signed=key != SECOND_MOMENT)
@@ -96,10 +96,10 @@ class HeldState(NamedTuple):
 
     def full(self) -> dict[str, Tensor]:
         """torch's state with fp32 moments, and the ``"master"`` of a compact parameter; copies in host memory."""
-        full = {key: self._moment(key) for key in MOMENTS}
+        full = {key: self._moment(key) for key in _MOMENTS}
         if self.is_compact:
             full[MASTER] = self.master().view(self.tensors[REMAINDER].shape)
-        return {STEP: self.tensors[STEP].clone(), **full}
+        return {_STEP: self.tensors[_STEP].clone(), **full}
 
     def _moment(self, key: str) -> Tensor:
         """A moment in fp32, a copy in host memory."""
@@ -345,15 +345,15 @@ class _ShardedAdam(Optimizer):
         """State of a parameter, which begins as zeros."""
         compact, on_host = self._form.is_compact, self._host is not None
         moments = (self._form.moment_dtype or torch.bfloat16) if compact else torch.float32
-        dtypes = dict.fromkeys(MOMENTS, moments)
+        dtypes = dict.fromkeys(_MOMENTS, moments)
         if compact and param.dtype is torch.bfloat16:
             dtypes[REMAINDER] = torch.int16
         where: dict[str, Any] = {"device": "cpu", "pin_memory": param.is_cuda} if on_host else {"device": param.device}
-        tensors = {STEP: torch.zeros((), dtype=torch.float32, device=param.device)}
+        tensors = {_STEP: torch.zeros((), dtype=torch.float32, device=param.device)}
         tensors |= {key: torch.zeros(param.shape, dtype=dtype, **where) for key, dtype in dtypes.items()}
         if self._in_blocks:
             tensors |= {
-                scale_key(key): torch.zeros(blocks_of(param.numel()), dtype=torch.float32, **where) for key in MOMENTS
+                scale_key(key): torch.zeros(blocks_of(param.numel()), dtype=torch.float32, **where) for key in _MOMENTS
             }
         self._held[param] = held = HeldState(tensors, flat_of(param), self._places(param, tensors))
         self._versions[param] = held.plain._version
@@ -364,11 +364,11 @@ class _ShardedAdam(Optimizer):
         if self._host is None:
             return tensors
         host = self._host
-        return {key: home if key == STEP else host.place(param, key, home) for key, home in tensors.items()}
+        return {key: home if key == _STEP else host.place(param, key, home) for key, home in tensors.items()}
 
     def _homes_of(self, param: Tensor) -> dict[str, Tensor]:
         """The state of a parameter that lies on the host."""
-        return {key: home for key, home in self._held[param].tensors.items() if key != STEP}
+        return {key: home for key, home in self._held[param].tensors.items() if key != _STEP}
 
     def _settle(self) -> None:
         """Copy state that was loaded or assigned to where it is kept. State that was removed begins anew."""
@@ -412,13 +412,13 @@ class _ShardedAdam(Optimizer):
 
     def _row(self, param: Tensor, grad: Tensor, group: int) -> UpdateRow:
         held = self._held[param]
-        mine = {key: tensor if key == STEP else tensor.view(-1) for key, tensor in held.on_device.items()}
+        mine = {key: tensor if key == _STEP else tensor.view(-1) for key, tensor in held.on_device.items()}
         remainder = mine.get(REMAINDER)
         return UpdateRow(
             grad,
             mine["exp_avg"],
             mine["exp_avg_sq"],
-            mine[STEP],
+            mine[_STEP],
             master=held.plain if remainder is None else None,
             param=None if remainder is None else held.plain,
             remainder=remainder,

@@ -48,11 +48,32 @@ class _Part(NamedTuple):
         return self.elements.intersect(Range(rank * size, (rank + 1) * size).counted_from(shard.place))
 
 
+class _Held(NamedTuple):
+    """This rank's elements of one part."""
+
+    part: _Part
+    here: slice
+    """Their place in the parameter's elements on this rank."""
+    sent: slice
+    """Their place in what goes to the owner, and in what comes back."""
+
+
+class _Piece(NamedTuple):
+    """One rank's elements of a part that this rank owns."""
+
+    place: int
+    """The part's, among those of this rank."""
+    elements: slice
+    """Counted in the part."""
+    sent: slice
+    """Their place in what comes from the rank, and in what goes back."""
+
+
 class _Bucket:
-    """The parts in one bucket, each with its owner, and their ways there and back. All is counted once, at the begin.
+    """The parts in one bucket, each with its owner, and what goes to owners and back: counted once, for all steps.
 
     parts   in one order on all ranks
-    owners  of each part
+    owners  rank in the instance of each part's owner
     """
 
     def __init__(self, parts: Sequence[_Part], owners: Sequence[int]) -> None:
@@ -69,42 +90,44 @@ class _Bucket:
         """The parts that this rank orthogonalises."""
         self.group = grid.inner if travels else None
         """Ranks between which elements travel; None: nothing does."""
-        self._held: list[list[tuple[_Part, slice, slice]]] = []
-        """For each owner: its parts of which this rank has elements, their place here in the parameter's elements, and
-        in what goes to this owner and comes back."""
+        self._held: list[list[_Held]] = []
+        """By owner."""
+        self._to_owners: list[int] = []
+        """Number of elements."""
         for owned in of_owner:
             held, end = [], 0
             for part in owned:
                 own = part.on_rank(here).counted_from(part.param.shard.start)
                 if own.numel:
-                    held.append((part, slice(*own), slice(end, end + own.numel)))
+                    held.append(_Held(part, slice(*own), slice(end, end + own.numel)))
                     end += own.numel
             self._held.append(held)
-        self._pieces: list[list[tuple[int, slice, slice]]] = []
-        """For each rank: those of ``mine`` of which it has elements, by place; which elements these are, and where they
-        are in what comes from this rank and goes back."""
+            self._to_owners.append(end)
+        self._pieces: list[list[_Piece]] = []
+        """By rank."""
+        self._from_ranks: list[int] = []
+        """Number of elements."""
         for rank in ranks:
             pieces, end = [], 0
             for place, part in enumerate(self.mine):
                 theirs = part.on_rank(rank).counted_from(part.elements.start)
                 if theirs.numel:
-                    pieces.append((place, slice(*theirs), slice(end, end + theirs.numel)))
+                    pieces.append(_Piece(place, slice(*theirs), slice(end, end + theirs.numel)))
                     end += theirs.numel
             self._pieces.append(pieces)
-        self._to_owners = [held[-1][2].stop if held else 0 for held in self._held]
-        self._from_ranks = [pieces[-1][2].stop if pieces else 0 for pieces in self._pieces]
+            self._from_ranks.append(end)
 
     def fetch(self, updates: Mapping[ShardedParameter, Tensor]) -> "_Travel":
         """Send this rank's elements of U to the owners."""
-        pieces = [updates[part.param][cut] for held in self._held for part, cut, _ in held]
+        pieces = [updates[each.part.param][each.here] for held in self._held for each in held]
         return _Travel(self.group, pieces, updates[self.parts[0].param], self._to_owners, self._from_ranks)
 
     def whole(self, travel: "_Travel") -> list[Tensor]:
-        """U [1, rows, columns] of each of ``mine``."""
+        """Wait; returns U [1, rows, columns] of each of ``mine``."""
         found: list[list[Tensor]] = [[] for _ in self.mine]
         for got, pieces in zip(travel.wait(), self._pieces, strict=True):
-            for place, _, cut in pieces:
-                found[place].append(got[cut])
+            for piece in pieces:
+                found[piece.place].append(got[piece.sent])
         return [
             (each[0] if len(each) == 1 else torch.cat(each)).view(1, part.rows, part.columns)
             for each, part in zip(found, self.mine, strict=True)
@@ -120,9 +143,9 @@ class _Bucket:
         return _Travel(self.group, pieces, like, self._from_ranks, self._to_owners)
 
     def arrived(self, travel: "_Travel") -> Iterator[tuple[_Part, slice, Tensor]]:
-        """This rank's elements of O of each part, and their place in the parameter's elements."""
+        """Wait; yields each part, the place in the parameter's elements here, and O of these elements."""
         for got, held in zip(travel.wait(), self._held, strict=True):
-            yield from ((part, cut, got[place]) for part, cut, place in held)
+            yield from ((each.part, each.here, got[each.sent]) for each in held)
 
 
 class _Travel:
@@ -148,7 +171,7 @@ class _Travel:
             self._handle = dist.all_to_all_single(self._out, self._kept, received, sent, group=group, async_op=True)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What came from each rank."""
+        """Wait; returns what came from each rank, flat."""
         if self._handle is not None:
             self._handle.wait()
         received: tuple[Tensor, ...] = self._out.split(self._received)
@@ -220,7 +243,7 @@ class ShardedMuon(Muon):
         return loss
 
     def _plan(self) -> list[_Bucket]:
-        """By bucket, made anew where other parameters have gradients, or groups have changed."""
+        """The buckets of this step, made anew where other parameters have gradients, or groups have changed."""
         stepping = [
             (index, param, group["split"])
             for index, group in enumerate(self.param_groups)
@@ -246,6 +269,7 @@ class ShardedMuon(Muon):
         return bucket.fetch(updates)
 
     def _orthogonalize(self, parts: Sequence[_Part], whole: Sequence[Tensor]) -> list[Tensor]:
+        """O of each part: U of one shape and one group is orthogonalised together."""
         results: dict[int, Tensor] = {}
         for index, group in enumerate(self.param_groups):
             chosen = [place for place, part in enumerate(parts) if part.group == index]
@@ -256,34 +280,36 @@ class ShardedMuon(Muon):
         return [results[place] for place in range(len(parts))]
 
     def _apply(self, bucket: _Bucket, travel: _Travel) -> None:
-        for part, cut, piece in bucket.arrived(travel):
-            group, target = self.param_groups[part.group], flat_of(part.param)[cut]
+        """Subtract this rank's elements of O from its weights."""
+        for part, here, orthogonal in bucket.arrived(travel):
+            group, target = self.param_groups[part.group], flat_of(part.param)[here]
             ratio, lr = update_ratio(group["adjust_lr_fn"], part.rows, part.columns), group["lr"]
             if isinstance(lr, Tensor):
-                target.addcmul_(piece.to(target.dtype), lr.to(target.device, target.dtype), value=-ratio)
+                target.addcmul_(orthogonal.to(target.dtype), lr.to(target.device, target.dtype), value=-ratio)
             else:
-                target.add_(piece, alpha=-lr * ratio)
+                target.add_(orthogonal, alpha=-lr * ratio)
 
 
 def _deal(stepping: Sequence[tuple[int, ShardedParameter, Any]]) -> list[_Bucket]:
     """Give each part an owner: the rank that has all of it; of cut ones, from the costliest down, the least loaded."""
     parts = [part for group, param, split in stepping for part in _parts_of(group, param, split)]
-    grids = {part.param.shard.grid[:2]: part.param.shard.grid for part in parts}  # of experts another one
-    loads = {key: [0.0] * grid.inner_size for key, grid in grids.items()}
+    costs = [update_cost((part.rows, part.columns)) for part in parts]
+    grids = [part.param.shard.grid for part in parts]  # of experts another one
+    loads = {grid.inner: [0.0] * grid.inner_size for grid in grids}
     owners = [0] * len(parts)
     cut = []
     for place, part in enumerate(parts):
-        mine = loads[part.param.shard.grid[:2]]
-        having = [rank for rank in range(len(mine)) if part.on_rank(rank).numel]
+        load = loads[grids[place].inner]
+        having = [rank for rank in range(len(load)) if part.on_rank(rank).numel]
         if len(having) == 1:
             owners[place] = having[0]
-            mine[having[0]] += update_cost((part.rows, part.columns))
+            load[having[0]] += costs[place]
         else:
             cut.append(place)
-    for place in sorted(cut, key=lambda place: -update_cost((parts[place].rows, parts[place].columns))):
-        mine = loads[parts[place].param.shard.grid[:2]]
-        owners[place] = mine.index(min(mine))
-        mine[owners[place]] += update_cost((parts[place].rows, parts[place].columns))
+    for place in sorted(cut, key=lambda place: -costs[place]):
+        load = loads[grids[place].inner]
+        owners[place] = load.index(min(load))
+        load[owners[place]] += costs[place]
     buckets: dict[Any, list[int]] = {}
     for place, part in enumerate(parts):
         buckets.setdefault(bucket_of(part.param), []).append(place)
@@ -291,6 +317,7 @@ def _deal(stepping: Sequence[tuple[int, ShardedParameter, Any]]) -> list[_Bucket
 
 
 def _parts_of(group: int, param: ShardedParameter, split: Any) -> Iterator[_Part]:
+    """Cut a parameter into its matrices, and these by ``split``."""
     *stack, rows, columns = param.shard.shape
     for matrix in range(math.prod(stack) if rows * columns else 0):
         for first, end in part_rows(split, rows):

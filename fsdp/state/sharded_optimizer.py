@@ -17,7 +17,7 @@ __all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(AroundOptimizer):
-    """What ``make_optimizer`` returns for a sharded model whose groups have classes of their own.
+    """One optimizer of several classes: ``make_optimizer`` returns it for a sharded model whose groups have their own.
 
     ``maingrad.ddp.Muon`` updates matrices that shards cut (``ShardedMuon``); the other classes are elementwise.
 
@@ -49,7 +49,7 @@ class ShardedOptimizer(AroundOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The step of each class, without its hooks: those of this optimizer have run. Collective."""
+        """Run the step of each class, without its hooks: those of this optimizer have run. Collective."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self._share()

@@ -137,7 +137,7 @@ class Registration:
             self.register()
 
     def freeze_whole(self, frozen: bool) -> None:
-        """Whether whole parameters of which the shards are trained require no gradients now."""
+        """Say whether whole parameters, of which the shards are trained, require no gradients."""
         if frozen is not self._shown_frozen:
             self._shown_frozen = frozen
             for pair in self._trained:

@@ -4,10 +4,9 @@ The formulas, and so the bits, are those of ``quantize.py``. One scale needs the
 first, which kernels find as bits: as integers, these are ordered as magnitudes are, and NaN is larger than Inf.
 
 Legend: E experts, R rows, C columns. x is one matrix [R, C]; EXPERTS: ``Experts.argument`` of matrices [R, C].
-``copies`` are elements, scales and row stride of the copy by rows, and those of
-the copy by columns; None for one that is not wanted. The rows of an expert are cut into tiles of 128, beginning at its
-first row: a tile is one expert's. Where the columns of a transposed copy lie is in
-``grouped.py``.
+``copies`` are elements, scales and row stride of the copy by rows, and those of the copy by columns; None for one that
+is not wanted. The rows of an expert are cut into tiles of 128, beginning at its first row: a tile is one expert's.
+``grouped.py`` says where the columns of a transposed copy lie.
 """
 
 import torch

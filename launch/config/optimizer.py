@@ -40,7 +40,7 @@ class OptimizerConfig(Table):
     lr: Positive = 1e-3
     """Learning rate after the warmup."""
     muon_lr: Positive = 0.02
-    """The same of the matrices of ``muon``."""
+    """Learning rate of the matrices of ``muon`` after the warmup."""
     muon_split: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Pattern of names -> rows of each part of a fused matrix, such as ``{"*qkv*" = [512, 128, 128]}``. Not needed for
     the models of maingrad."""
@@ -144,8 +144,8 @@ class OptimizerConfig(Table):
         """Arguments of ``Muon``."""
         return {"lr": self.muon_lr, "weight_decay": self.weight_decay, **self.options}
 
-    def muon_of(self, module: torch.nn.Module) -> MuonGroups | None:
-        """The matrices of ``module`` for Muon; None where another optimizer is named.
+    def muon_of(self, module: torch.nn.Module) -> MuonGroups:
+        """The matrices of ``module`` for Muon; no groups where another optimizer is named.
 
         module  not wrapped yet; may be on meta
 
@@ -153,7 +153,7 @@ class OptimizerConfig(Table):
         for a model without a matrix.
         """
         if not self.has_muon:
-            return None
+            return MuonGroups([], {})
         try:
             found = muon_groups(module, split=self.muon_split, **self.muon_options)
         except ValueError as error:
@@ -161,10 +161,8 @@ class OptimizerConfig(Table):
         require(bool(found.groups), "optimizer.name", self.name, found.why_nothing)
         return found
 
-    def state_per_element(self, *, of_muon: bool = False) -> int:
+    def state_per_element(self) -> int:
         """How many elements of state the class keeps for each element of a parameter, found by a step on a matrix."""
-        if of_muon:
-            return 1  # its momentum
         matrix = torch.nn.Parameter(torch.zeros(2, 2))
         optimizer = self.optimizer_class([matrix], lr=self.lr, **self.class_options)  # type: ignore[call-arg]
         matrix.grad = torch.ones_like(matrix)

@@ -105,6 +105,6 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
 
 def _muon_shares(config: Config, model: LanguageModel, units: Sequence[PlacedUnit]) -> MuonShares | None:
     muon = config.optimizer.muon_of(model)
-    if muon is None or config.fully_sharded:  # there owners are found when parameters have been sharded
+    if config.fully_sharded or not muon.groups:  # there owners are found when parameters have been sharded
         return None
     return muon_shares(muon, [bucket for unit in units for bucket in unit.buckets])

@@ -66,10 +66,9 @@ def lay_out(config: Config, ranks: int) -> tuple[PlacedUnit, ...]:
 
 def states_of(config: Config, model: LanguageModel) -> dict[str, int]:
     """Elements of optimizer state for each element of a parameter."""
-    muon, settings = config.optimizer.muon_of(model), config.optimizer
-    rest = settings.state_per_element()
+    rest, matrices = config.optimizer.state_per_element(), config.optimizer.muon_of(model).matrices
     states = {name: rest for name, _ in model.named_parameters()}
-    return states | dict.fromkeys(muon.matrices if muon else (), settings.state_per_element(of_muon=True))
+    return states | dict.fromkeys(matrices, 1)  # Muon's momentum
 
 
 def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit, ...]:
@@ -86,7 +85,7 @@ def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUn
             outer_size=outer_size,
             wire_dtype=wrapper.grad_reduce_wire_dtype,
             releases_grads=wrapper.release_grads and inner_size > 1,
-            compact=None if muon and layout.keeps_matrices_whole else config.optimizer.compact_moments,
+            compact=None if muon.groups and layout.keeps_matrices_whole else config.optimizer.compact_moments,
             states=states,
         )
         for layout in plan.buckets

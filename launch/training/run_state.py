@@ -185,8 +185,8 @@ class RunSaver:
         """Delete older checkpoints. Links, empty folders and all else that no save has written stay."""
         keep, places = self._config.checkpoint, _checkpoints(self._folder)
         for path, number in places.items():
-            with suppress(OSError):  # it stays where it is, and is found there
-                if number < newest:  # a save that was killed just before its rename has left it beside its place
+            if number < newest:  # a save that was killed just before its rename has left it beside its place
+                with suppress(OSError):  # it stays where it is, and is found there
                     move_to_place(path)
         complete = [number for path, number in places.items() if is_complete(path)]  # behind links too
         for path, number in places.items():

@@ -69,15 +69,14 @@ class Wrapped:
         """Its ``grad_norm`` is that of the last step before clipping, or None."""
         limit = config.optimizer.max_grad_norm
         self._max_norm: float | None = None
+        muon = config.optimizer.muon_of(module)
         if config.fully_sharded:
-            muon = config.optimizer.muon_of(module)
             self.model = _sharded(module, config, device)
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon)
             # Clipping is no hook of the optimizer: a captured step has none.
             self._max_norm = limit
             holder: Any = root_of(self.model)
         else:
-            muon = config.optimizer.muon_of(module)
             self.model = holder = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon))
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures
@@ -184,7 +183,7 @@ _OPTIONS = (
 """Keys of ``[fsdp]`` that are arguments of ``fully_shard``."""
 
 
-def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups | None, **options: Any) -> Any:
+def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups, **options: Any) -> Any:
     """The optimizer of a wrapped or sharded model. Without ``decay_vectors`` vectors are a group of their own."""
     options |= settings.class_options
     if settings.state == "compact":
@@ -192,7 +191,7 @@ def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups 
     own_group = not settings.decay_vectors and "weight_decay" in options
     # Norms, biases and scalars. Packed experts have three dims.
     vectors = {"params": lambda name, parameter: parameter.ndim < 2, "weight_decay": 0.0}
-    groups = [*(muon.groups if muon else ()), *([vectors] if own_group else [])]
+    groups = [*muon.groups, *([vectors] if own_group else [])]
     return make_optimizer(model, settings.optimizer_class, lr=settings.lr, param_groups=groups, **options)
 
 

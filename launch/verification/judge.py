@@ -84,7 +84,7 @@ def _slopes_of(muon: MuonGroups, grads: Grads) -> dict[str, float]:
     """How much Muon's first step magnifies an error of a gradient, at most: a ``split`` matrix by its smallest part."""
     slopes = {}
     for group in muon.groups:
-        slope = math.prod(step.a for step in steps_of({"ns_coefficients": None, "ns_steps": None} | group))
+        slope = math.prod(step.a for step in steps_of(group))
         for name in group["params"]:
             *_, rows, columns = grads[name].shape
             stack = grads[name].view(-1, rows, columns)

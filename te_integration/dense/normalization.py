@@ -67,7 +67,7 @@ class NormalizingModule(nn.Module):
         return F.layer_norm(x.float(), gamma.shape, gamma, beta, self.eps).to(x.dtype)
 
     def results(self, output: Tensor, bias: Tensor | None, normalized: Tensor) -> Any:
-        """What forward returns: the output, or a tuple with what the options ask for beside it."""
+        """Return the output as forward does: alone, or in a tuple with what the options ask for beside it."""
         if not (self.return_bias or self.return_layernorm_output):
             return output
         more = (bias,) if self.return_bias else ()

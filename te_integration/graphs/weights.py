@@ -70,7 +70,7 @@ class CapturedWeights:
             )
 
     def _state(self) -> list[Any]:
-        """What a replay depends on: what is around the call, then of each module."""
+        """Return the state on which a replay depends: autocast and recipe, then each module's."""
         autocast = torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind)
         state: list[Any] = [(autocast, recipe_now())]
         for children, hooks, layer, params, buffers in self._tables:

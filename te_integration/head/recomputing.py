@@ -4,7 +4,7 @@ Legend: T tokens, K features, V classes.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ class _Recomputed(torch.autograd.Function):
         return found.hidden, dw, db, None, None, None, None
 
 
-_latest: Callable[[], Any] = lambda: None  # noqa: E731
+_latest: weakref.ref[Any] | None = None
 """The last forward of all heads whose first logits were kept; held weakly."""
 
 
@@ -162,7 +162,7 @@ def _keep_first_logits(ctx: Any, logits: Tensor) -> None:
     backward, and a graph that torch captures may replay its backward twice.
     """
     global _latest
-    earlier = _latest()
+    earlier = None if _latest is None else _latest()
     if earlier is not None:
         earlier.first_logits = None
     in_graph_of_torch = logits.is_cuda and torch.cuda.is_current_stream_capturing() and not is_capturing()

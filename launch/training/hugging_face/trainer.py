@@ -160,13 +160,13 @@ class Trainer(transformers.Trainer):
         elif self.model_wrapped is self.model:
             self._check_no_optimizer()
             self._find_matrices()
-            options: dict[str, Any] = config_of(self.args)
+            options: dict[str, Any]
             if self.ddp_config is not None:
-                options = {"config": self.ddp_config}
-            if self.parallel == "zero1" and self.ddp_config is not None:
                 options = {"config": with_whole_matrices(self.ddp_config, self._muon_groups)}
-            elif self.parallel == "zero1":
-                options["keep_matrices_whole"] = self._muon_groups.matrices
+            else:
+                options = config_of(self.args)
+                if self.parallel == "zero1":
+                    options["keep_matrices_whole"] = self._muon_groups.matrices
             self._convert()  # before accelerate replaces the model's forward
             prepared = self.accelerator.prepare_model(self.model)
             self.model_wrapped = parallelize(prepared, self.parallel, units=(), fuse=self.fuse_linears, **options)

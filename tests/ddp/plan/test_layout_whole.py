@@ -1,6 +1,7 @@
 """Layouts in which no parameter is split between shards, and bucket sizes chosen for a number of buckets."""
 
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -286,6 +287,14 @@ def test_at_most_so_many_buckets_come_out(specs: list[ParamSpec], num_buckets: i
         alone = sum(s.own_bucket for s in members)
         needed = alone + len({s.delayed for s in members if not s.own_bucket})
         assert len(buffer.buckets) <= max(num_buckets, needed)
+
+
+@pytest.mark.parametrize("num_buckets", [4, 8])
+def test_many_unequal_parameters_make_at_most_so_many_buckets(num_buckets: int) -> None:
+    drawn = random.Random(0)
+    specs = [spec(f"p{i}", 4096 * drawn.randint(4, 40) * drawn.randint(4, 40)) for i in range(300)]
+    plan = plan_gradients(specs, shard_degree=2, num_buckets=num_buckets, keep_params_whole=True)
+    assert len(plan.buckets) <= num_buckets
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ FAULTS = [
         "64d-scales-stay-on-the-host",
         sentence="State on the host takes codes through the device, and not their scales.",
         tests=[BITS],
-        changes=[Change(ADAM, "_ShardedAdam._homes_of", "if key != STEP", "if key in (*MOMENTS, REMAINDER)")],
+        changes=[Change(ADAM, "_ShardedAdam._homes_of", "if key != _STEP", "if key in (*_MOMENTS, REMAINDER)")],
     ),
     Fault(
         "64e-blocks-make-one-bucket",

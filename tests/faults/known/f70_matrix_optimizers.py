@@ -110,7 +110,7 @@ FAULTS = [
         "70k-one-rank-orthogonalises-all",
         sentence="All matrices that shards cut go to the first rank, for which the others wait.",
         tests=[f"{SHARDED}::test_shards_cut_matrices_and_all_ranks_orthogonalise"],
-        changes=[Change("maingrad.fsdp.state.sharded_muon", "_deal", "mine.index(min(mine))", "0")],
+        changes=[Change("maingrad.fsdp.state.sharded_muon", "_deal", "load.index(min(load))", "0")],
     ),
     Fault(
         "70l-a-shard-is-taken-for-a-matrix",

@@ -55,7 +55,7 @@ def allocate(config: Config) -> Allocated:
     optimizer = DistributedOptimizer(
         model,
         optimizer_class=settings.optimizer_class,
-        param_groups=muon.groups if muon else (),
+        param_groups=muon.groups,
         state=settings.state,
         moment_dtype=dtype,
     )
@@ -175,7 +175,6 @@ def test_work_of_muon_by_rank(tmp_path: Path):
     assert shares is not None
     module = build_model(config.model, seed=0)
     muon = config.optimizer.muon_of(module)
-    assert muon is not None
     work = [update_flops(module.get_parameter(name).shape, group) for group in muon.groups for name in group["params"]]
     assert len(shares.flops) == 2 and sum(shares.flops) == pytest.approx(sum(work)), "each matrix is counted once"
     assert shares.largest_over_mean == max(shares.flops) / (sum(shares.flops) / 2)
