@@ -48,9 +48,10 @@ def tolerance_of(program: Program | Pipeline | Run | Recipes) -> float:
     gradient that is zero by 1 / eps, a thousand. fp32 has 7; batch norm over three rows that are nearly equal divides
     their roundings by what is left of their differences, step after step. ``max_grad_norm`` rounds its coefficient to
     fp32, since torch's fused kernels take no other. In bf16 the library's products and plain ones are rounded at other
-    places, by 1 / 256 each; with a few steps behind them weights are another number's roundings here and there. The first step of
-    RMSprop moves each weight by ten times the learning rate, whatever its gradient's size, in a direction that roundings
-    decide where gradients are small: behind it gradients of four blocks of experts were 30 % apart, and equal in fp64.
+    places, by 1 / 256 each; with a few steps behind them weights are another number's roundings here and there. The
+    first step of RMSprop moves each weight by ten times the learning rate, whatever its gradient's size, in a direction
+    that roundings decide where gradients are small: behind it gradients of four blocks of experts were 30 % apart, and
+    equal in fp64.
     Gradients of the first iteration, where the library's products have no part in them, differ by sums in fp32 alone:
     1e-4.
     Logged losses of a run are those of fp32 steps; another batch changes them by a hundredth.
