@@ -93,16 +93,26 @@ FAULTS = [
         ],
     ),
     Fault(
-        "50j-a-rank-alone-makes-no-group",
-        sentence="Ranks of groups of different sizes name the next group that they share differently, and wait for ever.",
-        tests=["tests/ddp/collectives/test_rank_grid.py::test_models_of_uneven_groups_do_not_part_the_ranks[fsdp]"],
+        "50j-groups-are-named-by-their-number",
+        sentence="Ranks that have made different numbers of groups name the next one that they share differently, and wait "
+        "for ever.",
+        tests=[
+            "tests/ddp/collectives/test_rank_grid.py::test_ranks_with_other_models_meet_in_later_groups"
+            "[False-two have one]"
+        ],
         changes=[
             Change(
-                "maingrad.ddp.collectives.rank_grid",
-                "with_separate_gather",
-                "if grid.inner is None or dist.get_world_size() == 1:",
-                "if grid.inner_size == 1:",
-            )
+                "maingrad.ddp.torch_internals.distributed",
+                "new_group_of_members",
+                "world.group_count = -made[tuple(ranks)]",
+                "made[()] = 0",
+            ),
+            Change(
+                "maingrad.ddp.torch_internals.distributed",
+                "new_group_of_members",
+                "world.group_count = count",
+                "made[()] = 0",
+            ),
         ],
     ),
 ]
