@@ -69,7 +69,7 @@ def dry_run(config: Config, ranks: int) -> DryRun:
 
 def _checkpoint_bytes(config: Config, model: LanguageModel) -> int:
     """Each parameter, its fp32 master where it is in half precision, and its optimizer state."""
-    states = states_of(config, model)
+    states = states_of(config, model, config.optimizer.muon_of(model))
     return sum(
         parameter.nbytes + 4 * parameter.numel() * (states[name] + (parameter.dtype is not torch.float32))
         for name, parameter in model.named_parameters()

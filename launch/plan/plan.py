@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from ...ddp.collectives.reduction import Placement, Placements
+from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...fsdp.unit.plan import pool_limit
 from ..config.run import Config
-from ..model.hugging_face import LanguageModel, build_language_model
+from ..model.hugging_face import build_language_model
 from .muon_shares import MuonShares, muon_shares
 from .parameter_count import ParameterCount, count_of
 from .rank_bytes import PlacedBucket, RankBytes, rank_bytes
@@ -92,19 +93,19 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     """
     config.check_ranks(ranks)
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
-    units = lay_out(config, ranks)
+    muon = config.optimizer.muon_of(model)
+    units = lay_out(config, model, muon, ranks)
     return RunPlan(
         config=config,
         ranks=ranks,
         parameters=count_of(model),
         units=units,
         rank_bytes=rank_bytes(bucket for unit in units for bucket in unit.buckets),
-        muon=_muon_shares(config, model, units),
+        muon=_muon_shares(config, muon, units),
     )
 
 
-def _muon_shares(config: Config, model: LanguageModel, units: Sequence[PlacedUnit]) -> MuonShares | None:
-    muon = config.optimizer.muon_of(model)
+def _muon_shares(config: Config, muon: MuonGroups, units: Sequence[PlacedUnit]) -> MuonShares | None:
     if config.fully_sharded or not muon.groups:  # there owners are found when parameters have been sharded
         return None
     return muon_shares(muon, [bucket for unit in units for bucket in unit.buckets])

@@ -2,14 +2,14 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from ...ddp.collectives.reduction import Placement, placements_of
 from ...ddp.plan.owned_params import find_owned_params, plan_model
+from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...fsdp.unit.plan import plan_unit, shard_degree
 from ..config.run import Config
-from ..model.hugging_face import LanguageModel, build_language_model
+from ..model.hugging_face import LanguageModel
 from ..parallelizing.muon import with_whole_matrices
 from ..training.units import units_of
 from .rank_bytes import PlacedBucket, Traffic
@@ -55,27 +55,27 @@ class PlacedUnit(NamedTuple):
         return Traffic(*map(sum, zip(*found, strict=True)))
 
 
-def lay_out(config: Config, ranks: int) -> tuple[PlacedUnit, ...]:
+def lay_out(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int) -> tuple[PlacedUnit, ...]:
     """The configured model over ``ranks`` ranks.
+
+    model  may be on meta; a fully sharded one gets the dtype that its shards have
+    muon   the model's matrices for Muon
 
     Units of a fully sharded model: the outermost first, the others in forward order. Else buckets in launch order.
     """
-    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
-    return _units(config, model, ranks) if config.fully_sharded else _buckets(config, model, ranks)
+    return (_units if config.fully_sharded else _buckets)(config, model, muon, ranks)
 
 
-def states_of(config: Config, model: LanguageModel) -> dict[str, int]:
+def states_of(config: Config, model: LanguageModel, muon: MuonGroups) -> dict[str, int]:
     """Elements of optimizer state for each element of a parameter."""
-    rest, matrices = config.optimizer.state_per_element(), config.optimizer.muon_of(model).matrices
-    states = {name: rest for name, _ in model.named_parameters()}
-    return states | dict.fromkeys(matrices, 1)  # Muon's momentum
+    states = dict.fromkeys((name for name, _ in model.named_parameters()), config.optimizer.state_per_element())
+    return states | dict.fromkeys(muon.matrices, 1)  # Muon's momentum
 
 
-def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit, ...]:
-    muon, outer_size = config.optimizer.muon_of(model), config.num_instances
-    wrapper = with_whole_matrices(config.ddp, muon)
+def _buckets(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int) -> tuple[PlacedUnit, ...]:
+    wrapper, outer_size = with_whole_matrices(config.ddp, muon), config.num_instances
     row, inner_size = placements_of(wrapper), ranks // outer_size
-    states = states_of(config, model)
+    states = states_of(config, model, muon)
     plan = plan_model(find_owned_params(model), wrapper, shard_degree=inner_size if row.inner.scatters else 1)
     buckets = [
         PlacedBucket(
@@ -96,7 +96,7 @@ def _buckets(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUn
     )
 
 
-def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit, ...]:
+def _units(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int) -> tuple[PlacedUnit, ...]:
     compact = config.optimizer.compact_moments
     if compact is None:
         model.float()  # parameters are fp32 at rest
@@ -104,7 +104,7 @@ def _units(config: Config, model: LanguageModel, ranks: int) -> tuple[PlacedUnit
     fsdp, outer_size = config.fsdp, config.num_instances
     row, inner_size = fsdp.row, ranks // outer_size
     degree = shard_degree(row, inner_size, outer_size)
-    states = states_of(config, model)
+    states = states_of(config, model, muon)
     taken: set[int] = set()
 
     def name_of(module: nn.Module, local: str) -> str:
