@@ -181,8 +181,7 @@ class AroundModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute in the module if only the module has it, else here."""
-        own = self.__dict__
-        if "_made" in own and name not in own and name not in dir(self) and hasattr(self.module, name):
+        if "_made" in self.__dict__ and not self._has(name) and hasattr(self.module, name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -190,6 +189,12 @@ class AroundModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A plain, unwrapped copy of the model: what the wrapper adds stays with the original."""
         return copy.deepcopy(self.module, memo)
+
+    def _has(self, name: str) -> bool:
+        """Whether the wrapper has the attribute itself. ``dir()`` would list and sort them all at each setting."""
+        own = self.__dict__
+        tables = own["_parameters"], own["_buffers"], own["_modules"]
+        return name in own or hasattr(type(self), name) or any(name in table for table in tables)
 
     def _end_making(self) -> None:
         """From here on attributes may be set in the module; before, all are set here."""

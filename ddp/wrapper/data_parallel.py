@@ -4,7 +4,7 @@
 ``iteration.py`` has the user's methods around it. docs/architecture.md tells all of it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -175,12 +175,11 @@ class DistributedDataParallel(BucketIteration):
         if init_sync:
             broadcast_tensors(tensors, self.grids, failures)
 
-    def _check_undeclared_parts(self, tensors: Iterable[ModelTensor], ranks: Ranks, expert_ranks: Ranks) -> None:
+    def _check_undeclared_parts(self, tensors: Sequence[ModelTensor], ranks: Ranks, expert_ranks: Ranks) -> None:
         """Tensors for which nobody has named the ranks may be parts that this program has cut by itself."""
-        named = [(each.name, each.tensor, each.grid_name) for each in tensors]
-        dense = [(name, tensor) for name, tensor, _ in named if ranks is None]
-        experts = [(name, tensor) for name, tensor, grid in named if expert_ranks is None and grid == "expert"]
-        check_undeclared_parts(dense, experts, self.grids["dense"], self.failures)
+        unsaid = [(each.name, each.tensor) for each in tensors if ranks is None]
+        experts = [(each.name, each.tensor) for each in tensors if expert_ranks is None and each.grid_name == "expert"]
+        check_undeclared_parts(unsaid, experts, self.grids["dense"], self.failures)
 
     def _choose_gathers(self) -> None:
         """Say whether gathers run on copy engines. By "auto" the plan's sizes decide, and groups are made only now."""
