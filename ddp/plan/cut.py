@@ -1,14 +1,18 @@
-"""Cuts a buffer into buckets: arithmetic on sizes and ranges.
+"""Cuts a buffer into buckets: arithmetic on sizes, ranges and boxes.
 
 ``numels`` are element counts, of parameters or of rows of them, in the order in which backward reaches or completes
 them.
 """
 
 import bisect
+import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["PARAM_ALIGNMENT", "Range", "bucket_numel_for", "cut", "round_up"]
+from torch import Tensor
+
+__all__ = ["PARAM_ALIGNMENT", "Box", "Range", "bucket_numel_for", "cut", "round_up"]
 
 PARAM_ALIGNMENT = 64  # elements: 128 bytes of bf16, one cache line of parameters
 
@@ -78,3 +82,31 @@ class Range(NamedTuple):
     def counted_from(self, origin: int) -> "Range":
         """The same elements, where element ``origin`` counts as 0."""
         return Range(self.start - origin, self.end - origin)
+
+
+class Box(NamedTuple):
+    """Elements [offset, offset + size) of a tensor along each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Place behind the last element along each dim."""
+        return tuple(map(operator.add, self.offsets, self.sizes))
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The elements that are in both boxes of one tensor; None: no element is."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(map(operator.sub, map(min, self.ends, other.ends), offsets))
+        return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
+
+    def view_of(self, inner: "Box", data: Tensor) -> Tensor:
+        """The elements of ``inner``, which is in this box, as a view of this box's elements ``data``."""
+        starts, ends = (map(operator.sub, places, self.offsets) for places in (inner.offsets, inner.ends))
+        return data[tuple(map(slice, starts, ends))]

@@ -13,7 +13,6 @@ matrix is one box too, and no range.
 """
 
 import math
-import operator
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,35 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...plan.cut import Box
+
 __all__ = ["Box", "Part", "Parts", "boxes_of_range", "check_tiling", "part_of_whole", "parts_of_range"]
-
-
-class Box(NamedTuple):
-    """Elements [offset, offset + size) along each dim."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.sizes)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Place behind the last element along each dim."""
-        return tuple(map(operator.add, self.offsets, self.sizes))
-
-    def intersect(self, other: "Box") -> "Box | None":
-        """The elements that are in both boxes of one tensor; None: no element is."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        sizes = tuple(map(operator.sub, map(min, self.ends, other.ends), offsets))
-        return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
-
-    def view_of(self, inner: "Box", data: Tensor) -> Tensor:
-        """The elements of ``inner``, which is in this box, as a view of this box's elements ``data``."""
-        starts, ends = (map(operator.sub, places, self.offsets) for places in (inner.offsets, inner.ends))
-        return data[tuple(map(slice, starts, ends))]
 
 
 class Part(NamedTuple):

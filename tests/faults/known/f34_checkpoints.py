@@ -361,7 +361,7 @@ FAULTS = [
         ],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.files.boxes",
+                "maingrad.ddp.plan.cut",
                 "Box.view_of",
                 "tuple(map(slice, starts, ends))",
                 "tuple(slice(max(0, start - 1), end - min(1, start)) for start, end in zip(starts, ends, strict=True))",

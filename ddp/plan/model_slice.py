@@ -1,0 +1,99 @@
+"""Parameters that tensor-parallel ranks hold together: which elements a rank has, and what its gradient is.
+
+Everything in this library works on plain local tensors. A parameter knows by its ``ModelSlice`` what it is of the whole
+parameter::
+
+    weight [8, 6] cut by rows over 2 ranks          one box each       rank 1: offsets (4, 0), sizes (4, 6)
+    gate and up in one weight [8, 6], each cut      two boxes each     rank 1: (2, 0) and (6, 0), sizes (2, 6)
+    norm [6] with sequence parallelism              the whole          each rank has a part of the gradient
+
+A slice comes from a DTensor that became a local parameter (``set_model_slice``), or from Megatron-core's marks on a
+parameter (``slice_of_marks``), which tell everything but the ranks.
+"""
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .cut import Box
+
+__all__ = ["GradOfSlice", "ModelSlice", "model_slice_of", "set_model_slice", "slice_of_marks"]
+
+GradOfSlice: TypeAlias = Literal["slice", "dense", "partial"]
+"""What a rank's gradient is before any reduction:
+
+"slice"    complete, of this rank's elements; other tensor-parallel ranks have other elements
+"dense"    complete, of the whole parameter, of which each tensor-parallel rank has a copy
+"partial"  a part of a sum over the tensor-parallel ranks, each of which has a copy of the parameter
+"""
+
+_ATTRIBUTE = "_maingrad_model_slice"
+
+
+class ModelSlice(NamedTuple):
+    """What this rank's parameter is of the parameter that the ranks of ``group`` hold together."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    boxes: tuple[Box, ...]
+    """The elements of the whole that this rank has. Concatenated along ``dim`` they are the local parameter. A rank
+    without elements has one box of no elements."""
+    dim: int | None
+    """The dim that is cut; None: every rank has all elements, in one box."""
+    group: dist.ProcessGroup | None
+    """The tensor-parallel ranks; None: this rank alone."""
+    grad: GradOfSlice
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the local parameter."""
+        if self.dim is None:
+            return self.shape
+        sizes = list(self.boxes[0].sizes)
+        sizes[self.dim] = sum(box.sizes[self.dim] for box in self.boxes)
+        return tuple(sizes)
+
+
+def model_slice_of(param: Tensor) -> ModelSlice | None:
+    """What ``set_model_slice`` has said of the parameter; None: nothing, or no Python object of it is left."""
+    found: ModelSlice | None = getattr(param, _ATTRIBUTE, None)
+    return found
+
+
+def set_model_slice(param: Tensor, found: ModelSlice) -> None:
+    """Make ``found`` known to wrappers, checkpoints and conversion. Raises ``ValueError`` for another local shape."""
+    if tuple(param.shape) != found.local_shape:
+        raise ValueError(f"a parameter of shape {list(param.shape)} is no slice of shape {list(found.local_shape)}")
+    setattr(param, _ATTRIBUTE, found)
+
+
+def slice_of_marks(param: Tensor, group: dist.ProcessGroup | None) -> ModelSlice:
+    """The slice that Megatron-core's marks tell, for the tensor-parallel ranks ``group``.
+
+    tensor_model_parallel = True  the parameter is cut evenly along ``partition_dim``. With ``partition_stride`` = s > 1
+                                  the whole is s blocks along this dim, each of which is cut over the ranks
+    sequence_parallel = True, average_gradients_across_tp_domain = True
+                                  copies, of which each rank has a part of the gradient ("partial")
+    none of them                  copies, with equal gradients ("dense")
+
+    Raises ``ValueError`` for a local size that the stride does not divide.
+    """
+    local, size, rank = tuple(param.shape), 1 if group is None else group.size(), 0 if group is None else group.rank()
+    if not getattr(param, "tensor_model_parallel", False):
+        whole = Box((0,) * len(local), local)
+        partial = getattr(param, "sequence_parallel", False) or getattr(
+            param, "average_gradients_across_tp_domain", False
+        )
+        return ModelSlice(local, (whole,), None, group, "partial" if partial else "dense")
+    dim, stride = max(0, getattr(param, "partition_dim", 0)), max(1, getattr(param, "partition_stride", 1))
+    if local[dim] % stride:
+        raise ValueError(f"partition_stride = {stride} does not divide the {local[dim]} rows of dim {dim}")
+    part = local[dim] // stride
+    shape = (*local[:dim], local[dim] * size, *local[dim + 1 :])
+    sizes = (*local[:dim], part, *local[dim + 1 :])
+    boxes = tuple(
+        Box(tuple((block * size + rank) * part if each == dim else 0 for each in range(len(local))), sizes)
+        for block in range(stride)
+    )
+    return ModelSlice(shape, boxes, dim, group, "slice")

@@ -1,0 +1,59 @@
+"""What a rank's parameter is of the whole: by Megatron-core's marks, and as other code says it."""
+
+import pytest
+import torch
+from torch import nn
+
+from maingrad.ddp.plan.cut import Box
+from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_marks
+from maingrad.launch import simulate
+
+
+def _marked(shape, **marks):
+    param = nn.Parameter(torch.zeros(shape))
+    for name, value in marks.items():
+        setattr(param, name, value)
+    return param
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_boxes_of_all_ranks_are_the_whole_in_the_order_of_local_elements(dim, stride):
+    whole = torch.arange(8 * 12).view(8, 12)
+
+    def local_and_slice():
+        group, size = torch.distributed.group.WORLD, 2
+        blocks = whole.chunk(stride, dim)
+        local = torch.cat([block.chunk(size, dim)[group.rank()] for block in blocks], dim)
+        marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
+        return local, slice_of_marks(_marked(local.shape, **marks), group)
+
+    seen = torch.zeros_like(whole)
+    for local, found in simulate(local_and_slice, 2):
+        assert found.shape == (8, 12)
+        assert found.grad == "slice"
+        assert found.local_shape == tuple(local.shape)
+        by_box = [Box((0, 0), (8, 12)).view_of(box, whole) for box in found.boxes]
+        assert torch.equal(torch.cat(by_box, found.dim), local)
+        for box in found.boxes:
+            Box((0, 0), (8, 12)).view_of(box, seen).add_(1)
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("mark", ["sequence_parallel", "average_gradients_across_tp_domain"])
+def test_copies_with_parts_of_a_gradient(mark):
+    found = slice_of_marks(_marked((6,), **{mark: True}), None)
+    assert found == ModelSlice((6,), (Box((0,), (6,)),), None, None, "partial")
+    assert slice_of_marks(_marked((6,)), None).grad == "dense"
+
+
+def test_what_is_said_of_a_parameter_fits_it():
+    found = slice_of_marks(_marked((4, 6), tensor_model_parallel=True, partition_dim=1), None)
+    param = nn.Parameter(torch.zeros(4, 6))
+    assert model_slice_of(param) is None
+    set_model_slice(param, found)
+    assert model_slice_of(param) is found
+    with pytest.raises(ValueError, match="is no slice of shape"):
+        set_model_slice(nn.Parameter(torch.zeros(4, 5)), found)
+    with pytest.raises(ValueError, match="partition_stride = 4 does not divide the 6 rows"):
+        slice_of_marks(_marked((4, 6), tensor_model_parallel=True, partition_dim=1, partition_stride=4), None)
