@@ -38,7 +38,7 @@ from harness import (
 from peers import PEERS
 from ranks import make_mesh
 from tables import grouped, number, odd_losses, read_csv, shown, table, write_sections
-from trace_digest import digest_trace, record_trace
+from trace_digest import Tracer
 
 import maingrad
 from maingrad.fsdp import MixedPrecisionPolicy
@@ -222,21 +222,7 @@ def bench_data_parallel(bench, ranks, rows=ROWS, **how):
     }
     options = {name: value for name, value in given.items() if value}
     cases = [Case(SETTINGS[name], ranks.rank, ranks.size, ranks.device, options) for name in bench.settings]
-    traced = set()
-
-    def trace(case, name, step):
-        """Run traced steps on all ranks; rank 0 writes the digest of its trace. Once for a floor, measured twice."""
-        if name not in bench.trace or (case.name, name) in traced:
-            return
-        traced.add((case.name, name))
-        path, num_steps = bench.out_dir / f"trace_{case.name}_{name}.json.gz", 2
-        bench.out_dir.mkdir(parents=True, exist_ok=True)
-        record_trace(step, num_steps, path if case.rank == 0 else None)
-        if case.rank == 0:
-            path.with_suffix("").with_suffix(".txt").write_text(digest_trace(path, num_steps))
-            if not bench.keep_traces:
-                path.unlink()
-
+    trace = Tracer(bench.trace, bench.out_dir, keep=bench.keep_traces)
     return measure_rows(bench, ranks, cases, rows, names, after=trace, **how)
 
 

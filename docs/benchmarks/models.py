@@ -35,6 +35,7 @@ from contenders import (
 from harness import RowOptions, check_names, log, measure_and_write, measure_rows, run_script, versions
 from tables import Column, grouped, odd_losses, shown, table, write_sections
 from torch.distributed.fsdp import FSDPModule
+from trace_digest import Tracer
 
 from maingrad.launch.parallelizing.blocks import default_units
 from maingrad.launch.plan import model_flops
@@ -55,6 +56,8 @@ class ModelsBench(RowOptions):
     """Microbatches of one step. One alone hides what accumulation costs."""
     backend: str = "inductor"
     """Backend of torch.compile: inductor, aot_eager, eager."""
+    trace: tuple[str, ...] = ()
+    """Rows that run two further steps under the profiler; a digest of rank 0's trace is written beside the table."""
     compile_loss: bool = False
     """Compile the loss function of compiled rows too."""
     peak_tflops: float | None = None
@@ -329,6 +332,7 @@ ROWS: dict[str, Row] = {
 def choose(bench, rows=ROWS):
     """The model, the shapes, and row names in measuring order. Raises ``ConfigError`` for an unknown name or shape."""
     check_names("model", [bench.model], ARCHITECTURES)
+    check_names("row", bench.trace, rows)
     architecture = ARCHITECTURES[bench.model]
     if bench.num_layers is not None:
         architecture = architecture.with_layers(bench.num_layers)
@@ -341,7 +345,7 @@ def bench_models(bench, ranks, rows=ROWS, **how):
     architecture, shapes, names = choose(bench, rows)
     cases = [Case(bench, architecture, shape, ranks.rank, ranks.size, ranks.device) for shape in shapes]
     _warm_up(bench, ranks, "_compiled" if any(rows[name].compiled for name in names) else "")
-    return measure_rows(bench, ranks, cases, rows, names, **how)
+    return measure_rows(bench, ranks, cases, rows, names, after=Tracer(bench.trace, bench.out_dir), **how)
 
 
 def _warm_up(bench, ranks, suffix):

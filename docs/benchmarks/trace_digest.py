@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from maingrad.launch.report.intervals import Interval, clip, length, union, without
 
-__all__ = ["Activity", "activities_of", "digest", "digest_trace", "load_trace", "record_trace"]
+__all__ = ["Activity", "Tracer", "activities_of", "digest", "digest_trace", "load_trace", "record_trace"]
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_HOST = ("cuda_runtime", "cuda_driver")
@@ -101,6 +101,32 @@ def load_trace(path: Path) -> list[Activity]:
 def digest_trace(path: Path, num_steps: int) -> str:
     """The digest of a trace of ``num_steps`` steps."""
     return digest(load_trace(path), num_steps)
+
+
+class Tracer:
+    """Called after a row's last round: two further steps under the profiler, and a digest of rank 0's trace.
+
+    names   rows that are traced, once for each case
+    folder  gets ``trace_CASE_ROW.txt``, and the trace as .json.gz with ``keep``
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, *, keep: bool = False) -> None:
+        self._names, self._folder, self._keep = names, folder, keep
+        self._traced: set[tuple[str, str]] = set()
+
+    def __call__(self, case: Any, name: str, step: Callable[[], Any]) -> None:
+        """Trace the row's step, on all ranks alike. A floor that is measured twice is traced once."""
+        if name not in self._names or (case.name, name) in self._traced:
+            return
+        self._traced.add((case.name, name))
+        stem = f"trace_{case.name}_{name}".replace(" ", "_").replace(",", "")
+        path, num_steps = self._folder / f"{stem}.json.gz", 2
+        self._folder.mkdir(parents=True, exist_ok=True)
+        record_trace(step, num_steps, path if case.rank == 0 else None)
+        if case.rank == 0:
+            path.with_suffix("").with_suffix(".txt").write_text(digest_trace(path, num_steps))
+            if not self._keep:
+                path.unlink()
 
 
 def digest(activities: Sequence[Activity], num_steps: int, *, num_gaps: int = 15, num_kernels: int = 30) -> str:
