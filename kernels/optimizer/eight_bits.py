@@ -23,9 +23,14 @@ from torch import Tensor
 
 __all__ = [
     "BLOCK",
+    "BORDERS",
     "CODE_SIZE",
+    "DECADES",
     "LEAST",
     "LEAST_ONE",
+    "LIFT",
+    "LOW_SCALE",
+    "SLOPES",
     "blocks_of",
     "code_table",
     "dequantize_moment",
@@ -36,7 +41,7 @@ __all__ = [
 BLOCK = 256
 """Elements with one scale, counted from the start of the parameter."""
 DECADES = 7
-CODE_SIZE = 3 * 256
+CODE_SIZE = 256
 """Numbers of one code in ``code_table``."""
 LOW_SCALE, LIFT = 2.0**-64, 2.0**64
 """Blocks with a lower scale are multiplied by this first, so that the scale's reciprocal is finite."""
@@ -66,6 +71,10 @@ def _borders(signed: bool) -> list[float]:
     return [_fp32((values[first - 1] + values[first]) / 2) for first in firsts]
 
 
+BORDERS = {signed: tuple(_borders(signed)[:DECADES]) for signed in (True, False)}
+"""By whether a code is signed: the smallest magnitude that rounds into each decade."""
+SLOPES = tuple(_fp32(10.0 ** (DECADES - 1 - decade) / 0.9) for decade in range(DECADES))
+"""``1 / (0.9 s)`` of each decade."""
 LEAST = {signed: _borders(signed)[0] for signed in (True, False)}
 """By whether a code is signed: smaller magnitudes are nearer to 0 than to the first value."""
 LEAST_ONE = {signed: _borders(signed)[-1] for signed in (True, False)}
@@ -74,25 +83,12 @@ LEAST_ONE = {signed: _borders(signed)[-1] for signed in (True, False)}
 
 @functools.cache
 def code_table(device: torch.device) -> Tensor:
-    """[2, CODE_SIZE] fp32, of the signed and the unsigned code.
-
-    First 256 values by code. An octave, the magnitudes with one exponent, meets two decades at most, because a decade
-    is wider. So by the 8 bits of the exponent come then 256 borders, from which on a magnitude is in the upper decade
-    of its octave (0: in the only one), and 256 slopes ``1 / (0.9 s)`` of this decade.
-    """
-    return torch.tensor([_code(signed=True), _code(signed=False)], dtype=torch.float32).to(device)
-
-
-def _code(*, signed: bool) -> list[float]:
-    positive, borders = _positive_values(signed), _borders(signed)[:DECADES]
-    values = [0.0, *positive, 1.0, *([-value for value in positive] if signed else [])]
-    border_of, slope_of = [], []
-    for exponent in range(256):
-        start, end = 2.0 ** (exponent - 127), 2.0 ** (exponent - 126)
-        decade = max((index for index, border in enumerate(borders) if border < end), default=0)
-        border_of.append(borders[decade] if borders[decade] > start else 0.0)
-        slope_of.append(10.0 ** (DECADES - 1 - decade) / 0.9)
-    return [*values, *border_of, *slope_of]
+    """[2, 256] fp32: the values of the signed and of the unsigned code, by code."""
+    rows = []
+    for signed in (True, False):
+        positive = _positive_values(signed)
+        rows.append([0.0, *positive, 1.0, *([-value for value in positive] if signed else [])])
+    return torch.tensor(rows, dtype=torch.float32).to(device)
 
 
 def blocks_of(numel: int) -> int:
@@ -123,7 +119,7 @@ def quantize_moment(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
 def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """fp32 [n] from codes [n] and scales [blocks]: see ``quantize_moment``."""
-    values = code_table(codes.device)[int(not signed), :256][codes.int()]
+    values = code_table(codes.device)[int(not signed)][codes.int()]
     return values * scales.repeat_interleave(BLOCK)[: codes.numel()]
 
 
@@ -134,15 +130,14 @@ def quantize_blocks(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     ``y = x / (0.9 s) + 8/9``, from 1 to 2, this is ``floor(N y) - N``. So ``N + interval`` are the highest bits of y's
     significand, and nothing is searched.
     """
-    _, borders, slopes = code_table(values.device)[int(not signed)].view(3, 256)
     scales = _largest(values)
     lift = torch.where(scales.abs() < LOW_SCALE, LIFT, 1.0)
     inverse = 1.0 / torch.where(scales == 0, 1.0, scales * lift)
     relative = values * lift[:, None] * inverse[:, None]
     magnitude = relative.abs()
-    octave = (magnitude.view(torch.int32) >> 23) & 0xFF
-    slope = slopes[octave]
-    slope = torch.where(magnitude >= borders[octave], slope, slope * 10)
+    slope = torch.full_like(magnitude, SLOPES[0])
+    for border, of_decade in zip(BORDERS[signed][1:], SLOPES[1:], strict=True):
+        slope = torch.where(magnitude >= border, of_decade, slope)
     y = (magnitude * slope + 8 / 9).clamp(max=2 - 2.0**-23)
     # Bits below those of the interval: slopes of decades from the last one down have exponents 0, 3, 6, 10, 13, 16, 20.
     shift = ((slope.view(torch.int32) >> 23) * 77 - (5376 if signed else 5632)) >> 8

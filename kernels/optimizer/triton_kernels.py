@@ -9,7 +9,7 @@ bf16 are moved as integers: the interpreter then rounds them as the compiler doe
 import triton
 import triton.language as tl
 
-from .eight_bits import BLOCK, CODE_SIZE, LEAST, LEAST_ONE, LIFT, LOW_SCALE
+from .eight_bits import BLOCK, BORDERS, CODE_SIZE, DECADES, LEAST, LEAST_ONE, LIFT, LOW_SCALE, SLOPES
 
 __all__ = ["NUM_FIELDS", "NUM_SCALARS", "elements_kernel", "steps_kernel"]
 
@@ -22,6 +22,8 @@ _BLOCK = tl.constexpr(BLOCK)
 _CODE_SIZE = tl.constexpr(CODE_SIZE)
 _LEAST_SIGNED, _LEAST_UNSIGNED = tl.constexpr(LEAST[True]), tl.constexpr(LEAST[False])
 _LEAST_ONE_SIGNED, _LEAST_ONE_UNSIGNED = tl.constexpr(LEAST_ONE[True]), tl.constexpr(LEAST_ONE[False])
+_DECADES, _SLOPES = tl.constexpr(DECADES), tl.constexpr(SLOPES)
+_BORDERS_SIGNED, _BORDERS_UNSIGNED = tl.constexpr(BORDERS[True]), tl.constexpr(BORDERS[False])
 _LOW_SCALE, _LIFT = tl.constexpr(LOW_SCALE), tl.constexpr(LIFT)
 _FIELDS = tl.constexpr(NUM_FIELDS)
 _SCALARS = tl.constexpr(NUM_SCALARS)
@@ -148,9 +150,10 @@ def _decoded(codes: tl.tensor, scale: tl.tensor, table: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _encoded(value: tl.tensor, table: tl.tensor, SIGNED: tl.constexpr) -> tl.tensor:
+def _encoded(value: tl.tensor, SIGNED: tl.constexpr) -> tl.tensor:
     """Codes of the tile's shape and scales [blocks], as ``quantize_blocks``."""
     least: tl.constexpr = _LEAST_SIGNED if SIGNED else _LEAST_UNSIGNED
+    borders: tl.constexpr = _BORDERS_SIGNED if SIGNED else _BORDERS_UNSIGNED
     least_one: tl.constexpr = _LEAST_ONE_SIGNED if SIGNED else _LEAST_ONE_UNSIGNED
     # As integers magnitudes have the order of the floats, with NaN above infinity.
     bits = value.to(tl.uint32, bitcast=True)
@@ -164,9 +167,10 @@ def _encoded(value: tl.tensor, table: tl.tensor, SIGNED: tl.constexpr) -> tl.ten
     inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, tl.where(scale == 0.0, 1.0, scale * lift))
     relative = value * lift[None, :, None, None] * inverse[None, :, None, None]
     magnitude = tl.abs(relative)
-    octave = (magnitude.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    slope = tl.load(table + 512 + octave)
-    slope = tl.where(magnitude >= tl.load(table + 256 + octave), slope, slope * 10.0)
+    # By comparisons: a table by exponents would cost two scattered loads an element.
+    slope = tl.full(magnitude.shape, 0.0, tl.float32) + _SLOPES[0]
+    for decade in tl.static_range(1, _DECADES):
+        slope = tl.where(magnitude >= borders[decade], _SLOPES[decade], slope)
     y = tl.minimum(magnitude * slope + 8 / 9, 2 - 2.0**-23)
     code = y.to(tl.int32, bitcast=True) - 0x3F000000
     exponent = slope.to(tl.int32, bitcast=True) >> 23
@@ -197,13 +201,13 @@ def _read_moment(
 
 @triton.jit
 def _write_moment(
-    row: tl.tensor, FIELD: tl.constexpr, block: tl.tensor, at: tl.tensor, inside: tl.tensor, table: tl.tensor,
+    row: tl.tensor, FIELD: tl.constexpr, block: tl.tensor, at: tl.tensor, inside: tl.tensor,
     value: tl.tensor, random: tl.tensor,
     SIGNED: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     pointer = _pointer(tl.load(row + FIELD), KIND, ALIGNED)
     if KIND == "8 bits":
-        codes, scale = _encoded(value, table, SIGNED)
+        codes, scale = _encoded(value, SIGNED)
         _store(pointer, at, codes, inside, WHOLE)
         scales = tl.load(row + FIELD + 5).to(tl.pointer_type(tl.float32))
         tl.store(scales + block, scale, mask=block < tl.cdiv(tl.load(row), _BLOCK))
@@ -262,8 +266,7 @@ def _update_tile(
     in_tile = tl.arange(0, TILE_BLOCKS)
     block = start // _BLOCK + in_tile  # [blocks]
     if EXP_AVG == "8 bits" or EXP_AVG_SQ == "8 bits":
-        # [2, blocks, 32, 4]: a warp reads 128 elements at once, 4 adjacent ones a thread, and has whole blocks where
-        # the tile has a block for each warp.
+        # [2, blocks, 32, 4]: a warp reads 128 elements at once, 4 adjacent ones a thread, and has a whole block.
         at = start + tl.arange(0, 2)[:, None, None, None] * 128 + in_tile[None, :, None, None] * _BLOCK
         at += tl.arange(0, 32)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     else:
@@ -312,10 +315,9 @@ def _update_tile(
     if EXP_AVG == "bf16" or EXP_AVG_SQ == "bf16":
         random = _random_bits(tl.load(row + 9) + at, tl.load(row + 10), tl.load(scalars + 6))
     if EXP_AVG != "":
-        _write_moment(row, 2, block, at, inside, codes, exp_avg, random & 0xFFFF, True, EXP_AVG, ALIGNED, WHOLE)
+        _write_moment(row, 2, block, at, inside, exp_avg, random & 0xFFFF, True, EXP_AVG, ALIGNED, WHOLE)
     if EXP_AVG_SQ != "":
-        codes += _CODE_SIZE
-        _write_moment(row, 3, block, at, inside, codes, exp_avg_sq, random >> 16, False, EXP_AVG_SQ, ALIGNED, WHOLE)
+        _write_moment(row, 3, block, at, inside, exp_avg_sq, random >> 16, False, EXP_AVG_SQ, ALIGNED, WHOLE)
 
 
 @triton.jit
