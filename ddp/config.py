@@ -51,7 +51,7 @@ class DistributedDataParallelConfig:
     """Reduce-scatter: each rank gets its shard's gradients, for ``DistributedOptimizer``. False: all-reduce."""
     overlap_param_gather: bool = False
     """All-gather updated parameters under the next forward, instead of in ``DistributedOptimizer.step``."""
-    copy_engine_param_gather: Literal["auto", True, False] = False
+    copy_engine_param_gather: Literal["auto", True, False] = "auto"
     """Overlapped all-gathers run on the GPU's copy engines and take no multiprocessor from the forward. Needs NCCL 2.28
     or newer. NCCL falls back to kernels where ranks cannot map each other's memory (several nodes). The process keeps
     the parameters' memory until it ends, as torch 2.11 cannot unmap it. "auto": for the first model of a process, where

@@ -34,7 +34,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "overlap_grad_reduce": False,
         "use_distributed_optimizer": False,
         "overlap_param_gather": False,
-        "copy_engine_param_gather": False,
+        "copy_engine_param_gather": "auto",
         "num_distributed_optimizer_instances": 1,
         "keep_params_whole": False,
         "release_grads": False,

@@ -139,7 +139,10 @@ def _knobs_in_words():
     return ", ".join([f"forward and backward prefetch of {PREFETCH}", *known]) + lacks
 
 
-_ZERO1 = "bf16 parameters, fp32 main_grad and masters; overlap_grad_reduce, overlap_param_gather, DistributedOptimizer"
+_ZERO1 = (
+    "bf16 parameters, fp32 main_grad and masters; overlap_grad_reduce, overlap_param_gather, DistributedOptimizer; "
+    'copy_engine_param_gather="auto"'
+)
 _ZERO3 = (
     "fp32 shards, bf16 computation, fp32 main_grad; reduce_every_microbatch=False; torch's AdamW(fused=True); "
     'copy_engine_gather="auto"'
@@ -259,6 +262,12 @@ ROWS: dict[str, Row] = {
     **_less("compact_host", "compact state on the host", state="compact", offload_state="host"),
     **_zero1(
         "zero1_muon", "maingrad ZeRO-1, Muon", options=f"{_ZERO1}; Muon for matrices, AdamW for the rest", muon=True
+    ),
+    **_zero1(
+        "zero1_kernels",
+        "maingrad ZeRO-1, gathers by kernels",
+        options=f"{_ZERO1}; copy_engine_param_gather=False",
+        copy_engine_param_gather=False,
     ),
     **_recipe("float8_current"),
     **_recipe("float8_block"),
