@@ -71,6 +71,26 @@ def test_marks_say_whether_parts_are_summed_or_averaged(mark: str, times: float)
         torch.testing.assert_close(found, times * plain.head.bias.grad)
 
 
+def wrapped_again() -> tuple[dict[str, str], dict[str, str]]:
+    ranks = ranks_of_mesh(FOUR)
+    model = cut(CutModel(), ranks.tp.get_group(), sp=True)
+    model.head.bias.average_gradients_across_tp_domain = True
+    wrapper = wrap(model, ranks)
+    for param in model.parameters():  # what Megatron-core's finalize_model_grads looks for
+        assert not getattr(param, "sequence_parallel", False)
+        assert not getattr(param, "average_gradients_across_tp_domain", False)
+    first = {name: each.grad for name, each in wrapper.model_slices.items()}
+    again = DistributedDataParallel(wrapper.unwrap(), process_group=ranks.dp)
+    return first, {name: each.grad for name, each in again.model_slices.items()}
+
+
+def test_marks_that_are_answered_for_are_taken() -> None:
+    """Their slices keep them, and the ranks too, for a wrapper that comes later."""
+    for first, again in simulate(wrapped_again, 4):
+        assert first == again
+        assert set(first.values()) == {"slice", "dense", "partial"}
+
+
 def with_own_buffers() -> float:
     ranks = ranks_of_mesh(FOUR)
     model = cut(CutModel(), ranks.tp.get_group())
