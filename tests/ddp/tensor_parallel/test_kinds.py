@@ -103,6 +103,35 @@ def test_buffers_are_copied_among_ranks_with_the_same_slices() -> None:
     assert simulate(with_own_buffers, 4) == [0.0, 1.0, 0.0, 1.0]
 
 
+def by_slices_alone() -> list[list[int]]:
+    ranks = ranks_of_mesh(FOUR)
+    model = cut(CutModel(), ranks.tp.get_group(), marks=False)
+    wrapper = DistributedDataParallel(model, process_group=ranks.dp)
+    return [wrapper.grids[name].ranks for name in ("slice", "dense")]
+
+
+def test_slices_that_were_dtensors_say_their_ranks() -> None:
+    for rank, found in enumerate(simulate(by_slices_alone, 4)):
+        assert found == [[rank % 2, rank % 2 + 2], [0, 1, 2, 3]]
+
+
+def without_data_parallel_ranks() -> tuple[float, Tensor]:
+    model = cut(CutModel(), dist.group.WORLD, sp=True)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrapper = DistributedDataParallel(model, config, process_group=WORLD_OF_ONE, tensor_parallel_group=dist.group.WORLD)
+    loss_of(wrapper, 0).backward()
+    return global_grad_norm(wrapper).item(), model.blocks[0].bias.grad.full_tensor()
+
+
+def test_all_ranks_may_be_tensor_parallel() -> None:
+    plain = CutModel()
+    loss_of(plain, 0).backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+    for found, bias in simulate(without_data_parallel_ranks, 2):
+        assert found == pytest.approx(norm.item(), rel=1e-6)
+        torch.testing.assert_close(bias, plain.blocks[0].bias.grad)
+
+
 def at_a_degree_of_one(given: str) -> tuple[list[str], float]:
     """Megatron-core marks whole parameters then; ranks outside belong to other pipeline stages."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
