@@ -23,6 +23,7 @@ __all__ = [
     "check_marks",
     "check_plain",
     "check_shapes",
+    "check_untold_parts",
     "find_owned_params",
     "find_tensor_ranks",
     "find_tensors",
@@ -179,6 +180,24 @@ def check_marks(
             "would raise on some of the ranks that hold one model together, while the others wait for them",
             "leave it False, and look at the loss on all ranks",
         )
+
+
+def check_untold_parts(module: nn.Module, slices: Mapping[str, ModelSlice]) -> None:
+    """Raise ``ValueError`` for norms of queries and keys without a mark: each tensor-parallel rank norms its own heads.
+
+    Megatron-core knows them by their names, and by its config.
+    """
+    if not getattr(getattr(module, "config", None), "qk_layernorm", False):
+        return
+    for name, param in module.named_parameters():
+        named = "q_layernorm" in name or "k_layernorm" in name
+        if named and name in slices and slices[name].grad == "dense" and model_slice_of(param) is None:
+            raise ValueError(
+                f"'{name}' norms the heads of this tensor-parallel rank (config.qk_layernorm), so that each rank has a "
+                f"part of its gradient, and it has no mark that says so: set sequence_parallel = True on it before "
+                f"wrapping, and call finish_grad_sync() in place of Megatron-core's finalize_model_grads, which would "
+                f"sum it once more"
+            )
 
 
 def refuse_slices(params: Iterable[tuple[str, Tensor]], what: str, consequence: str, remedy: str) -> None:

@@ -51,7 +51,7 @@ from .setup_checks import (
     check_undeclared_parts,
     plan_on_each_rank,
 )
-from .shared_embedding import SharedEmbedding
+from .shared_embedding import shared_embedding_of
 
 __all__ = ["DistributedDataParallel"]
 
@@ -191,8 +191,7 @@ class DistributedDataParallel(BucketIteration):
         self.grad_parts = BucketParts(self)
         take_marks(module, slices)
         self._end_making()
-        if embedding_group is not None:
-            self.shared_embedding = SharedEmbedding(self.bucket_params, embedding_group, failures)
+        self.shared_embedding = shared_embedding_of(self.bucket_params, embedding_group, failures)
         if init_sync:
             self._copy_first(tensors)
 

@@ -28,7 +28,16 @@ from ..config import DistributedDataParallelConfig
 from ..contract.torch_wrappers import check_none_inside
 from ..plan.layout import GradPlan
 from ..plan.model_slice import ModelSlice
-from ..plan.owned_params import ModelTensor, OwnedParam, check_marks, check_plain, check_shapes, is_slice, plan_model
+from ..plan.owned_params import (
+    ModelTensor,
+    OwnedParam,
+    check_marks,
+    check_plain,
+    check_shapes,
+    check_untold_parts,
+    is_slice,
+    plan_model,
+)
 
 __all__ = [
     "broadcast_tensors",
@@ -89,6 +98,7 @@ def plan_on_each_rank(
         _check_overwritten(overwritten)
         named = [(each.name, each.param) for each in trainable]
         check_marks(named, grids["dense"], config, tensor_ranks, sums_embeddings=sums_embeddings)
+        check_untold_parts(module, slices)
         plan = plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order, slices=slices)
         return device, plan
 

@@ -20,7 +20,16 @@ from ..collectives.rank_grid import RankGrid, group_size
 from ..plan.owned_params import ModelTensor
 from .setup_checks import broadcast_tensors, compare_between_ranks
 
-__all__ = ["SharedEmbedding"]
+__all__ = ["SharedEmbedding", "shared_embedding_of"]
+
+
+def shared_embedding_of(
+    bucket_params: Sequence[BucketParam], group: dist.ProcessGroup | None, failures: FailureReporter
+) -> "SharedEmbedding | None":
+    """This rank's copy of what ``group`` shares; None for a group of one rank, and where this rank is not in it."""
+    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:  # new_group gives others a number
+        return None
+    return SharedEmbedding(bucket_params, group, failures)
 
 
 class SharedEmbedding:

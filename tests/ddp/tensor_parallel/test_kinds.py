@@ -263,6 +263,17 @@ def muon_over_slices() -> str:
     return refusal(lambda: DistributedOptimizer(model, lr=1.0, optimizer_class=torch.optim.Muon))
 
 
+def norms_of_heads() -> str:
+    ranks = ranks_of_mesh(FOUR)
+    model = nn.Module()
+    model.q_layernorm, model.config = nn.LayerNorm(4), type("Config", (), {"qk_layernorm": True})
+    text = refusal(lambda: wrap(model, ranks))
+    for param in model.parameters():
+        param.sequence_parallel = True
+    wrap(model, ranks)
+    return text
+
+
 def muon_of_torch(known: bool) -> str:
     ranks = ranks_of_mesh(FOUR)
     layer = nn.Sequential(cut(CutModel(), ranks.tp.get_group()).blocks[0].down)
@@ -301,6 +312,7 @@ REFUSED = {
     of_two_dims: ("has one dim", "flatten it"),
     forgets_a_mark: ("'blocks.0.up.weight' has no mark of a slice", "mark it, with its partition_dim"),
     marks_an_uneven_cut: ("differs between ranks", "'blocks.0.up.weight' [8, 6]"),
+    norms_of_heads: ("'q_layernorm.weight' norms the heads", "set sequence_parallel = True on it"),
     marks_partial_on_one_rank: ("differs between ranks", "'head.bias'"),
     muon_over_slices: ("Muon updates whole parameters", "slices of '0.weight'"),
     experts_of_unknown_ranks: ("say which ranks hold the same experts", "WORLD_OF_ONE"),

@@ -120,6 +120,18 @@ def test_tokens_divide_the_sum() -> None:
             torch.testing.assert_close(found, stages[0].word.grad / 5)
 
 
+def on_one_stage() -> bool:
+    """The first stage is the last one, as in a pipeline of one rank; and a rank outside of the group."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model = DistributedDataParallel(Stage(2), process_group=alone, embedding_group=alone)
+    outside = DistributedDataParallel(Stage(1), process_group=alone, embedding_group=dist.GroupMember.NON_GROUP_MEMBER)
+    return model.shared_embedding is None and outside.shared_embedding is None
+
+
+def test_a_group_without_other_copies_sums_nothing() -> None:
+    assert all(simulate(on_one_stage, 2))
+
+
 def refused(what: str) -> str:
     stage, _, model, pipeline = made("zero1")
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -57,6 +57,7 @@ def test_slices_that_were_dtensors_are_reduced_alike(way: str) -> None:
 @pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
 def test_an_uneven_cut(way: str) -> None:
     """Ranks have 4 and 3 of 7 rows, and close their buckets at the same parameters."""
+    check("zero1 of three", False, False, 1, hidden=2)  # the last rank has no row at all
     check(way, False, False, 1, hidden=7, bucket_size=24)
     check(way, False, False, 1, hidden=7, bucket_size=None, num_buckets=3)
 
