@@ -31,6 +31,7 @@ __all__ = [
     "check_storage",
     "layout_key",
     "refuse_norm",
+    "refuse_norm_of_stage",
     "refuse_scaler",
     "shard_of_how_many",
 ]
@@ -144,6 +145,12 @@ def check_storage(slices: Sequence[ParamSlice], addresses: Sequence[int]) -> Non
 def _check_no_slices(model: DistributedDataParallel, cls: type, bucket_params: Sequence[BucketParam]) -> None:
     """Raise ``ValueError`` for a class that updates whole parameters over slices."""
     if not is_elementwise(cls):
+        name = next((each.owned.name for each in bucket_params if each.owned.grid_name == "slice"), None)
+        if name is not None:
+            raise ValueError(
+                f"{cls.__name__} updates whole parameters, and tensor-parallel ranks have slices of '{name}': give "
+                f"such parameters a group of an elementwise class of torch.optim"
+            )
         _refuse(
             model,
             bucket_params,
@@ -164,6 +171,16 @@ def refuse_norm(model: DistributedDataParallel, what: str) -> None:
     )
 
 
+def refuse_norm_of_stage(model: DistributedDataParallel, what: str) -> None:
+    """Raise ``ValueError`` for clipping by one stage's norm: copies of a shared embedding would part."""
+    if model.shared_embedding is not None:
+        raise ValueError(
+            f"{what} would treat each pipeline stage by its own gradients, and the copies of the shared embedding "
+            f"(embedding_group) would part: call clip_grad_norm(wrappers, max_norm, pipeline_group=...) before the "
+            f"step, and use GradScaler(pipeline_group=...)"
+        )
+
+
 def refuse_scaler(model: DistributedDataParallel) -> None:
     """Raise ``ValueError`` for a search for Inf over slices."""
     _refuse(
@@ -178,6 +195,6 @@ def refuse_scaler(model: DistributedDataParallel) -> None:
 def _refuse(
     model: DistributedDataParallel, bucket_params: Sequence[BucketParam], what: str, consequence: str, remedy: str
 ) -> None:
-    if model.grids["dense"].leaves_ranks_out:
+    if model.slices:
         params = ((entry.owned.name, entry.owned.param) for entry in bucket_params)
         refuse_slices(params, what, consequence, remedy)

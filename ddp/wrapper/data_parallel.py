@@ -4,11 +4,12 @@
 ``iteration.py`` has the user's methods around it. docs/architecture.md tells all of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buckets.bucket import BucketParam
@@ -26,7 +27,15 @@ from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..plan.cut import Range
-from ..plan.owned_params import ModelTensor, find_owned_params, find_tensors, is_slice
+from ..plan.owned_params import (
+    ModelTensor,
+    find_owned_params,
+    find_tensor_ranks,
+    find_tensors,
+    is_slice,
+    slices_of,
+    take_marks,
+)
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run, weak_method
@@ -38,9 +47,11 @@ from .setup_checks import (
     check_arguments,
     check_same_config,
     check_same_model,
+    check_tensor_ranks,
     check_undeclared_parts,
     plan_on_each_rank,
 )
+from .shared_embedding import shared_embedding_of
 
 __all__ = ["DistributedDataParallel"]
 
@@ -71,6 +82,12 @@ class DistributedDataParallel(BucketIteration):
     expert_process_group  the ranks that hold the same experts: ``WORLD_OF_ONE`` where each rank has its own. Experts
                           are parameters and buffers with Megatron-core's mark ``param.allreduce = False``, frozen ones
                           too. None: the ranks of ``process_group``, which must hold the same experts then
+    tensor_parallel_group  the ranks that hold the slices of the same parameters, where the model is cut: a group, or a
+                          mesh of one dim. ``process_group`` then has the ranks with this rank's slices and other data.
+                          Slices are those of Megatron-core's marks (``tensor_model_parallel``, ``sequence_parallel``,
+                          ...) and of parameters that were DTensors, which also say the group: None then
+    embedding_group       the ranks, one of each pipeline stage, with copies of the parameter that has Megatron-core's
+                          mark ``shared_embedding``: their gradients are summed. None on stages without a copy
     backward_order        names of the trainable parameters in the order of backward, where that is not the reverse of
                           registration: ``recorded_backward_order`` finds it
     init_sync             copy the first rank's parameters and buffers to all ranks, as PyTorch's DDP does
@@ -95,7 +112,8 @@ class DistributedDataParallel(BucketIteration):
         device_mesh="write process_group=mesh",
         mesh="write process_group=mesh",
         ddp_config="write config=DistributedDataParallelConfig(...)",
-        pg_collection="write process_group=..., expert_process_group=...",
+        pg_collection="write process_group=pg_collection.dp_cp, tensor_parallel_group=pg_collection.tp, "
+        "expert_process_group=pg_collection.expt_dp, embedding_group=pg_collection.embd",
     )
     def __init__(
         self,
@@ -104,6 +122,8 @@ class DistributedDataParallel(BucketIteration):
         *,
         process_group: Ranks = None,
         expert_process_group: Ranks = None,
+        tensor_parallel_group: Ranks = None,
+        embedding_group: dist.ProcessGroup | None = None,
         backward_order: Sequence[str] | None = None,
         init_sync: bool = True,
     ) -> None:
@@ -112,28 +132,25 @@ class DistributedDataParallel(BucketIteration):
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
-        tensors = find_tensors(module)
-        trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
+        self.tensor_ranks = tensor_ranks = find_tensor_ranks(module, tensor_parallel_group)
+        """The tensor-parallel ranks; None: nobody has said."""
+        self.model_slices = slices = slices_of(module, tensor_ranks)
+        """What this rank has of each parameter, by name; empty where there is one tensor-parallel rank."""
+        tensors = find_tensors(module, tensor_ranks)
+        trainable = [entry for entry in find_owned_params(module, tensor_ranks) if entry.param.requires_grad]
         self.failures = failures = FailureReporter()
         check_same_config(config, process_group, failures)
-        with failures.watch("the making of process groups"):
-            self.grids: dict[str, RankGrid] = make_grids(
-                process_group,
-                expert_process_group,
-                has_experts=any(each.grid_name == "expert" for each in tensors),
-                num_instances=config.num_distributed_optimizer_instances,
-                separate_gather=config.overlap_param_gather and config.copy_engine_param_gather != "auto",
-                copy_engines=config.copy_engine_param_gather is True,
-            )
-        """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
-        failures.grids = self.grids.values()
+        self._make_grids(tensors, process_group, expert_process_group)
 
         # The plan: which gradients there are, and where each will lie.
         overwritten = tensors if init_sync else [each for each in tensors if each.trained]
         self.device, self.plan = plan_on_each_rank(
-            module, trainable, overwritten, config, self.grids, backward_order, failures
-        )
+            module, trainable, overwritten, config, self.grids, backward_order, failures, tensor_ranks, slices,
+            sums_embeddings=embedding_group is not None,
+        )  # fmt: skip
         check_same_model(self.plan, overwritten, self.grids, failures)
+        if tensor_ranks is not None:
+            check_tensor_ranks(self.plan, overwritten, slices, tensor_ranks, failures, compare=init_sync)
         self._check_undeclared_parts(overwritten, process_group, expert_process_group)
         self._choose_gathers()
 
@@ -144,11 +161,12 @@ class DistributedDataParallel(BucketIteration):
         """Trainable parameters with their buckets and records, in the order of the buffers."""
         self.records: tuple[GradRecord, ...] = tuple(entry.record for entry in self.bucket_params)
         marked = (entry.owned for entry in self.bucket_params if is_slice(entry.owned.param))
-        self.slices = frozenset(owned.name for owned in marked if self.grids["dense"].leaves_ranks_out)
-        """Names of the slices of tensor parallelism: ranks outside the wrapper's hold the rest of each parameter."""
+        unknown = tensor_ranks is None and self.grids["dense"].leaves_ranks_out
+        self.slices = frozenset(owned.name for owned in marked if unknown)
+        """Names of the slices of tensor parallelism of which nobody has said which ranks hold the rest."""
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
-        dense = self.reductions["dense"]
-        self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
+        least_room = max(self.reductions.values(), key=lambda each: each.factor)
+        self._nan_check = NanCheck(self.buckets, self.device, least_room) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
         self._launcher = BucketLauncher(
             self.buckets, reductions, self._nan_check.note if self._nan_check else None, failures, device=self.device
@@ -156,7 +174,7 @@ class DistributedDataParallel(BucketIteration):
         if pool is not None:
             pool.wait_for_all_but = weak_method(self._launcher.wait_for_all_but)
         self.steps = StepCheck(self.grids["dense"], failures, self.device, self._launcher.stream)
-        self._replicas = Replicas(module, self.grids, failures, config)
+        self._replicas = Replicas(module, self.grids, failures, config, tensor_ranks)
         self._wait_for_gathers: Callable[[], None] = _nothing
         self._check_masters: Callable[[], None] = _nothing
 
@@ -171,9 +189,26 @@ class DistributedDataParallel(BucketIteration):
         hooks = self.readiness.listen(weak_method(self._reopen))
         self._attachment = attach_params(self, self.bucket_params, hooks, self.grids)
         self.grad_parts = BucketParts(self)
+        take_marks(module, slices)
         self._end_making()
+        self.shared_embedding = shared_embedding_of(self.bucket_params, embedding_group, failures)
         if init_sync:
-            broadcast_tensors(tensors, self.grids, failures)
+            self._copy_first(tensors)
+
+    def _make_grids(self, tensors: Iterable[ModelTensor], ranks: Ranks, expert_ranks: Ranks) -> None:
+        config = self.ddp_config
+        with self.failures.watch("the making of process groups"):
+            self.grids: dict[str, RankGrid] = make_grids(
+                ranks,
+                expert_ranks,
+                tensor_ranks=None if self.tensor_ranks is None else self.tensor_ranks.inner,
+                has_experts=any(each.grid_name == "expert" for each in tensors),
+                num_instances=config.num_distributed_optimizer_instances,
+                separate_gather=config.overlap_param_gather and config.copy_engine_param_gather != "auto",
+                copy_engines=config.copy_engine_param_gather is True,
+            )
+        """By name: the ranks that such parameters are reduced over. "dense" are those that hold one model together."""
+        self.failures.grids = self.grids.values()
 
     def _check_undeclared_parts(self, tensors: Sequence[ModelTensor], ranks: Ranks, expert_ranks: Ranks) -> None:
         """Tensors for which nobody has named the ranks may be parts that this program has cut by itself."""
@@ -191,8 +226,13 @@ class DistributedDataParallel(BucketIteration):
 
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
-        broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
+        self._copy_first(find_tensors(self.module, self.tensor_ranks))
         self.steps.forget()
+
+    def _copy_first(self, tensors: Iterable[ModelTensor]) -> None:
+        broadcast_tensors(tensors, self.grids, self.failures)
+        if self.shared_embedding is not None:
+            self.shared_embedding.broadcast()
 
     # ---- Methods of one iteration, in the order in which a program calls them. ----
 

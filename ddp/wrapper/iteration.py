@@ -39,9 +39,11 @@ from ..config import DistributedDataParallelConfig
 from ..contract.delayed import compute_pending
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
+from ..plan.model_slice import ModelSlice
 from ..torch_grads.shown_params import ShownGrads
 from .attachment import AroundModule, discard_grads
 from .parts import BucketParts
+from .shared_embedding import SharedEmbedding
 
 __all__ = ["BucketIteration", "check_num_tokens", "divide_by_tokens"]
 
@@ -55,6 +57,7 @@ class BucketIteration(AroundModule):
     records: Sequence[GradRecord]
     reductions: Mapping[str, GradReduction]
     grids: Mapping[str, RankGrid]
+    model_slices: Mapping[str, ModelSlice]
     failures: FailureReporter
     readiness: Readiness
     steps: StepCheck
@@ -74,6 +77,8 @@ class BucketIteration(AroundModule):
         self._finished = False  # all gradients are reduced
         self._ended = False  # watchers were told of the iteration's end
         self._num_tokens: Tensor | int | None = None
+        self.shared_embedding: SharedEmbedding | None = None
+        """A parameter of which other pipeline stages hold copies."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -175,9 +180,11 @@ class BucketIteration(AroundModule):
         self.steps.finish()
         if self._nan_check is not None:
             self._nan_check.raise_where_found(self.grids["dense"], self.failures)
+        if self.shared_embedding is not None:
+            self.shared_embedding.sum()
         if self._num_tokens is not None:
             with self.failures.watch("the sum of tokens"):
-                divide_by_tokens(self.reduced_grads(), self._num_tokens, self.grids["dense"], self.device)
+                divide_by_tokens(self.reduced_grads(), self._num_tokens, self.grids["slice"], self.device)
         self._finish()
 
     @property
@@ -192,7 +199,8 @@ class BucketIteration(AroundModule):
         Not where something follows on the waits for all of them; and not where a wait begins a second collective, since
         another rank may wait in the plan's order, by ``finish_grad_sync``.
         """
-        return self.ddp_config.can_wait_by_bucket and self._launcher.waits_launch_nothing
+        alone = self._launcher.waits_launch_nothing and self.shared_embedding is None
+        return self.ddp_config.can_wait_by_bucket and alone
 
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
         """After ``start_grad_sync``: wait for some buckets. After the last bucket, ``finish_grad_sync`` is done.
@@ -278,12 +286,13 @@ class BucketIteration(AroundModule):
         """A gradient arrives whose bucket was launched: by a second backward outside ``no_sync``.
 
         What was reduced so far is put aside, and added after the next reduction. Nothing is done, and the write raises,
-        where gradients were divided by tokens, where delayed ones are pending, and for schedules.
+        where gradients were divided by tokens or summed over stages, where delayed ones are pending, and for schedules.
         """
         self.begin_if_cleared()
         divided = self._finished and self._num_tokens is not None
+        joined = self._finished and self.shared_embedding is not None
         late = any(record.pending or record.exposed for record in self.records)
-        if not self.shown.active or divided or late:
+        if not self.shown.active or divided or joined or late:
             return
         self._launcher.launch_rest()
         self.steps.start(again=True)
@@ -392,7 +401,7 @@ class BucketIteration(AroundModule):
     def reduced_grads(self, grid_name: str | None = None) -> list[Tensor]:
         """``owned_range`` of each bucket, as views of reduced gradients. Collective where nothing was read before.
 
-        grid_name  "dense" or "expert": only buckets that are reduced over these ranks; None: all
+        grid_name  a name of ``grids``: only buckets that are reduced over these ranks; None: all
 
         After ``start_grad_sync`` alone, and between microbatches, they are not reduced yet. With ``release_grads`` a
         call between microbatches raises ``RuntimeError``.
@@ -433,7 +442,7 @@ def check_num_tokens(num_tokens: Tensor | int | None, *, wanted: bool) -> None:
 
 
 def divide_by_tokens(grads: list[Tensor], num_tokens: Tensor | int, grid: RankGrid, device: torch.device) -> None:
-    """Divide ``grads`` in place by the sum of ``num_tokens`` over all ranks. Collective over the grid."""
+    """Divide ``grads`` in place by the sum of ``num_tokens`` over the grid, whose ranks average losses. Collective."""
     total = torch.as_tensor(num_tokens, dtype=torch.float32, device=device).reshape(()).clone()
     grid.sum(total)
     total.masked_fill_(total == 0, 1.0)  # without tokens all gradients are zeros

@@ -32,7 +32,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.optimizer.fit",
                 "_refuse",
-                'if model.grids["dense"].leaves_ranks_out:',
+                "if model.slices:",
                 "if False:",
             )
         ],
