@@ -12,6 +12,7 @@ from ..dense.hugging_face import FusedConv1D, fused_conv1d_class, is_conv1d_clas
 from ..dense.layer_norm_linear import LayerNormLinear
 from ..dense.layer_norm_mlp import LayerNormMLP
 from ..dense.linear import Linear, LinearModule
+from ..dense.tensor_parallel import TensorParallelModule
 from ..experts.grouped_linear import GroupedLinear
 from ..experts.grouped_mlp import GroupedMLP
 from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts
@@ -216,6 +217,8 @@ def _weights(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_known(cls: type) -> bool:
+    if issubclass(cls, TensorParallelModule):
+        cls = cls._unfused
     return cls in _KNOWN or is_conv1d_class(cls) or is_experts_class(cls) or calls_embedding_forward(cls)
 
 
