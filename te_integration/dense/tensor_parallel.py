@@ -194,10 +194,7 @@ def _refuse_second_derivatives(owner: str) -> None:
 
 
 class TensorParallelModule(MadeClass, LinearModule):
-    """Mixin of modules whose parameters are slices. ``tensor_parallel_class`` combines it with a class of modules.
-
-    Parameters have Megatron's marks, by which wrappers and checkpoints know what they are of the whole.
-    """
+    """Mixin of modules whose parameters are slices. ``tensor_parallel_class`` combines it with a class of modules."""
 
     ranks: Ranks
     modes: tuple[ParallelMode, ...]
@@ -231,6 +228,20 @@ class TensorParallelModule(MadeClass, LinearModule):
             whole, own[name] = own[name], part
             with torch.no_grad():
                 part.copy_(self._slice_of(whole, name))
+        self.set_marks()  # which ``to_empty`` has dropped
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.set_marks()  # which copies lack
+
+    def set_marks(self) -> None:
+        """Give the parameters Megatron's marks, by which wrappers and checkpoints know what they are of the whole."""
+        for name, param in self.__dict__["_parameters"].items():
+            if name in self.cuts:
+                param.tensor_model_parallel = True
+                param.partition_dim, param.partition_stride = self.cuts[name]
+            elif param is not None:  # norms and biases of row-parallel layers see a part of the sequence
+                param.sequence_parallel = self.ranks.sequence_dim is not None
 
     def _slice_of(self, whole: Tensor, name: str) -> Tensor:
         (dim, blocks), (_, size, rank, _) = self.cuts[name], self.ranks
@@ -281,16 +292,12 @@ def _cut_over_ranks(
     module.cuts = {each: cut for each, cut in cuts.items() if own.get(each) is not None}
     cls: Any = type(module)
     module.__class__ = tensor_parallel_class(cls)
-    for each, whole in own.items():
-        if each in module.cuts:
-            dim, blocks = module.cuts[each]
-            if whole.shape[dim] % (blocks * ranks):
-                raise ValueError(f"{name}: {each} {list(whole.shape)} does not divide over {ranks} ranks in dim {dim}")
-            part: Any = nn.Parameter(module._slice_of(whole.detach(), each).clone())
-            own[each] = part
-            part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, dim, blocks
-        elif whole is not None:
-            whole.sequence_parallel = sequence_parallel  # norms and biases of row-parallel layers see a part
+    for each, (dim, blocks) in module.cuts.items():
+        whole = own[each].detach()
+        if whole.shape[dim] % (blocks * ranks):
+            raise ValueError(f"{name}: {each} {list(whole.shape)} does not divide over {ranks} ranks in dim {dim}")
+        own[each] = nn.Parameter(module._slice_of(whole, each).clone())
+    module.set_marks()
 
 
 brought.cut_over_ranks = _cut_over_ranks
