@@ -31,7 +31,7 @@ class InGraph(NamedTuple):
     product: int
     recipe: int
     ranks: Ranks | None = None
-    """Of a column-parallel product without a recipe, which exchanges its input and its gradient itself."""
+    """The ranks of a column-parallel product without a recipe, which exchanges its operands itself."""
 
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """See ``compiled_linear``."""

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
@@ -65,8 +67,8 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(LENGTH, ROWS, K, generator=draw), torch.randn(LENGTH, ROWS, K, generator=draw)
 
 
-def part(x: Tensor, sequence_parallel: bool) -> Tensor:
-    return x.chunk(dist.get_world_size())[dist.get_rank()] if sequence_parallel else x
+def part(x: Tensor, sequence_parallel: bool, group: Any = None) -> Tensor:
+    return x.chunk(2)[dist.get_rank(group)] if sequence_parallel else x
 
 
 def own_part(whole: Tensor, param: Any, group: dist.ProcessGroup) -> Tensor:
@@ -80,46 +82,44 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).detach().norm() / expected.detach().norm())
 
 
-def errors_of(how: str, sequence_parallel: bool, dtype: torch.dtype) -> tuple[dict[str, float], int]:
+def errors_of(how: str, sequence_parallel: bool, dtype: torch.dtype = torch.float64) -> tuple[dict[str, float], int]:
     """Errors of all gradients of two microbatches, relative to the layers whole; and how many writes were fused."""
-    group, alone = dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    assert group is not None
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    group, replicas = mesh.get_group("tp"), mesh.get_group("dp")
     fuse = how not in ("unfused", "converted")
     model = layers(tp_group=group, sequence_parallel=sequence_parallel, fuse_wgrad_accumulation=fuse, dtype=dtype)
     if how == "converted":
         assert len(convert_linears(model).converted) == 5
-    partly = [param for param in model.parameters() if getattr(param, "sequence_parallel", False)]
-    for param in partly:
-        param.sequence_parallel = False  # type: ignore[attr-defined]  # summed below
     if how == "compiled":
         model.compile(backend="aot_eager", fullgraph=True)
-    wrapped = DistributedDataParallel(model, DistributedDataParallelConfig(), process_group=alone)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=how == "zero1")
+    wrapped = DistributedDataParallel(model, config, process_group=replicas, tensor_parallel_group=group)
     whole, errors, queue = layers(dtype=dtype), {}, WgradQueue(fill_waits=how == "filled")
     run: Callable[[Tensor], Tensor] = wrapped
     if how in ("recomputed", "nested"):
         run = partial(checkpoint, wrapped, use_reentrant=how == "nested")
     for number in range(2):
-        x, of_output = (each.to(dtype) for each in batch(number))
-        x.requires_grad_()
-        mine = part(x.detach(), sequence_parallel).clone().requires_grad_()
-        if how in ("delayed", "filled"):
-            with delayed_wgrad(queue):
+        for replica in range(replicas.size()):
+            x, of_output = (each.to(dtype) for each in batch(2 * number + replica))
+            x.requires_grad_()
+            expected = whole(x)
+            (expected * of_output).sum().div(replicas.size()).backward()
+            if replica != replicas.rank():
+                continue
+            mine = part(x.detach(), sequence_parallel, group).clone().requires_grad_()
+            with delayed_wgrad(queue) if how in ("delayed", "filled") else nullcontext():
                 output = run(mine)
-        else:
-            output = run(mine)
-        expected = whole(x)
-        errors[f"output {number}"] = relative(output, part(expected, sequence_parallel))
-        (expected * of_output).sum().backward()
-        with wrapped.no_sync() if number == 0 else torch.enable_grad():
-            (output * part(of_output, sequence_parallel)).sum().backward()
-        errors[f"input {number}"] = relative(mine.grad, part(x.grad, sequence_parallel))
+            with wrapped.no_sync() if number == 0 else nullcontext():
+                (output * part(of_output, sequence_parallel, group)).sum().backward()
+            errors[f"output {number}"] = relative(output, part(expected, sequence_parallel, group))
+            errors[f"input {number}"] = relative(mine.grad / replicas.size(), part(x.grad, sequence_parallel, group))
     queue.drain()
     wrapped.finish_grad_sync()
+    writes = sum(record_of(param).num_fused_writes for param in model.parameters())
+    wrapped.expose_grads()
     for (name, param), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
-        if any(param is each for each in partly):
-            dist.all_reduce(param.main_grad, group=group)
-        errors[name] = relative(param.main_grad, own_part(reference.grad, param, group))
-    return errors, sum(record_of(param).num_fused_writes for param in model.parameters())
+        errors[name] = relative(param.grad, own_part(reference.grad, param, group))
+    return errors, writes
 
 
 WAYS = [
@@ -137,9 +137,16 @@ WAYS = [
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("how", WAYS)
 def test_gradients_are_those_of_whole_layers(how: str, sequence_parallel: bool) -> None:
-    for errors, writes in simulate(errors_of, 2, how, sequence_parallel, torch.float64):
+    for errors, writes in simulate(errors_of, 2, how, sequence_parallel):
         assert max(errors.values()) < 1e-12, errors
         assert writes == (0 if how == "unfused" else 2 * FUSED)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("how", ["fused", "filled"])
+def test_gradients_are_averaged_over_replicas(how: str, sequence_parallel: bool) -> None:
+    for errors, _ in simulate(errors_of, 4, how, sequence_parallel):
+        assert max(errors.values()) < 1e-12, errors
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -164,7 +171,7 @@ def backward_of_one(events: list[Any], how: str, sequence_parallel: bool) -> Non
             before = wrapped(x.detach()).sum()
         with wrapped.no_sync():
             before.backward()
-    with delayed_wgrad(queue) if how == "filled" else torch.enable_grad():
+    with delayed_wgrad(queue) if how == "filled" else nullcontext():
         output = wrapped(x).sum()
     events.append((dist.get_rank(), "backward"))
     output.backward()
