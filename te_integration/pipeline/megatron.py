@@ -51,7 +51,7 @@ def finalize_model_grads(
 
 def _check_norms_of_heads(chunk: Any, config: Any) -> None:
     """Each tensor-parallel rank normalises its own heads. Megatron-core knows these norms by their names."""
-    for name, param in chunk.named_parameters() if getattr(config, "qk_layernorm", False) else ():
+    for name, param in chunk.module.named_parameters() if getattr(config, "qk_layernorm", False) else ():
         of_heads = "q_layernorm" in name or "k_layernorm" in name
         if of_heads and param.requires_grad and not getattr(param, "sequence_parallel", False):
             raise ValueError(

@@ -288,10 +288,8 @@ def test_stages_keep_the_wrapper_around_them() -> None:
     assert simulate(only_stages_are_kept, 2) == [[True] * LAYERS] * 2
 
 
-def tied_over_ranks(
-    stages: str, kind: Any, config: dict[str, Any]
-) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """One stage a rank, so that both ends hold a copy of the embedding: gradients, and the layers after two steps."""
+def tied_over_ranks(stages: str, config: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """One stage a rank, so that both ends hold a copy of the embedding: gradients, and weights after two steps."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // LAYERS, LAYERS), mesh_dim_names=("dp", "pp"))
     index, replica, pipeline = mesh.get_local_rank("pp"), mesh.get_local_rank("dp"), mesh.get_group("pp")
     layer = make_layers(fused=True)[index]
