@@ -36,17 +36,24 @@ def finalize_model_grads(
     norms of queries and keys whose mark does not say that tensor-parallel ranks have parts of their gradients.
     """
     theirs = import_module("megatron.core.distributed.finalize_model_grads")
-    state = theirs.parallel_state
-    stages = state.get_pipeline_model_parallel_group() if pg_collection is None else pg_collection.pp
-    ranks = state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
+    groups = vars(pg_collection or _groups_of(theirs.parallel_state))
     if num_tokens is not None:
-        dist.broadcast(num_tokens, group=stages, group_src=stages.size() - 1)
+        dist.broadcast(num_tokens, group=groups["pp"], group_src=groups["pp"].size() - 1)
     for chunk in model:
-        if ranks.size() > 1:
+        if groups["tp"].size() > 1:
             _check_norms_of_heads(chunk, theirs.get_model_config(chunk))
         chunk.finish_grad_sync(num_tokens, force_all_reduce=bool(force_all_reduce))
-    groups = SimpleNamespace(tp=_ALONE, embd=_ALONE, pos_embd=_ALONE, pp=stages, dp_cp=None)
-    theirs.finalize_model_grads(list(model), None, groups, force_all_reduce)
+    summed = SimpleNamespace(**groups | dict.fromkeys(("tp", "embd", "pos_embd"), _ALONE))
+    theirs.finalize_model_grads(list(model), None, summed, force_all_reduce)
+
+
+def _groups_of(state: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        tp=state.get_tensor_model_parallel_group(),
+        pp=state.get_pipeline_model_parallel_group(),
+        dp_cp=state.get_data_parallel_group(with_context_parallel=True),
+        tp_dp_cp=state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+    )
 
 
 def _check_norms_of_heads(chunk: Any, config: Any) -> None:
