@@ -27,6 +27,7 @@ from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..plan.cut import Range
 from ..plan.owned_params import ModelTensor, find_owned_params, find_tensors, is_slice
+from ..plan.tensor_parallel.localize import localize
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run, weak_method
@@ -112,6 +113,7 @@ class DistributedDataParallel(BucketIteration):
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
+        localize(module)
         tensors = find_tensors(module)
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
         self.failures = failures = FailureReporter()
