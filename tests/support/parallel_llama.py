@@ -1,7 +1,6 @@
 """A small Llama, torch's tensor parallelism of it, and gradients of whole parameters from those of slices."""
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,7 +13,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from maingrad.ddp.plan.model_slice import model_slice_of
 from maingrad.ddp.plan.tensor_parallel.layouts import layouts_of
 
 VOCABULARY = 64
@@ -121,14 +119,6 @@ def plain_grads(model, batches):
     for tokens, labels in batches:
         (model(tokens, labels) / len(batches)).backward()
     return {name: param.grad.clone() for name, param in model.named_parameters()}
-
-
-def sum_partials(model):
-    """Sum reduced gradients of "partial" parameters over the tensor-parallel ranks."""
-    for param in model.parameters():
-        held = model_slice_of(param)
-        if held is not None and held.grad == "partial":
-            dist.all_reduce(param.main_grad, group=held.group)
 
 
 def whole_grads(model):
