@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from ...ddp.contract.main_grad import has_main_grad
 from ...ddp.contract.module import is_sharded
-from ...ddp.plan.tensor_parallel.hugging_face import calls_inner_forward, replace_inner_forward, runs_class_forward
+from ...ddp.plan.tensor_parallel.hugging_face import replace_inner_forward, runs_class_forward
 from ...ddp.plan.tensor_parallel.localize import can_localize, is_one_slice
 from ..dense.embedding import Embedding, calls_embedding_forward, fused_embedding_class, why_autograd
 from ..dense.hugging_face import FusedConv1D, fused_conv1d_class, is_conv1d_class
@@ -148,7 +148,7 @@ def _check_free(name: str, module: LinearModule, cut: bool) -> None:
 
 def _fuse(module: nn.Module) -> None:
     cls: type = type(module)
-    if calls_inner_forward(module):
+    if "forward" in vars(module):
         from ...ddp.plan.tensor_parallel.forwards import run_own_forward  # with torch.distributed.tensor
 
         replace_inner_forward(module, run_own_forward)

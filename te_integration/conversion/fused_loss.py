@@ -137,10 +137,10 @@ def why_no_fused_loss(model: Any) -> str | None:
     replaced = _replaced_loss(model)
     if replaced is not None:
         return f"{cls.__name__}'s loss_function is {replaced}, which is not transformers' own"
-    if is_one_slice(head.weight) or model_slice_of(head.weight) is not None:
-        return f"{cls.__name__}'s head is a slice of tensor parallelism, and the loss takes all classes"
     if type(head) not in (nn.Linear, Linear, LossHead) or ("label" in vars(head) and type(head) is Linear):
         return f"{cls.__name__}'s head is a {type(head).__name__}, and not an nn.Linear"
+    if is_one_slice(head.weight) or model_slice_of(head.weight) is not None:
+        return f"{cls.__name__}'s head is a slice of tensor parallelism, and the loss takes all classes"
     return None
 
 
