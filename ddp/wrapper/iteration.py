@@ -287,9 +287,10 @@ class BucketIteration(AroundModule):
         where gradients were divided by tokens or summed over stages, where delayed ones are pending, and for schedules.
         """
         self.begin_if_cleared()
-        divided = self._finished and not (self._num_tokens is None and self.shared_embedding is None)
+        divided = self._finished and self._num_tokens is not None
+        joined = self._finished and self.shared_embedding is not None
         late = any(record.pending or record.exposed for record in self.records)
-        if not self.shown.active or divided or late:
+        if not self.shown.active or divided or joined or late:
             return
         self._launcher.launch_rest()
         self.steps.start(again=True)
