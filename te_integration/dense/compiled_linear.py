@@ -127,7 +127,7 @@ class _CompiledLinear(torch.autograd.Function):
     ) -> Tensor:
         if recipe < 0:
             whole = x if ranks is None else ranks.finish_gather(ranks.start_gather(x))
-            y, of_input = linear_product(whole, weights, bias, transposed=transposed), [x]
+            y, of_input = linear_product(whole, weights, bias, transposed=transposed), [whole]
         else:
             needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[8:]
             rows, *of_input = _forward_op(rows_of(x), weights, bias, recipe, transposed, needs_dx, needs_dw)
@@ -149,15 +149,9 @@ class _CompiledLinear(torch.autograd.Function):
         ranks: Ranks | None = ctx.ranks
         dx, columns = None, 0
         if ctx.recipe < 0:
-            # Compilers keep this order: the gather runs under the product of dx, the sum of dx under that of dW.
-            gathers = ranks if True in needs_dw else None
-            if gathers is not None:
-                operands = [gathers.start_gather(operands[0])]
             if needs_dx:
                 dx = cast(input_grad(dy, weights, transposed=ctx.transposed), ctx.input_dtype)
                 dx = dx if ranks is None else ranks.start_sum(dx)
-            if gathers is not None:
-                operands = [gathers.finish_gather(operands[0])]
             operands = [dy_rows, cast(rows_of(operands[0]), dy.dtype)]
         else:
             of_rows, *of_grad = _backward_op(dy_rows, weights, ctx.recipe, ctx.transposed, needs_dx, True in needs_dw)
@@ -166,7 +160,8 @@ class _CompiledLinear(torch.autograd.Function):
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         if True in needs_dw:
             assert wgrad is not None, "can_compile was asked"
-            wgrad(operands, key, ctx.product, ctx.recipe, columns)
+            # A compiler puts the product between the start of the sum, which it reads, and the wait, which writes that.
+            wgrad(operands, key, ctx.product, ctx.recipe, columns, None if ranks is None else dx)
         if ranks is not None and dx is not None:
             dx = ranks.finish_sum(dx)
         return (dx, None, None, None, None, None, None, db, *[None] * len(weights))

@@ -16,6 +16,9 @@ A fused column-parallel product overlaps its collectives in backward with its ow
     network    gather x ......   sum dx ........
     GEMMs      dx = dy W         dW (+)= dy^T x     wait for dx
 
+So x is kept as the part of the sequence that it was. Compiled code keeps the gathered x: a compiler would merge the two
+gathers, and compute the weight gradient first, if it did not read ``dx``.
+
 Any other execution (under a recipe, or where autograd delivers) runs between ``to_columns`` and ``from_rows``, which
 overlap nothing. Legend: T rows, K input features, N output features, p ranks.
 """

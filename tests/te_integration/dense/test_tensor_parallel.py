@@ -162,8 +162,8 @@ def backward_of_one(events: list[Any], how: str, sequence_parallel: bool) -> Non
     group, alone = dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     given = {"parallel_mode": "column", "tp_group": group, "sequence_parallel": sequence_parallel}
     layer = Linear(K, F, bias=False, fuse_wgrad_accumulation=True, **given)
-    if how == "compiled":
-        layer.compile(backend="aot_eager", fullgraph=True)
+    if how in ("aot_eager", "inductor"):
+        layer.compile(backend=how, fullgraph=True)
     wrapped = DistributedDataParallel(layer, DistributedDataParallelConfig(), process_group=alone)
     queue, x = WgradQueue(fill_waits=True), torch.randn(LENGTH, K, requires_grad=True)
     if how == "filled":
@@ -179,7 +179,7 @@ def backward_of_one(events: list[Any], how: str, sequence_parallel: bool) -> Non
     queue.drain()
 
 
-@pytest.mark.parametrize("how", ["fused", "compiled", "filled"])
+@pytest.mark.parametrize("how", ["fused", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow), "filled"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_backward_computes_while_its_collectives_run(
     how: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +196,8 @@ def test_a_backward_computes_while_its_collectives_run(
 
     real = torch.ops._c10d_functional
     names = ("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
-    if how == "compiled":  # the graph calls the operators themselves, and simulated ranks see their launches
+    compiled = how in ("aot_eager", "inductor")
+    if compiled:  # the graph calls the operators themselves, and simulated ranks see their launches
         monkeypatch.setattr(products, "wgrad_accumulate", noted("dW", products.wgrad_accumulate))
         simulate(backward_of_one, 2, events, how, sequence_parallel, schedule=events)
     else:
@@ -207,7 +208,7 @@ def test_a_backward_computes_while_its_collectives_run(
         simulate(backward_of_one, 2, events, how, sequence_parallel)
     mine = [event for rank, event in events if rank == 0]
     backward = mine[mine.index("backward") + 1 : mine.index("end")]
-    if how == "compiled":
+    if compiled:
         started = [index for index, event in enumerate(backward) if event.startswith(("launch all_r", "launch reduce"))]
         assert len(started) == 1 and started[0] < backward.index("dW")
         return
