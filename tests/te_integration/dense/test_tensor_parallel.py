@@ -129,7 +129,7 @@ WAYS = [
     "delayed",
     "filled",
     "recomputed",
-    "recomputed in a nested backward",
+    "nested",
     "compiled",
 ]
 
