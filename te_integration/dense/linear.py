@@ -33,7 +33,7 @@ from ...ddp.torch_internals import NO_BACKWARD, current_backward, watch_prehooks
 from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
 from .linear_options import InitMethod, LinearOptions, ParametersSplit, one_dtype, reset_linear, split_sizes
-from .products import DenseWgrad, cast, dtype_of_products, in_transform, input_grad, linear_product, rows_of
+from .products import DenseWgrad, Ranks, cast, dtype_of_products, in_transform, input_grad, linear_product, rows_of
 
 __all__ = [
     "PLAIN",
@@ -81,6 +81,8 @@ class _Brought:
     """``LinearModule.execution`` in code that a compiler traces. Of ``compiled_linear.py``."""
     name_for_graphs: Callable[["LinearModule"], None]
     """Makes the object by which compiled code names a module. Of ``compiled_wgrad.py``."""
+    multiply_over_ranks: Callable[..., Tensor]
+    """``LinearModule.multiply`` with collectives around it. Of ``tensor_parallel.py``."""
     cut_over_ranks: Callable[..., None]
     """Leaves a new module its slices of the parameters. Of ``tensor_parallel.py``."""
 
@@ -329,6 +331,11 @@ class Linear(SplitLinear, nn.Linear):
     def multiply_slice(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """The product with the local weight of a layer that tensor parallelism has cut."""
         return self.multiply(input, (self.weight,), bias, self.queue_now())
+
+    def multiply_columns(self, input: Tensor, bias: Tensor | None, group: str, size: int, rank: int) -> Tensor:
+        """``multiply_slice`` for rows of the weight, where the whole input's gradient is summed over the ranks."""
+        ranks = Ranks(group, size, rank, None)
+        return brought.multiply_over_ranks(self, "column", ranks, input, (self.weight,), bias, self.queue_now())
 
     def sizes(self) -> str:
         """The sizes of the layer, by the names of the constructor's arguments."""

@@ -303,4 +303,5 @@ def _cut_over_ranks(
     module.set_marks()
 
 
+brought.multiply_over_ranks = multiply_over_ranks
 brought.cut_over_ranks = _cut_over_ranks

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .hugging_face import AROUND, calls_inner_forward, replace_inner_forward
 from .layouts import layouts_of, waited
-from .products import multiplies, multiply
+from .products import multiplies, multiply, take_plain_inputs
 
 __all__ = ["run_own_forward", "show_in_forward"]
 
@@ -25,6 +25,7 @@ def show_in_forward(module: nn.Module) -> None:
         own[AROUND] = own.get("forward")
         own["forward"] = MethodType(_forward, module)
         replace_inner_forward(module, run_own_forward)
+        take_plain_inputs(module)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -79,7 +79,7 @@ FAULTS = [
     Fault(
         "76h-the-weight-gradient-waits-for-the-inputs",
         sentence="The gradient of the input is summed after the weight gradient is computed, and nothing overlaps.",
-        tests=[TESTS + "test_a_backward_computes_while_its_collectives_run[False-fused]"],
+        tests=[TESTS + "test_a_backward_computes_while_its_collectives_run[fused-False]"],
         changes=[
             Change(LAYERS, "_Columns.backward", "dx = ranks.start_sum(dx, in_place=True)", "pass"),
             Change(

@@ -1,6 +1,7 @@
 """Linear layers over tensor-parallel ranks, beside the same layers whole."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.contract.main_grad import record_of
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import slice_of_marks
+from maingrad.ddp.plan.tensor_parallel.localize import localize
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
 from maingrad.te_integration import (
@@ -161,9 +164,13 @@ def test_gradients_in_fp32(sequence_parallel: bool) -> None:
 def backward_of_one(events: list[Any], how: str, sequence_parallel: bool) -> None:
     group, alone = dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     given = {"parallel_mode": "column", "tp_group": group, "sequence_parallel": sequence_parallel}
-    layer = Linear(K, F, bias=False, fuse_wgrad_accumulation=True, **given)
-    if how in ("aot_eager", "inductor"):
-        layer.compile(backend=how, fullgraph=True)
+    layer: nn.Linear = Linear(K, F, bias=False, fuse_wgrad_accumulation=True, **given)
+    if "torch's" in how:
+        layer = nn.Linear(K, F, bias=False)
+        convert_linears(parallelize_module(layer, init_device_mesh("cpu", (2,)), ColwiseParallel()))
+        localize(layer)
+    if how not in ("fused", "filled", "torch's"):
+        layer.compile(backend=how.removesuffix(", torch's"), fullgraph=True)
     wrapped = DistributedDataParallel(layer, DistributedDataParallelConfig(), process_group=alone)
     queue, x = WgradQueue(fill_waits=True), torch.randn(LENGTH, K, requires_grad=True)
     if how == "filled":
@@ -179,8 +186,16 @@ def backward_of_one(events: list[Any], how: str, sequence_parallel: bool) -> Non
     queue.drain()
 
 
-@pytest.mark.parametrize("how", ["fused", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow), "filled"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "how, sequence_parallel",
+    [
+        *itertools.product(["fused", "aot_eager", "filled"], [False, True]),
+        ("torch's", False),
+        ("aot_eager, torch's", False),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_backward_computes_while_its_collectives_run(
     how: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +211,7 @@ def test_a_backward_computes_while_its_collectives_run(
 
     real = torch.ops._c10d_functional
     names = ("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
-    compiled = how in ("aot_eager", "inductor")
+    compiled = how not in ("fused", "filled", "torch's")
     if compiled:  # the graph calls the operators themselves, and simulated ranks see their launches
         monkeypatch.setattr(products, "wgrad_accumulate", noted("dW", products.wgrad_accumulate))
         simulate(backward_of_one, 2, events, how, sequence_parallel, schedule=events)
@@ -215,8 +230,8 @@ def test_a_backward_computes_while_its_collectives_run(
     gather, wait = ["all_gather_into_tensor"], ["wait_tensor"]
     start = "reduce_scatter_tensor" if sequence_parallel else "all_reduce_"
     # The product that is filled in is the earlier microbatch's: this one's own waits in the queue.
-    products_of = {"fused": [*(wait * sequence_parallel), "dW"], "filled": ["dW", *(wait * sequence_parallel)]}
-    assert backward == [*(gather * sequence_parallel), "dx", start, *products_of[how], *wait]
+    between = ["dW", *(wait * sequence_parallel)] if how == "filled" else [*(wait * sequence_parallel), "dW"]
+    assert backward == [*(gather * sequence_parallel), "dx", start, *between, *wait]
 
 
 # ---- What is refused, and what a module keeps. ----
