@@ -77,6 +77,19 @@ FAULTS = [
         changes=[Change(LAYERS, "_cut_over_ranks", "2 if gated else 1", "1")],
     ),
     Fault(
+        "76i-a-plain-input-gets-one-ranks-part",
+        sentence="A layer that torch has cut takes a plain input, and sends back what its own columns give.",
+        tests=[TESTS + "test_a_backward_computes_while_its_collectives_run[torch's-False]"],
+        changes=[
+            Change(
+                "maingrad.ddp.plan.tensor_parallel.products",
+                "multiply",
+                "module.multiply_columns(x, module.bias, *module.__dict__[_PLAIN])",
+                "module.multiply_slice(x, module.bias)",
+            )
+        ],
+    ),
+    Fault(
         "76h-the-weight-gradient-waits-for-the-inputs",
         sentence="The gradient of the input is summed after the weight gradient is computed, and nothing overlaps.",
         tests=[TESTS + "test_a_backward_computes_while_its_collectives_run[fused-False]"],
