@@ -201,7 +201,7 @@ class TensorParallelModule(MadeClass, LinearModule):
 
     ranks: Ranks
     modes: tuple[ParallelMode, ...]
-    """Of each product."""
+    """The mode of each product."""
     cuts: Mapping[str, tuple[int, int]]
     """Parameter -> the dim that is cut, and the number of its blocks each of which is cut. Others are whole."""
 
