@@ -1,7 +1,7 @@
 """What Megatron-core's schedules call at the end of an iteration, for models under this library's wrapper.
 
-Megatron-core's own function sums over tensor-parallel ranks and pipeline stages what its wrapper has left out. This
-library's wrapper has summed that already, with ``tensor_parallel_group`` and ``embedding_group``.
+Megatron-core's own function sums over pipeline stages and tensor-parallel ranks what its wrapper has left out. This
+library's wrapper has summed that already, with ``embedding_group`` and ``tensor_parallel_group``.
 """
 
 from collections.abc import Sequence
@@ -58,9 +58,9 @@ def _groups_of(state: Any) -> SimpleNamespace:
 
 def _check_norms_of_heads(chunk: Any, config: Any) -> None:
     """Each tensor-parallel rank normalises its own heads. Megatron-core knows these norms by their names."""
-    for name, param in chunk.module.named_parameters() if getattr(config, "qk_layernorm", False) else ():
+    for name, found in chunk.model_slices.items() if getattr(config, "qk_layernorm", False) else ():
         of_heads = "q_layernorm" in name or "k_layernorm" in name
-        if of_heads and param.requires_grad and not getattr(param, "sequence_parallel", False):
+        if of_heads and found.grad == "dense":
             raise ValueError(
                 f"parameter '{name}' normalises the heads of one tensor-parallel rank, whose gradient is a part of a "
                 f"sum: set its mark sequence_parallel = True before wrapping"
