@@ -128,7 +128,9 @@ def made(replicas: Any, ranks: Any, sequence_parallel: bool, **config: Any) -> t
     return DistributedDataParallel(inner, config, process_group=replicas, tensor_parallel_group=ranks), inner
 
 
-def errors(replicas: Any, ranks: Any, sequence_parallel: bool, zero1: bool, per_token: bool) -> dict[str, float]:
+def errors(
+    replicas: Any, ranks: Any, sequence_parallel: bool, zero1: bool, per_token: bool, theirs: bool = False
+) -> dict[str, float]:
     """Of each parameter after two steps, relative to plain PyTorch on all batches."""
     model, inner = made(
         replicas, ranks, sequence_parallel, use_distributed_optimizer=zero1, calculate_per_token_loss=per_token
@@ -143,7 +145,12 @@ def errors(replicas: Any, ranks: Any, sequence_parallel: bool, zero1: bool, per_
     for step in range(2):
         own = batch(step, replicas.rank())
         loss_of(model, own, reduction).backward()
-        finalize_model_grads([model], torch.tensor(own.numel()) if per_token else None)
+        finish = finalize_model_grads
+        if theirs:
+            from megatron.core.distributed import finalize_model_grads as finish
+
+            inner.config.qk_layernorm = False  # by which it would sum the norm of the heads again
+        finish([model], torch.tensor(own.numel()) if per_token else None)
         whole = [batch(step, replica) for replica in range(replicas.size())]
         divisor = sum(each.numel() for each in whole) if per_token else len(whole)
         for tokens in whole:
@@ -169,6 +176,12 @@ def errors(replicas: Any, ranks: Any, sequence_parallel: bool, zero1: bool, per_
 def test_megatron_s_layers_are_finished_as_plain_ones(sequence_parallel: bool, zero1: bool, per_token: bool) -> None:
     for found in run_ranks(in_a_mesh, 4, errors, sequence_parallel, zero1, per_token, timeout=100.0):
         assert len(found) == 11
+        assert max(found.values()) < 1e-6, found
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_their_function_is_right_where_it_has_nothing_to_sum(zero1: bool) -> None:
+    for found in run_ranks(in_a_mesh, 4, errors, True, zero1, False, True, timeout=100.0):
         assert max(found.values()) < 1e-6, found
 
 
