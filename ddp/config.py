@@ -94,6 +94,14 @@ class DistributedDataParallelConfig:
     """Compare the bits of all parameters between ranks in every such iteration and in the first, before the update.
     The error names parameter and ranks. The host waits for the GPU. None: never."""
 
+    @property
+    def use_megatron_fsdp(self) -> bool:
+        """Megatron-core asks for it where it sums gradients over other ranks, which this wrapper has summed already."""
+        raise AttributeError(
+            "gradients over tensor-parallel ranks and pipeline stages are summed already: set "
+            "config.finalize_model_grads_func = maingrad.te_integration.pipeline.finalize_model_grads"
+        )
+
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.bucket_size < 1:
             raise ValueError(f"bucket_size must be at least 1 element, got {self.bucket_size}")

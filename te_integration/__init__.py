@@ -5,6 +5,7 @@ from .conversion.convert import convert_linears as convert_linears
 from .conversion.convert import unconvert as unconvert
 from .dense import compiled_linear as compiled_linear  # how layers run in traced code
 from .dense import quantized_linear as quantized_linear  # and under recipes
+from .dense import tensor_parallel as tensor_parallel  # and over tensor-parallel ranks
 from .dense.embedding import Embedding as Embedding
 from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .dense.layer_norm_mlp import LayerNormMLP as LayerNormMLP

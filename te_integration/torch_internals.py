@@ -17,6 +17,7 @@ from ..kernels.operators import define_operator
 __all__ = [
     "Opaque",
     "PipelineStep",
+    "collectives",
     "current_autograd_node",
     "have_inputs_require_grad",
     "is_compiled_autograd_on",
@@ -129,6 +130,12 @@ def let_traces_call(cls: type, names: tuple[str, ...], *, guarded: Callable[[Any
         return False
     return True
 
+
+collectives: Any = private_name(
+    "torch.ops._c10d_functional", loss="linear layers cannot be cut over tensor-parallel ranks"
+)
+"""Collectives as operators, which a compiler takes into its graph. Each runs from its call to ``wait_tensor`` of its
+result. torch's public ones raise in code that a compiler traces below Python, as it does a ``compiled_linear``."""
 
 _schedule_class = on_first_use(
     "torch.distributed.pipelining.schedules._PipelineSchedule",

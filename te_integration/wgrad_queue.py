@@ -40,11 +40,15 @@ class WgradQueue:
     If a module with pending entries was freed, draining computes all other entries, drops these, and raises
     ``RuntimeError`` with the name of the module.
 
+    fill_waits  a backward that waits for tensor-parallel ranks first computes what is pending. Leave it off in a
+                pipeline whose schedule says when weight gradients are computed
+
     Keep a reference to the queue until it is drained: modules and graphs refer to it weakly. If a queue with pending
     entries is freed, the next optimizer step over their weights raises an error that names them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fill_waits: bool = False) -> None:
+        self.fill_waits = fill_waits
         self._entries: deque[DelayedWgrad] = deque()
         self._retired: list[DelayedWgrad] = []  # another stream still reads their tensors
         self._draining = threading.RLock()
@@ -64,10 +68,10 @@ class WgradQueue:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradQueue":
         """An empty queue: pending entries belong to the parameters of the original."""
-        return WgradQueue()
+        return WgradQueue(fill_waits=self.fill_waits)
 
     def __reduce__(self) -> Any:
-        return WgradQueue, ()
+        return WgradQueue, (), {"fill_waits": self.fill_waits}
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

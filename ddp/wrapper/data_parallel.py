@@ -36,6 +36,7 @@ from ..plan.owned_params import (
     slices_of,
     take_marks,
 )
+from ..plan.tensor_parallel.localize import localize
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run, weak_method
@@ -132,6 +133,7 @@ class DistributedDataParallel(BucketIteration):
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
+        localize(module)
         self.tensor_ranks = tensor_ranks = find_tensor_ranks(module, tensor_parallel_group)
         """The tensor-parallel ranks; None: nobody has said."""
         self.model_slices = slices = slices_of(module, tensor_ranks)
@@ -175,8 +177,7 @@ class DistributedDataParallel(BucketIteration):
             pool.wait_for_all_but = weak_method(self._launcher.wait_for_all_but)
         self.steps = StepCheck(self.grids["dense"], failures, self.device, self._launcher.stream)
         self._replicas = Replicas(module, self.grids, failures, config, tensor_ranks)
-        self._wait_for_gathers: Callable[[], None] = _nothing
-        self._check_masters: Callable[[], None] = _nothing
+        self._wait_for_gathers = self._check_masters = _nothing
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
         self._watch = ModelWatch(self.bucket_params, module)

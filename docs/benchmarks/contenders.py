@@ -15,6 +15,7 @@ have a class each, with these members:
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -174,6 +175,88 @@ def refuse_graphs(case):
 def refuse_auto_graphs(_):
     """Why ``maingrad.graphed`` cannot be measured; None if it can."""
     return None if hasattr(maingrad, "graphed") else "this maingrad has no maingrad.graphed"
+
+
+# ---- Tensor parallelism: all ranks hold one model, and train on the same tokens. ----
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS_OF_WEIGHT = ("o_proj", "down_proj")
+
+
+def tensor_parallel(case, by, *, compiled=False):
+    """A step of one model that is cut over all ranks: the layers of each decoder layer; embedding and head are whole.
+
+    by  "torch"      torch's ``parallelize_module`` with ``nn.Linear``: bf16 parameters and gradients
+        "localized"  the same under maingrad's wrapper, which makes local parameters of the DTensors; fused
+        "modules"    maingrad's ``Linear(parallel_mode=...)``, fused
+    """
+    model = case.make(torch.bfloat16)
+    mesh = init_device_mesh(case.device.type, (case.num_ranks,), mesh_dim_names=("tp",))
+    if by == "modules":
+        cut_by_modules(model, mesh.get_group())
+    else:
+        cut_by_torch(model, case.units(model), mesh)
+    if by != "torch":
+        te_integration.convert_linears(model)
+    if compiled:
+        case.compile_loss(model)
+        for unit in case.units(model):
+            unit.compile(**case.compiling)
+    tokens = replace(case, rank=0).tokens()
+    if by == "torch":
+        kinds = {}
+        for param in model.parameters():
+            kinds.setdefault(type(param), []).append(param)  # one kernel takes no plain tensors beside DTensors
+        adamw = torch.optim.AdamW([{"params": params} for params in kinds.values()], lr=LEARNING_RATE, fused=True)
+        return stepping(partial(accumulate, case.loss_of(model), tokens), adamw)
+    config = ddp.DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    wrapped = ddp.DistributedDataParallel(
+        model, config, process_group=ddp.WORLD_OF_ONE, tensor_parallel_group=mesh.get_group()
+    )
+    return train(wrapped, case.loss_of, tokens)
+
+
+def cut_by_torch(model, units, mesh):
+    """torch's plan for each decoder layer."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for unit in units:
+        names = [name for name, _ in unit.named_modules()]
+        plan = {name: ColwiseParallel() for name in names if name.endswith(COLUMNS)}
+        plan |= {name: RowwiseParallel() for name in names if name.endswith(ROWS_OF_WEIGHT)}
+        parallelize_module(unit, mesh, plan)
+
+
+def cut_by_modules(model, group):
+    """maingrad's modules in place of the ``nn.Linear`` that ``cut_by_torch`` cuts, with slices of their weights."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if name not in (*COLUMNS, *ROWS_OF_WEIGHT):
+                continue
+            cut = te_integration.Linear(
+                child.in_features,
+                child.out_features,
+                bias=child.bias is not None,
+                device=child.weight.device,
+                dtype=child.weight.dtype,
+                parallel_mode="column" if name in COLUMNS else "row",
+                tp_group=group,
+            )
+            with torch.no_grad():
+                for own, whole in zip(cut.parameters(), child.parameters(), strict=True):
+                    dim = next((d for d in range(own.dim()) if own.shape[d] != whole.shape[d]), None)
+                    own.copy_(whole if dim is None else whole.chunk(group.size(), dim)[group.rank()])
+            setattr(parent, name, cut)
+
+
+def refuse_tensor_parallel(case):
+    """Why the model cannot be cut over the ranks; None if it can."""
+    sizes = case.architecture.sizes
+    if case.num_ranks == 1 or sizes.get("num_key_value_heads", 1) % case.num_ranks or "num_experts" in sizes:
+        return "tensor parallelism is for two or more ranks that divide the key-value heads of a dense model"
+    return None
 
 
 # ---- FSDP2. ----

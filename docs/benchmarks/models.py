@@ -29,8 +29,10 @@ from contenders import (
     refuse_embedding,
     refuse_graphs,
     refuse_symm_mem,
+    refuse_tensor_parallel,
     refuse_torchao,
     row_of,
+    tensor_parallel,
 )
 from harness import RowOptions, check_names, log, measure_and_write, measure_rows, run_script, versions
 from tables import Column, grouped, odd_losses, shown, table, write_sections
@@ -248,6 +250,11 @@ def _symmetric(stage, reshard):
     )
 
 
+def _tensor_parallel(by, label, options):
+    about = f"{options}; decoder layers are cut over all ranks, whose tokens are the same: tokens/s are of all together"
+    return _pair(f"tp_{by}", label, build=tensor_parallel, by=by, options=about, refuse=refuse_tensor_parallel)
+
+
 ROWS: dict[str, Row] = {
     **_zero1("zero1", "maingrad ZeRO-1", options=_ZERO1),
     **_graphed(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
@@ -314,6 +321,11 @@ ROWS: dict[str, Row] = {
     ),
     **_torchao(2, reshard=False),
     **_torchao(3, reshard=True),
+    **_tensor_parallel(
+        "torch", "torch's tensor parallelism, nn.Linear", "bf16 parameters and gradients, AdamW(fused=True)"
+    ),
+    **_tensor_parallel("localized", "torch's tensor parallelism under maingrad", _ZERO1),
+    **_tensor_parallel("modules", "maingrad's tensor-parallel layers", _ZERO1),
     # Rows that map symmetric memory come last.
     **_zero1(
         "zero1_copy_engines",

@@ -23,7 +23,7 @@ from harness import ConfigError, Options, free_memory, log, run_script, take_tur
 from tables import Column, Measurement, machine, shown, table, write_table
 
 from maingrad.te_integration.dense.activations import activation_named
-from maingrad.te_integration.dense.normalization import NormalizingModule
+from maingrad.te_integration.dense.layer_norm_linear import NormalizingModule
 from maingrad.te_integration.experts.scaled_activations import glu_options, scaled_activation
 
 OPS = ("LayerNorm", "RMSNorm", "swiglu", "geglu")

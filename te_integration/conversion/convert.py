@@ -7,11 +7,14 @@ from torch.nn.parameter import is_lazy
 
 from ...ddp.contract.main_grad import has_main_grad
 from ...ddp.contract.module import is_sharded
+from ...ddp.plan.tensor_parallel.hugging_face import replace_inner_forward, runs_class_forward
+from ...ddp.plan.tensor_parallel.localize import can_localize, is_one_slice
 from ..dense.embedding import Embedding, calls_embedding_forward, fused_embedding_class, why_autograd
 from ..dense.hugging_face import FusedConv1D, fused_conv1d_class, is_conv1d_class
 from ..dense.layer_norm_linear import LayerNormLinear
 from ..dense.layer_norm_mlp import LayerNormMLP
 from ..dense.linear import Linear, LinearModule
+from ..dense.tensor_parallel import TensorParallelModule
 from ..experts.grouped_linear import GroupedLinear
 from ..experts.grouped_mlp import GroupedMLP
 from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts
@@ -56,6 +59,9 @@ def convert_linears(model: nn.Module, *, fused_loss: FusedLoss = False) -> Conve
                 "in_forward": the gradient that backward will bring to the loss (1 without). Recipes leave such a head
                 as it is. Models whose loss stays as it was are in ``unfused_losses``, with the reason
 
+    Models that torch's tensor parallelism has cut (``parallelize_module``, transformers' ``tp_plan``) are converted
+    before they are cut or after, and always before wrapping: see docs/mesh.md.
+
     A converted model needs a provider of ``main_grad`` by its first backward; ``unconvert`` undoes the conversion.
     ``torch.fx`` traces into fused layers: trace first, then convert the ``GraphModule``.
 
@@ -74,10 +80,11 @@ def convert_linears(model: nn.Module, *, fused_loss: FusedLoss = False) -> Conve
             )
     converted: list[str] = []
     skipped: dict[str, str] = {}
+    cut = can_localize(model)
     for name, module in model.named_modules():
         if not _weights(module):
             continue
-        reason = _why_not(module)
+        reason = _why_not(module, cut)
         if reason is None:
             _fuse(module)
             converted.append(name)
@@ -121,17 +128,18 @@ def unconvert(model: nn.Module) -> tuple[str, ...]:
         for name, module in model.named_modules()
         if isinstance(module, LinearModule) and module.fuse_wgrad_accumulation
     }
+    cut = can_localize(model)
     for name, module in fused.items():
-        _check_free(name or type(module).__name__, module)
+        _check_free(name or type(module).__name__, module, cut)
     unfuse_loss(model)
     for module in fused.values():
         _unfuse(module)
     return tuple(fused)
 
 
-def _check_free(name: str, module: LinearModule) -> None:
+def _check_free(name: str, module: LinearModule, cut: bool) -> None:
     for local, weight in module._parameters.items():
-        if weight is not None and is_sharded(weight):
+        if weight is not None and is_sharded(weight) and not (cut and is_one_slice(weight)):
             raise ValueError(f"unconvert: '{name}' is sharded already; call unconvert(model) before fully_shard")
         if weight is not None and has_main_grad(weight):
             raise ValueError(
@@ -144,6 +152,10 @@ def _check_free(name: str, module: LinearModule) -> None:
 
 def _fuse(module: nn.Module) -> None:
     cls: type = type(module)
+    if "forward" in vars(module):
+        from ...ddp.plan.tensor_parallel.forwards import run_own_forward  # with torch.distributed.tensor
+
+        replace_inner_forward(module, run_own_forward)
     if is_conv1d_class(cls):
         module.__class__ = fused_conv1d_class(cls)
     elif is_experts_class(cls):
@@ -185,8 +197,8 @@ def _drop_handle(module: LinearModule) -> None:
     own.pop("_wgrad_key", None)
 
 
-def _why_not(module: nn.Module) -> str | None:
-    """Why this module cannot be fused, or None."""
+def _why_not(module: nn.Module, cut: bool) -> str | None:
+    """Why this module cannot be fused, or None. ``cut``: its DTensors are those of tensor parallelism."""
     cls = type(module)
     weights = [module._parameters.get(name) for name in _weights(module)]
     if isinstance(module, nn.MultiheadAttention):
@@ -201,13 +213,13 @@ def _why_not(module: nn.Module) -> str | None:
             return f"{cls.__name__} is sharded already (fully_shard): call convert_linears before it"
         parent = next(filter(_is_known, cls.__mro__)).__name__
         return f"{cls.__module__}.{cls.__qualname__} is a subclass of {parent} and may use its weight in another way"
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not runs_class_forward(module):
         return f"{cls.__name__}'s forward was replaced on this instance"
     reason = why_not_experts(module) if is_experts_class(cls) else None
     if isinstance(module, nn.Embedding):
         option = why_autograd(module)
         reason = option and f"{cls.__name__} has {option}=True, whose gradient autograd delivers"
-    return reason or next(filter(None, (_why_not_weight(cls.__name__, weight) for weight in weights)), None)
+    return reason or next(filter(None, (_why_not_weight(cls.__name__, weight, cut) for weight in weights)), None)
 
 
 def _weights(module: nn.Module) -> tuple[str, ...]:
@@ -216,13 +228,15 @@ def _weights(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_known(cls: type) -> bool:
+    if issubclass(cls, TensorParallelModule):
+        cls = cls._unfused
     return cls in _KNOWN or is_conv1d_class(cls) or is_experts_class(cls) or calls_embedding_forward(cls)
 
 
-def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:
+def _why_not_weight(module: str, weight: nn.Parameter | None, cut: bool) -> str | None:
     if weight is None:
         return f"{module}'s weight is computed from other parameters (weight_norm, spectral_norm, prune)"
-    if nn.Parameter not in type(weight).__mro__:
+    if nn.Parameter not in type(weight).__mro__ and not (cut and is_one_slice(weight)):  # wrappers make it local
         before = "; convert before it is sharded (fully_shard, tensor parallelism)" if is_sharded(weight) else ""
         return f"{module}'s weight is a {type(weight).__name__}, whose gradient is not a plain tensor{before}"
     if not weight.is_floating_point() or weight.itemsize < 2:

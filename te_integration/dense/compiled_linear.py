@@ -18,25 +18,28 @@ from ..recipes import recipe_of
 from ..wgrad_queue import WgradQueue
 from .compiled_wgrad import mode_and_recipe, run_outside_graph, wgrad
 from .linear import PLAIN, Execution, LinearModule, brought
-from .products import cast, dtype_of_products, input_grad, linear_product, rows_of
+from .products import Ranks, cast, dtype_of_products, input_grad, linear_product, rows_of
 from .quantized_linear import Moment, backward_products, forward_product, takes_recipe
 
-__all__ = ["compiled_linear"]
+__all__ = ["InGraph", "compiled_linear"]
 
 
-class _InGraph(NamedTuple):
+class InGraph(NamedTuple):
     """The ``Execution`` of a product that a compiler takes into its graph."""
 
     module: LinearModule
     product: int
     recipe: int
+    ranks: Ranks | None = None
+    """The ranks of a column-parallel product without a recipe, which exchanges its operands itself."""
 
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """See ``compiled_linear``."""
         module = self.module
         module.check_input(input, weights[0])
         key, transposed = module._wgrad_key, module.transposed
-        return compiled_linear(input, weights, bias, key, self.product, transposed=transposed, recipe=self.recipe)
+        arguments = input, weights, bias, key, self.product
+        return compiled_linear(*arguments, transposed=transposed, recipe=self.recipe, ranks=self.ranks)
 
 
 class _OutsideGraph(NamedTuple):
@@ -68,7 +71,7 @@ def _execution(
         return PLAIN[module.transposed]
     if mode == "break":
         return _OutsideGraph(module, queue, product, only_save)
-    return _InGraph(module, product, recipe)
+    return InGraph(module, product, recipe)
 
 
 brought.execution_in_trace = _execution
@@ -83,15 +86,17 @@ def compiled_linear(
     *,
     transposed: bool = False,
     recipe: int = -1,
+    ranks: Ranks | None = None,
 ) -> Tensor:
     """``y = x W^T + b``, inside a graph; ``ProductUse.multiply`` has the shapes and dtypes.
 
     key      of the module: ``WgradHandle.key``
     product  index of the product in the module, for ``WgradHandle.deliver``
     recipe   by its ``number_of``; -1: none
+    ranks    see ``InGraph``
     """
     input = cast(input, dtype_of_products(input))
-    arguments = input, key, product, transposed, recipe, torch.is_grad_enabled(), bias, *weights
+    arguments = input, key, product, transposed, recipe, torch.is_grad_enabled(), ranks, bias, *weights
     output: Tensor = _CompiledLinear.apply(*arguments)
     return output
 
@@ -116,17 +121,20 @@ class _CompiledLinear(torch.autograd.Function):
         transposed: bool,
         recipe: int,
         trains: bool,
+        ranks: Ranks | None,
         bias: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
         if recipe < 0:
-            y, of_input = linear_product(x, weights, bias, transposed=transposed), [x]
+            whole = x if ranks is None else ranks.finish_gather(ranks.start_gather(x))
+            y, of_input = linear_product(whole, weights, bias, transposed=transposed), [whole]
         else:
-            needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[7:]
+            needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[8:]
             rows, *of_input = _forward_op(rows_of(x), weights, bias, recipe, transposed, needs_dx, needs_dw)
             y = rows.view(*x.shape[:-1], rows.shape[1])
         ctx.save_for_backward(key, *weights, *of_input)
         ctx.num_weights, ctx.product, ctx.transposed, ctx.recipe = len(weights), product, transposed, recipe
+        ctx.ranks = ranks
         ctx.input_shape, ctx.input_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -137,11 +145,13 @@ class _CompiledLinear(torch.autograd.Function):
         dy_rows = rows_of(dy)
         key, *saved = ctx.saved_tensors
         weights, operands = saved[: ctx.num_weights], saved[ctx.num_weights :]
-        needs_dx, _, _, _, _, _, needs_db, *needs_dw = ctx.needs_input_grad
+        needs_dx, _, _, _, _, _, _, needs_db, *needs_dw = ctx.needs_input_grad
+        ranks: Ranks | None = ctx.ranks
         dx, columns = None, 0
         if ctx.recipe < 0:
             if needs_dx:
                 dx = cast(input_grad(dy, weights, transposed=ctx.transposed), ctx.input_dtype)
+                dx = dx if ranks is None else ranks.start_sum(dx)
             operands = [dy_rows, cast(rows_of(operands[0]), dy.dtype)]
         else:
             of_rows, *of_grad = _backward_op(dy_rows, weights, ctx.recipe, ctx.transposed, needs_dx, True in needs_dw)
@@ -150,8 +160,11 @@ class _CompiledLinear(torch.autograd.Function):
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         if True in needs_dw:
             assert wgrad is not None, "can_compile was asked"
-            wgrad(operands, key, ctx.product, ctx.recipe, columns)
-        return (dx, None, None, None, None, None, db, *[None] * len(weights))
+            # A compiler puts the product between the start of the sum, which it reads, and the wait, which writes that.
+            wgrad(operands, key, ctx.product, ctx.recipe, columns, None if ranks is None else dx)
+        if ranks is not None and dx is not None:
+            dx = ranks.finish_sum(dx)
+        return (dx, None, None, None, None, None, None, db, *[None] * len(weights))
 
 
 def _columns(recipe: int, tokens: int) -> int:

@@ -338,7 +338,14 @@ run_outside_graph: Callable[..., Any] = torch.compiler.disable(_run)
 # ---- The operator. ----
 
 
-def _deliver(operands: Sequence[Tensor], key: Tensor, product: int, recipe: int = -1, columns: int = 0) -> None:
+def _deliver(
+    operands: Sequence[Tensor],
+    key: Tensor,
+    product: int,
+    recipe: int = -1,
+    columns: int = 0,
+    after: Tensor | None = None,
+) -> None:
     refuse_graphs_of_torch(operands[0])
     handle_in_backward(key).deliver(product, operands if recipe < 0 else _quantized(operands, recipe, columns), recipe)
 
@@ -382,7 +389,7 @@ def _quantized(tensors: Sequence[Tensor], recipe: int, columns: int) -> list[Qua
     return [restored(part, spec, columns) for part, spec in zip((tensors[:half], tensors[half:]), specs, strict=True)]
 
 
-_ARGUMENTS = "Tensor[] operands, Tensor key, int product, int recipe=-1, SymInt columns=0"
+_ARGUMENTS = "Tensor[] operands, Tensor key, int product, int recipe=-1, SymInt columns=0, Tensor? after=None"
 wgrad = (
     make_effectful_op("wgrad", _ARGUMENTS, _deliver)
     if let_traces_call(WgradHandle, ("mode", "recipe"), guarded=WgradHandle.guarded)
@@ -391,6 +398,7 @@ wgrad = (
 """``wgrad(operands, key, product)``: the operator. None where this torch cannot compile it: see ``can_compile``.
 
 Under a recipe operands are the tensors of the two transposed quantised copies, and ``columns`` what they contract.
+It runs behind what computes ``after``, whose elements it does not read.
 """
 
 

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
 from .activations import activation_named
-from .linear import LinearModule
+from .layer_norm_linear import NormalizingModule
+from .linear import LinearModule, brought
 from .linear_options import InitMethod, one_dtype, reset_linear
-from .normalization import NormalizingModule
 
 __all__ = ["LayerNormMLP"]
 
@@ -48,6 +49,7 @@ class LayerNormMLP(LinearModule, NormalizingModule):
     init_method                initialises W1; None: like ``nn.Linear``. Biases are 0 if it is given
     output_layer_init_method   initialises W2; None: ``init_method``
     delay_wgrad_compute        ``backward_dw()`` computes dW2, then dW1, of the oldest pending microbatch
+    set_parallel_mode          the first product is column-parallel over ``tp_group``, the second row-parallel
     others                     see ``Linear``
 
     Names of arguments and parameters are those of Transformer Engine. Its other arguments are accepted if their value
@@ -78,6 +80,10 @@ class LayerNormMLP(LinearModule, NormalizingModule):
         checkpoint: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         device: Any = None,
@@ -107,6 +113,8 @@ class LayerNormMLP(LinearModule, NormalizingModule):
         self.fc2_weight = empty(hidden_size, ffn_hidden_size)
         self.register_parameter("fc2_bias", empty(hidden_size) if bias else None)
         self.reset_parameters()
+        modes = ("column", "row") if set_parallel_mode else ()
+        brought.cut_over_ranks(self, modes, tp_group, tp_size, sequence_parallel, gated)
         self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
 
     def reset_parameters(self) -> None:

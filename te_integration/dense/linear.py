@@ -11,16 +11,17 @@ The steps are those of ``docs/by_hand.py``, each marked where it happens:
                 3.4  the product into main_grad                                    WgradTarget.deliver, DenseWgrad
                 3.5  the flag on the parameter; autograd gets None                 hand_over
 
-``demand``, ``WgradTarget`` and ``hand_over`` are in ``ddp/contract/main_grad.py``. A plain layer knows no recipes and
-no compiled code: both bring executions of their own, and ``te_integration/__init__.py`` imports them.
+``demand``, ``WgradTarget`` and ``hand_over`` are in ``ddp/contract/main_grad.py``. A plain layer knows no recipes, no
+compiled code and no tensor-parallel ranks. Other files bring them, and ``te_integration/__init__.py`` imports those.
 
 Legend: T rows (all leading dims of the input together), K ``in_features``, N ``out_features``.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ from ...ddp.torch_internals import NO_BACKWARD, current_backward, watch_prehooks
 from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
 from .linear_options import InitMethod, LinearOptions, ParametersSplit, one_dtype, reset_linear, split_sizes
-from .products import DenseWgrad, cast, dtype_of_products, in_transform, input_grad, linear_product, rows_of
+from .products import DenseWgrad, Ranks, cast, dtype_of_products, in_transform, input_grad, linear_product, rows_of
 
 __all__ = [
     "PLAIN",
@@ -80,6 +81,10 @@ class _Brought:
     """``LinearModule.execution`` in code that a compiler traces. Of ``compiled_linear.py``."""
     name_for_graphs: Callable[["LinearModule"], None]
     """Makes the object by which compiled code names a module. Of ``compiled_wgrad.py``."""
+    multiply_over_ranks: Callable[..., Tensor]
+    """``LinearModule.multiply`` with collectives around it. Of ``tensor_parallel.py``."""
+    cut_over_ranks: Callable[..., None]
+    """Leaves a new module its slices of the parameters. Of ``tensor_parallel.py``."""
 
 
 brought = _Brought()
@@ -259,6 +264,12 @@ class Linear(SplitLinear, nn.Linear):
                              name -> size. ``"query_"`` gives ``query_weight`` and ``query_bias``. Each slice has its
                              own ``main_grad``; there is no ``weight``
     save_original_input      under autocast, save the input itself for backward instead of its cast copy
+    parallel_mode            "column" or "row": each rank of ``tp_group`` has a slice of the weight, of N or of K. The
+                             sizes given are the whole layer's, ``out_features`` or ``in_features`` then the slice's;
+                             ranks with one random state cut their initial values from the same whole. A row-parallel
+                             bias is whole. ``tensor_parallel.py`` says what is exchanged, and when
+    tp_group, tp_size        the tensor-parallel ranks, and their number
+    sequence_parallel        outside of pairs of column- and row-parallel layers each rank has a part of x's first dim
     name                     the layer's name in error messages
 
     Parameter names and state dict are those of ``nn.Linear`` and Transformer Engine. Other arguments of Transformer
@@ -281,6 +292,10 @@ class Linear(SplitLinear, nn.Linear):
         return_bias: bool = False,
         parameters_split: ParametersSplit | None = None,
         save_original_input: bool = False,
+        parallel_mode: Literal["column", "row"] | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         name: str | None = None,
         **unsupported: Any,
     ) -> None:
@@ -292,6 +307,12 @@ class Linear(SplitLinear, nn.Linear):
         self.return_bias = return_bias
         self.save_original_input = save_original_input
         self.split_parameters(parameters_split)
+        if parallel_mode == "column":
+            self.out_features //= 1 if tp_group is None else tp_group.size()
+        elif parallel_mode == "row":
+            self.in_features //= 1 if tp_group is None else tp_group.size()
+        modes = () if parallel_mode is None else (parallel_mode,)
+        brought.cut_over_ranks(self, modes, tp_group, tp_size, sequence_parallel)
         self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
@@ -301,6 +322,20 @@ class Linear(SplitLinear, nn.Linear):
         """
         output, bias = self.linear(input)
         return (output, bias) if self.return_bias else output
+
+    @property
+    def slices(self) -> Any:  # type: ignore[override]
+        """See ``FusedWgradModule``. A split weight and a returned bias are computed with outside of one product."""
+        return "refused" if self.return_bias or self.weight_names != ("weight",) else "local"
+
+    def multiply_slice(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with the local weight of a layer that tensor parallelism has cut."""
+        return self.multiply(input, (self.weight,), bias, self.queue_now())
+
+    def multiply_columns(self, input: Tensor, bias: Tensor | None, group: str, size: int, rank: int) -> Tensor:
+        """``multiply_slice`` for rows of the weight, where the whole input's gradient is summed over the ranks."""
+        ranks = Ranks(group, size, rank, None)
+        return brought.multiply_over_ranks(self, "column", ranks, input, (self.weight,), bias, self.queue_now())
 
     def sizes(self) -> str:
         """The sizes of the layer, by the names of the constructor's arguments."""

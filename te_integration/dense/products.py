@@ -4,7 +4,7 @@ Eager and compiled layers share this algebra. Legend: T rows, K input features, 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,11 @@ from torch.autograd import forward_ad
 
 from ...ddp.torch_internals import are_transforms_active
 from ...kernels.wgrad import wgrad_accumulate
+from ..torch_internals import collectives
 
 __all__ = [
     "DenseWgrad",
+    "Ranks",
     "cast",
     "dtype_of_products",
     "in_transform",
@@ -33,7 +35,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def dtype_of_products(input: Tensor) -> torch.dtype:
@@ -108,3 +110,56 @@ def refuse_in_transform(owner: str) -> None:
             f"{owner} has no rules for torch.func's transforms (grad, vmap, jvp, ...), nor for forward-mode "
             f"derivatives; use torch.autograd.grad and loops here, or a Linear for each expert, which has them"
         )
+
+
+# ---- Between the tensor-parallel ranks that a product is cut over. ----
+
+
+class Ranks(NamedTuple):
+    """Tensor-parallel ranks. Constants only, so that traced code, copies and pickles may hold them."""
+
+    group: str
+    """``group_name`` of their process group."""
+    size: int
+    rank: int
+    sequence_dim: int | None
+    """Sequence parallelism: outside of the products each rank has a part of this dim. None: each rank has all of it."""
+
+    def start_gather(self, x: Tensor) -> Tensor:
+        """Start to put the ranks' parts of the sequence together; without sequence parallelism ``x`` is whole."""
+        if self.sequence_dim is None:
+            return x
+        gathered: Tensor = collectives.all_gather_into_tensor(x.contiguous(), self.size, self.group)
+        return gathered
+
+    def finish_gather(self, started: Tensor) -> Tensor:
+        """The whole sequence, of what ``start_gather`` has returned."""
+        if self.sequence_dim is None:
+            return started
+        gathered: Tensor = collectives.wait_tensor(started)
+        return torch.cat(gathered.chunk(self.size), self.sequence_dim) if self.sequence_dim else gathered
+
+    def start_sum(self, x: Tensor, *, in_place: bool = False) -> Tensor:
+        """Start to add the ranks' ``x``; under sequence parallelism each rank gets its part of the sum.
+
+        in_place  the sum may take the memory of ``x``, where it is as large
+
+        Raises ``ValueError`` where the sequence does not divide over the ranks.
+        """
+        started: Tensor
+        if self.sequence_dim is None:
+            all_reduce = collectives.all_reduce_ if in_place else collectives.all_reduce
+            started = all_reduce(x.contiguous(), "sum", self.group)
+            return started
+        length = x.shape[self.sequence_dim]
+        if length % self.size:
+            raise ValueError(f"a sequence of {length} (dim {self.sequence_dim}) does not divide over {self.size} ranks")
+        if self.sequence_dim:
+            x = torch.cat(x.chunk(self.size, self.sequence_dim))
+        started = collectives.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
+        return started
+
+    def finish_sum(self, started: Tensor) -> Tensor:
+        """The sum, of what ``start_sum`` has returned."""
+        summed: Tensor = collectives.wait_tensor(started)
+        return summed

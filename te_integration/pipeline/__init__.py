@@ -4,6 +4,7 @@ Imports ``te_integration/wgrad_queue.py`` and ``ddp``. The names below are publi
 """
 
 from .executor import ChunkLink, ScheduleExecutor
+from .megatron import finalize_model_grads
 from .order import Kind, Schedule, ScheduleError, parse_order
 from .stage import PipelineStage
 
@@ -14,5 +15,6 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "ScheduleExecutor",
+    "finalize_model_grads",
     "parse_order",
 ]

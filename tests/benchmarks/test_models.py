@@ -86,9 +86,20 @@ def test_every_row_that_a_cpu_can_run(tmp_path: Path, num_microbatches: int) -> 
     gpus = ("copy_engines", "symm_mem", "graphed", "torchao")  # torchao is no extra of the tests'
     tiny = Case(ModelsBench(model="tiny"), ARCHITECTURES["tiny"], Shape(2, 16), 0, 2, CPU)
     names = {name for name, row in ROWS.items() if not any(each in name for each in gpus) and not row.refuse(tiny)}
+    names -= {name for name in names if name.startswith("tp_")}  # which train on other tokens
     assert len(names) >= 30
     options = ["--out-dir", str(tmp_path), *TINY, "--num-microbatches", str(num_microbatches), "--rows", *names]
     done = under_torchrun("models.py", *options, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_rows(read_csv(tmp_path / "models.csv"), names, num_ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_rows_of_tensor_parallelism(tmp_path: Path, num_microbatches: int) -> None:
+    names = {"tp_torch", "tp_torch_compiled", "tp_modules", "tp_modules_compiled"}
+    options = ["--out-dir", str(tmp_path), *TINY, "--num-microbatches", str(num_microbatches), "--rows", *names]
+    done = under_torchrun("models.py", *options, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     check_rows(read_csv(tmp_path / "models.csv"), names, num_ranks=2)
 

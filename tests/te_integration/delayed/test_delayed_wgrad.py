@@ -405,9 +405,9 @@ def test_split_parameters_get_their_slices() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"tp_size": 2}, ValueError, "does not support tp_size=2: tensor parallelism"),
+        ({"tp_size": 2}, ValueError, r"Linear\(tp_size=2\) needs tp_group"),
         ({"ub_overlap_ag": True}, ValueError, "does not support ub_overlap_ag=True"),
-        ({"sequence_parallel": True}, ValueError, "sequence_parallel=True"),
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel say how a layer is cut"),
         ({"no_such": 1}, TypeError, "Linear has no argument 'no_such'"),
         ({"dtype": torch.float16, "params_dtype": torch.bfloat16}, ValueError, "they are one argument"),
         ({"parameters_split": ("q", "k", "v", "w", "z")}, ValueError, "8 output features do not divide into 5"),

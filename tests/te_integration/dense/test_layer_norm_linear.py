@@ -237,7 +237,7 @@ def test_compiled_whole(fuse: bool) -> None:
     ("arguments", "error_type", "message"),
     [
         ({"normalization": "BatchNorm"}, ValueError, "unknown normalization 'BatchNorm'.*LayerNorm, RMSNorm"),
-        ({"sequence_parallel": True}, ValueError, "LayerNormLinear does not support sequence_parallel=True"),
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel say how a layer is cut"),
         ({"return_layernorm_output_gathered": True}, ValueError, "return_layernorm_output_gathered=True"),
         ({"parameters_split": {"q": 1}}, ValueError, "do not add up"),
         ({"dtype": torch.float16, "params_dtype": torch.float32}, ValueError, "LayerNormLinear got dtype=.*one argum"),

@@ -149,7 +149,7 @@ def test_a_gated_activation_is_one_kernel_on_a_gpu(name: str, dtype: torch.dtype
         ({"activation_params": {"limit": 1.0}}, ValueError, r"activation_params.*do not fit 'gelu'"),
         ({"activation": "clamped_swiglu", "activation_params": {"beta": 1.0}}, ValueError, "limit and alpha"),
         ({"normalization": "L2"}, ValueError, "unknown normalization 'L2'"),
-        ({"set_parallel_mode": True}, ValueError, "LayerNormMLP does not support set_parallel_mode=True"),
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel say how a layer is cut"),
         ({"ub_overlap_rs": True}, ValueError, "LayerNormMLP does not support ub_overlap_rs=True"),
         ({"parameters_split": ("a", "b")}, TypeError, "LayerNormMLP has no argument 'parameters_split'"),
     ],
@@ -159,7 +159,7 @@ def test_arguments_that_cannot_take_effect_are_refused(
 ) -> None:
     with pytest.raises(error_type, match=message):
         LayerNormMLP(FEATURES, HIDDEN, **arguments)
-    LayerNormMLP(FEATURES, HIDDEN, 1e-6, seq_length=None, set_parallel_mode=False)
+    LayerNormMLP(FEATURES, HIDDEN, 1e-6, seq_length=None, set_parallel_mode=True, tp_size=1)
 
 
 # ---- Names, copies, what is returned. ----

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, clip_grad_norm
 from maingrad.ddp.buckets.bucket import Phase
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -286,3 +286,55 @@ def only_stages_are_kept() -> list[bool]:
 
 def test_stages_keep_the_wrapper_around_them() -> None:
     assert simulate(only_stages_are_kept, 2) == [[True] * LAYERS] * 2
+
+
+def tied_over_ranks(stages: str, config: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """One stage a rank, so that both ends hold a copy of the embedding: gradients, and weights after two steps."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // LAYERS, LAYERS), mesh_dim_names=("dp", "pp"))
+    index, replica, pipeline = mesh.get_local_rank("pp"), mesh.get_local_rank("dp"), mesh.get_group("pp")
+    layer = make_layers(fused=True)[index]
+    ends = None
+    if index in (0, LAYERS - 1):
+        weight: Any = layer.embedding.weight if layer.embedding is not None else layer.head.weight
+        weight.shared_embedding = True
+        ranks = dist.get_process_group_ranks(pipeline)
+        ends = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
+    ddp = DistributedDataParallel(
+        nn.ModuleDict({str(index): layer}),
+        DistributedDataParallelConfig(use_distributed_optimizer=True, **config),
+        process_group=mesh.get_group("dp"),
+        embedding_group=ends,
+    )
+    optimizer, found = DistributedOptimizer(ddp, lr=0.1), []
+    make = PipelineStage if stages == "ours" else pipelining.PipelineStage
+    loss = loss_fn if stages == "ours" else lambda y, target: loss_fn(y, target) / MICROBATCHES
+    stage = make(ddp.module[str(index)], index, LAYERS, torch.device("cpu"), group=pipeline)
+    schedule = pipelining.Schedule1F1B(stage, MICROBATCHES, loss, scale_grads=False)
+    last = {"losses": []} if index == LAYERS - 1 else {}
+    for step in range(2):
+        x, target = batch(step, replica)
+        with nullcontext() if stages == "ours" else ddp.no_sync():
+            schedule.step(*((x,) if index == 0 else ()), **({"target": target, **last} if last else {}))
+        ddp.finish_grad_sync()
+        found.append(reduced_grads(ddp))
+        clip_grad_norm(ddp, 0.5, pipeline_group=pipeline)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish_param_sync()
+    return [found[0], {name: param.detach().clone() for name, param in ddp.module.named_parameters()}]
+
+
+@pytest.mark.parametrize("config", ["no overlap", "all-reduce"])
+@pytest.mark.parametrize("stages", ["ours", "torch's"])
+def test_an_embedding_tied_over_ranks_has_the_gradient_of_both_ends(stages: str, config: str) -> None:
+    found = simulate(tied_over_ranks, 2 * LAYERS, stages, CONFIGS[config])
+    (expected,) = plain(2, steps=1)
+    expected[f"{LAYERS - 1}.head.weight"] = expected["0.embedding.weight"]
+    seen = set()
+    for grads, _ in found:
+        for name, grad in grads.items():
+            assert (grad - expected[name]).abs().max() < 1e-6, name
+            seen.add(name)
+    assert seen == expected.keys()
+    copies = [param for _, params in found for name, param in params.items() if "embedding" in name or "head" in name]
+    assert len(copies) == 4 and all(torch.equal(copy, copies[0]) for copy in copies)

@@ -1,0 +1,391 @@
+"""Linear layers over tensor-parallel ranks, beside the same layers whole."""
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.contract.main_grad import record_of
+from maingrad.ddp.plan.cut import Box
+from maingrad.ddp.plan.model_slice import slice_of_marks
+from maingrad.ddp.plan.tensor_parallel.localize import localize
+from maingrad.launch import simulate
+from maingrad.launch.simulation.simulate import SimulatedRankError
+from maingrad.te_integration import (
+    Float8CurrentScaling,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    WgradQueue,
+    autocast,
+    convert_linears,
+    delayed_wgrad,
+    unconvert,
+)
+from maingrad.te_integration.dense import products, tensor_parallel
+
+K, F, LENGTH, ROWS = 8, 12, 6, 3
+FUSED = 8  # weights of ``layers``
+
+
+class Mixed(nn.Module):
+    """Queries, keys and values, each of which is cut, become one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = x.chunk(3, -1)
+        return q.sigmoid() * k + v
+
+
+def layers(**given: Any) -> nn.Sequential:
+    """Each kind of layer: whole without ``given``, else cut over ``tp_group``."""
+    torch.manual_seed(0)
+    over = {name: given[name] for name in ("tp_group", "tp_size", "sequence_parallel") if name in given}
+    rest = {name: value for name, value in given.items() if name not in over}
+    column, row = ({"parallel_mode": mode} | over if over else {} for mode in ("column", "row"))
+    return nn.Sequential(
+        Linear(K, F, **rest, **column),
+        nn.GELU(),
+        Linear(F, K, **rest, **row),
+        LayerNormMLP(K, F, activation="swiglu", **rest, **({"set_parallel_mode": True} | over if over else {})),
+        LayerNormLinear(K, F, normalization="RMSNorm", parameters_split=("q", "k", "v"), **rest, **column),
+        Mixed(),
+        Linear(F // 3, K, bias=False, **rest, **row),
+    )
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    return torch.randn(LENGTH, ROWS, K, generator=draw), torch.randn(LENGTH, ROWS, K, generator=draw)
+
+
+def part(x: Tensor, sequence_parallel: bool, group: Any = None) -> Tensor:
+    return x.chunk(2)[dist.get_rank(group)] if sequence_parallel else x
+
+
+def own_part(whole: Tensor, param: Any, group: dist.ProcessGroup) -> Tensor:
+    """This rank's elements of a whole tensor, by the parameter's marks."""
+    found = slice_of_marks(param, group)
+    parts = [whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] for box in found.boxes]
+    return parts[0] if found.dim is None else torch.cat(parts, found.dim)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).detach().norm() / expected.detach().norm())
+
+
+def errors_of(how: str, sequence_parallel: bool, dtype: torch.dtype = torch.float64) -> tuple[dict[str, float], int]:
+    """Errors of all gradients of two microbatches, relative to the layers whole; and how many writes were fused."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    group, replicas = mesh.get_group("tp"), mesh.get_group("dp")
+    fuse = how not in ("unfused", "converted")
+    model = layers(tp_group=group, sequence_parallel=sequence_parallel, fuse_wgrad_accumulation=fuse, dtype=dtype)
+    if how == "converted":
+        assert len(convert_linears(model).converted) == 5
+    if how == "compiled":
+        model.compile(backend="aot_eager", fullgraph=True)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=how == "zero1")
+    wrapped = DistributedDataParallel(model, config, process_group=replicas, tensor_parallel_group=group)
+    whole, errors, queue = layers(dtype=dtype), {}, WgradQueue(fill_waits=how == "filled")
+    run: Callable[[Tensor], Tensor] = wrapped
+    if how in ("recomputed", "nested"):
+        run = partial(checkpoint, wrapped, use_reentrant=how == "nested")
+    for number in range(2):
+        for replica in range(replicas.size()):
+            x, of_output = (each.to(dtype) for each in batch(2 * number + replica))
+            x.requires_grad_()
+            expected = whole(x)
+            (expected * of_output).sum().div(replicas.size()).backward()
+            if replica != replicas.rank():
+                continue
+            mine = part(x.detach(), sequence_parallel, group).clone().requires_grad_()
+            with delayed_wgrad(queue) if how in ("delayed", "filled") else nullcontext():
+                output = run(mine)
+            with wrapped.no_sync() if number == 0 else nullcontext():
+                (output * part(of_output, sequence_parallel, group)).sum().backward()
+            errors[f"output {number}"] = relative(output, part(expected, sequence_parallel, group))
+            errors[f"input {number}"] = relative(mine.grad / replicas.size(), part(x.grad, sequence_parallel, group))
+    queue.drain()
+    wrapped.finish_grad_sync()
+    writes = sum(record_of(param).num_fused_writes for param in model.parameters())
+    wrapped.expose_grads()
+    for (name, param), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+        errors[name] = relative(param.grad, own_part(reference.grad, param, group))
+    return errors, writes
+
+
+WAYS = [
+    "fused",
+    "unfused",
+    "converted",
+    "delayed",
+    "filled",
+    "recomputed",
+    "nested",
+    "compiled",
+]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("how", WAYS)
+def test_gradients_are_those_of_whole_layers(how: str, sequence_parallel: bool) -> None:
+    for errors, writes in simulate(errors_of, 2, how, sequence_parallel):
+        assert max(errors.values()) < 1e-12, errors
+        assert writes == (0 if how == "unfused" else 2 * FUSED)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("how", ["fused", "filled"])
+def test_gradients_are_averaged_over_replicas(how: str, sequence_parallel: bool) -> None:
+    for errors, _ in simulate(errors_of, 4, how, sequence_parallel):
+        assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_in_fp32(sequence_parallel: bool) -> None:
+    for errors, _ in simulate(errors_of, 2, "fused", sequence_parallel, torch.float32):
+        assert max(errors.values()) < 1e-6, errors
+
+
+# ---- The order of a column-parallel backward. ----
+
+
+def backward_of_one(events: list[Any], how: str, sequence_parallel: bool) -> None:
+    group, alone = dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    given = {"parallel_mode": "column", "tp_group": group, "sequence_parallel": sequence_parallel}
+    layer: nn.Linear = Linear(K, F, bias=False, fuse_wgrad_accumulation=True, **given)
+    if "torch's" in how:
+        layer = nn.Linear(K, F, bias=False)
+        convert_linears(parallelize_module(layer, init_device_mesh("cpu", (2,)), ColwiseParallel()))
+        localize(layer)
+    if how not in ("fused", "filled", "torch's"):
+        layer.compile(backend=how.removesuffix(", torch's"), fullgraph=True)
+    wrapped = DistributedDataParallel(layer, DistributedDataParallelConfig(), process_group=alone)
+    queue, x = WgradQueue(fill_waits=True), torch.randn(LENGTH, K, requires_grad=True)
+    if how == "filled":
+        with delayed_wgrad(queue):
+            before = wrapped(x.detach()).sum()
+        with wrapped.no_sync():
+            before.backward()
+    with delayed_wgrad(queue) if how == "filled" else nullcontext():
+        output = wrapped(x).sum()
+    events.append((dist.get_rank(), "backward"))
+    output.backward()
+    events.append((dist.get_rank(), "end"))
+    queue.drain()
+
+
+@pytest.mark.parametrize(
+    "how, sequence_parallel",
+    [
+        *itertools.product(["fused", "aot_eager", "filled"], [False, True]),
+        ("torch's", False),
+        ("aot_eager, torch's", False),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_backward_computes_while_its_collectives_run(
+    how: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[int, str]] = []
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not any(isinstance(each, torch._subclasses.FakeTensor) for each in args):
+                events.append((dist.get_rank(), name))
+            return call(*args, **kwargs)
+
+        return run
+
+    real = torch.ops._c10d_functional
+    names = ("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
+    compiled = how not in ("fused", "filled", "torch's")
+    if compiled:  # the graph calls the operators themselves, and simulated ranks see their launches
+        monkeypatch.setattr(products, "wgrad_accumulate", noted("dW", products.wgrad_accumulate))
+        simulate(backward_of_one, 2, events, how, sequence_parallel, schedule=events)
+    else:
+        ops = type("Collectives", (), {name: staticmethod(noted(name, getattr(real, name))) for name in names})
+        monkeypatch.setattr(products, "collectives", ops)
+        monkeypatch.setattr(products, "wgrad_accumulate", noted("dW", products.wgrad_accumulate))
+        monkeypatch.setattr(tensor_parallel, "input_grad", noted("dx", products.input_grad))
+        simulate(backward_of_one, 2, events, how, sequence_parallel)
+    mine = [event for rank, event in events if rank == 0]
+    backward = mine[mine.index("backward") + 1 : mine.index("end")]
+    if compiled:
+        started = [index for index, event in enumerate(backward) if event.startswith(("launch all_r", "launch reduce"))]
+        assert len(started) == 1 and started[0] < backward.index("dW")
+        return
+    gather, wait = ["all_gather_into_tensor"], ["wait_tensor"]
+    start = "reduce_scatter_tensor" if sequence_parallel else "all_reduce_"
+    # The product that is filled in is the earlier microbatch's: this one's own waits in the queue.
+    between = ["dW", *(wait * sequence_parallel)] if how == "filled" else [*(wait * sequence_parallel), "dW"]
+    assert backward == [*(gather * sequence_parallel), "dx", start, *between, *wait]
+
+
+# ---- What is refused, and what a module keeps. ----
+
+
+def whole_of(module: Any) -> dict[str, list[Tensor]]:
+    """Each parameter with its boxes, from all ranks."""
+    found: dict[str, list[Any]] = {}
+    for name, param in module.named_parameters():
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, (param.detach(), slice_of_marks(param, dist.group.WORLD).boxes))
+        found[name] = gathered
+    return found
+
+
+def initial_values() -> list[tuple[str, bool]]:
+    group, results = dist.group.WORLD, []
+    whole, cut = layers(), layers(tp_group=group, tp_size=2)
+    pickled, copied = pickle.loads(pickle.dumps(cut)), copy.deepcopy(cut)
+    again = layers(tp_group=group, device="meta").to_empty(device="cpu")
+    for model in (cut, pickled, copied, again):
+        if model is again:  # ``to_empty`` has left neither values nor marks
+            for each in (whole, again):
+                torch.manual_seed(0)
+                for module in filter(lambda module: hasattr(module, "reset_parameters"), each):
+                    module.reset_parameters()
+        for (name, param), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+            results.append((name, torch.equal(param, own_part(reference, param, group))))
+    return results
+
+
+def test_ranks_cut_their_initial_values_from_one_whole() -> None:
+    for found in simulate(initial_values, 2):
+        assert len(found) == 4 * 18
+        assert all(equal for _, equal in found), found
+
+
+def marks_of_a_gated_mlp() -> tuple[Any, ...]:
+    mlp: Any = LayerNormMLP(K, F, activation="swiglu", set_parallel_mode=True, tp_group=dist.group.WORLD)
+    return slice_of_marks(mlp.fc1_weight, dist.group.WORLD).boxes, mlp.fc2_weight.partition_dim, repr(mlp), type(mlp)
+
+
+def test_a_gated_weight_is_two_blocks_each_of_which_is_cut() -> None:
+    _, (boxes, dim, text, cls) = simulate(marks_of_a_gated_mlp, 2)
+    assert boxes == (Box((F // 2, 0), (F // 2, K)), Box((F + F // 2, 0), (F // 2, K)))
+    assert dim == 1 and issubclass(cls, LayerNormMLP) and text.startswith("TensorParallelLayerNormMLP(hidden_size=8")
+
+
+def biases_apart() -> list[Any]:
+    row: Any = Linear(F, K, parallel_mode="row", tp_group=dist.group.WORLD, return_bias=True)
+    whole: Any = (torch.manual_seed(dist.get_rank()), Linear(F, K))[1]
+    del whole
+    output, bias = row(torch.ones(2, F // 2))
+    return [bias is row.bias, output.detach()]
+
+
+def test_return_bias_leaves_the_bias_to_the_caller() -> None:
+    (first, output), (second, other) = simulate(biases_apart, 2)
+    assert first and second and torch.equal(output, other)
+
+
+def under_a_recipe(sequence_parallel: bool) -> dict[str, float]:
+    group = dist.group.WORLD
+    assert group is not None
+    dtype = torch.bfloat16
+    whole = layers(dtype=dtype)[:3]
+    model = layers(dtype=dtype, tp_group=group, sequence_parallel=sequence_parallel)[:3]
+    x, of_output = (each.to(dtype) for each in batch(0))
+    mine = part(x, sequence_parallel).clone().requires_grad_()
+    x.requires_grad_()
+    with autocast(recipe=Float8CurrentScaling(emulate=True)):
+        output = model(mine)
+    (output * part(of_output, sequence_parallel)).sum().backward()
+    (whole(x) * of_output).sum().backward()
+    errors = {"input": relative(mine.grad.float(), part(x.grad.float(), sequence_parallel))}
+    for (name, param), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if getattr(param, "sequence_parallel", False):
+            dist.all_reduce(param.grad, group=group)
+        errors[name] = relative(param.grad.float(), own_part(reference.grad, param, group).float())
+    return errors
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_products_under_a_recipe_are_exchanged_too(sequence_parallel: bool) -> None:
+    for errors in simulate(under_a_recipe, 2, sequence_parallel):
+        assert max(errors.values()) < 0.1, errors  # of eight bits; a missing sum is an error of more than 0.6
+
+
+def twice_differentiated(kind: str) -> None:
+    given: Any = {"tp_group": dist.group.WORLD, "fuse_wgrad_accumulation": kind == "fused"}
+    layer = Linear(K, F, parallel_mode="row" if kind == "row" else "column", **given)
+    x = torch.randn(2, K // 2 if kind == "row" else K, requires_grad=True)
+    torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("kind", ["fused", "column", "row"])
+def test_second_derivatives_are_refused(kind: str) -> None:
+    with pytest.raises(SimulatedRankError, match="second derivatives"):
+        simulate(twice_differentiated, 2, kind)
+
+
+def unconverted() -> bool:
+    model = layers(tp_group=dist.group.WORLD, fuse_wgrad_accumulation=True)
+    unconvert(model)
+    return any(layer.fuse_wgrad_accumulation for layer in model if isinstance(layer, Linear))
+
+
+def test_unconverted_layers_stay_cut() -> None:
+    assert simulate(unconverted, 2) == [False, False]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (partial(Linear, K, F, parallel_mode="column", tp_size=2), r"Linear\(tp_size=2\) needs tp_group"),
+        (partial(Linear, K, F, sequence_parallel=True), "say how a layer is cut that has a parallel_mode"),
+        (partial(LayerNormLinear, K, F, parallel_mode="row"), "cannot normalise them; it is 'column'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def refused_with_a_group(given: dict[str, Any]) -> None:
+    sizes = given.pop("sizes", (K, F))
+    Linear(*sizes, tp_group=dist.group.WORLD, **given)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({}, "say how a layer is cut that has a parallel_mode"),
+        ({"parallel_mode": "row", "tp_size": 4}, "tp_size=4, and tp_group has 2 ranks"),
+        ({"parallel_mode": "column", "sizes": (K, 7)}, r"weight \[7, 8\] does not divide over 2 ranks in dim 0"),
+    ],
+)
+def test_what_does_not_fit_the_ranks_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SimulatedRankError, match=message):
+        simulate(refused_with_a_group, 2, given)
+
+
+def odd_sequence() -> None:
+    row = Linear(F, K, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
+    row(torch.randn(5, F // 2))
+
+
+def test_a_sequence_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(SimulatedRankError, match=r"a sequence of 5 \(dim 0\) does not divide over 2 ranks"):
+        simulate(odd_sequence, 2)
+
+
+def test_one_rank_has_the_whole_layer() -> None:
+    def make() -> Any:
+        return type(Linear(K, F, parallel_mode="column", tp_group=dist.group.WORLD)), type(Linear(K, F, tp_size=1))
+
+    assert simulate(make, 1) == [(Linear, Linear)]
