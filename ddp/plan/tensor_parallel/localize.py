@@ -27,10 +27,10 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
     """Make local parameters of the DTensors that ``parallelize_module``, or transformers' ``tp_plan``, has made.
 
-    Returns the same module. Each DTensor becomes an ``nn.Parameter`` of its local tensor (the memory stays), which knows its ``ModelSlice``. Forwards
-    and state dicts have DTensors as before. Wrappers call this first; what is local already stays as it is. Tied
-    parameters stay tied if they are one DTensor. ``parallelize_module`` unties what is one parameter before: of an
-    embedding and a linear layer with equal values this warns.
+    Returns the same module. Each DTensor becomes an ``nn.Parameter`` of its local tensor (the memory stays), which
+    knows its ``ModelSlice``. Forwards and state dicts have DTensors as before. Wrappers call this first; what is local
+    already stays as it is. Tied parameters stay tied if they are one DTensor. ``parallelize_module`` unties what is one
+    parameter before: of an embedding and a linear layer with equal values this warns.
 
     ignored  ``id`` of parameters that stay as they are
 
