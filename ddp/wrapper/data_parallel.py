@@ -131,9 +131,8 @@ class DistributedDataParallel(BucketIteration):
         check_wrappers_can_run()
         check_arguments(module, config)
         super().__init__()
-        self.module = module
+        self.module = localize(module)
         self.ddp_config = config = config or DistributedDataParallelConfig()
-        localize(module)
         self.tensor_ranks = tensor_ranks = find_tensor_ranks(module, tensor_parallel_group)
         """The tensor-parallel ranks; None: nobody has said."""
         self.model_slices = slices = slices_of(module, tensor_ranks)

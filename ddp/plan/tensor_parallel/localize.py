@@ -4,7 +4,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["can_localize", "is_one_slice", "localize"]
 
+_Module = TypeVar("_Module", bound=nn.Module)
 
-def localize(module: nn.Module, ignored: Collection[int] = ()) -> None:
+
+def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
     """Make local parameters of the DTensors that ``parallelize_module``, or transformers' ``tp_plan``, has made.
 
-    Each becomes an ``nn.Parameter`` of its local tensor (the memory stays), which knows its ``ModelSlice``. Forwards
-    and state dicts have DTensors as before. Wrappers call this first; what is local already stays as it is. Tied
-    parameters stay tied if they are one DTensor. ``parallelize_module`` unties what is one parameter before: of an
-    embedding and a linear layer with equal values this warns.
+    Returns the same module. Each DTensor becomes an ``nn.Parameter`` of its local tensor (the memory stays), which
+    knows its ``ModelSlice``. Forwards and state dicts have DTensors as before. Wrappers call this first; what is local
+    already stays as it is. Tied parameters stay tied if they are one DTensor. ``parallelize_module`` unties what is one
+    parameter before: of an embedding and a linear layer with equal values this warns.
 
     ignored  ``id`` of parameters that stay as they are
 
@@ -36,7 +38,7 @@ def localize(module: nn.Module, ignored: Collection[int] = ()) -> None:
     modules that can run on no slice. DTensors of torch's ``fully_shard`` stay, and the wrappers refuse them.
     """
     if not can_localize(module):
-        return
+        return module
     from .forwards import show_in_forward
     from .layouts import LAYOUTS, layout_of, layouts_of
     from .state_dict import install_state_dict_hooks
@@ -58,6 +60,7 @@ def localize(module: nn.Module, ignored: Collection[int] = ()) -> None:
             if known is not None and model_slice_of(known) is None:  # a copied module's, too
                 set_model_slice(known, layout.model_slice())
         _mark_partial(owner)
+    return module
 
 
 def can_localize(module: nn.Module) -> bool:
