@@ -63,12 +63,12 @@ def save_checkpoint(
     finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
-    if ranks.grid.leaves_ranks_out:
+    if ranks.grid.leaves_ranks_out and getattr(model, "tensor_ranks", None) is None:
         refuse_slices(
             ((name, param) for name, param in source.module.named_parameters() if name not in source.slices),
             "save_checkpoint",
             "would write this rank's slices under the names of whole parameters, where other ranks write theirs",
-            "save state_dict() of each tensor-parallel rank to a file of its own",
+            "give DistributedDataParallel those ranks as tensor_parallel_group",
         )
     target, save_id, sets = _check_same_call(path, optimizer, source, "save_checkpoint")
 

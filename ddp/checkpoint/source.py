@@ -24,7 +24,7 @@ __all__ = [
     "HeldSlice",
     "Holding",
     "model_tensors",
-    "slices_of",
+    "slices_set_in",
     "tensor_group_of",
 ]
 
@@ -80,7 +80,7 @@ class CheckpointRanks(NamedTuple):
         return run_and_gather(action, telling, self.axes, self.failures, what)
 
 
-def slices_of(module: nn.Module) -> Mapping[str, ModelSlice]:
+def slices_set_in(module: nn.Module) -> Mapping[str, ModelSlice]:
     """By first name: what parameters and buffers are of those that tensor-parallel ranks hold together."""
     tensors: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     found = ((name, model_slice_of(tensor)) for name, tensor in tensors)

@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..wrapper.data_parallel import DistributedDataParallel
-from .source import CheckpointRanks, CheckpointSource, HeldSlice, Holding, model_tensors, slices_of, tensor_group_of
+from .source import CheckpointRanks, CheckpointSource, HeldSlice, Holding, model_tensors, slices_set_in, tensor_group_of
 
 __all__ = ["source_of"]
 
@@ -52,9 +52,9 @@ class WrapperSource:
         ranks = CheckpointRanks()
         if isinstance(model, DistributedDataParallel):
             self.module = model.module
-            grid, experts = model.grids["dense"], model.grids["expert"]
-            ranks = CheckpointRanks(grid, model.failures, experts=None if experts is grid else experts)
-        self.slices = slices_of(self.module)
+            grid, experts = model.grids["slice"], model.grids["expert"]
+            ranks = CheckpointRanks(grid, model.failures, experts=None if experts is model.grids["dense"] else experts)
+        self.slices = {**slices_set_in(self.module), **getattr(model, "model_slices", {})}
         self.ranks = ranks._replace(tensor=tensor_group_of(self.module, self.slices))
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:

@@ -1,126 +1,215 @@
-"""A model that tensor-parallel ranks hold together: rows, columns and packed blocks, cut unevenly."""
+"""A model cut by tensor parallelism, with or without sequence parallelism, as Megatron-core cuts and marks it.
 
-from collections.abc import Sequence
-from typing import Any
+Every rank builds the whole model by one seed, so that a plain copy on all the data tells what is right.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, set_model_slice
 
-VOCABULARY, WIDTH, HIDDEN = 11, 6, 7
+__all__ = ["WAYS", "CutModel", "Ranks", "Way", "batch", "cut", "joined", "plain_grads", "ranks_of_mesh", "wrapped"]
+
+DIM, LENGTH, ROWS = 6, 4, 2
 
 
-class _Sum(torch.autograd.Function):
-    """Sums over the ranks; each then has the whole gradient."""
+class Ranks(NamedTuple):
+    """This rank's data-parallel ranks (a mesh of one or two dims), and its tensor-parallel ones."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
+    dp: DeviceMesh
+    tp: DeviceMesh
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
-
-
-class _Copied(torch.autograd.Function):
-    """What each rank uses a part of; gradients are summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(dy, ctx.group), None
+    @property
+    def data_index(self) -> int:
+        """Which data this rank has: tensor-parallel ranks have the same."""
+        inner = self.dp.get_local_rank(self.dp.ndim - 1)
+        return inner if self.dp.ndim == 1 else self.dp.get_local_rank(0) * self.dp.size(1) + inner
 
 
-def pieces(length: int, count: int) -> list[tuple[int, int]]:
-    """[start, end) of each rank; the last ones may have fewer, or nothing."""
-    step = -(-length // count)
-    return [(min(index * step, length), min((index + 1) * step, length)) for index in range(count)]
+class Way(NamedTuple):
+    """A form of the wrapper: shape of the mesh (replicas, shards, tensor-parallel ranks), and options."""
+
+    mesh: tuple[int, int, int]
+    config: dict[str, Any]
 
 
-def cut(whole: Tensor, dim: int, blocks: int, group: dist.ProcessGroup | None) -> tuple[Tensor, ModelSlice]:
-    """This rank's part of a tensor that is ``blocks`` equal blocks along ``dim``, each cut over the ranks."""
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    length = whole.shape[dim] // blocks
-    start, end = pieces(length, size)[rank]
-    boxes = []
-    for block in range(blocks):
-        offsets, sizes = [0] * whole.ndim, list(whole.shape)
-        offsets[dim], sizes[dim] = block * length + start, end - start
-        boxes.append(Box(tuple(offsets), tuple(sizes)))
-    local = torch.cat([each.narrow(dim, start, end - start) for each in whole.split(length, dim)], dim)
-    return local.contiguous(), ModelSlice(tuple(whole.shape), tuple(boxes), dim, group, "slice")
+WAYS = {
+    "ddp": Way((1, 2, 2), {}),
+    "zero1": Way((1, 2, 2), {"use_distributed_optimizer": True}),
+    "zero1 of three": Way((1, 1, 3), {"use_distributed_optimizer": True}),
+    "hybrid": Way((2, 2, 2), {"use_distributed_optimizer": True}),
+}
 
 
-class Cut(nn.Module):
-    """Gate and up packed in one weight, a row-parallel layer, an embedding tied to the head by vocabulary, a frozen
-    slice, a slice that a rank of four has nothing of, a buffer of a slice, and copies.
+def ranks_of_mesh(shape: tuple[int, int, int]) -> Ranks:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp"))
+    return Ranks(mesh["replicate", "shard"] if shape[0] > 1 else mesh["shard"], mesh["tp"])
 
-    group  the tensor-parallel ranks; None: this rank has everything, and no slice is known
-    """
 
-    def __init__(self, group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, 1)
+
+
+def own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.tensor_split(group.size(), 1)[group.rank()].contiguous()
+
+
+def _pair(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+            ctx.group = group
+            return forward(x, group)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+            return backward(dy, ctx.group), None
+
+    return Pair.apply
+
+
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return own_part(sum_over(x, group), group)
+
+
+copy_in, reduce_out = _pair(_same, sum_over), _pair(sum_over, _same)
+gather_in, scatter_out = _pair(gathered, _scattered), _pair(_scattered, gathered)
+split, unsplit = _pair(own_part, gathered), _pair(gathered, own_part)
+
+
+class Block(nn.Module):
+    """x + down(gelu(up(norm(x)))): ``up`` is cut by rows, ``down`` by columns, and its bias is added after the sum."""
+
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.group = group
-        self.embed = self._slice(torch.randn(VOCABULARY, WIDTH), 0, dtype)
-        self.gate_up = self._slice(torch.randn(2 * HIDDEN, WIDTH), 0, dtype, blocks=2)
-        self.gate_up_bias = self._slice(torch.randn(2 * HIDDEN), 0, dtype, blocks=2)
-        self.down = self._slice(torch.randn(WIDTH, HIDDEN), 1, dtype)
-        self.down_bias = nn.Parameter(torch.randn(WIDTH).to(dtype))
-        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float32)
-        self.mix = self._slice(torch.randn(3, WIDTH), 0, dtype)
-        self.fixed = self._slice(torch.rand(HIDDEN), 0, dtype)
-        self.fixed.requires_grad_(False)
-        self.register_buffer("scales", self._slice(torch.rand(HIDDEN), 0, torch.float32).detach())
-        if group is not None:
-            set_model_slice(self.scales, cut(torch.zeros(HIDDEN), 0, 1, group)[1])
-            for copies in (self.down_bias, *self.norm.parameters()):
-                shape = tuple(copies.shape)
-                set_model_slice(copies, ModelSlice(shape, (Box((0,), shape),), None, group, "dense"))
-        self.head = nn.Linear(1, 1, bias=False)
-        self.head.weight = self.embed
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, hidden), nn.Linear(hidden, DIM, bias=False)
+        self.bias = nn.Parameter(torch.randn(DIM) / 4)
+        self.into, self.out = (lambda x: x), (lambda x: x)
 
-    def _slice(self, whole: Tensor, dim: int, dtype: torch.dtype, blocks: int = 1) -> nn.Parameter:
-        local, found = cut(whole.to(dtype), dim, blocks, self.group)
-        param = nn.Parameter(local)
-        if self.group is not None:
-            set_model_slice(param, found)
-        return param
-
-    def _sum(self, x: Tensor) -> Tensor:
-        return x if self.group is None else _Sum.apply(x, self.group)
-
-    def _copied(self, x: Tensor) -> Tensor:
-        return x if self.group is None else _Copied.apply(x, self.group)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        rank, size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
-        start, end = pieces(VOCABULARY, size)[rank]
-        mine = ((tokens >= start) & (tokens < end))[..., None]
-        x = self._sum(self.embed[(tokens - start).clamp(0, max(0, end - start - 1))] * mine)
-        x = x + self._sum(self.mix.sum(0))
-        x = self.norm(x.float()).to(x.dtype)
-        gate, up = F.linear(self._copied(x), self.gate_up, self.gate_up_bias).chunk(2, -1)
-        hidden = F.silu(gate) * up * self.fixed * self.scales.to(x.dtype)
-        x = self._copied(self._sum(F.linear(hidden, self.down)) + self.down_bias)
-        return self._sum(F.pad(F.linear(x, self.head.weight), (start, VOCABULARY - end)))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.down(nn.functional.gelu(self.up(self.into(self.norm(x)))))) + self.bias
 
 
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randint(VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(100 * rank + step))
+class CutModel(nn.Module):
+    """Two blocks between an embedding and a head that all ranks hold."""
+
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.head = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, 5)
+        self.blocks = nn.ModuleList([Block(hidden) for _ in range(2)])
+        for param in self.parameters():
+            nn.init.normal_(param, std=0.4)
+        self.split, self.unsplit = (lambda x: x), (lambda x: x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.split(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.unsplit(x))
 
 
-def loss_of(model: nn.Module, step: int, ranks: Sequence[int]) -> Tensor:
-    """The mean over these ranks' batches."""
-    tokens = torch.cat([batch(step, rank) for rank in ranks])
-    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten())
+def batch(index: int) -> Tensor:
+    return torch.randn(ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(100 + index))
+
+
+def loss_of(model: nn.Module, index: int) -> Tensor:
+    return model(batch(index)).square().mean()
+
+
+def _cut_param(linear: nn.Linear, name: str, dim: int, group: dist.ProcessGroup, *, marks: bool) -> None:
+    whole = getattr(linear, name)
+    parts = whole.detach().tensor_split(group.size(), dim)
+    param = nn.Parameter(parts[group.rank()].clone())
+    setattr(linear, name, param)
+    if marks:
+        param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
+        return
+    offset = sum(part.shape[dim] for part in parts[: group.rank()])
+    box = Box(tuple(offset if each == dim else 0 for each in range(whole.dim())), tuple(param.shape))
+    set_model_slice(param, ModelSlice(tuple(whole.shape), (box,), dim, group, "slice"))
+
+
+def cut(model: CutModel, group: dist.ProcessGroup, *, sp: bool = False, marks: bool = True) -> CutModel:
+    """Cut and mark ``model``. Without ``marks`` slices are told as those that were DTensors."""
+    into, out = (gather_in, scatter_out) if sp else (copy_in, reduce_out)
+    for block in model.blocks:
+        _cut_param(block.up, "weight", 0, group, marks=marks)
+        _cut_param(block.up, "bias", 0, group, marks=marks)
+        _cut_param(block.down, "weight", 1, group, marks=marks)
+        block.into, block.out = (lambda x: into(x, group)), (lambda x: out(x, group))
+        for param in (*block.norm.parameters(), block.bias) if sp else ():
+            if marks:
+                param.sequence_parallel = True
+            else:
+                shape = tuple(param.shape)
+                set_model_slice(param, ModelSlice(shape, (Box((0,) * len(shape), shape),), None, group, "partial"))
+    if sp:
+        model.split, model.unsplit = (lambda x: split(x, group)), (lambda x: unsplit(x, group))
+    return model
+
+
+def wrapped(
+    way: str, ranks: Ranks, *, hidden: int = 12, sp: bool = False, marks: bool = True, **options: Any
+) -> DistributedDataParallel:
+    model = cut(CutModel(hidden), ranks.tp.get_group(), sp=sp, marks=marks)
+    config = DistributedDataParallelConfig(**{"bucket_size": 50, **WAYS[way].config, **options})
+    return DistributedDataParallel(model, config, process_group=ranks.dp, tensor_parallel_group=ranks.tp)
+
+
+def plain_grads(num_batches: int, hidden: int = 12) -> dict[str, Tensor]:
+    """Gradients of the mean loss over all batches."""
+    model = CutModel(hidden)
+    for index in range(num_batches):
+        (loss_of(model, index) / num_batches).backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def joined(model: DistributedDataParallel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors of each rank's local ones: slices go into their boxes, and are summed over the ranks of a model."""
+    found = {}
+    for name, local in tensors.items():
+        held = model.model_slices.get(name)
+        if held is None or held.grad != "slice":
+            found[name] = local.detach().clone()
+            continue
+        whole = local.new_zeros(held.shape)
+        (box,) = held.boxes
+        Box((0,) * len(held.shape), held.shape).view_of(box, whole).copy_(local.detach())
+        dist.all_reduce(whole, group=held.group)
+        found[name] = whole
+    return found
+
+
+def train(model: DistributedDataParallel, optimizer: DistributedOptimizer, ranks: Ranks, microbatches: int) -> None:
+    """One step over this rank's microbatches."""
+    backward(model, ranks, microbatches)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def backward(model: DistributedDataParallel, ranks: Ranks, microbatches: int = 1) -> None:
+    first = ranks.data_index * microbatches
+    with model.no_sync():
+        for index in range(first, first + microbatches - 1):
+            (loss_of(model, index) / microbatches).backward()
+    (loss_of(model, first + microbatches - 1) / microbatches).backward()

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cut_models
 import pytest
 import torch
 import torch.distributed as dist
+import uneven_cuts
 from checkpointed import assert_same_files, files_content
-from cut_models import Cut, loss_of
+from cut_models import WAYS, CutModel, joined, ranks_of_mesh, train, wrapped
 from gloo import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from uneven_cuts import Cut, loss_of
 
 from maingrad.ddp import (
     WORLD_OF_ONE,
@@ -269,18 +270,39 @@ def test_an_export_is_one_file_of_whole_parameters(saved: Callable[[torch.dtype]
         assert torch.equal(exported[name], tensors["master"].get(name, tensor).float()), name
 
 
-def saves_in_the_background(folder: Path) -> None:
+def saves_both_ways(folder: Path) -> None:
     model, optimizer = build(ZERO1_TP2, FP32)
     take_steps(model, optimizer, range(3), ZERO1_TP2)
-    pending = save_checkpoint(folder, model, optimizer, extra={"step": 3}, background=True)
+    save_checkpoint(folder / "in front", model, optimizer)
+    pending = save_checkpoint(folder / "behind", model, optimizer, background=True)
     take_steps(model, optimizer, range(3, 4), ZERO1_TP2)
     pending.wait()
 
 
 @pytest.mark.in_turn
-def test_a_save_in_the_background(saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
-    run_ranks(saves_in_the_background, 4, tmp_path / "there")
-    assert_same_files(saved(FP32), tmp_path / "there")
+def test_a_save_in_the_background(tmp_path: Path) -> None:
+    run_ranks(saves_both_ways, 4, tmp_path)
+    assert_same_files(tmp_path / "in front", tmp_path / "behind")
+
+
+def saves_marked(folder: Path, way: str) -> dict[str, Tensor]:
+    ranks = ranks_of_mesh(WAYS[way].mesh)
+    model = wrapped(way, ranks, sp=True)
+    optimizer = DistributedOptimizer(model, lr=0.1, max_grad_norm=1.0)
+    train(model, optimizer, ranks, 1)
+    save_checkpoint(folder, model, optimizer)
+    return joined(model, dict(model.module.named_parameters()))
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
+def test_slices_by_megatrons_marks(way: str, tmp_path: Path) -> None:
+    """Of a model with sequence parallelism, into one that is not cut."""
+    replicas, shards, tp = WAYS[way].mesh
+    expected = simulate(saves_marked, replicas * shards * tp, tmp_path / "c", way)[-1]
+    model = CutModel()
+    load_checkpoint(tmp_path / "c", model)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, expected[name]), name
 
 
 # ---- Errors, on all ranks alike. ----
@@ -311,7 +333,7 @@ def test_a_model_of_another_shape_is_told_of_whole_shapes(
     saved: Callable[[torch.dtype], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(FP32)
-    monkeypatch.setattr(cut_models, "HIDDEN", 9)
+    monkeypatch.setattr(uneven_cuts, "HIDDEN", 9)
     expected = (
         "'gate_up' is a parameter of float32 [18, 6] in the model and a parameter of float32 [14, 6] in the "
         "checkpoint; 'gate_up_bias' is a parameter of float32 [18]"
@@ -362,15 +384,17 @@ def test_ranks_that_do_not_fit_each_other_are_refused(name: str, tmp_path: Path)
     assert not (tmp_path / "c").exists()
 
 
-def test_a_slice_that_only_a_mark_tells_is_refused(tmp_path: Path) -> None:
-    """In a model whose other slices are known."""
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_slice_of_which_nobody_says_the_ranks_is_refused(sharded: bool, tmp_path: Path) -> None:
+    """Also in a model whose other slices are known."""
 
     def forget() -> None:
         dp, tp = meshes(ZERO1_TP2)
         module = Cut(tp)
         del module.down._maingrad_model_slice
         module.down.tensor_model_parallel = True  # type: ignore[attr-defined]
-        save_checkpoint(tmp_path / "c", DistributedDataParallel(module, process_group=dp))
+        save_checkpoint(tmp_path / "c", fully_shard(module, dp) if sharded else module)
 
     for text in refusals(forget, "save_checkpoint would write this rank's slices"):
         assert "'down'" in text
+        assert "tensor_parallel_group" in text
