@@ -81,12 +81,9 @@ def build(layout: Layout, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module,
     module = Cut(tp, dtype, seed)
     if layout.wrapper.endswith("zero3") or layout.wrapper.startswith("hsdp"):
         placements = layout.wrapper if layout.wrapper.startswith("hsdp") else "zero3"
-        fully_shard(
-            module.float(),
-            dp,
-            placements=placements,
-            mixed_precision=MixedPrecisionPolicy(param_dtype=None if dtype is FP32 else dtype),
-        )
+        policy = MixedPrecisionPolicy(param_dtype=None if dtype is FP32 else dtype)
+        fully_shard(module.norm, dp, placements=placements)
+        fully_shard(module.float(), dp, placements=placements, mixed_precision=policy)
         return module, torch.optim.AdamW(module.parameters(), lr=0.02, weight_decay=0.1)
     config = DistributedDataParallelConfig(use_distributed_optimizer=layout.wrapper != "ddp", bucket_size=60)
     ddp = DistributedDataParallel(module, config, process_group=dp)
@@ -196,8 +193,9 @@ def test_two_to_one_to_four_to_zero3_with_masters(saved: Callable[[torch.dtype],
     for (source, target), name in zip(itertools.pairwise(folders), ("tp 1", "tp 4", "zero3"), strict=True):
         simulate(load_and_save, LAYOUTS[name].ranks, source, target, LAYOUTS[name], BF16)
     (tensors, _), (sharded, _) = files_content(folders[0]), files_content(folders[-1])
-    for parameter, master in tensors["master"].items():
-        assert torch.equal(sharded["master"][parameter], master), parameter
+    for section in ("model", "master"):
+        for parameter, value in tensors[section].items():
+            assert torch.equal(sharded[section][parameter], value), parameter
     for parameter, state in tensors["optimizer"]["state"].items():
         for key, value in state.items():
             assert torch.equal(sharded["optimizer"]["state"][parameter][key], value), (parameter, key)
@@ -219,17 +217,25 @@ def test_training_goes_on_at_another_degree(name: str, saved: Callable[[torch.dt
 # ---- What is written, and by whom. ----
 
 
-def test_each_element_is_written_once(saved: Callable[[torch.dtype], Path]) -> None:
-    """Those of slices by the ranks that hold them, and those of copies by one."""
-    manifest = Manifest.read(saved(BF16))  # this checks that boxes tile each tensor
+def steps_and_save(folder: Path, layout: Layout) -> None:
+    model, optimizer = build(layout, BF16)
+    take_steps(model, optimizer, range(1), layout)
+    save_checkpoint(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("wrapper", ["zero1", "ddp", "zero3"])
+def test_each_element_is_written_once(wrapper: str, tmp_path: Path) -> None:
+    """Those of slices by a rank that holds them, and those of copies by one of all ranks."""
+    simulate(steps_and_save, 4, tmp_path / "c", Layout(wrapper, 2, 2))
+    manifest = Manifest.read(tmp_path / "c")  # this checks that boxes tile each tensor
     assert sorted(manifest.nbytes) == [0, 1, 2, 3]
     whole = Cut(None, BF16)
     for name, param in [*whole.named_parameters(), *whole.named_buffers()]:
         assert manifest.tensors[name].shape == tuple(param.shape)
-    entries = [name for path in saved(BF16).glob("*.safetensors") for name in load_file(path)]
-    sections = [entry.dtypes for entry in manifest.tensors.values()]
-    boxes = [len(entry.boxes) for entry in manifest.tensors.values()]
-    assert len(entries) == sum(len(each) * count for each, count in zip(sections, boxes, strict=True))
+    written = sum(
+        tensor.nbytes for path in (tmp_path / "c").glob("*.safetensors") for tensor in load_file(path).values()
+    )
+    assert written == sum(manifest.nbytes.values())
 
 
 @pytest.mark.parametrize("wrapper", ["zero1", "ddp", "zero3"])
