@@ -79,11 +79,12 @@ def save_checkpoint(
             manifest = None
             if ranks.is_first:
                 staging.begin()
+                tensors = saved_tensors(writers, (item for each in notes for item in each.tensors.items()))
                 manifest = Manifest(
                     save_id,
-                    saved_tensors(writers, (item for each in notes for item in each.tensors.items())),
+                    tensors,
                     dict(pair for each in notes for pair in each.tied.items()),
-                    sets.number,
+                    sets.number_in(tensors),
                     notes[0].optimizer,
                     extra,
                 )
@@ -127,7 +128,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         def choose(manifest: Manifest) -> Parts:
             stored = sets.here_of(manifest.tensors)
             entries = {name: manifest.tensors[there] for name, there in stored.items()}
-            holding, adopts = _with_on_demand(held, source.module, entries)
+            holding, adopts = _with_on_demand(_with_sets(held, stored), source.module, entries)
             _check_fits(target, manifest, entries, holding, sets)
             moments, install = plan_optimizer(manifest.optimizer, entries, holding)
             at_the_end[:] = [*adopts, install]
@@ -173,7 +174,8 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
 
 
 class ExpertSets(NamedTuple):
-    """The sets of experts that different ranks hold under the same names: each is stored under names of its own."""
+    """The sets of experts that different ranks hold under the same names. Each is stored under names of its own, unless
+    experts are known as slices of a parameter of all experts."""
 
     own: str
     """Suffix of the stored names of this rank's experts; empty where all ranks hold the same."""
@@ -184,6 +186,10 @@ class ExpertSets(NamedTuple):
     def number(self) -> int:
         """Number of different sets, 1 for a model without experts."""
         return len(self.suffixes) or 1
+
+    def number_in(self, names: Iterable[str]) -> int:
+        """Number of sets that are stored apart under such names."""
+        return self.number if any(name.endswith(tuple(self.suffixes)) for name in names) else 1
 
     def here_of(self, stored: Iterable[str]) -> dict[str, str]:
         """Names in the model -> stored names, without the experts that only other ranks hold."""
@@ -250,7 +256,8 @@ def _list_saved(
         lambda: _look_at(source.hold(optimizer, saving=True), ranks, sets), lambda seen: seen[1], what
     )
     writers = assign([each.parts for each in notes])
-    for expert_set, suffix in enumerate(sets.suffixes):
+    are_apart = sets.number_in(part.name for part in writers) > 1
+    for expert_set, suffix in enumerate(sets.suffixes if are_apart else ()):
         if not any(part.name.endswith(suffix) for part in writers):
             raise ValueError(
                 f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
@@ -269,7 +276,7 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     tensors = holding.tensors
 
     def stored(name: str) -> str:
-        return name + sets.own if name in tensors.experts else name
+        return name + sets.own if name in tensors.unplaced_experts else name
 
     parts: Parts = {}
     told: dict[str, dict[str, Any]] = {stored(name): {"is_buffer": True} for name in tensors.buffers}
@@ -307,6 +314,15 @@ def _dense(stored: str, tensor: Tensor, cut: ModelSlice | None) -> Parts:
 
 
 # ---- What is loaded. ----
+
+
+def _with_sets(holding: Holding, stored: Mapping[str, str]) -> Holding:
+    """``holding``, without the slices of experts that the checkpoint has as sets, as those before it knew slices.
+
+    stored  names in the model -> stored names
+    """
+    slices = {name: each for name, each in holding.tensors.slices.items() if stored.get(name, name) == name}
+    return holding._replace(tensors=holding.tensors._replace(slices=slices))
 
 
 def _with_on_demand(
@@ -377,10 +393,10 @@ def _check_fits(
         for name in {**present, **saved}
         if saved.get(name) not in present.get(name, [])
     ]
-    if manifest.num_expert_sets != sets.number:
+    if manifest.num_expert_sets not in (sets.number, sets.number if tensors.unplaced_experts else 1):
         misfits = [
             f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
-            f"ranks have {sets.number}: experts do not move between ranks"
+            f"ranks have {sets.number}: experts do not move between ranks, unless a ModelSlice says which they are"
         ]
     if misfits:
         raise ValueError(

@@ -50,6 +50,12 @@ def pieces(length: int, count: int) -> list[tuple[int, int]]:
 def cut(whole: Tensor, dim: int, blocks: int, group: dist.ProcessGroup | None) -> tuple[Tensor, ModelSlice]:
     """This rank's part of a tensor that is ``blocks`` equal blocks along ``dim``, each cut over the ranks."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    local, found = part_of(whole, dim, blocks, rank, size)
+    return local, found._replace(group=group)
+
+
+def part_of(whole: Tensor, dim: int, blocks: int, rank: int, size: int) -> tuple[Tensor, ModelSlice]:
+    """The part of one of ``size`` ranks."""
     length = whole.shape[dim] // blocks
     start, end = pieces(length, size)[rank]
     boxes = []
@@ -58,7 +64,7 @@ def cut(whole: Tensor, dim: int, blocks: int, group: dist.ProcessGroup | None) -
         offsets[dim], sizes[dim] = block * length + start, end - start
         boxes.append(Box(tuple(offsets), tuple(sizes)))
     local = torch.cat([each.narrow(dim, start, end - start) for each in whole.split(length, dim)], dim)
-    return local.contiguous(), ModelSlice(tuple(whole.shape), tuple(boxes), dim, group, "slice")
+    return local.contiguous(), ModelSlice(tuple(whole.shape), tuple(boxes), dim, None, "slice")
 
 
 class Cut(nn.Module):

@@ -65,4 +65,23 @@ FAULTS = [
             )
         ],
     ),
+    Fault(
+        "73i-experts-stay-on-their-ranks",
+        sentence="Experts that are known as slices of a parameter of all experts are stored for each set of ranks.",
+        tests=[TESTS + "test_experts_move_between_ranks"],
+        changes=[
+            Change(
+                SOURCE,
+                "ModelTensors.unplaced_experts",
+                "{name for name in self.experts if self.tied.get(name, name) not in self.slices}",
+                "self.experts",
+            )
+        ],
+    ),
+    Fault(
+        "73j-a-set-of-experts-is-taken-for-all",
+        sentence="Experts that an earlier checkpoint has as a set are looked for among all experts.",
+        tests=[TESTS + "test_sets_of_experts_of_an_earlier_checkpoint_are_read"],
+        changes=[Change(CALLS, "_with_sets", "if stored.get(name, name) == name", "if True")],
+    ),
 ]
