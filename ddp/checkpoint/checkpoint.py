@@ -47,8 +47,8 @@ def save_checkpoint(
 ) -> PendingSave:
     """Write the model and its optimizer into the folder ``path``, on a file system that all ranks share.
 
-    model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks. Any other module:
-               this process writes it alone
+    model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks, tensor-parallel
+               ones too. Any other module: this process writes it alone, or with the ranks that hold its other slices
     optimizer  the model's ``DistributedOptimizer``; for a fully sharded model, the torch optimizer over its parameters.
                None: only the weights are saved
     extra      other values to save (steps, schedulers, random states): anything that JSON holds. The first rank's
@@ -106,7 +106,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """Read a checkpoint of ``save_checkpoint`` into a model with the same parameters; returns ``extra``.
 
     model      a ``DistributedDataParallel`` or ``fully_shard`` model of any number of ranks, buckets and placement:
-               collective over all its ranks. Any other module: this process fills it alone
+               collective over all its ranks, tensor-parallel ones too. Any other module: this process fills it
+               alone, or with the ranks that hold its other slices
     optimizer  the model's optimizer, of the saved class and with the saved groups of parameters. Hyperparameters,
                masters and moments become the saved ones. None: only the weights are read
 
@@ -273,16 +274,17 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     Whole parameters, which all ranks hold, are dealt to the writers in turn. Slices are told by every rank that holds
     them. Running statistics may differ between ranks: the first one's are saved, as ``broadcast_params`` copies them.
     """
-    tensors = holding.tensors
+    tensors, slices = holding.tensors, holding.tensors.slices
+    of_sets = tensors.unplaced_experts
 
     def stored(name: str) -> str:
-        return name + sets.own if name in tensors.unplaced_experts else name
+        return name + sets.own if name in of_sets else name
 
     parts: Parts = {}
     told: dict[str, dict[str, Any]] = {stored(name): {"is_buffer": True} for name in tensors.buffers}
     for turn, (name, tensor) in [*enumerate(holding.whole.items()), *((0, each) for each in tensors.buffers.items())]:
-        if name in tensors.experts or name in tensors.slices or turn % ranks.num_writers == ranks.place:
-            parts |= _dense(stored(name), tensor, tensors.slices.get(name))
+        if name in tensors.experts or name in slices or turn % ranks.num_writers == ranks.place:
+            parts |= _dense(stored(name), tensor, slices.get(name))
         if name not in tensors.buffers:
             told[stored(name)] = {"shape": tensors.shape_of(name, tensor.shape)}  # refused where nobody writes it
     for name, held in holding.slices.items():
@@ -290,7 +292,7 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
         sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state.items()}}
         if held.master.dtype is not held.dtype:
             sections["master"] = held.master
-        parts |= parts_of_range(there, held.shape, held.start, sections, tensors.slices.get(name), model=held.dtype)
+        parts |= parts_of_range(there, held.shape, held.start, sections, slices.get(name), model=held.dtype)
         told[there] = {"shape": tensors.shape_of(name, held.shape), "group": held.group}
         if held.scalars:
             told[there]["scalars"] = {
