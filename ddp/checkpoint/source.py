@@ -45,6 +45,15 @@ class CheckpointRanks(NamedTuple):
     tensor: dist.ProcessGroup | None = None
     """The tensor-parallel ranks, each of which is in another ``grid``. An instance has all of them."""
 
+    def with_tensor(self, group: dist.ProcessGroup | None) -> "CheckpointRanks":
+        """With these tensor-parallel ranks, which are among those that errors name."""
+        if group is None:
+            return self
+        failures, own = self.failures or FailureReporter(), RankGrid(group, None, None)
+        if own not in (known := [*failures.grids]):
+            failures.grids = [*known, own]
+        return self._replace(tensor=group, failures=failures)
+
     @property
     def axes(self) -> Sequence[dist.ProcessGroup]:
         """The groups of more than one rank: those of an instance, then that across instances."""

@@ -58,7 +58,7 @@ class WrapperSource:
             grid, experts = model.grids["slice"], model.grids["expert"]
             ranks = CheckpointRanks(grid, model.failures, experts=None if experts is model.grids["dense"] else experts)
         self.slices: Mapping[str, ModelSlice] = {**slices_set_in(self.module), **getattr(model, "model_slices", {})}
-        self.ranks = ranks._replace(tensor=tensor_group_of(self.module, self.slices))
+        self.ranks = ranks.with_tensor(tensor_group_of(self.module, self.slices))
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds: the optimizer's slices; all elements of frozen parameters, and without an optimizer."""

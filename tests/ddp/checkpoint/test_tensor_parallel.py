@@ -30,7 +30,7 @@ from maingrad.ddp import (
 )
 from maingrad.ddp.checkpoint.files.manifest import Manifest
 from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice
-from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
+from maingrad.fsdp import MixedPrecisionPolicy, ShardedAdamW, fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
 
@@ -58,11 +58,16 @@ LAYOUTS = {
     "tp 3 of zero1": Layout("zero1", 2, 3),
     "hybrid tp 2": Layout("hybrid", 4, 2),
     "compact tp 2": Layout("compact", 2, 2),
+    "compact zero3 tp 2": Layout("compact zero3", 2, 2),
     "zero3": Layout("zero3", 2, 1),
     "zero3 tp 2": Layout("zero3", 2, 2),
     "hybrid zero3 tp 2": Layout("hybrid zero3", 4, 2),
     "hsdp_zero1 tp 2": Layout("hsdp_zero1", 4, 2),
 }
+
+
+SHARDED_FP32 = ("zero3", "zero3 tp 2", "hybrid zero3 tp 2", "hsdp_zero1 tp 2")
+"""Their frozen parameters are fp32 at rest, which no wrapper of half-precision models keeps."""
 
 
 def meshes(layout: Layout) -> tuple[Any, dist.ProcessGroup | None]:
@@ -83,6 +88,10 @@ def build(layout: Layout, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module,
         placements = layout.wrapper if layout.wrapper.startswith("hsdp") else "zero3"
         policy = MixedPrecisionPolicy(param_dtype=None if dtype is FP32 else dtype)
         fully_shard(module.norm, dp, placements=placements)
+        if layout.wrapper.startswith("compact"):
+            fully_shard(module, dp, placements=placements)
+            kept = {"state": "compact", "moment_dtype": FP32}
+            return module, ShardedAdamW(module.parameters(), lr=0.02, weight_decay=0.1, **kept)  # type: ignore[arg-type]
         fully_shard(module.float(), dp, placements=placements, mixed_precision=policy)
         return module, torch.optim.AdamW(module.parameters(), lr=0.02, weight_decay=0.1)
     config = DistributedDataParallelConfig(use_distributed_optimizer=layout.wrapper != "ddp", bucket_size=60)
@@ -168,7 +177,7 @@ def test_a_checkpoint_of_two_ranks_has_the_whole_parameters(tmp_path: Path) -> N
         assert torch.equal(tensors["model"][name], tensor), name
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "zero3" not in name and "hsdp" not in name])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in SHARDED_FP32])
 def test_masters_and_moments_go_through_any_degree(
     name: str, saved: Callable[[torch.dtype], Path], tmp_path: Path
 ) -> None:
@@ -179,7 +188,7 @@ def test_masters_and_moments_go_through_any_degree(
     assert_same_files(saved(BF16), tmp_path / "back")
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "zero3" in name or "hsdp" in name])
+@pytest.mark.parametrize("name", SHARDED_FP32)
 def test_and_through_sharded_models(name: str, saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     simulate(load_and_save, layout.ranks, saved(FP32), tmp_path / "there", layout, FP32)
