@@ -80,7 +80,7 @@ def meshes(layout: Layout) -> tuple[Any, dist.ProcessGroup | None]:
     return (mesh["inner"] if outer == 1 else mesh["outer", "inner"]), tp
 
 
-def build(layout: Layout, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, Any]:
+def build(layout: Layout, dtype: torch.dtype, seed: int = 0, moment_dtype: torch.dtype = FP32) -> tuple[nn.Module, Any]:
     """The model in its wrapper, and its optimizer."""
     dp, tp = meshes(layout)
     module = Cut(tp, dtype, seed)
@@ -90,13 +90,16 @@ def build(layout: Layout, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module,
         fully_shard(module.norm, dp, placements=placements)
         if layout.wrapper.startswith("compact"):
             fully_shard(module, dp, placements=placements)
-            kept = {"state": "compact", "moment_dtype": FP32}
+            kept = {"state": "compact", "moment_dtype": moment_dtype}
             return module, ShardedAdamW(module.parameters(), lr=0.02, weight_decay=0.1, **kept)  # type: ignore[arg-type]
         fully_shard(module.float(), dp, placements=placements, mixed_precision=policy)
         return module, torch.optim.AdamW(module.parameters(), lr=0.02, weight_decay=0.1)
-    config = DistributedDataParallelConfig(use_distributed_optimizer=layout.wrapper != "ddp", bucket_size=60)
+    atom = 256 if moment_dtype is torch.uint8 else 1
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.wrapper != "ddp", bucket_size=60, shard_atom=atom
+    )
     ddp = DistributedDataParallel(module, config, process_group=dp)
-    options = {"state": "compact", "moment_dtype": FP32} if layout.wrapper == "compact" else {}
+    options = {"state": "compact", "moment_dtype": moment_dtype} if layout.wrapper == "compact" else {}
     return ddp, DistributedOptimizer(ddp, lr=0.02, weight_decay=0.1, **options)  # type: ignore[arg-type]
 
 
@@ -208,6 +211,29 @@ def test_two_to_one_to_four_to_zero3_with_masters(saved: Callable[[torch.dtype],
     for parameter, state in tensors["optimizer"]["state"].items():
         for key, value in state.items():
             assert torch.equal(sharded["optimizer"]["state"][parameter][key], value), (parameter, key)
+
+
+def load_and_save_8_bits(source: Path, target: Path, layout: Layout) -> None:
+    model, optimizer = build(layout, BF16, 1, torch.uint8)
+    load_checkpoint(source, model, optimizer)
+    save_checkpoint(target, model, optimizer, extra={"step": 3})
+
+
+def test_moments_in_8_bits_are_rounded_again_at_another_degree(
+    saved: Callable[[torch.dtype], Path], tmp_path: Path
+) -> None:
+    compact = Layout("compact", 2, 2)
+    simulate(load_and_save_8_bits, 4, saved(BF16), tmp_path / "first", compact)
+    simulate(load_and_save_8_bits, 4, tmp_path / "first", tmp_path / "same", compact)
+    assert_same_files(tmp_path / "first", tmp_path / "same")
+    simulate(load_and_save_8_bits, 2, tmp_path / "first", tmp_path / "tp 1", Layout("compact", 2, 1))
+    (tensors, _), (others, _) = files_content(tmp_path / "first"), files_content(tmp_path / "tp 1")
+    for name, master in tensors["master"].items():
+        assert torch.equal(others["master"][name], master), name
+    for name, state in tensors["optimizer"]["state"].items():
+        for key, value in state.items():
+            found = others["optimizer"]["state"][name][key]
+            torch.testing.assert_close(found, value, rtol=0.0, atol=0.01 * value.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
