@@ -39,6 +39,7 @@ from ..config import DistributedDataParallelConfig
 from ..contract.delayed import compute_pending
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
+from ..plan.model_slice import ModelSlice
 from ..torch_grads.shown_params import ShownGrads
 from .attachment import AroundModule, discard_grads
 from .parts import BucketParts
@@ -56,6 +57,7 @@ class BucketIteration(AroundModule):
     records: Sequence[GradRecord]
     reductions: Mapping[str, GradReduction]
     grids: Mapping[str, RankGrid]
+    model_slices: Mapping[str, ModelSlice]
     failures: FailureReporter
     readiness: Readiness
     steps: StepCheck
@@ -287,9 +289,10 @@ class BucketIteration(AroundModule):
         where gradients were divided by tokens or summed over stages, where delayed ones are pending, and for schedules.
         """
         self.begin_if_cleared()
-        divided = self._finished and not (self._num_tokens is None and self.shared_embedding is None)
+        divided = self._finished and self._num_tokens is not None
+        joined = self._finished and self.shared_embedding is not None
         late = any(record.pending or record.exposed for record in self.records)
-        if not self.shown.active or divided or late:
+        if not self.shown.active or divided or joined or late:
             return
         self._launcher.launch_rest()
         self.steps.start(again=True)
