@@ -68,7 +68,7 @@ def save_checkpoint(
             ((name, param) for name, param in source.module.named_parameters() if name not in source.slices),
             "save_checkpoint",
             "would write this rank's slices under the names of whole parameters, where other ranks write theirs",
-            "give DistributedDataParallel those ranks as tensor_parallel_group",
+            "give the wrapper those ranks as tensor_parallel_group",
         )
     target, save_id, sets = _check_same_call(path, optimizer, source, "save_checkpoint")
 
