@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.failure_report import CollectiveError, gather, with_more_text
+from ..plan.model_slice import ModelSlice
 from ..plan.owned_params import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
@@ -46,8 +47,8 @@ def save_checkpoint(
 ) -> PendingSave:
     """Write the model and its optimizer into the folder ``path``, on a file system that all ranks share.
 
-    model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks. Any other module:
-               this process writes it alone
+    model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks, tensor-parallel
+               ones too. Any other module: this process writes it alone, or with the ranks that hold its other slices
     optimizer  the model's ``DistributedOptimizer``; for a fully sharded model, the torch optimizer over its parameters.
                None: only the weights are saved
     extra      other values to save (steps, schedulers, random states): anything that JSON holds. The first rank's
@@ -62,17 +63,12 @@ def save_checkpoint(
     finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
-    if getattr(model, "model_slices", None):
-        raise ValueError(
-            "save_checkpoint does not write the slices of tensor-parallel ranks: save state_dict() of each to a file "
-            "of its own"
-        )
-    if ranks.grid.leaves_ranks_out:
+    if ranks.grid.leaves_ranks_out and getattr(model, "tensor_ranks", None) is None:
         refuse_slices(
-            source.module.named_parameters(),
+            ((name, param) for name, param in source.module.named_parameters() if name not in source.slices),
             "save_checkpoint",
             "would write this rank's slices under the names of whole parameters, where other ranks write theirs",
-            "save state_dict() of each tensor-parallel rank to a file of its own",
+            "give the wrapper those ranks as tensor_parallel_group",
         )
     target, save_id, sets = _check_same_call(path, optimizer, source, "save_checkpoint")
 
@@ -81,13 +77,14 @@ def save_checkpoint(
 
         def plan() -> PendingSave:
             manifest = None
-            if ranks.grid.is_first:
+            if ranks.is_first:
                 staging.begin()
+                tensors = saved_tensors(writers, (item for each in notes for item in each.tensors.items()))
                 manifest = Manifest(
                     save_id,
-                    saved_tensors(writers, (item for each in notes for item in each.tensors.items())),
+                    tensors,
                     dict(pair for each in notes for pair in each.tied.items()),
-                    sets.number,
+                    sets.number_in(tensors),
                     notes[0].optimizer,
                     extra,
                 )
@@ -109,7 +106,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """Read a checkpoint of ``save_checkpoint`` into a model with the same parameters; returns ``extra``.
 
     model      a ``DistributedDataParallel`` or ``fully_shard`` model of any number of ranks, buckets and placement:
-               collective over all its ranks. Any other module: this process fills it alone
+               collective over all its ranks, tensor-parallel ones too. Any other module: this process fills it
+               alone, or with the ranks that hold its other slices
     optimizer  the model's optimizer, of the saved class and with the saved groups of parameters. Hyperparameters,
                masters and moments become the saved ones. None: only the weights are read
 
@@ -131,7 +129,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         def choose(manifest: Manifest) -> Parts:
             stored = sets.here_of(manifest.tensors)
             entries = {name: manifest.tensors[there] for name, there in stored.items()}
-            holding, adopts = _with_on_demand(held, source.module, entries)
+            holding, adopts = _with_on_demand(_with_sets(held, stored), source.module, entries)
             _check_fits(target, manifest, entries, holding, sets)
             moments, install = plan_optimizer(manifest.optimizer, entries, holding)
             at_the_end[:] = [*adopts, install]
@@ -177,7 +175,8 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
 
 
 class ExpertSets(NamedTuple):
-    """The sets of experts that different ranks hold under the same names: each is stored under names of its own."""
+    """The sets of experts that different ranks hold under the same names. Each is stored under names of its own, unless
+    experts are known as slices of a parameter of all experts."""
 
     own: str
     """Suffix of the stored names of this rank's experts; empty where all ranks hold the same."""
@@ -188,6 +187,10 @@ class ExpertSets(NamedTuple):
     def number(self) -> int:
         """Number of different sets, 1 for a model without experts."""
         return len(self.suffixes) or 1
+
+    def number_in(self, names: Iterable[str]) -> int:
+        """Number of sets that are stored apart under such names."""
+        return self.number if any(name.endswith(tuple(self.suffixes)) for name in names) else 1
 
     def here_of(self, stored: Iterable[str]) -> dict[str, str]:
         """Names in the model -> stored names, without the experts that only other ranks hold."""
@@ -254,7 +257,8 @@ def _list_saved(
         lambda: _look_at(source.hold(optimizer, saving=True), ranks, sets), lambda seen: seen[1], what
     )
     writers = assign([each.parts for each in notes])
-    for expert_set, suffix in enumerate(sets.suffixes):
+    are_apart = sets.number_in(part.name for part in writers) > 1
+    for expert_set, suffix in enumerate(sets.suffixes if are_apart else ()):
         if not any(part.name.endswith(suffix) for part in writers):
             raise ValueError(
                 f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
@@ -267,26 +271,29 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     """This rank's parameters, masters, moments and buffers to save, by their names in the files: views of memory. And
     what the rank tells of them.
 
-    Whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may differ between
-    ranks: the first one's are saved, as ``broadcast_params`` copies them.
+    Whole parameters, which all ranks hold, are dealt to the writers in turn. Slices are told by every rank that holds
+    them. Running statistics may differ between ranks: the first one's are saved, as ``broadcast_params`` copies them.
     """
-    tensors = holding.tensors
+    tensors, slices = holding.tensors, holding.tensors.slices
+    of_sets = tensors.unplaced_experts
 
     def stored(name: str) -> str:
-        return name + sets.own if name in tensors.experts else name
+        return name + sets.own if name in of_sets else name
 
     parts: Parts = {}
     told: dict[str, dict[str, Any]] = {stored(name): {"is_buffer": True} for name in tensors.buffers}
     for turn, (name, tensor) in [*enumerate(holding.whole.items()), *((0, each) for each in tensors.buffers.items())]:
-        if name in tensors.experts or turn % ranks.num_writers == ranks.place:
-            parts |= _dense(stored(name), tensor)
+        if name in tensors.experts or name in slices or turn % ranks.num_writers == ranks.place:
+            parts |= _dense(stored(name), tensor, slices.get(name))
+        if name not in tensors.buffers:
+            told[stored(name)] = {"shape": tensors.shape_of(name, tensor.shape)}  # refused where nobody writes it
     for name, held in holding.slices.items():
         there = stored(name)
         sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state.items()}}
         if held.master.dtype is not held.dtype:
             sections["master"] = held.master
-        parts |= parts_of_range(there, held.shape, held.start, sections, model=held.dtype)
-        told[there] = {"shape": held.shape, "group": held.group}
+        parts |= parts_of_range(there, held.shape, held.start, sections, slices.get(name), model=held.dtype)
+        told[there] = {"shape": tensors.shape_of(name, held.shape), "group": held.group}
         if held.scalars:
             told[there]["scalars"] = {
                 key: to_json(value, f"state '{key}' of parameter '{name}'")
@@ -299,16 +306,25 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     return parts, Notes([*parts], describe_optimizer(holding.optimizer), told, tied)
 
 
-def _dense(stored: str, tensor: Tensor) -> Parts:
+def _dense(stored: str, tensor: Tensor, cut: ModelSlice | None) -> Parts:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(
             f"'{stored}' is quantized or not strided, and a checkpoint has dense tensors only: register its parts "
             f"(indices and values, integers and scales) as buffers, or register it with persistent=False"
         )
-    return part_of_whole(stored, "model", tensor.detach())
+    return part_of_whole(stored, "model", tensor.detach(), cut)
 
 
 # ---- What is loaded. ----
+
+
+def _with_sets(holding: Holding, stored: Mapping[str, str]) -> Holding:
+    """``holding``, without the slices of experts that the checkpoint has as sets, as those before it knew slices.
+
+    stored  names in the model -> stored names
+    """
+    slices = {name: each for name, each in holding.tensors.slices.items() if stored.get(name, name) == name}
+    return holding._replace(tensors=holding.tensors._replace(slices=slices))
 
 
 def _with_on_demand(
@@ -341,19 +357,20 @@ def _parts_to_fill(
 ) -> Parts:
     """The memory into which a model's values, and ``moments`` of ``plan_optimizer``, are read. Call ``_check_fits``
     before."""
-    parts: Parts = {}
+    parts, slices = Parts(), holding.tensors.slices
     for name, tensor in {**holding.tensors.buffers, **holding.whole}.items():
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(
                 f"'{name}' is expanded: several of its elements are one place in memory, which cannot take the "
                 f"checkpoint's; make it a tensor of its own with clone()"
             )
-        parts |= _dense(name, tensor)
+        parts |= _dense(name, tensor, slices.get(name))
     for name, held in holding.slices.items():
         # The parameter follows from its master.
         section = "master" if "master" in entries[name].dtypes and held.master.dtype is torch.float32 else "model"
         master = {} if holding.reads_whole else {section: held.master}
-        parts |= parts_of_range(name, held.shape, held.start, {**master, **moments.get(name, {})})
+        wanted = {**master, **moments.get(name, {})}
+        parts |= parts_of_range(name, held.shape, held.start, wanted, slices.get(name))
     return parts
 
 
@@ -361,13 +378,15 @@ def _check_fits(
     path: Path, manifest: Manifest, entries: Mapping[str, SavedTensor], holding: Holding, sets: ExpertSets
 ) -> None:
     """Raise ``ValueError`` where model and checkpoint differ. The error names the first parameters or buffers."""
+    tensors = holding.tensors
     # By name, what the saved tensor may be.
     present = {
-        name: [_described(name in holding.tensors.buffers, tensor.shape, tensor.dtype)]
-        for name, tensor in {**holding.whole, **holding.tensors.buffers}.items()
+        name: [_described(name in tensors.buffers, tensors.shape_of(name, tensor.shape), tensor.dtype)]
+        for name, tensor in {**holding.whole, **tensors.buffers}.items()
     }
     for name, held in holding.slices.items():
-        either = (_described(False, held.shape, dtype) for dtype in (held.dtype, held.param.dtype))
+        shape = tensors.shape_of(name, held.shape)
+        either = (_described(False, shape, dtype) for dtype in (held.dtype, held.param.dtype))
         present[name] = [*dict.fromkeys(either)]
     saved = {name: _described(entry.is_buffer, entry.shape, entry.dtypes["model"]) for name, entry in entries.items()}
     misfits = [
@@ -376,10 +395,10 @@ def _check_fits(
         for name in {**present, **saved}
         if saved.get(name) not in present.get(name, [])
     ]
-    if manifest.num_expert_sets != sets.number:
+    if manifest.num_expert_sets not in (sets.number, sets.number if tensors.unplaced_experts else 1):
         misfits = [
             f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
-            f"ranks have {sets.number}: experts do not move between ranks"
+            f"ranks have {sets.number}: experts do not move between ranks, unless a ModelSlice says which they are"
         ]
     if misfits:
         raise ValueError(

@@ -11,15 +11,17 @@ So a file can be loaded by any number of ranks, with any placements, and by ``Di
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors
+from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors, slices_set_in, tensor_group_of
 from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.optimizer.steps import MASTER
+from ...ddp.plan.model_slice import ModelSlice
 from ..tensors.parameter import ShardedPair, ShardedParameter
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
 from .sharded_adam import ShardedAdam, ShardedAdamW
@@ -41,13 +43,19 @@ class ShardedSource:
     def __init__(self, module: nn.Module, pairs: Iterable[ShardedPair]) -> None:
         self.module = module
         self._whole = {pair.sharded: pair.whole for pair in pairs}
-        self.ranks = _ranks_of(module, list(self._whole))
+        said = ((name, getattr(param, "shard", None)) for name, param in module.named_parameters())
+        told = {name: getattr(shard, "model_slice", None) for name, shard in said}
+        self.slices: Mapping[str, ModelSlice] = {
+            **slices_set_in(module),
+            **{name: each for name, each in told.items() if each is not None},
+        }
+        self.ranks = _ranks_of(module, list(self._whole), self.slices)
         self._masters: Mapping[Tensor, Tensor] = {}
         """Masters of compact state, while a load reads into them."""
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """See ``CheckpointSource``. Sharded parameters, and parameters in the optimizer, have a slice each."""
-        tensors = model_tensors(self.module, self._is_experts)
+        tensors = model_tensors(self.module, partial(_is_experts, self.ranks), self.slices)
         gathered = {id(param) for param in self._whole.values()}
         for name, param in tensors.parameters.items():
             if id(param) in gathered:
@@ -121,12 +129,6 @@ class ShardedSource:
             scalars={key: value for key, value in state.items() if key not in elementwise},
         )
 
-    def _is_experts(self, param: nn.Parameter) -> bool:
-        experts = self.ranks.experts
-        if experts is None or not isinstance(param, ShardedParameter):
-            return False
-        return param.shard.grid[:2] == experts[:2]
-
 
 def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer | None:
     if optimizer is None:
@@ -150,10 +152,20 @@ def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer
 _RANKS = "_maingrad_checkpoint_ranks"
 
 
-def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> CheckpointRanks:
+def _is_experts(ranks: CheckpointRanks, param: nn.Parameter) -> bool:
+    if ranks.experts is None or not isinstance(param, ShardedParameter):
+        return False
+    return param.shard.grid[:2] == ranks.experts[:2]
+
+
+def _ranks_of(
+    module: nn.Module, params: Sequence[ShardedParameter], slices: Mapping[str, ModelSlice]
+) -> CheckpointRanks:
     """The ranks of a module's checkpoints. Found once and stored on the module: ranks compare their meshes."""
     if _RANKS not in module.__dict__:
-        module.__dict__[_RANKS] = _find_ranks(params)
+        ranks = _find_ranks(params)
+        tensor = tensor_group_of(module, slices, partial(_is_experts, ranks))
+        module.__dict__[_RANKS] = ranks.with_tensor(tensor)
     return module.__dict__[_RANKS]  # type: ignore[no-any-return]
 
 

@@ -632,7 +632,7 @@ def run_docs(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_documentation_runs(tmp_path: Path) -> None:
     """Run the first blocks on two ranks, and the others on the files of these."""
-    assert len(DOCS) == 6
+    assert len(DOCS) == 7
     simulate(run_docs, 2, tmp_path)
     assert (tmp_path / "step-101").exists()
     for block in DOCS[4:]:
