@@ -28,7 +28,15 @@ from maingrad.kernels.optimizer.orthogonal.product_triton import ProductConfig, 
 from maingrad.kernels.optimizer.orthogonal.reference import COEFFICIENTS, inverse_norms, newton_schulz_reference
 
 SIMPLE = COEFFICIENTS["simple"]
-BATCHES = [(8, 4096, 4096), (8, 1024, 4096), (8, 14336, 4096), (4, 4096, 14336)]
+DEVICE = os.environ.get("TUNE_DEVICE", "cuda")
+"""``cpu`` shows that the script runs."""
+DIVIDE = int(os.environ.get("TUNE_DIVIDE", "1"))
+
+
+def divided(*shapes):
+    return [(count, rows // DIVIDE, columns // DIVIDE) for count, rows, columns in shapes]
+
+BATCHES = divided((8, 4096, 4096), (8, 1024, 4096), (8, 14336, 4096), (4, 4096, 14336))
 """One rank's share of 8 layers of Llama-8B on two."""
 
 
@@ -38,6 +46,9 @@ def event():
 
 def timed(call, count):
     """Mean ms of calls one after the other."""
+    if DEVICE == "cpu":
+        call()
+        return 1.0 + 1e-3 * time.time() % 1e-2
     start, end = event(), event()
     start.record()
     for _ in range(count):
@@ -47,13 +58,13 @@ def timed(call, count):
     return start.elapsed_time(end) / count
 
 
-def in_turns(calls, rounds=3, budget_ms=40.0):
+def in_turns(calls, rounds=3, budget_ms=25.0):
     """Median ms by name; each round measures all in turn. A call that raises has its reason in place of a number."""
     counts, found = {}, {}
     for name, call in calls.items():
         try:
             call()
-            torch.cuda.synchronize()
+            torch.cuda.synchronize() if DEVICE == "cuda" else None
             counts[name] = max(1, min(50, int(budget_ms / max(timed(call, 2), 1e-3))))
             found[name] = []
         except Exception as error:  # noqa: BLE001
@@ -79,7 +90,7 @@ def milliseconds(value):
 # ---- Checks. ----
 
 
-def check(config, symmetric, m=544, k=336, device="cuda"):
+def check(config, symmetric, m=544, k=336, device=DEVICE):
     """Largest error over the largest number, of three forms of a product; raises where one is wrong."""
     g = torch.Generator(device=device).manual_seed(1)
     draw = lambda *shape: torch.randn(shape, device=device, generator=g).half()  # noqa: E731
@@ -143,7 +154,7 @@ def checked(jobs, parallel, limit_s=100):
 
 def powers(count, m, n):
     """X as it is at the start, R of it and its addend, in fp16."""
-    matrices = torch.randn(count, m, n, device="cuda")
+    matrices = torch.randn(count, m, n, device=DEVICE)
     x, scale = tree._normalized(matrices)
     r = tree._matrices_like(x, m)
     product(x, x, r, symmetric=True, alpha=tree._GRAM_SCALE / scale**2)
@@ -158,7 +169,7 @@ def measure_products(good_symmetric, good_full):
             tflops = flops / ms / 1e9 if isinstance(ms, float) else ""
             rows.append({"product": kind, "batch": count, "config": name, "ms": ms, "tflops": tflops})
 
-    for count, m, n in ((8, 4096, 4096), (4, 4096, 14336), (1, 4096, 14336), (8, 1024, 4096)):
+    for count, m, n in divided((8, 4096, 4096), (4, 4096, 14336), (1, 4096, 14336), (8, 1024, 4096)):
         x, r, alpha = powers(count, m, n)
         tall = x.mT.contiguous()
         out, y, ty = torch.empty_like(r), torch.empty_like(x), torch.empty_like(tall)
@@ -198,8 +209,8 @@ def measure_products(good_symmetric, good_full):
 
 def measure_passes():
     rows = []
-    for count, m, n in ((4, 14336, 4096), (8, 4096, 4096), (8, 1024, 4096)):
-        matrices = torch.randn(count, m, n, device="cuda")
+    for count, m, n in divided((4, 14336, 4096), (8, 4096, 4096), (8, 1024, 4096)):
+        matrices = torch.randn(count, m, n, device=DEVICE)
         inverse = inverse_norms(matrices, 2.0**12)
         half, turned = matrices.half(), matrices.mT.contiguous().half()
         buffer = torch.randn_like(matrices)
@@ -303,17 +314,20 @@ def best_of(rows, product_name, batch, allowed):
     return allowed[min(found, key=lambda row: milliseconds(row["ms"]))["config"]] if found else next(iter(allowed.values()))
 
 
-def error_of(call, matrices):
-    exact = newton_schulz_reference(matrices[:1].double(), SIMPLE, torch.float64)
+def error_of(call, matrices, exact=None):
+    if exact is None:
+        exact = newton_schulz_reference(matrices[:1].double(), SIMPLE, torch.float64)
     return float((call(matrices[:1]).double() - exact).norm() / exact.norm())
 
 
 def measure_whole(products, good_symmetric, good_full):
     rows, chosen = [], {}
     symmetric, full = ({c.name(): c for c in each} for each in (good_symmetric, good_full))
-    for count, rows_, columns in ((8, 4096, 4096), (8, 1024, 4096), (4, 14336, 4096), (4, 4096, 14336), (1, 14336, 4096), (1, 4096, 14336)):
+    for count, rows_, columns in divided(
+        (8, 4096, 4096), (8, 1024, 4096), (4, 14336, 4096), (4, 4096, 14336), (1, 14336, 4096), (1, 4096, 14336)
+    ):
         m, n = sorted((rows_, columns))
-        matrices = torch.randn(count, rows_, columns, device="cuda")
+        matrices = torch.randn(count, rows_, columns, device=DEVICE)
         is_tall = rows_ > columns
         square = best_of(products, f"RR^T+R {m}", count, symmetric)
         plans = {}
@@ -331,17 +345,18 @@ def measure_whole(products, good_symmetric, good_full):
                 plans[kind.name()] = kind
         calls = {"tree": partial(tree.orthogonalize, matrices)}
         calls |= {name: partial(plan, matrices) for name, plan in plans.items()}
-        if rows_ == 1024:
+        if rows_ * DIVIDE == 1024 and DEVICE == "cuda":
             for name, call in list(calls.items()):
                 try:
                     calls[f"graph: {name}"] = graphed(call)
                 except Exception as error:  # noqa: BLE001
                     print("no graph of", name, error)
         times = in_turns(calls, rounds=5, budget_ms=60.0)
+        exact = newton_schulz_reference(matrices[:1].double(), SIMPLE, torch.float64)
         for name, ms in times.items():
             call = calls[name]
             error = "" if name.startswith("graph") or not isinstance(ms, float) else error_of(
-                tree.orthogonalize if name == "tree" else plans[name], matrices
+                tree.orthogonalize if name == "tree" else plans[name], matrices, exact
             )
             flops = count * tree.orthogonalize_flops(rows_, columns)
             rows.append({
@@ -359,8 +374,8 @@ def measure_whole(products, good_symmetric, good_full):
 def measure_rank(chosen):
     """All matrices of one rank, one call after the other: ms a rank."""
     rows = []
-    batches = [(8, 4096, 4096), (8, 1024, 4096), (4, 14336, 4096), (4, 14336, 4096), (4, 4096, 14336)]
-    data = [torch.randn(*each, device="cuda") for each in batches]
+    batches = divided((8, 4096, 4096), (8, 1024, 4096), (4, 14336, 4096), (4, 14336, 4096), (4, 4096, 14336))
+    data = [torch.randn(*each, device=DEVICE) for each in batches]
 
     def before():
         for matrices in data:
@@ -370,7 +385,7 @@ def measure_rank(chosen):
         for shape, matrices in zip(batches, data, strict=True):
             chosen[shape](matrices)
 
-    singles = [one for matrices in data for one in (matrices.split(max(1, 2**26 // matrices[0].numel())))]
+    singles = [one for matrices in data for one in (matrices.split(max(1, 2**26 // DIVIDE**2 // matrices[0].numel())))]
 
     def before_parts():
         for matrices in singles:
@@ -392,11 +407,11 @@ def measure_step(chosen):
     from maingrad.ddp.torch_grads import muon as muon_module
 
     shapes = [shape[1:] for shape in BATCHES for _ in range(shape[0])]
-    params = [torch.nn.Parameter(torch.randn(*shape, device="cuda")) for shape in shapes]
+    params = [torch.nn.Parameter(torch.randn(*shape, device=DEVICE)) for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param)
     rows = []
-    adam = torch.optim.AdamW(params, fused=True)
+    adam = torch.optim.AdamW(params, fused=DEVICE == "cuda")
     calls = {"AdamW fused": adam.step}
     rows += [{"step": name, "ms": ms} for name, ms in in_turns(calls, budget_ms=200.0).items()]
     del adam
@@ -414,7 +429,7 @@ def measure_step(chosen):
         return chosen[key](updates, steps) if key in chosen else original(updates, steps)
 
     def nothing(updates, steps):
-        return torch.empty(updates.shape, device="cuda", dtype=torch.float16)
+        return torch.empty(updates.shape, device=DEVICE, dtype=torch.float16)
 
     def with_code(code, numel):
         def call():
@@ -489,7 +504,7 @@ def main():
         good_symmetric = [c for c in symmetric if isinstance(results.get((c, True)), float)]
         good_full = [c for c in full if isinstance(results.get((c, False)), float)]
         torch.manual_seed(0)
-        print(torch.cuda.get_device_name(), torch.__version__, tp.triton.__version__)
+        print(torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE, torch.__version__, tp.triton.__version__)
         products = phase("products", lambda: measure_products(good_symmetric, good_full)) or []
         save(products, out / "products.csv")
         for kind, batch in dict.fromkeys((row["product"], row["batch"]) for row in products):
