@@ -476,10 +476,14 @@ def main():
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     began = time.time()
-    smi = subprocess.Popen(
-        ["nvidia-smi", "--query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader", "-lms", "200"],
-        stdout=open(out / "power.csv", "w"), stderr=subprocess.DEVNULL,
-    )
+    smi = None
+    try:
+        smi = subprocess.Popen(
+            ["nvidia-smi", "--query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader", "-lms", "200"],
+            stdout=open(out / "power.csv", "w"), stderr=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        print("no nvidia-smi:", error)
 
     def phase(name, run):
         try:
@@ -541,7 +545,8 @@ def main():
 
         phase("specialised", last)
     finally:
-        smi.terminate()
+        if smi is not None:
+            smi.terminate()
     return 0
 
 
