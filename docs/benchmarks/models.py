@@ -257,6 +257,12 @@ ROWS: dict[str, Row] = {
     **_zero1(
         "zero1_muon", "maingrad ZeRO-1, Muon", options=f"{_ZERO1}; Muon for matrices, AdamW for the rest", muon=True
     ),
+    **_zero1(
+        "zero1_torch_muon",
+        "maingrad ZeRO-1, torch's Muon",
+        options=f"{_ZERO1}; torch's Muon for matrices, AdamW for the rest",
+        muon="torch",
+    ),
     **_recipe("float8_current"),
     **_recipe("float8_block"),
     **_zero3("zero3", "maingrad ZeRO-3", options=_ZERO3),
@@ -299,6 +305,14 @@ ROWS: dict[str, Row] = {
     **_fsdp2("fsdp2_zero2", "FSDP2 ZeRO-2", options=f"{_FSDP2}; reshard_after_forward=False", reshard=False),
     **_fsdp2(
         "fsdp2_zero3", "FSDP2 ZeRO-3", options=f"{_FSDP2}; reshard_after_forward=True, None for the root", reshard=True
+    ),
+    **_fsdp2(
+        "fsdp2_zero2_muon",
+        "FSDP2 ZeRO-2, torch's Muon",
+        options=f"{_FSDP2}; reshard_after_forward=False; torch's Muon for matrices, whose updates every rank gathers "
+        "and orthogonalises whole",
+        reshard=False,
+        muon=True,
     ),
     **_torchao(2, reshard=False),
     **_torchao(3, reshard=True),

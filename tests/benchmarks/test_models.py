@@ -116,6 +116,20 @@ def test_fsdp2_with_torchaos_float8_trains(tied: bool) -> None:
     assert losses["fsdp2_zero3_torchao"] != losses["fsdp2_zero3"]
 
 
+@pytest.mark.in_turn
+def test_rows_of_muon_take_the_same_steps() -> None:
+    """Within torch's rounding to bf16, of steps of 0.0001 in each direction; AdamW's are others."""
+    losses = {}
+    for name in ("zero1", "zero1_muon", "zero1_torch_muon", "fsdp2_zero2", "fsdp2_zero2_muon"):
+        with Ranks.alone(CPU).attempt(with_groups=True):
+            step = step_of(ARCHITECTURES["tiny"], name)
+            losses[name] = [step().item() for _ in range(3)]
+    assert losses["zero1_torch_muon"] == pytest.approx(losses["zero1_muon"], rel=1e-4)
+    assert losses["fsdp2_zero2_muon"] == pytest.approx(losses["zero1_muon"], rel=2e-3)
+    for form in ("zero1", "fsdp2_zero2"):
+        assert losses[f"{form}_muon"] != pytest.approx(losses[form], rel=2e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [MIXTURE, GPT2], ids=lambda each: each.name)
 def test_layers_of_other_architectures_compile_whole(architecture: Architecture) -> None:
