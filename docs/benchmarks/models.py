@@ -393,6 +393,12 @@ def sections_of(rows):
     return list(grouped(rows, _section).values())
 
 
+def odd_rows(section):
+    """Rows whose loss differs from that of the others with the same optimizer."""
+    by_optimizer = grouped(section, lambda row: "muon" in row.row)
+    return [row for rows in by_optimizer.values() for row in odd_losses(rows)]
+
+
 def _section(row):
     return row.model, row.shape, row.num_microbatches, row.num_ranks
 
@@ -419,7 +425,7 @@ def _parts(section):
     ]
     options = grouped((row for row in section if not row.problem), lambda row: row.options)
     microbatches = "1 microbatch" if some.num_microbatches == 1 else f"{some.num_microbatches} microbatches"
-    odd = ", ".join(row.label for row in odd_losses(section))
+    odd = ", ".join(row.label for row in odd_rows(section))
     return [
         f"## {some.model}, {some.shape}, {some.num_ranks} {'rank' if some.num_ranks == 1 else 'ranks'}",
         f"{some.num_ranks} x {some.machine}. {architecture.about}: {total / 1e9:.2f} B parameters, {flops / 1e9:.2f} "
@@ -436,7 +442,7 @@ def run(bench):
     choose(bench)
     rows, text = measure_and_write(bench, bench_models, write_report, versions(transformers_version()))
     log(text)
-    return any(odd_losses(section) for section in sections_of(rows))
+    return any(odd_rows(section) for section in sections_of(rows))
 
 
 main = partial(run_script, ModelsBench, run)
