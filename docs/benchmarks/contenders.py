@@ -259,7 +259,8 @@ class GatheredMuon(torch.optim.Muon):
     """torch's ``Muon`` over parameters that FSDP2 has cut: each rank gathers and orthogonalises every whole update."""
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
+        assert closure is None
         for group in self.param_groups:
             for param in group["params"]:
                 self._step(param, group)

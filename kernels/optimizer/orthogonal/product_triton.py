@@ -35,9 +35,9 @@ class ProductConfig(NamedTuple):
 
 # The fastest of 27 and 21 on an H200, for matrices of 1,024 and 4,096 rows, one and several.
 _GRAM = ProductConfig(128, 128, 64, 8, 4)
-"""Of a matrix with itself, often with a long contracted dim."""
+"""For products of a matrix with itself, often with a long contracted dim."""
 _POLYNOMIAL = ProductConfig(128, 128, 64, 4, 3)
-"""Of symmetric matrices: those that have an addend, or a number on the diagonal."""
+"""For products of symmetric matrices, which have an addend."""
 _FULL = ProductConfig(128, 256, 64, 8, 4)
 
 
