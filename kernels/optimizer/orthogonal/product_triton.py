@@ -210,7 +210,7 @@ def full_product(a: Tensor, b: Tensor, out: Tensor, *, alpha: float = 1.0) -> Te
 
 
 def _descriptor(matrices: Tensor, tile: list[int]) -> TensorDescriptor:
-    """Of matrices, so that no number of the next one is met."""
+    """A descriptor of matrices, which meets no number of the next one."""
     strides = [matrices.shape[1] * matrices.stride(1), matrices.stride(1), 1]
     return TensorDescriptor(matrices, list(matrices.shape), strides, [1, *tile])
 
