@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.optimizer.orthogonal.elements import apply_update, update_momentum
 from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize, orthogonalize_flops
 from ...kernels.optimizer.orthogonal.reference import COEFFICIENTS, Step
 
@@ -108,49 +109,36 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        buffers = [self.state[param]["momentum_buffer"] for param in params]
-        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        lr, steps = group["lr"], steps_of(group)
-        for param in params:
-            param.mul_(1 - lr * group["weight_decay"])
         places = [
-            _Place(param, grad, buffer, slice(first, end))
-            for param, grad, buffer in zip(params, grads, buffers, strict=True)
+            _Place(param, self.state[param]["momentum_buffer"], slice(first, end))
+            for param in params
             for first, end in part_rows(group["split"], param.shape[-2])
         ]
-        for indices in alike([place.of(place.grad) for place in places]):
+        for indices in alike([place.of(place.buffer) for place in places]):
             batch = [places[index] for index in indices]
-            updates = torch.cat([place.update(group) for place in batch])
-            count = 0
-            orthogonal = orthogonalize(updates, steps)
-            for place in batch:
-                part = place.of(place.param)
-                mine = orthogonal[count : count + len(part)]
-                count += len(part)
-                ratio = update_ratio(group["adjust_lr_fn"], *part.shape[1:])
-                if isinstance(lr, Tensor):
-                    part.addcmul_(mine.to(part.dtype), lr.to(part.device, part.dtype), value=-ratio)
-                else:
-                    part.add_(mine, alpha=-lr * ratio)
+            parts = [place.of(place.param) for place in batch]
+            counts = [len(part) for part in parts]
+            updates = batch[0].buffer.new_empty(sum(counts), *parts[0].shape[1:])
+            for place, update in zip(batch, updates.split(counts), strict=True):
+                buffer, grad = place.of(place.buffer), place.of(place.param.grad)
+                update_momentum(buffer, grad, update, group["momentum"], nesterov=group["nesterov"])
+            orthogonal = orthogonalize(updates, steps_of(group))
+            ratio = update_ratio(group["adjust_lr_fn"], *updates.shape[1:])
+            for part, mine in zip(parts, orthogonal.split(counts), strict=True):
+                apply_update(part, mine, group["lr"], group["weight_decay"], ratio)
 
 
 class _Place(NamedTuple):
     """Some rows of a parameter's matrices."""
 
     param: Tensor
-    grad: Tensor
     buffer: Tensor
     rows: slice
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor | None) -> Tensor:
         """The rows of a tensor in the parameter's shape: [matrices, rows, columns]."""
+        assert tensor is not None, "a gradient, as step has found"
         return (tensor if tensor.dim() == 3 else tensor[None])[:, self.rows]
-
-    def update(self, group: Mapping[str, Any]) -> Tensor:
-        """What is orthogonalised."""
-        grad, buffer = self.of(self.grad), self.of(self.buffer)
-        return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
 
 def alike(matrices: Sequence[Tensor]) -> Iterator[list[int]]:

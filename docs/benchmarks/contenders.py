@@ -24,6 +24,8 @@ import torch.distributed as dist
 from harness import accumulate, stepping
 from ranks import make_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import _muon as torch_muon
 
 import maingrad
 from maingrad import ddp, fsdp, te_integration
@@ -90,7 +92,7 @@ def wrap(
     num_instances  of "hsdp"
     embedding      False: autograd delivers the embedding's gradient, also where our module could
     compact        shards are bf16, for an optimizer with ``state="compact"``
-    muon           under "zero1": no border between shards cuts a matrix of Muon's
+    muon           True, or "torch" for torch's class. Under "zero1": no border between shards cuts a matrix of Muon's
     """
     MappedPool.num_made = 0  # "auto" maps memory once in a process, and each row stands for a process of its own
     sharded = form not in ("ddp", "zero1")
@@ -139,7 +141,10 @@ def train(model, loss_of, tokens, *, graphed=False, recipe=None, optimizer_optio
 def ours(case, form, *, graphed=False, recipe=None, optimizer_options=None, **how):
     """A step of maingrad; ``how`` the model is wrapped: see ``wrap``; the other options are those of ``train``."""
     model = wrap(case, form, **how)
-    if how.get("muon"):
+    if how.get("muon") == "torch":
+        matrices = {"params": ddp.muon_groups(model).matrices, "optimizer": torch.optim.Muon, "lr": LEARNING_RATE}
+        optimizer_options = {"param_groups": [matrices]}
+    elif how.get("muon"):
         optimizer_options = {"param_groups": ddp.muon_groups(model, lr=LEARNING_RATE).groups}
     options = {"graphed": graphed, "recipe": recipe, "optimizer_options": optimizer_options}
     tokens, loss_of = case.tokens(), case.loss_of
@@ -285,15 +290,17 @@ def shard_by_fsdp2(model, units, mesh, *, reshard, reshard_root=True):
     return root, before
 
 
-def fsdp2(case, *, reshard, split_ends=False, compiled=False, tuned=False, symm_mem=False, float8=False):
+def fsdp2(case, *, reshard, split_ends=False, compiled=False, tuned=False, symm_mem=False, float8=False, muon=False):
     """A step of FSDP2.
 
     reshard   ZeRO-3; otherwise ZeRO-2
     tuned     prefetch and ``KNOBS``, and FSDP2's own default for the root
     symm_mem  communicate from symmetric memory, gathers on copy engines
     float8    torchao's float8, dynamic scales of whole tensors; the head too
+    muon      ``GatheredMuon`` for matrices
     """
     model = case.make(torch.float32)
+    matrices = ddp.muon_groups(model).matrices if muon else ()
     after_step = convert_by_torchao(model, case.device) if float8 else lambda: None
     units = case.units(model, split_ends)
     if compiled:
@@ -304,8 +311,10 @@ def fsdp2(case, *, reshard, split_ends=False, compiled=False, tuned=False, symm_
     root, before = shard_by_fsdp2(model, units, mesh, reshard=reshard, reshard_root=None if tuned else True)
     if tuned:
         _set_knobs(root, units, symm_mem)
-    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    step = stepping(partial(accumulate, case.loss_of(root), case.tokens(), before=before), adamw)
+    params = dict(model.named_parameters())
+    gathered = [GatheredMuon([params.pop(name) for name in matrices], lr=LEARNING_RATE)] if muon else []
+    optimizer = Several([torch.optim.AdamW(params.values(), lr=LEARNING_RATE, fused=True), *gathered])
+    step = stepping(partial(accumulate, case.loss_of(root), case.tokens(), before=before), optimizer)
 
     def step_and_scales():
         loss = step()
@@ -313,6 +322,53 @@ def fsdp2(case, *, reshard, split_ends=False, compiled=False, tuned=False, symm_
         return loss
 
     return step_and_scales
+
+
+class Several(NamedTuple):
+    """Optimizers that step together."""
+
+    optimizers: list[torch.optim.Optimizer]
+
+    def step(self):
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self):
+        for each in self.optimizers:
+            each.zero_grad()
+
+
+class GatheredMuon(torch.optim.Muon):
+    """torch's ``Muon`` over parameters that FSDP2 has cut: each rank gathers and orthogonalises every whole update."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._step(param, group)
+
+    def _step(self, param, group):
+        grad, weight, momentum = param.grad.to_local(), param.to_local(), group["momentum"]
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        buffer = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        update = DTensor.from_local(
+            grad.lerp(buffer, momentum) if group["nesterov"] else buffer,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+        whole = torch_muon._zeropower_via_newtonschulz(
+            update.full_tensor(), group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
+        everywhere = DTensor.from_local(whole, param.device_mesh, [Replicate()], run_check=False)
+        mine = everywhere.redistribute(placements=param.placements).to_local()
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(mine, alpha=-torch_muon._adjust_lr(group["lr"], group["adjust_lr_fn"], param.shape))
 
 
 def convert_by_torchao(model, device):

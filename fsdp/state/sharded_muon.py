@@ -24,6 +24,7 @@ from ...ddp.plan.cut import Range
 from ...ddp.plan.dealing import update_cost
 from ...ddp.torch_grads.muon import Muon, alike, part_rows, steps_of, update_ratio
 from ...ddp.torch_internals import DisableTorchFunctionSubclass
+from ...kernels.optimizer.orthogonal.elements import apply_update, update_momentum
 from ...kernels.optimizer.orthogonal.orthogonalize import dtype_of_results, orthogonalize
 from ..tensors.parameter import ShardedParameter, flat_of
 from .optimizer_watch import bucket_of
@@ -46,6 +47,10 @@ class _Part(NamedTuple):
         shard = self.param.shard
         size = shard.bucket_numel // shard.grid.inner_size
         return self.elements.intersect(Range(rank * size, (rank + 1) * size).counted_from(shard.place))
+
+
+_Moved = tuple[Tensor, Tensor, Mapping[str, Any]]
+"""Flat gradient and momentum of a parameter on this rank, and its group."""
 
 
 class _Held(NamedTuple):
@@ -117,10 +122,15 @@ class _Bucket:
             self._pieces.append(pieces)
             self._from_ranks.append(end)
 
-    def fetch(self, updates: Mapping[ShardedParameter, Tensor]) -> "_Travel":
-        """Send this rank's elements of U to the owners."""
-        pieces = [updates[each.part.param][each.here] for held in self._held for each in held]
-        return _Travel(self.group, pieces, updates[self.parts[0].param], self._to_owners, self._from_ranks)
+    def fetch(self, moved: Mapping[ShardedParameter, _Moved]) -> "_Travel":
+        """Update momentum of this rank's elements, and send U of these to the owners."""
+        updates = moved[self.parts[0].param][0].new_empty(sum(self._to_owners))
+        for held, sent in zip(self._held, updates.split(self._to_owners), strict=True):
+            for each in held:
+                grad, buffer, group = moved[each.part.param]
+                of_grad, of_buffer = grad[each.here], buffer[each.here]
+                update_momentum(of_buffer, of_grad, sent[each.sent], group["momentum"], nesterov=group["nesterov"])
+        return _Travel(self.group, updates, self._to_owners, self._from_ranks)
 
     def whole(self, travel: "_Travel") -> list[Tensor]:
         """Wait; returns U [1, rows, columns] of each of ``mine``."""
@@ -128,19 +138,16 @@ class _Bucket:
         for got, pieces in zip(travel.wait(), self._pieces, strict=True):
             for piece in pieces:
                 found[piece.place].append(got[piece.sent])
-        return [
-            (each[0] if len(each) == 1 else torch.cat(each)).view(1, part.rows, part.columns)
-            for each, part in zip(found, self.mine, strict=True)
-        ]
+        return [_joined(each).view(1, part.rows, part.columns) for each, part in zip(found, self.mine, strict=True)]
 
     def give_back(self, results: Sequence[Tensor], like: Tensor) -> "_Travel":
         """Send O of each of ``mine`` to the ranks that have its elements.
 
-        like  has the dtype and device of results, of which a rank may have none
+        like  no elements, of the dtype and device of results, of which a rank may have none
         """
         flat = [each.reshape(-1) for each in results]
         pieces = [flat[place][elements] for pieces in self._pieces for place, elements, _ in pieces]
-        return _Travel(self.group, pieces, like, self._from_ranks, self._to_owners)
+        return _Travel(self.group, _joined(pieces) if pieces else like, self._from_ranks, self._to_owners)
 
     def arrived(self, travel: "_Travel") -> Iterator[tuple[_Part, slice, Tensor]]:
         """Wait; yields each part, the place in the parameter's elements here, and O of these elements."""
@@ -151,19 +158,12 @@ class _Bucket:
 class _Travel:
     """An all-to-all under way.
 
-    like            an empty sum of ``pieces`` has its dtype and device
-    sent, received  elements to and from each rank
+    flat            the elements, one rank's after the other's
+    sent, received  their number, to and from each rank
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        pieces: Sequence[Tensor],
-        like: Tensor,
-        sent: list[int],
-        received: list[int],
-    ) -> None:
-        self._out = self._kept = torch.cat(list(pieces)) if pieces else like.new_empty(0)
+    def __init__(self, group: dist.ProcessGroup | None, flat: Tensor, sent: list[int], received: list[int]) -> None:
+        self._out = self._kept = flat
         self._received = received
         self._handle = None
         if group is not None:
@@ -256,17 +256,15 @@ class ShardedMuon(Muon):
         return self._buckets
 
     def _fetch(self, bucket: _Bucket) -> _Travel:
-        """Update momentum and decay weights; then U of the bucket is under way."""
-        updates: dict[ShardedParameter, Tensor] = {}
+        """Update momentum; then U of the bucket is under way."""
+        moved: dict[ShardedParameter, _Moved] = {}
         for param, index in bucket.groups.items():
             assert param.grad is not None, "as _plan has found"
-            group, grad, state = self.param_groups[index], flat_of(param.grad), self.state[param]
+            grad, state = flat_of(param.grad), self.state[param]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(grad).view(param.shape)
-            buffer = state["momentum_buffer"].view(-1).lerp_(grad, 1 - group["momentum"])
-            updates[param] = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-            flat_of(param).mul_(1 - group["lr"] * group["weight_decay"])
-        return bucket.fetch(updates)
+            moved[param] = grad, state["momentum_buffer"].view(-1), self.param_groups[index]
+        return bucket.fetch(moved)
 
     def _orthogonalize(self, parts: Sequence[_Part], whole: Sequence[Tensor]) -> list[Tensor]:
         """O of each part: U of one shape and one group is orthogonalised together."""
@@ -275,19 +273,21 @@ class ShardedMuon(Muon):
             chosen = [place for place, part in enumerate(parts) if part.group == index]
             for batch in alike([whole[place] for place in chosen]):
                 places = [chosen[each] for each in batch]
-                found = orthogonalize(torch.cat([whole[place] for place in places]), steps_of(group))
+                found = orthogonalize(_joined([whole[place] for place in places]), steps_of(group))
                 results |= zip(places, found, strict=True)
         return [results[place] for place in range(len(parts))]
 
     def _apply(self, bucket: _Bucket, travel: _Travel) -> None:
-        """Subtract this rank's elements of O from its weights."""
+        """Decay this rank's weights, and subtract its elements of O."""
         for part, here, orthogonal in bucket.arrived(travel):
-            group, target = self.param_groups[part.group], flat_of(part.param)[here]
-            ratio, lr = update_ratio(group["adjust_lr_fn"], part.rows, part.columns), group["lr"]
-            if isinstance(lr, Tensor):
-                target.addcmul_(orthogonal.to(target.dtype), lr.to(target.device, target.dtype), value=-ratio)
-            else:
-                target.add_(orthogonal, alpha=-lr * ratio)
+            group = self.param_groups[part.group]
+            ratio = update_ratio(group["adjust_lr_fn"], part.rows, part.columns)
+            apply_update(flat_of(part.param)[here], orthogonal, group["lr"], group["weight_decay"], ratio)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """One tensor of several; a single one as it is."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def _deal(stepping: Sequence[tuple[int, ShardedParameter, Any]]) -> list[_Bucket]:

@@ -8,9 +8,9 @@ from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES, nan_filled_memory
 
 pytest.importorskip("triton", reason="the launches are Triton's")
+from maingrad.kernels.optimizer.orthogonal import elements, product_triton
 from maingrad.kernels.optimizer.orthogonal import orthogonalize as form
-from maingrad.kernels.optimizer.orthogonal import product_triton
-from maingrad.kernels.optimizer.orthogonal.product_triton import ProductConfig, product
+from maingrad.kernels.optimizer.orthogonal.product_triton import ProductConfig, full_product, symmetric_product
 from maingrad.kernels.optimizer.orthogonal.reference import COEFFICIENTS, Step, newton_schulz_reference
 
 SIMPLE = COEFFICIENTS["simple"]
@@ -41,9 +41,8 @@ def on_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     device: str = request.param
     if device == "cpu":
         monkeypatch.setattr(form, "runs_on_triton", lambda *_: True)
-        small = ProductConfig(32, 32, 32, 4, 2)
-        monkeypatch.setattr(product_triton, "_SYMMETRIC", small)
-        monkeypatch.setattr(product_triton, "_RECTANGULAR", small)
+        for name in ("_GRAM", "_POLYNOMIAL", "_FULL"):
+            monkeypatch.setattr(product_triton, name, ProductConfig(32, 32, 32, 4, 2))
     with nan_filled_memory():
         yield device
 
@@ -112,22 +111,76 @@ def test_singular_values_end_near_one() -> None:
     assert float(ends.min()) > 0.68 and float(ends.max()) < 1.14 and float(found.max()) < 1.21
 
 
+def padded(matrices: Tensor, device: str) -> Tensor:
+    """In fp16, rows of whole 16 bytes."""
+    count, rows, columns = matrices.shape
+    memory = torch.zeros(count, rows, -(-columns // 8) * 8, dtype=torch.float16, device=device)
+    return memory[:, :, :columns].copy_(matrices)
+
+
 @pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)
 @pytest.mark.parametrize("rows", [32, 70])
-def test_products(rows: int, on_triton: str) -> None:
-    """Half of a product, and its mirror image; a product with an addend that is also the second factor."""
-    a = drawn(2, rows, 48).half().to(on_triton)
+def test_symmetric_products(rows: int, on_triton: str) -> None:
+    """Half of a product, and its mirror image; rows of the next matrix are in no tile."""
+    a = padded(drawn(2, rows, 48), on_triton)
+    tall = padded(a.mT, on_triton)
     addend = drawn(2, rows, rows)
-    addend = (addend + addend.mT).half().to(on_triton)
-    width = -(-rows // 8) * 8
-    padded = [torch.zeros(2, rows, width, dtype=torch.float16, device=on_triton)[:, :, :rows] for _ in range(2)]
-    addend = padded[0].copy_(addend)
-    out = product(a, a, padded[1], symmetric=True, alpha=0.5, beta=2.0, addend=addend)
-    wanted = 0.5 * (a.double() @ a.double().mT) + 2.0 * addend.double()
-    assert torch.equal(out, out.mT)
-    torch.testing.assert_close(out.double(), wanted, rtol=2e-3, atol=2e-2)
-    other = product(addend, a, torch.empty_like(a), symmetric=False, alpha=0.25, beta=1.0, addend=a)
-    torch.testing.assert_close(other.double(), 0.25 * addend.double() @ a.double() + a.double(), rtol=2e-3, atol=2e-2)
+    addend = padded(addend + addend.mT, on_triton)
+    eye = 3.0 * torch.eye(rows, dtype=torch.float64, device=on_triton)
+    for given, is_tall in ((a, False), (tall, True)):
+        out = padded(torch.zeros(2, rows, rows), on_triton)
+        for number in (None, 3.0):
+            symmetric_product(given, given, out, tall=is_tall, alpha=0.5, beta=2.0, addend=addend, diagonal=number)
+            wanted = 0.5 * (a.double() @ a.double().mT) + 2.0 * addend.double() + (0.0 if number is None else eye)
+            assert torch.equal(out, out.mT)
+            torch.testing.assert_close(out.double(), wanted, rtol=2e-3, atol=2e-2)
+        symmetric_product(given, given, out, tall=is_tall)
+        torch.testing.assert_close(out.double(), a.double() @ a.double().mT, rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)
+@pytest.mark.parametrize(("rows", "contracted", "columns"), [(32, 32, 64), (70, 40, 100), (33, 70, 9)])
+def test_full_products(rows: int, contracted: int, columns: int, on_triton: str) -> None:
+    """What lies behind a row's last column stays."""
+    a, b = padded(drawn(2, rows, contracted), on_triton), padded(drawn(2, contracted, columns), on_triton)
+    memory = torch.full((2, rows, columns + 8 - columns % 8), 7.0, dtype=torch.float16, device=on_triton)
+    out = full_product(a, b, memory[:, :, :columns], alpha=0.25)
+    torch.testing.assert_close(out.double(), 0.25 * a.double() @ b.double(), rtol=2e-3, atol=2e-2)
+    assert (memory[:, :, columns:] == 7.0).all()
+
+
+@pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.95, True), (0.3, True), (0.95, False)])
+def test_passes_over_elements(momentum: float, nesterov: bool, on_triton: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's operations, on each matrix of a stack; versions rise; what lies between matrices stays."""
+    held = [drawn(2, 12, 500).add(number).to(on_triton) for number in range(3)]
+    expected = [each.clone() for each in held]
+    orthogonal = drawn(2, 5, 500).half().to(on_triton)
+    launched = []
+
+    def step(memory: list[Tensor]) -> list[Tensor]:
+        buffer, grad, param = (each[:, 3:8] for each in memory)
+        update = buffer.new_empty(2, 5, 500)
+        versions = [each._version for each in (buffer, update, param)]
+        elements.update_momentum(buffer, grad, update, momentum, nesterov=nesterov)
+        elements.apply_update(param, orthogonal, 0.25, 0.1, 1.5)
+        assert all(each._version > before for each, before in zip((buffer, update, param), versions, strict=True))
+        return [*memory, update]
+
+    def watched(name: str) -> None:
+        kernel = getattr(elements, name)
+        monkeypatch.setattr(elements, name, lambda *given, **how: (launched.append(name), kernel(*given, **how)))
+
+    watched("momentum_on_triton")
+    watched("apply_on_triton")
+    monkeypatch.setattr(elements, "runs_on_triton", lambda *_: False)
+    wanted = step(expected)
+    monkeypatch.setattr(elements, "runs_on_triton", lambda *_: True)
+    found = step(held)
+    assert launched == ["momentum_on_triton", "apply_on_triton"]
+    bound = 1e-6 if on_triton == "cpu" else 0.0  # the interpreter's fma rounds twice
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
 
 
 def test_refusals() -> None:

@@ -70,9 +70,10 @@ _ADAM = {
     "PARAM": "=bf16", "RULE": "=adamw", "MAXIMIZE": False, "ALIGNED": True, "TILE_BLOCKS": 2, "CHUNK_TILES": 4,
 }  # fmt: skip
 _PRODUCT = {
-    "a_desc": "tensordesc<fp16[128,64]>", "b_desc": "tensordesc<fp16[128,64]>", "addend": "*fp16/16", "out": "*fp16/16",
-    "tiles": "*i32/16", "M": "i32/16", "N": "i32/16", "K": "i32/16", "stride_row": "i32/16", "stride_matrix": "i32/16",
-    "alpha": "fp32", "beta": "fp32", "CONFIG": "=ProductConfig(128, 128, 64, 4, 3)", "SYMMETRIC": True,
+    "a_desc": "tensordesc<fp16[1,128,64]>", "b_desc": "tensordesc<fp16[1,128,64]>", "addend": "*fp16/16",
+    "out": "*fp16/16", "tiles": "*i32/16", "M": "i32/16", "K": "i32/16", "stride_row": "i32/16",
+    "stride_matrix": "i32/16", "alpha": "fp32", "beta": "fp32", "diagonal": "fp32",
+    "CONFIG": "=ProductConfig(128, 128, 64, 4, 3)", "TALL": False,
 }  # fmt: skip
 _HEAD = {
     "logits": "*bf16/16", "targets": "*i64/16", "grads": None, "lses": "*fp32/16", "losses": "*fp32/16", "V": "i32/16",
@@ -80,11 +81,6 @@ _HEAD = {
     "scale": "fp32", "HAS_LSE": False, "BLOCK": 4096,
 }  # fmt: skip
 _HEAD_TERMS = {"smoothing": "fp32", "z_loss": "fp32", "cap": "fp32"}
-_PRODUCT = {
-    "a_desc": "tensordesc<fp16[128,64]>", "b_desc": "tensordesc<fp16[128,64]>", "addend": "*fp16/16", "out": "*fp16/16",
-    "tiles": "*i32/16", "M": "i32/16", "N": "i32/16", "K": "i32/16", "stride_row": "i32/16", "stride_matrix": "i32/16",
-    "alpha": "fp32", "beta": "fp32", "CONFIG": "=ProductConfig(128, 128, 64, 4, 3)", "SYMMETRIC": True,
-}  # fmt: skip
 KERNELS = {
     "cross_entropy.triton_kernels._cross_entropy_kernel#losses": _HEAD,
     "cross_entropy.triton_kernels._cross_entropy_kernel#losses_of_terms": {**_HEAD, **_HEAD_TERMS},
@@ -98,10 +94,24 @@ KERNELS = {
     "cross_entropy.triton_kernels._cross_entropy_kernel#grads_of_terms": {
         **_HEAD, **_HEAD_TERMS, "grads": "*fp32", "losses": None, "HAS_LSE": True,
     },
-    "optimizer.orthogonal.product_triton._product_kernel": _PRODUCT,
-    "optimizer.orthogonal.product_triton._product_kernel#rectangular": {
-        **_PRODUCT, "a_desc": "tensordesc<fp16[1,128,64]>", "b_desc": "tensordesc<fp16[1,64,256]>", "addend": None,
-        "tiles": None, "CONFIG": "=ProductConfig(128, 256, 64, 8, 3)", "SYMMETRIC": False,
+    "optimizer.orthogonal.product_triton._symmetric_kernel": _PRODUCT,
+    "optimizer.orthogonal.product_triton._symmetric_kernel#tall": {
+        **_PRODUCT, "a_desc": "tensordesc<fp16[1,64,128]>", "b_desc": "tensordesc<fp16[1,64,128]>", "addend": None,
+        "diagonal": None, "CONFIG": "=ProductConfig(128, 128, 64, 8, 4)", "TALL": True,
+    },
+    "optimizer.orthogonal.product_triton._full_kernel": {
+        "a_desc": "tensordesc<fp16[1,128,64]>", "b_desc": "tensordesc<fp16[1,64,256]>",
+        "out_desc": "tensordesc<fp16[1,128,128]>", "M": "i32/16", "N": "i32/16", "K": "i32/16", "alpha": "fp32",
+        "CONFIG": "=ProductConfig(128, 256, 64, 8, 4)",
+    },
+    "optimizer.orthogonal.elements_triton._momentum_kernel": {
+        "buffer": "*fp32/16", "grad": "*fp32/16", "update": "*fp32/16", "length": "i32/16", "stride_buffer": "i32/16",
+        "stride_grad": "i32/16", "stride_update": "i32/16", "momentum": "fp32", "rest": "fp32", "NESTEROV": True,
+        "BLOCK": 4096,
+    },
+    "optimizer.orthogonal.elements_triton._apply_kernel": {
+        "param": "*fp32/16", "orthogonal": "*fp16/16", "length": "i32/16", "stride_param": "i32/16",
+        "stride_orthogonal": "i32/16", "kept": "fp32", "step": "fp32", "BLOCK": 4096,
     },
     "glu.triton_kernels._scaled_glu_kernel": {
         "h": "*bf16/16", "probs": "*fp32/16", "out": "*bf16/16", "T": "i32", "F": "i32/16", "stride_h": "i32/16",
@@ -223,9 +233,9 @@ def compiled() -> dict[str, tuple[int, int, int]]:
 @pytest.mark.in_turn
 def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert compiled().keys() == KERNELS.keys()
-    # Kernels need wide accesses for bandwidth; that of steps moves too little to matter.
+    # Kernels need wide accesses for bandwidth; that of steps moves too little to matter, and whole products move tiles.
     narrow = [path for path, (wide, _, _) in compiled().items() if wide == 0]
-    assert narrow == ["optimizer.triton_kernels.steps_kernel"]
+    assert narrow == ["optimizer.orthogonal.product_triton._full_kernel", "optimizer.triton_kernels.steps_kernel"]
     # Copies of 8 bits written byte by byte take the quantiser of experts half as long again. The optimizer writes so
     # the end of a row, which is no whole tile: 8 bytes a thread of each moment.
     bytewise = {path: stores for path, (_, _, stores) in compiled().items() if stores}

@@ -21,7 +21,7 @@ from ...compat import HAS_TRITON, runs_on_triton
 from .reference import COEFFICIENTS, Step, inverse_norms, newton_schulz_reference
 
 if HAS_TRITON:
-    from .product_triton import product
+    from .product_triton import full_product, symmetric_product
 
 __all__ = ["dtype_of_results", "orthogonalize", "orthogonalize_flops"]
 
@@ -48,11 +48,9 @@ def orthogonalize(matrices: Tensor, steps: Sequence[Step] = COEFFICIENTS["simple
         return orthogonalize(matrices[None], steps)[0]
     if not (matrices.numel() and runs_on_triton("orthogonalize", matrices)):
         return newton_schulz_reference(matrices, steps)
-    tall = matrices.shape[1] > matrices.shape[2]
-    x, scale = _normalized(matrices.mT if tall else matrices)
-    many_columns = x.shape[2] >= _GRAM_FROM * x.shape[1]
-    x = _gram_form(x, scale, steps) if many_columns else _plain_form(x, scale, steps)
-    return x.mT if tall else x
+    x, scale = _normalized(matrices)
+    m, n = sorted(matrices.shape[1:])
+    return _plain_form(x, scale, steps) if n < _GRAM_FROM * m else _gram_form(x, scale, steps)
 
 
 def dtype_of_results(like: Tensor) -> torch.dtype:
@@ -88,41 +86,62 @@ def _matrices_like(matrices: Tensor, columns: int) -> Tensor:
 
 def _plain_form(x: Tensor, scale: float, steps: Sequence[Step]) -> Tensor:
     """Iterations of X. x: X0 * scale."""
-    gram, polynomial, other = (
-        _matrices_like(x, x.shape[1]),
-        _matrices_like(x, x.shape[1]),
-        _matrices_like(x, x.shape[2]),
-    )
+    gram, polynomial = _squares_like(x), _squares_like(x)
+    other = _matrices_like(x, x.shape[2])
     for a, b, c in steps:
-        product(x, x, gram, symmetric=True, alpha=1 / scale**2)
-        product(gram, gram, polynomial, symmetric=True, alpha=c, beta=b, addend=gram)
-        product(polynomial, x, other, symmetric=False, alpha=1 / scale, beta=a / scale, addend=x)
+        _gram(x, gram, 1 / scale**2)
+        symmetric_product(gram, gram, polynomial, alpha=c, beta=b, addend=gram, diagonal=a)
+        _apply(polynomial, x, other, 1 / scale)
         x, other, scale = other, x, 1.0
     return x
 
 
 def _gram_form(x: Tensor, scale: float, steps: Sequence[Step]) -> Tensor:
     """Iterations of R and Q. x: X0 * scale."""
-    r, q, z, spare = (_matrices_like(x, x.shape[1]) for _ in range(4))
+    r, q, z, spare = (_squares_like(x) for _ in range(4))
     other = _matrices_like(x, x.shape[2])
     begins = True
     for index, (a, b, c) in enumerate(steps):
         if begins:
-            product(x, x, r, symmetric=True, alpha=_GRAM_SCALE / scale**2)
+            _gram(x, r, _GRAM_SCALE / scale**2)
         # Z = b R + c R^2, so that a step is X = (Z + a I) X. All are polynomials of R, and symmetric.
-        product(r, r, z, symmetric=True, alpha=c / _GRAM_SCALE**2, beta=b / _GRAM_SCALE, addend=r)
+        symmetric_product(r, r, z, alpha=c / _GRAM_SCALE**2, beta=b / _GRAM_SCALE, addend=r)
         if begins:
             q.copy_(z)
             q.diagonal(dim1=1, dim2=2).add_(a)
         else:
-            product(q, z, spare, symmetric=True, beta=a, addend=q)
+            symmetric_product(q, z, spare, beta=a, addend=q)
             q, spare = spare, q
         ends = index + 1 in (_RESTART, len(steps))
         if ends:
-            product(q, x, other, symmetric=False, alpha=1 / scale)
+            _apply(q, x, other, 1 / scale)
             x, other, scale = other, x, 1.0
         else:  # R = (Z + a I) R (Z + a I)
-            product(r, z, spare, symmetric=True, beta=a, addend=r)
-            product(spare, z, r, symmetric=True, beta=a, addend=spare)
+            symmetric_product(r, z, spare, beta=a, addend=r)
+            symmetric_product(spare, z, r, beta=a, addend=spare)
         begins = ends
     return x
+
+
+# Where rows are more than columns, X is held as it is, and its transposed matrix is meant: a transposed copy, and the
+# update of weights by one, take twice the time of plain passes.
+
+
+def _is_tall(x: Tensor) -> bool:
+    return x.shape[1] > x.shape[2]
+
+
+def _squares_like(x: Tensor) -> Tensor:
+    """Memory for X X^T."""
+    size = min(x.shape[1:])
+    return _matrices_like(x[:, :size], size)
+
+
+def _gram(x: Tensor, out: Tensor, alpha: float) -> None:
+    """``out = alpha X X^T``."""
+    symmetric_product(x, x, out, tall=_is_tall(x), alpha=alpha)
+
+
+def _apply(q: Tensor, x: Tensor, out: Tensor, alpha: float) -> None:
+    """``out = alpha Q X``. q: symmetric."""
+    full_product(*((x, q) if _is_tall(x) else (q, x)), out, alpha=alpha)
