@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from typing import Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,6 +29,7 @@ from .unit_checks import (
     policy_of,
     record_ignored,
     row_of,
+    tensor_ranks_of,
 )
 
 __all__ = ["fully_shard"]
@@ -64,6 +66,7 @@ def fully_shard(
     forward_writes: Literal["refused", "alike"] = "refused",
     device: torch.device | str | None = None,
     ignored_params: Collection[nn.Parameter] = (),
+    tensor_parallel_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> _Module:
     """Make one unit of ``module``: shard its parameters, without those of units inside it. Returns the same module.
 
@@ -106,22 +109,30 @@ def fully_shard(
                              write equal values, which the shards get. "refused": such a forward of several ranks raises
     device                   where the module computes; None: the DeviceMesh's device, or that of the parameters
     ignored_params           parameters that are neither sharded nor reduced
+    tensor_parallel_group    the ranks that hold the slices of these parameters, as Megatron-core marks them; ``mesh``
+                             then has the ranks that hold the same slices. Give it to all units of a model. None: as
+                             parameters tell that were DTensors, else there is no tensor parallelism
 
     Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
+    Copies on tensor-parallel ranks get equal gradients: their average, or their sum where each has a part.
     Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
     as_given = (reshard_after_forward, reduce_every_microbatch, bucket_size, shard_atoms, offload_to_cpu)
     failures = FailureReporter()
     grid = make_grid(mesh, option="mesh")
     ignored = record_ignored(ignored_params, grid)
+    tensor = tensor_ranks_of(module, tensor_parallel_group)
 
     def prepare() -> UnitParts:
         row, policy = row_of(placements), policy_of(mixed_precision)
         options = UnitOptions(row, policy, *as_given, copy_engine_gather, init_sync, forward_writes)
-        return _plan(check_unit(module, options, grid, mesh, device, ignored), init_fn)
+        return _plan(check_unit(module, options, grid, mesh, device, ignored, tensor), init_fn)
 
     parts = run_on_all_ranks(
-        prepare, grid.axes, failures, f"the checks of {type(module).__name__} before it is sharded"
+        prepare,
+        grid._replace(tensor=tensor).axes,
+        failures,
+        f"the checks of {type(module).__name__} before it is sharded",
     )
     _make_alike(parts, failures, named=mesh is not None)
     _take_over(parts)
@@ -149,7 +160,7 @@ def _make_alike(parts: UnitParts, failures: FailureReporter, *, named: bool) -> 
         check_whose_experts(parts, failures)
     if parts.options.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
-            synchronize(parts.modules, parts.grid, parts.ignored)
+            synchronize(parts.modules, parts.grid, parts.ignored, parts.tensor)
 
 
 def _take_over(parts: UnitParts) -> None:
