@@ -72,6 +72,11 @@ class ShardInfo(NamedTuple):
             return self.is_slice and self.everyone is not None and self.everyone.leaves_ranks_out
         return self.model_slice.dim is not None and group_size(self.model_slice.group) > 1
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter that tensor-parallel ranks hold together."""
+        return self.shape if self.model_slice is None else self.model_slice.shape
+
     def cut(self, values: Any) -> Any:
         """The shard's elements [numel] of a tensor in the parameter's shape."""
         return values.reshape(-1)[self.start : self.end]

@@ -52,11 +52,16 @@ def install_state_dict_hooks(module: nn.Module, mesh: DeviceMesh | None = None) 
 
     module  a module whose shards are registered; modules inside that have these hooks keep them
     mesh    the mesh of the DTensors, which the user has sharded over. None: a mesh of one dim over the inner ranks
+
+    Collective where the module has slices of tensor parallelism, whose mesh has one more dim.
     """
+    of_slices: DeviceMesh | None = None
     for owner in module.modules():
         own = [param for param in owner._parameters.values() if isinstance(param, ShardedParameter)]
         for param in own:
-            param.__dict__.setdefault(_MESH, mesh)
+            if of_slices is None and param.shard.is_cut and _MESH not in param.__dict__:
+                of_slices = _mesh_of_slices(param, mesh)
+            param.__dict__.setdefault(_MESH, of_slices if param.shard.is_cut else mesh)
         if own and _after_saving not in owner._state_dict_hooks.values():
             owner.register_state_dict_post_hook(_after_saving)
             owner.register_load_state_dict_pre_hook(_before_loading)
@@ -72,8 +77,16 @@ def to_dtensor(param: ShardedParameter, value: Tensor) -> Tensor:
     """The DTensor of the whole parameter's shape, in new memory; in a world of one a plain tensor. Collective.
 
     value  the shard of ``param``, or optimizer state of the same shape
+
+    Raises ``ValueError`` on all ranks for slices of tensor parallelism that no placement of DTensors tells.
     """
-    info, grid = param.shard, param.shard.grid
+    info, grid, found = param.shard, param.shard.grid, param.shard.model_slice
+    if found is not None and info.is_cut and (len(found.boxes) > 1 or found.is_uneven):
+        raise ValueError(
+            f"state dict: tensor-parallel ranks have {'uneven slices' if found.is_uneven else 'several blocks each'} "
+            f"of parameter {info.name!r}, which is no DTensor: use save_checkpoint, which takes any cut, or the state "
+            f"dict within unsharded(), which has this rank's slices"
+        )
     flat = value.detach().view(-1)
     across, inside = _ranges_across(info), _ranges_inside(info)
     if len(across) > 1:
@@ -84,12 +97,12 @@ def to_dtensor(param: ShardedParameter, value: Tensor) -> Tensor:
         local = local.view(rows_of_rank(info.shape[0], grid.inner_rank, grid.inner_size).numel, *info.shape[1:])
     else:
         local = local.view(())  # a scalar has no rows, and is whole on every rank
-    if grid.inner is None:
+    if grid.inner is None and not info.is_cut:
         return local
     from torch.distributed.tensor import DTensor
 
     mesh = _mesh_of(param)
-    whole = torch.empty(info.shape, device="meta")
+    whole = torch.empty(info.whole_shape, device="meta")
     dtensor = DTensor.from_local(
         local, mesh, _placements(info, mesh), run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -98,7 +111,9 @@ def to_dtensor(param: ShardedParameter, value: Tensor) -> Tensor:
 
 
 def to_shard(param: ShardedParameter, value: Tensor) -> Tensor:
-    """This rank's shard of ``value``, of shape ``local_shape(param.shard)``; ``value``: a DTensor, or a whole tensor.
+    """This rank's shard of ``value``, of shape ``local_shape(param.shard)``.
+
+    value  a DTensor, a whole tensor, or this rank's slice of tensor parallelism
 
     Collective for a DTensor. Call ``misfit`` before.
     """
@@ -112,6 +127,9 @@ def to_shard(param: ShardedParameter, value: Tensor) -> Tensor:
             inside = _ranges_inside(info)
             value = exchange(value.to_local().contiguous().view(-1), _dtensor_ranges(info), inside, info.grid.inner)
             first = inside[info.grid.inner_rank].start
+    found = info.model_slice
+    if found is not None and found.dim is not None and tuple(value.shape) == found.shape:
+        value = torch.cat(found.views_of(value), found.dim)
     return value.reshape(-1)[info.start - first : info.end - first].view(local_shape(info))
 
 
@@ -142,8 +160,10 @@ def _described(param: ShardedParameter, value: Tensor) -> str:
 
 def _objection(param: ShardedParameter, value: Any) -> str | None:
     """Words for why ``to_shard`` cannot take ``value`` (another shape, another rank's elements). None if it can."""
-    if tuple(value.shape) != param.shard.shape:
-        return f"size mismatch, of shape {list(value.shape)}, and the whole parameter is {list(param.shard.shape)}"
+    if tuple(value.shape) not in (param.shard.whole_shape, param.shard.shape):
+        return (
+            f"size mismatch, of shape {list(value.shape)}, and the whole parameter is {list(param.shard.whole_shape)}"
+        )
     if not _is_ours(param, value):
         return None
     saved, here = value.device_mesh.get_coordinate(), _mesh_of(param).get_coordinate()
@@ -159,7 +179,7 @@ def _is_ours(param: ShardedParameter, value: Any) -> bool:
     """``value`` is a DTensor as ``to_dtensor`` makes it."""
     from torch.distributed.tensor import DTensor
 
-    if param.shard.grid.inner is None or not isinstance(value, DTensor):
+    if (param.shard.grid.inner is None and not param.shard.is_cut) or not isinstance(value, DTensor):
         return False
     mesh = _mesh_of(param)
     return bool(value.device_mesh == mesh and list(value.placements) == _placements(param.shard, mesh))
@@ -171,6 +191,19 @@ def _mesh_of(param: ShardedParameter) -> DeviceMesh:
         assert group is not None, "a rank alone has no DTensors"
         param.__dict__[_MESH] = DeviceMesh.from_group(group, device_of(group, param).type)
     return param.__dict__[_MESH]  # type: ignore[no-any-return]
+
+
+def _mesh_of_slices(param: ShardedParameter, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh of a parameter's ranks, the tensor-parallel ranks last. Collective over these ranks."""
+    grid, found = param.shard.grid, param.shard.model_slice
+    assert found is not None and found.group is not None, "it is a slice"
+    groups = [group for group in (grid.outer, grid.inner, found.group) if group is not None]
+    places = gather([group.rank() for group in groups], groups, None, "the mesh of slices")
+    ranks = torch.empty([group.size() for group in groups], dtype=torch.int)
+    for rank, place in places.items():
+        ranks[tuple(place)] = rank
+    names = None if mesh is None or mesh.mesh_dim_names is None else (*mesh.mesh_dim_names, "tp")
+    return DeviceMesh.from_group(groups, device_of(groups[-1], param).type, mesh=ranks, mesh_dim_names=names)
 
 
 @torch.no_grad()
@@ -252,6 +285,14 @@ def _dtensor_ranges(info: ShardInfo) -> list[Range]:
 def _placements(info: ShardInfo, mesh: DeviceMesh) -> Sequence[Any]:
     from torch.distributed.tensor import Replicate, Shard
 
+    found = info.model_slice
+    if found is not None and found.dim is not None and info.is_cut:
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        # The tensor-parallel ranks have cut first: of their slices the others have rows.
+        rows = Shard(0) if found.dim else _StridedShard(0, split_factor=mesh.size(mesh.ndim - 1))
+        inside = [] if info.grid.inner is None else [rows]
+        return [*([Replicate()] * (mesh.ndim - 1 - len(inside))), *inside, Shard(found.dim)]
     return [*([Replicate()] * (mesh.ndim - 1)), Shard(0) if info.shape else Replicate()]
 
 
@@ -315,8 +356,9 @@ def disagreement(said: Mapping[ShardedParameter, Sequence[str]], complaints: Seq
     """
     by_grid: dict[Any, tuple[RankGrid, list[str]]] = {}
     for param, texts in said.items():
-        grid = param.shard.grid
-        by_grid.setdefault((grid.inner, grid.outer), (grid, []))[1].extend(texts)
+        grid, found = param.shard.grid, param.shard.model_slice
+        grid = grid if found is None else grid._replace(tensor=found.group)
+        by_grid.setdefault(grid.groups, (grid, []))[1].extend(texts)
     answers = [
         gather(("\n\t".join(complaints), texts), grid.axes, None, "the comparison of state dicts")
         for grid, texts in by_grid.values()

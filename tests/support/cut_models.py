@@ -4,6 +4,7 @@
 parallelism too, told by Megatron-core's marks or by ``set_model_slice``. The forward of both is the same mathematics.
 """
 
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_marks
+from maingrad.fsdp import fully_shard
 
 VOCAB, WIDTH, LENGTH = 12, 8, 8
 
@@ -126,6 +128,52 @@ def part_of(whole: Tensor, param: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What this rank holds of ``whole``, a tensor in the shape of the whole parameter."""
     found: ModelSlice = model_slice_of(param) or slice_of_marks(param, group)
     return whole if found.dim is None else torch.cat(found.views_of(whole), found.dim)
+
+
+# ---- Training on 2 tensor-parallel ranks, and the same by one process. ----
+
+
+def ranks_of(row: str) -> tuple[Any, dist.ProcessGroup, int]:
+    """The data-parallel mesh, the tensor-parallel group, and the number of ranks that average losses."""
+    if row.startswith("hsdp"):
+        mesh = mesh_of(2, 2, 2, names=("outer", "inner", "tp"))
+        return mesh["outer", "inner"], mesh["tp"].get_group(), 4
+    mesh = mesh_of(2, 2)
+    return mesh["dp"], mesh["tp"].get_group(), 2
+
+
+def world_of(row: str) -> int:
+    """Number of ranks that ``ranks_of`` needs."""
+    return 8 if row.startswith("hsdp") else 4
+
+
+def shard(model: Plain, row: str, mesh: Any, group: Any, **options: Any) -> Any:
+    """Make a unit of each block, and of the model."""
+    for block in model.blocks:
+        fully_shard(block, mesh, row, tensor_parallel_group=group, **options)
+    return fully_shard(model, mesh, row, tensor_parallel_group=group, **options)
+
+
+def train(model: Any, first: int, microbatches: int) -> None:
+    """One iteration over the batches from ``first`` on."""
+    for index in range(microbatches):
+        within = model.no_sync() if index < microbatches - 1 and hasattr(model, "no_sync") else nullcontext()
+        with within:
+            (model(*batch_of(first + index)) / microbatches).backward()
+
+
+def data_rank(mesh: Any) -> int:
+    """This rank's index among those that average losses."""
+    outer, inner = ([0, *mesh.get_coordinate()])[-2:]
+    return int(outer * mesh.size(mesh.ndim - 1) + inner)
+
+
+def plain_iteration(model: Plain, step: int, data_ranks: int, microbatches: int) -> None:
+    """The same iteration of the whole model: the batches of all ranks."""
+    for rank in range(data_ranks):
+        for index in range(microbatches):
+            number = (step * data_ranks + rank) * microbatches + index
+            (model(*batch_of(number)) / (microbatches * data_ranks)).backward()
 
 
 # ---- The collectives, which autograd goes back through. ----

@@ -1,58 +1,14 @@
 """Slices of tensor parallelism under ``fully_shard``, against a plain model on all data."""
 
-from contextlib import nullcontext
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
-from cut_models import Plain, Told, batch_of, cut, mesh_of, part_of
+from cut_models import Plain, Told, cut, data_rank, part_of, plain_iteration, ranks_of, shard, train, world_of
 from torch import Tensor
 
 from maingrad.ddp.plan.model_slice import model_slice_of
-from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 ROWS = ("zero3", "zero2", "zero1", "hsdp", "hsdp_zero1")
-
-
-def ranks_of(row: str) -> tuple[Any, dist.ProcessGroup, int]:
-    """The data-parallel mesh, the tensor-parallel group, and the number of ranks that average losses."""
-    if row.startswith("hsdp"):
-        mesh = mesh_of(2, 2, 2, names=("outer", "inner", "tp"))
-        return mesh["outer", "inner"], mesh["tp"].get_group(), 4
-    mesh = mesh_of(2, 2)
-    return mesh["dp"], mesh["tp"].get_group(), 2
-
-
-def world_of(row: str) -> int:
-    return 8 if row.startswith("hsdp") else 4
-
-
-def shard(model: Plain, row: str, mesh: Any, group: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, mesh, row, tensor_parallel_group=group, **options)
-    return fully_shard(model, mesh, row, tensor_parallel_group=group, **options)
-
-
-def train(model: Any, first: int, microbatches: int) -> None:
-    """One iteration over the batches from ``first`` on."""
-    for index in range(microbatches):
-        within = model.no_sync() if index < microbatches - 1 and hasattr(model, "no_sync") else nullcontext()
-        with within:
-            (model(*batch_of(first + index)) / microbatches).backward()
-
-
-def data_rank(mesh: Any) -> int:
-    outer, inner = ([0, *mesh.get_coordinate()])[-2:]
-    return int(outer * mesh.size(mesh.ndim - 1) + inner)
-
-
-def plain_iteration(model: Plain, step: int, data_ranks: int, microbatches: int) -> None:
-    for rank in range(data_ranks):
-        for index in range(microbatches):
-            number = (step * data_ranks + rank) * microbatches + index
-            (model(*batch_of(number)) / (microbatches * data_ranks)).backward()
 
 
 def assert_close(found: Tensor, expected: Tensor, name: str) -> None:
