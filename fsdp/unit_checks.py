@@ -129,7 +129,8 @@ def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor: dist.Proces
     if tensor is None:
         return
     members = dist.get_process_group_ranks(tensor)
-    both = set(members).intersection(*(dist.get_process_group_ranks(group) for group in grid.axes)) - {dist.get_rank()}
+    here = {rank for group in grid.axes for rank in dist.get_process_group_ranks(group)}
+    both = here.intersection(members) - {dist.get_rank()}
     if both:
         raise ValueError(
             f"ranks {sorted(both)} are in mesh and among the tensor-parallel ranks {members}: mesh is of the ranks "

@@ -66,16 +66,17 @@ class ShardInfo(NamedTuple):
         return Range(self.start, self.end)
 
     @property
-    def is_cut(self) -> bool:
-        """Whether other tensor-parallel ranks hold the rest of the parameter."""
-        if self.model_slice is None:
-            return self.is_slice and self.everyone is not None and self.everyone.leaves_ranks_out
-        return self.model_slice.dim is not None and group_size(self.model_slice.group) > 1
+    def cut_slice(self) -> ModelSlice | None:
+        """``model_slice``, if other tensor-parallel ranks hold the rest of the parameter."""
+        found = self.model_slice
+        return None if found is None or found.dim is None or group_size(found.group) == 1 else found
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter that tensor-parallel ranks hold together."""
-        return self.shape if self.model_slice is None else self.model_slice.shape
+    def is_cut(self) -> bool:
+        """Whether other ranks hold the rest of the parameter, also where nobody said which."""
+        if self.model_slice is not None:
+            return self.cut_slice is not None
+        return self.is_slice and self.everyone is not None and self.everyone.leaves_ranks_out
 
     def cut(self, values: Any) -> Any:
         """The shard's elements [numel] of a tensor in the parameter's shape."""
@@ -151,8 +152,8 @@ def max_over(grid: RankGrid, value: Tensor) -> Tensor:
 
 def whole(values: Tensor, shard: ShardInfo) -> Tensor:
     """All ranks' elements in the parameter's shape, plain, on every rank. Slices become the parameter of all slices."""
-    local, found = _whole_of_grid(values, shard), shard.model_slice
-    if found is None or found.dim is None or not shard.is_cut:
+    local, found = _whole_of_grid(values, shard), shard.cut_slice
+    if found is None or found.dim is None:
         return local
     slices = local.new_zeros(found.shape)
     views = found.views_of(slices)
