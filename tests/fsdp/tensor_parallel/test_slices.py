@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cut_models import Plain, Told, cut, data_rank, part_of, plain_iteration, ranks_of, shard, train, world_of
+from sliced_models import Plain, Told, cut, data_rank, part_of, plain_iteration, ranks_of, shard, train, world_of
 from torch import Tensor
 
 from maingrad.ddp.plan.model_slice import model_slice_of

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cut_models import Plain, batch_of, cut, data_rank, mesh_of, plain_iteration, ranks_of, shard, train
+from sliced_models import Plain, batch_of, cut, data_rank, mesh_of, plain_iteration, ranks_of, shard, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
