@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.buckets.copy_engines import check_copy_engines
 from ..ddp.collectives.failure_report import FailureReporter
-from ..ddp.collectives.rank_grid import RankGrid, Ranks, backends_of, device_types_of, group_size
+from ..ddp.collectives.rank_grid import RankGrid, Ranks, backends_of, device_types_of
 from ..ddp.collectives.reduction import PLACEMENTS, Placement, Placements
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.model_slice import model_slice_of, set_model_slice, slice_of_marks
@@ -48,7 +48,6 @@ __all__ = [
     "policy_of",
     "record_ignored",
     "row_of",
-    "tensor_ranks_of",
 ]
 
 _WHOSE_EXPERTS = (
@@ -106,18 +105,9 @@ def check_unit(
     owned = _own_params(module, modules, ignored)
     _check_params(owned)
     _set_slices(owned, grid, tensor)
-    check_marks([(each.name, each.param) for each in owned if each.param.requires_grad and not _is_told(each)], grid)
+    trainable = [(each.name, each.param) for each in owned if each.param.requires_grad]
+    check_marks(trainable, grid, tensor_ranks=None if tensor is None else RankGrid(tensor, None, None))
     return UnitParts(options, grid, ignored, modules, owned, on, tensor)
-
-
-def tensor_ranks_of(module: nn.Module, given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The tensor-parallel ranks: those that the user gave, or that a parameter tells. None: this rank alone."""
-    if isinstance(given, DeviceMesh):
-        given = given.get_group()
-    if not isinstance(given, dist.ProcessGroup | None):
-        raise TypeError(f"tensor_parallel_group is a ProcessGroup or a DeviceMesh, got {type(given).__name__}")
-    told = (found.group for param in module.parameters() if (found := model_slice_of(param)) is not None)
-    return next((group for group in (given, *told) if group_size(group) > 1), None)
 
 
 def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor: dist.ProcessGroup | None) -> None:
@@ -145,11 +135,6 @@ def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor: dist.Proces
             )
         if found is None:
             set_model_slice(entry.param, slice_of_marks(entry.param, tensor))
-
-
-def _is_told(entry: OwnedParam) -> bool:
-    """Whether the parameter's slice says how its gradient is completed."""
-    return model_slice_of(entry.param) is not None and not getattr(entry.param, "shared_embedding", False)
 
 
 def policy_of(mixed_precision: object) -> MixedPrecisionPolicy:

@@ -224,7 +224,7 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, me
             state_dict[prefix + name] = to_dtensor(param, param)
         elif param is not None and has_shard(param) and state_dict.get(prefix + name) is not param:  # keep_vars
             # Within unsharded(): its memory is freed, or gathered anew, while the state dict lives on.
-            state_dict[prefix + name] = param.detach().clone()
+            state_dict[prefix + name] = state_dict.get(prefix + name, param).detach().clone()
 
 
 @torch.no_grad()

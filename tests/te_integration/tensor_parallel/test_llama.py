@@ -229,4 +229,3 @@ def group_forgotten() -> None:
 
 def test_a_data_parallel_group_with_tensor_parallel_ranks_is_refused() -> None:
     simulate(group_forgotten, 4)
-
