@@ -1,6 +1,6 @@
 """What programs do with a sharded model that is cut over tensor-parallel ranks; and what is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def copies_of(model: Any) -> dict[str, Tensor]:
         }
 
 
-def assert_alike(found: list[dict[str, Tensor]]) -> None:
+def assert_alike(found: Sequence[dict[str, Tensor]]) -> None:
     first, *others = found
     assert first
     for other in others:
@@ -123,7 +123,7 @@ def test_three_tensor_parallel_ranks_keep_copies_equal() -> None:
 def test_uneven_slices_train() -> None:
     """5 and 3 hidden units: copies lie alike on all tensor-parallel ranks, whose slices do not."""
 
-    def on_each_rank() -> dict[str, Tensor]:
+    def on_each_rank() -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
         mesh, group, data_ranks = ranks_of("zero3")
         plain, local = Plain(hidden=8).double(), Plain(hidden=8).double()
         first, size = (0, 5) if group.rank() == 0 else (5, 3)
@@ -155,9 +155,12 @@ def test_uneven_slices_train() -> None:
             for each in (optimizer, expected):
                 each.step()
                 each.zero_grad()
-        return copies_of(model)
+        shards = [param.shard for param in model.parameters()]
+        return copies_of(model), [(each.place, each.bucket_numel) for each in shards if each.copies > 1]
 
-    assert_alike(simulate(on_each_rank, 4))
+    weights, places = zip(*simulate(on_each_rank, 4), strict=True)
+    assert_alike(weights)
+    assert all(each == places[0] for each in places)
 
 
 @pytest.mark.parametrize("options", [{}, {"state": "full"}, {"moment_dtype": torch.uint8}])
