@@ -120,9 +120,11 @@ def synchronize(
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in ignored:
-                ranks, found = grids[0] if id(tensor) in of_experts else grid, model_slice_of(tensor)
-                is_copy = found is not None and found.dim is None
-                (ranks._replace(tensor=copies) if is_copy else ranks).broadcast(tensor.detach())
+                ranks = grids[0] if id(tensor) in of_experts else grid
+                found = model_slice_of(tensor)
+                if found is not None and found.dim is None:
+                    ranks = ranks._replace(tensor=copies)
+                ranks.broadcast(tensor.detach())
 
 
 def flat_shard(layout: BucketLayout, owned: Sequence[OwnedParam], mine: Range, device: torch.device) -> Tensor:

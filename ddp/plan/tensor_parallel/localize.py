@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .layouts import Layout
 
-__all__ = ["can_localize", "localize"]
+__all__ = ["can_localize", "is_one_slice", "localize"]
 
 
 def localize(module: nn.Module, ignored: Collection[int] = ()) -> None:
@@ -67,6 +67,12 @@ def can_localize(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return not any(isinstance(each, FSDPModule) for each in module.modules())
+
+
+def is_one_slice(param: Tensor) -> bool:
+    """Whether ``param`` is a DTensor on a mesh of one dim."""
+    mesh: Any = getattr(param, "device_mesh", None)
+    return mesh is not None and mesh.ndim == 1
 
 
 def _dtensors(module: nn.Module, ignored: Collection[int]) -> list[tuple[nn.Module, str, "DTensor"]]:
@@ -121,8 +127,8 @@ def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
     if isinstance(owner, FusedWgradModule) and owner.slices == "refused":
         raise ValueError(
             f"'{name}' is a slice of tensor parallelism, and {type(owner).__name__} computes from whole weights: use "
-            f"maingrad.te_integration.Linear or torch's own layers there (for a loss over a cut vocabulary, torch's "
-            f"loss_parallel)"
+            f"maingrad.te_integration.Linear or torch's own layers there. For a loss over a cut vocabulary, convert "
+            f"without fused_loss, and take torch's loss_parallel"
         )
 
 

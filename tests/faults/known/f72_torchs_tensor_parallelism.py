@@ -1,0 +1,134 @@
+"""Models that torch's tensor parallelism has cut."""
+
+from fault import Change, Fault
+
+RULES = "tests/te_integration/tensor_parallel/test_rules.py::"
+LLAMA = "tests/te_integration/tensor_parallel/test_llama.py::"
+LOCALIZE = "tests/te_integration/tensor_parallel/test_localize.py::"
+TRANSFORMERS = "tests/te_integration/tensor_parallel/test_transformers.py::"
+ROOM = "maingrad.ddp.plan.tensor_parallel."
+
+FAULTS = [
+    Fault(
+        "72a-the-input-of-columns-gets-one-ranks-gradient",
+        sentence="The gradient of a whole input that columns multiply is a sum over the ranks, and counts as the sum.",
+        tests=[RULES + "test_a_rule_writes_each_microbatch_into_main_grad"],
+        changes=[Change(ROOM + "products", "multiply", "to_local(x, Partial()), bias", "to_local(x, at), bias")],
+    ),
+    Fault(
+        "72b-each-rank-adds-the-bias-of-rows",
+        sentence="The sum over the ranks of a product of rows has its bias once for each rank.",
+        tests=[RULES + "test_a_rule_writes_each_microbatch_into_main_grad"],
+        changes=[Change(ROOM + "products", "multiply", "bias * float(mesh.get_local_rank() == 0)", "bias")],
+    ),
+    Fault(
+        "72c-the-whole-is-taken-to-be-as-long-on-each-rank",
+        sentence="A local tensor of an uneven cut becomes a DTensor of another whole shape.",
+        tests=[RULES + "test_a_rule_writes_each_microbatch_into_main_grad"],
+        changes=[Change(ROOM + "layouts", "Layout.dtensor", "run_check=False, **whole", "run_check=False")],
+    ),
+    Fault(
+        "72d-equal-gradients-of-copies-count-once-for-each-rank",
+        sentence="A copy's gradient, which each rank has whole, is summed over the ranks.",
+        tests=[RULES + "test_any_other_placement_is_right_by_autograd"],
+        changes=[
+            Change(
+                ROOM + "layouts",
+                "_Shown.backward",
+                "local if layout.mesh.get_local_rank() == 0 else torch.zeros_like(local)",
+                "local",
+            )
+        ],
+    ),
+    Fault(
+        "72e-each-rank-multiplies-all-rows-of-a-copy",
+        sentence="A weight that all ranks have and an input that all have: each rank writes the whole gradient.",
+        tests=[RULES + "test_a_rule_writes_each_microbatch_into_main_grad"],
+        changes=[
+            Change(
+                ROOM + "products",
+                "multiply",
+                "_multiply_part(module, to_local(x, at), mesh)",
+                "module.multiply_slice(to_local(x, at), bias)",
+            )
+        ],
+    ),
+    Fault(
+        "72f-packed-blocks-are-one-cut",
+        sentence="A slice of gate and up in one weight is taken for neighbouring rows.",
+        tests=[RULES + "test_a_slice_says_which_elements_of_the_whole_it_is"],
+        changes=[
+            Change(
+                ROOM + "layouts",
+                "Layout.model_slice",
+                'getattr(self.placement, "split_factor", 1), []',
+                "1, []",
+            )
+        ],
+    ),
+    Fault(
+        "72g-transformers-sums-the-gradient-that-is-not-there",
+        sentence="transformers' hook on norms of queries and keys stays, and finds no .grad.",
+        tests=[TRANSFORMERS + "test_gradients_are_those_of_the_whole_model"],
+        changes=[
+            Change(
+                ROOM + "hugging_face",
+                "drop_grad_hooks",
+                "hooked.cell_contents[name] = param  # so that no forward registers it",
+                "pass",
+            )
+        ],
+    ),
+    Fault(
+        "72h-nobody-sums-the-norms-of-queries-and-keys",
+        sentence="The gradients of norms of cut heads are one rank's parts.",
+        tests=[TRANSFORMERS + "test_gradients_are_those_of_the_whole_model"],
+        changes=[Change(ROOM + "localize", "_mark_partial", 'group, "partial")', 'group, "dense")')],
+    ),
+    Fault(
+        "72i-a-state-dict-has-slices",
+        sentence="State dicts have this rank's slices under the names of whole parameters.",
+        tests=[LLAMA + "test_state_dicts_have_dtensors_and_take_what_torch_saves"],
+        changes=[
+            Change(
+                ROOM + "state_dict",
+                "install_state_dict_hooks",
+                "module.register_state_dict_post_hook(_after_saving)",
+                "pass",
+            )
+        ],
+    ),
+    Fault(
+        "72j-tied-dtensors-become-two-parameters",
+        sentence="A DTensor that two modules have becomes a parameter in each.",
+        tests=[LOCALIZE + "test_one_dtensor_of_two_modules_stays_one_parameter"],
+        changes=[Change(ROOM + "localize", "localize", "if id(tensor) not in local:", "if True:")],
+    ),
+    Fault(
+        "72k-what-a-forward-assigns-is-lost",
+        sentence="A buffer that a forward assigns is put back to what it was.",
+        tests=[LOCALIZE + "test_frozen_parameters_and_buffers_become_local"],
+        changes=[
+            Change(ROOM + "forwards", "_shown", "if found is shown or found is None:", "if True:"),
+        ],
+    ),
+    Fault(
+        "72l-a-cut-head-computes-the-loss",
+        sentence="A fused loss reads a head of which each rank has a slice of the classes.",
+        tests=[TRANSFORMERS + "test_a_head_that_is_cut_keeps_its_loss"],
+        changes=[
+            Change(
+                "maingrad.te_integration.conversion.fused_loss",
+                "why_no_fused_loss",
+                "if is_one_slice(head.weight) or model_slice_of(head.weight) is not None:",
+                "if False:",
+            )
+        ],
+    ),
+    Fault(
+        "72m-a-plain-input-is-taken-for-the-ranks-part",
+        sentence="A layer of slices multiplies a plain input, of which nobody has said what it is of the whole.",
+        tests=[RULES + "test_a_plain_input_is_refused"],
+        changes=[Change(ROOM + "products", "multiply", "if calls_inner_forward(module):", "if True:")],
+    ),
+]

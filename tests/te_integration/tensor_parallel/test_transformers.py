@@ -1,0 +1,108 @@
+"""Models that transformers has cut by their ``tp_plan``, under our wrapper, against the same models whole."""
+
+import pytest
+import torch
+from parallel_llama import assert_grads, full, make_mesh, whole_grads
+from torch import nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.plan.model_slice import model_slice_of
+from maingrad.launch.simulation.simulate import simulate
+from maingrad.te_integration import convert_linears, unconvert
+
+pytest.importorskip("transformers")
+from cut_transformers import cut, loss_of, make
+
+MODELS = ["Llama", "Qwen3", "Qwen3Moe"]
+ORDERS = ["convert first", "tp first", "not converted"]
+
+
+def train(kind: str, order: str, hooked: bool) -> dict[str, int]:
+    mesh = make_mesh()
+    dp = mesh["dp"].get_local_rank()
+    model = make(kind)
+    if order == "convert first":
+        assert not convert_linears(model).skipped
+    cut(model, mesh)
+    if order == "tp first":
+        assert not convert_linears(model).skipped
+    if hooked and order == "not converted":  # transformers registers its gradient hooks in the first forward
+        loss_of(model, 0)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=3000)
+    wrapped = DistributedDataParallel(model, config, process_group=mesh["dp"])
+    with wrapped.no_sync():
+        (loss_of(wrapped, dp * 2) / 2).backward()
+    (loss_of(wrapped, dp * 2 + 1) / 2).backward()
+    wrapped.finish_grad_sync()
+    plain = make(kind)
+    for index in range(4):
+        (loss_of(plain, index) / 4).backward()
+    assert_grads(whole_grads(model), {name: param.grad for name, param in plain.named_parameters()}, rtol=2e-6)
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), plain.state_dict()[name]), name
+    with torch.no_grad():  # transformers multiplies local tensors then
+        torch.testing.assert_close(loss_of(model, 5), loss_of(plain, 5))
+    return {record.name: record.num_fused_writes for record in wrapped.records}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_are_those_of_the_whole_model(kind: str, order: str) -> None:
+    for writes in simulate(train, 4, kind, order, True):
+        fused = {name for name, count in writes.items() if count == 2}
+        products = {name for name in writes if "_proj" in name or name == "lm_head.weight"}
+        assert fused == (set() if order == "not converted" else products)
+
+
+def test_norms_of_queries_and_keys_have_partial_gradients() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        model = make("Qwen3")
+        cut(model, mesh)
+        loss_of(model, 0)
+        DistributedDataParallel(model, process_group=mesh["dp"])
+        for name, param in model.named_parameters():
+            held = model_slice_of(param)
+            if "q_norm" in name or "k_norm" in name:
+                assert held is not None
+                assert held.grad == "partial"
+                assert not param._post_accumulate_grad_hooks or len(param._post_accumulate_grad_hooks) == 1  # ours
+
+    simulate(on_each_rank, 2)
+
+
+def test_conversion_of_a_cut_model_may_be_undone() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        model = make("Llama")
+        cut(model, mesh)
+        loss = loss_of(model, 0)
+        convert_linears(model)
+        torch.testing.assert_close(loss_of(model, 0), loss)
+        unconvert(model)
+        assert type(model.lm_head) is nn.Linear
+        torch.testing.assert_close(loss_of(model, 0), loss)
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("order", ["convert first", "tp first"])
+def test_a_head_that_is_cut_keeps_its_loss(order: str) -> None:
+    """A fused loss reads the head's weight, of which each rank has a slice."""
+
+    def on_each_rank() -> str:
+        mesh = make_mesh(1, 2)
+        model = make("Llama")
+        if order == "tp first":
+            cut(model, mesh)
+        conversion = convert_linears(model, fused_loss=True)
+        if order == "tp first":
+            (reason,) = conversion.unfused_losses.values()
+            return reason
+        cut(model, mesh)
+        with pytest.raises(ValueError, match="fused_loss") as raised:
+            DistributedDataParallel(model, process_group=mesh["dp"])
+        return str(raised.value)
+
+    for text in simulate(on_each_rank, 2):
+        assert "slice" in text
