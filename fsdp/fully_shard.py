@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection
 from typing import Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,12 +24,14 @@ from .unit.plan import MixedPrecisionPolicy, ShardAtoms, UnitOptions, plan_unit,
 from .unit.unit import Unit
 from .unit_checks import (
     UnitParts,
+    check_copies_of,
     check_unit,
     check_whose_experts,
     compare_units,
     policy_of,
     record_ignored,
     row_of,
+    with_tensor_ranks,
 )
 
 __all__ = ["fully_shard"]
@@ -119,25 +120,19 @@ def fully_shard(
     as_given = (reshard_after_forward, reduce_every_microbatch, bucket_size, shard_atoms, offload_to_cpu)
     grid, failures = make_grid(mesh, option="mesh"), FailureReporter()
     ignored = record_ignored(ignored_params, grid)
-    tensor = _tensor_ranks_of(module, ignored, tensor_parallel_group)
+    localize(module, ignored)
+    tensor_ranks = find_tensor_ranks(module, tensor_parallel_group)
 
     def prepare() -> UnitParts:
         row, policy = row_of(placements), policy_of(mixed_precision)
         options = UnitOptions(row, policy, *as_given, copy_engine_gather, init_sync, forward_writes)
-        return _plan(check_unit(module, options, grid, mesh, device, ignored, tensor), init_fn)
+        return _plan(check_unit(module, options, grid, mesh, device, ignored, tensor_ranks), init_fn)
 
     what = f"the checks of {type(module).__name__} before it is sharded"
-    parts = run_on_all_ranks(prepare, grid._replace(tensor=tensor).axes, failures, what)
+    parts = run_on_all_ranks(prepare, with_tensor_ranks(grid, tensor_ranks).axes, failures, what)
     _make_alike(parts, failures, named=mesh is not None)
     _take_over(parts, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
-
-
-def _tensor_ranks_of(module: nn.Module, ignored: Collection[int], given: Ranks) -> dist.ProcessGroup | None:
-    """Make local parameters of DTensors; then the tensor-parallel ranks. None: this rank alone."""
-    localize(module, ignored)
-    ranks = find_tensor_ranks(module, given)
-    return None if ranks is None or ranks.size == 1 else ranks.inner
 
 
 def _plan(parts: UnitParts, init_fn: Callable[[nn.Module], None] | None) -> UnitParts:
@@ -160,7 +155,8 @@ def _make_alike(parts: UnitParts, failures: FailureReporter, *, named: bool) -> 
         check_whose_experts(parts, failures)
     if parts.options.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
-            synchronize(parts.modules, parts.grid, parts.ignored, parts.tensor)
+            synchronize(parts.modules, parts.grid, parts.ignored)
+        check_copies_of(parts, failures)
 
 
 def _take_over(parts: UnitParts, mesh: DeviceMesh | None) -> None:

@@ -34,7 +34,7 @@ from ..ddp.plan.owned_params import (
     is_marked_expert,
 )
 from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all, is_hooked
-from ..ddp.wrapper.setup_checks import check_undeclared_parts, compare_between_ranks
+from ..ddp.wrapper.setup_checks import check_copies, check_undeclared_parts, compare_between_ranks
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
@@ -42,12 +42,14 @@ from .unit.plan import MixedPrecisionPolicy, UnitOptions
 
 __all__ = [
     "UnitParts",
+    "check_copies_of",
     "check_unit",
     "check_whose_experts",
     "compare_units",
     "policy_of",
     "record_ignored",
     "row_of",
+    "with_tensor_ranks",
 ]
 
 _WHOSE_EXPERTS = (
@@ -71,8 +73,8 @@ class UnitParts(NamedTuple):
     """The parameters."""
     device: torch.device
     """The device that the unit computes on."""
-    tensor: dist.ProcessGroup | None
-    """The tensor-parallel ranks; None: this rank alone."""
+    tensor_ranks: RankGrid | None
+    """The tensor-parallel ranks; None: nobody has said."""
     plans: Sequence[tuple[BucketLayout, bool]] = ()
     """Each bucket's layout, and whether its parameters are trained."""
 
@@ -94,7 +96,7 @@ def check_unit(
     mesh: Ranks,
     device: torch.device | str | None,
     ignored: Collection[int],
-    tensor: dist.ProcessGroup | None,
+    tensor_ranks: RankGrid | None,
 ) -> UnitParts:
     """Raise for what cannot be sharded on this rank. ``ignored``: ``id`` of parameters that are not sharded."""
     check_wrappers_can_run(delivers_to_all)
@@ -104,21 +106,25 @@ def check_unit(
     _check_options(options, grid, on)
     owned = _own_params(module, modules, ignored)
     _check_params(owned)
-    _set_slices(owned, grid, tensor)
+    if tensor_ranks is not None:
+        _set_slices(owned, grid, tensor_ranks)
     trainable = [(each.name, each.param) for each in owned if each.param.requires_grad]
-    check_marks(trainable, grid, tensor_ranks=None if tensor is None else RankGrid(tensor, None, None))
-    return UnitParts(options, grid, ignored, modules, owned, on, tensor)
+    check_marks(trainable, grid, tensor_ranks=tensor_ranks)
+    return UnitParts(options, grid, ignored, modules, owned, on, tensor_ranks)
 
 
-def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor: dist.ProcessGroup | None) -> None:
+def with_tensor_ranks(grid: RankGrid, tensor_ranks: RankGrid | None) -> RankGrid:
+    """``grid`` and the tensor-parallel ranks, which hold one model together."""
+    return grid if tensor_ranks is None else grid._replace(tensor=tensor_ranks.inner)
+
+
+def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor_ranks: RankGrid) -> None:
     """Have each parameter know what it is of the whole that tensor-parallel ranks hold.
 
     Raises ``ValueError`` for experts that nobody says it of, and where ``grid``, over which gradients are averaged, has
     ranks with other slices.
     """
-    if tensor is None:
-        return
-    members = dist.get_process_group_ranks(tensor)
+    members = tensor_ranks.ranks
     here = {rank for group in grid.axes for rank in dist.get_process_group_ranks(group)}
     both = here.intersection(members) - {dist.get_rank()}
     if both:
@@ -128,13 +134,13 @@ def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor: dist.Proces
         )
     for entry in owned:
         found = model_slice_of(entry.param)
-        if found is None and entry.grid_name == "expert":
+        if found is None and entry.grid_name == "expert" and tensor_ranks.size > 1:
             raise ValueError(
                 f"parameter '{entry.name}' is an expert's (allreduce = False), and nobody says what ranks {members} "
                 f"hold of it: say it by maingrad.ddp.plan.model_slice.set_model_slice, slices or copies"
             )
         if found is None:
-            set_model_slice(entry.param, slice_of_marks(entry.param, tensor))
+            set_model_slice(entry.param, slice_of_marks(entry.param, tensor_ranks.inner))
 
 
 def policy_of(mixed_precision: object) -> MixedPrecisionPolicy:
@@ -350,10 +356,19 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
         if buffer is not None
     ]
     said = [f"{option}={value}" for option, value in parts.options._asdict().items()]
-    everyone = parts.grid._replace(tensor=parts.tensor)
+    everyone = with_tensor_ranks(parts.grid, parts.tensor_ranks)
     compare_between_ranks({"model": model, "call of fully_shard": said}, everyone.axes, failures)
     if uneven:  # tensor-parallel ranks have other shapes
         compare_between_ranks({"model": uneven}, parts.grid.axes, failures)
+
+
+def check_copies_of(parts: UnitParts, failures: FailureReporter) -> None:
+    """Raise ``ValueError`` on all ranks for parameters without the mark of a slice that tensor-parallel ranks have
+    different values of, once data-parallel ranks have the same."""
+    if parts.tensor_ranks is not None:
+        slices = [(entry.name, entry.param, model_slice_of(entry.param)) for entry in parts.owned]
+        copies = [(name, param) for name, param, found in slices if found is not None and found.dim is None]
+        check_copies(copies, parts.tensor_ranks, failures)
 
 
 def check_whose_experts(parts: UnitParts, failures: FailureReporter) -> None:

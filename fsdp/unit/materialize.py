@@ -5,13 +5,11 @@ from functools import partial
 from typing import NamedTuple, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import BucketLayout
-from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import OwnedParam, buffers_of_experts
 from ..tensors.parameter import ShardedParameter
 
@@ -101,16 +99,10 @@ def materialize(
 
 
 @torch.no_grad()
-def synchronize(
-    modules: Sequence[nn.Module],
-    grid: RankGrid,
-    ignored: Collection[int] = (),
-    copies: dist.ProcessGroup | None = None,
-) -> None:
+def synchronize(modules: Sequence[nn.Module], grid: RankGrid, ignored: Collection[int] = ()) -> None:
     """Copy the first rank's own parameters and buffers of ``modules`` to all other ranks. Collective over ``grid``.
 
     modules  the first has all others inside
-    copies   the tensor-parallel ranks, which have copies of some parameters
 
     Buffers of experts (``buffers_of_experts``) are copied between the ranks that hold the same experts: a module around
     units of experts, which have a smaller mesh, may have some.
@@ -120,11 +112,7 @@ def synchronize(
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in ignored:
-                ranks = grids[0] if id(tensor) in of_experts else grid
-                found = model_slice_of(tensor)
-                if found is not None and found.dim is None:
-                    ranks = ranks._replace(tensor=copies)
-                ranks.broadcast(tensor.detach())
+                (grids[0] if id(tensor) in of_experts else grid).broadcast(tensor.detach())
 
 
 def flat_shard(layout: BucketLayout, owned: Sequence[OwnedParam], mine: Range, device: torch.device) -> Tensor:

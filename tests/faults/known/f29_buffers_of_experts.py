@@ -24,7 +24,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.unit.materialize",
                 "synchronize",
-                "grids[0] if id(tensor) in of_experts else grid",
+                "(grids[0] if id(tensor) in of_experts else grid)",
                 "grid",
             )
         ],

@@ -85,11 +85,11 @@ FAULTS = [
     Fault(
         "74g-copies-begin-apart",
         sentence="Tensor-parallel ranks keep the values that each has drawn for parameters that all hold.",
-        tests=[f"{IN_USE}test_copies_begin_equal"],
+        tests=[f"{IN_USE}test_copies_that_begin_apart_are_refused"],
         changes=[
             Change(
-                "maingrad.fsdp.unit.materialize",
-                "synchronize",
+                "maingrad.fsdp.unit_checks",
+                "check_copies_of",
                 "found is not None and found.dim is None",
                 "False",
             )
@@ -109,7 +109,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.unit_checks",
                 "compare_units",
-                "parts.grid._replace(tensor=parts.tensor)",
+                "with_tensor_ranks(parts.grid, parts.tensor_ranks)",
                 "parts.grid",
             )
         ],

@@ -10,7 +10,7 @@ from sliced_models import Plain, batch_of, cut, data_rank, mesh_of, plain_iterat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.ddp import Muon
+from maingrad.ddp import WORLD_OF_ONE, Muon
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice
 from maingrad.fsdp import MixedPrecisionPolicy, ShardedAdamW, fully_shard
@@ -204,17 +204,47 @@ def test_a_scaler_skips_on_all_ranks_where_one_slice_overflows(bad: float) -> No
     assert simulate(on_each_rank, 4) == [(2.0, True)] * 4
 
 
-def test_copies_begin_equal() -> None:
-    """Ranks that drew other values get the first rank's, slices their first data-parallel rank's."""
-
-    def on_each_rank() -> dict[str, Tensor]:
+def test_slices_begin_as_those_of_the_first_data_parallel_rank() -> None:
+    def on_each_rank() -> tuple[Tensor, Tensor]:
         mesh, group, _ = ranks_of("zero3")
-        model = cut(Plain(seed=dist.get_rank()), group)
-        return copies_of(shard(model, "zero3", mesh, group))
+        model: Any = cut(Plain(seed=data_rank(mesh)), group)
+        shard(model, "zero3", mesh, group)
+        expected: Any = cut(Plain(seed=0), group)
+        with model.unsharded():
+            return model.blocks[0].down.weight.detach(), expected.blocks[0].down.weight.detach()
 
-    found = simulate(on_each_rank, 4)
-    assert_alike(found)
-    assert torch.equal(found[0]["head.weight"], Plain(seed=0).head.weight)
+    for found, expected in simulate(on_each_rank, 4):
+        assert torch.equal(found, expected)
+
+
+def test_copies_that_begin_apart_are_refused() -> None:
+    """One of them may be a slice that nobody has marked, which the first rank's values would overwrite."""
+
+    def on_each_rank() -> str:
+        mesh, group, _ = ranks_of("zero3")
+        model = cut(Plain(seed=group.rank()), group)
+        text = refusal(lambda: fully_shard(model.blocks[0], mesh, tensor_parallel_group=group))
+        fully_shard(model.blocks[1], mesh, tensor_parallel_group=group, init_sync=False)
+        return text
+
+    for text in simulate(on_each_rank, 4):
+        assert "has no mark of a slice" in text
+        assert "init_sync=False" in text
+
+
+def test_marks_mean_nothing_where_the_group_is_one_rank() -> None:
+    """As at a tensor-parallel degree of 1, beside other stages of a pipeline."""
+
+    def on_each_rank() -> float:
+        group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+        model: Any = Plain()
+        model.head.weight.tensor_model_parallel = True
+        model.norm.weight.sequence_parallel = True
+        fully_shard(model, group, tensor_parallel_group=WORLD_OF_ONE)
+        train(model, dist.get_rank() % 2, 1)
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+
+    assert len(set(simulate(on_each_rank, 4))) == 1
 
 
 def test_units_without_slices_may_be_sharded_without_the_group() -> None:
