@@ -195,5 +195,6 @@ def refuse_scaler(model: DistributedDataParallel) -> None:
 def _refuse(
     model: DistributedDataParallel, bucket_params: Sequence[BucketParam], what: str, consequence: str, remedy: str
 ) -> None:
-    params = ((entry.owned.name, entry.owned.param) for entry in bucket_params)
-    refuse_slices(((name, param) for name, param in params if name in model.slices), what, consequence, remedy)
+    if model.slices:
+        params = ((entry.owned.name, entry.owned.param) for entry in bucket_params)
+        refuse_slices(params, what, consequence, remedy)

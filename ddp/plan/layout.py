@@ -173,6 +173,11 @@ class GradPlan:
         """Every bucket of every buffer, in launch order."""
         return tuple(sorted((b for buffer in self.buffers for b in buffer.buckets), key=lambda bucket: bucket.index))
 
+    @cached_property
+    def grid_names(self) -> tuple[str, ...]:
+        """The kinds of parameters there are, see ``ParamSpec``, in the order of buffers."""
+        return tuple(dict.fromkeys(buffer.grid_name for buffer in self.buffers))
+
     @property
     def numel(self) -> int:
         """Elements of all buffers, padding included."""

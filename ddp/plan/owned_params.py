@@ -14,7 +14,7 @@ from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import check_unattached, is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
 from .layout import GradPlan, ParamSpec, plan_gradients
-from .model_slice import ModelSlice, model_slice_of, slice_of_marks
+from .model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_marks
 
 __all__ = [
     "ModelTensor",
@@ -36,6 +36,7 @@ __all__ = [
     "select_names",
     "slice_over",
     "slices_of",
+    "take_marks",
 ]
 
 # ---- Megatron-core's marks of model parallelism on parameters. No other file reads them.
@@ -46,7 +47,8 @@ __all__ = [
 # average_gradients_across_tp_domain  copies likewise; each rank has another gradient, and the mean counts
 # shared_embedding = True             copies on two pipeline stages, each of which has a part of the gradient
 
-_PARTIAL = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
+_OVER_TENSOR_RANKS = ("sequence_parallel", "average_gradients_across_tp_domain")
+_PARTIAL = (*_OVER_TENSOR_RANKS, "shared_embedding")
 
 
 def grid_name_of(param: Tensor, tensor_ranks: RankGrid | None = None) -> str:
@@ -73,6 +75,18 @@ def slices_of(module: nn.Module, tensor_ranks: RankGrid | None) -> dict[str, Mod
         return {}
     params = ((name, param) for name, param in module.named_parameters() if not is_marked_expert(param))
     return {name: slice_over(param, tensor_ranks) for name, param in params}
+
+
+def take_marks(module: nn.Module, slices: Mapping[str, ModelSlice]) -> None:
+    """Set marks to False that a wrapper answers for: Megatron-core's ``finalize_model_grads`` would sum once more.
+
+    The parameter's slice keeps what they said.
+    """
+    for name, param in module.named_parameters():
+        for mark in _OVER_TENSOR_RANKS:
+            if name in slices and getattr(param, mark, False):
+                set_model_slice(param, slices[name])
+                setattr(param, mark, False)
 
 
 def find_tensor_ranks(module: nn.Module, given: Ranks) -> RankGrid | None:
@@ -146,8 +160,7 @@ def check_marks(
     sums_embeddings  it sums gradients of shared embeddings over stages
     """
     trainable = list(trainable)
-    completed = [] if tensor_ranks is None else ["sequence_parallel", "average_gradients_across_tp_domain"]
-    completed += ["shared_embedding"] if sums_embeddings else []
+    completed = [*(() if tensor_ranks is None else _OVER_TENSOR_RANKS), *(["shared_embedding"] * sums_embeddings)]
     for name, param in trainable:
         mark = mark_of_partial_grad(param, completed)
         # Megatron-core sets the first mark only where there are other tensor-parallel ranks.

@@ -4,7 +4,7 @@
 ``iteration.py`` has the user's methods around it. docs/architecture.md tells all of it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,15 @@ from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..plan.cut import Range
-from ..plan.model_slice import ModelSlice
-from ..plan.owned_params import ModelTensor, find_owned_params, find_tensor_ranks, find_tensors, is_slice, slices_of
+from ..plan.owned_params import (
+    ModelTensor,
+    find_owned_params,
+    find_tensor_ranks,
+    find_tensors,
+    is_slice,
+    slices_of,
+    take_marks,
+)
 from ..plan.tensor_parallel.localize import localize
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
@@ -129,7 +136,7 @@ class DistributedDataParallel(BucketIteration):
         localize(module)
         self.tensor_ranks = tensor_ranks = find_tensor_ranks(module, tensor_parallel_group)
         """The tensor-parallel ranks; None: nobody has said."""
-        self.model_slices: Mapping[str, ModelSlice] = slices_of(module, tensor_ranks)
+        self.model_slices = slices = slices_of(module, tensor_ranks)
         """What this rank has of each parameter, by name; empty where there is one tensor-parallel rank."""
         tensors = find_tensors(module, tensor_ranks)
         trainable = [entry for entry in find_owned_params(module, tensor_ranks) if entry.param.requires_grad]
@@ -139,7 +146,6 @@ class DistributedDataParallel(BucketIteration):
 
         # The plan: which gradients there are, and where each will lie.
         overwritten = tensors if init_sync else [each for each in tensors if each.trained]
-        slices = self.model_slices
         self.device, self.plan = plan_on_each_rank(
             module, trainable, overwritten, config, self.grids, backward_order, failures, tensor_ranks, slices,
             sums_embeddings=embedding_group is not None,
@@ -185,6 +191,7 @@ class DistributedDataParallel(BucketIteration):
         hooks = self.readiness.listen(weak_method(self._reopen))
         self._attachment = attach_params(self, self.bucket_params, hooks, self.grids)
         self.grad_parts = BucketParts(self)
+        take_marks(module, slices)
         self._end_making()
         if embedding_group is not None:
             self.shared_embedding = SharedEmbedding(self.bucket_params, embedding_group, failures)

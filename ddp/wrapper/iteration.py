@@ -39,6 +39,7 @@ from ..config import DistributedDataParallelConfig
 from ..contract.delayed import compute_pending
 from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
+from ..plan.model_slice import ModelSlice
 from ..torch_grads.shown_params import ShownGrads
 from .attachment import AroundModule, discard_grads
 from .parts import BucketParts
@@ -56,6 +57,7 @@ class BucketIteration(AroundModule):
     records: Sequence[GradRecord]
     reductions: Mapping[str, GradReduction]
     grids: Mapping[str, RankGrid]
+    model_slices: Mapping[str, ModelSlice]
     failures: FailureReporter
     readiness: Readiness
     steps: StepCheck

@@ -58,6 +58,9 @@ def convert_linears(model: nn.Module, *, fused_loss: FusedLoss = False) -> Conve
                 "in_forward": the gradient that backward will bring to the loss (1 without). Recipes leave such a head
                 as it is. Models whose loss stays as it was are in ``unfused_losses``, with the reason
 
+    Models that torch's tensor parallelism has cut (``parallelize_module``, transformers' ``tp_plan``) are converted
+    before they are cut or after, and always before wrapping: see docs/mesh.md.
+
     A converted model needs a provider of ``main_grad`` by its first backward; ``unconvert`` undoes the conversion.
     ``torch.fx`` traces into fused layers: trace first, then convert the ``GraphModule``.
 

@@ -1,5 +1,7 @@
 """A small Llama, torch's tensor parallelism of it, and gradients of whole parameters from those of slices."""
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +18,9 @@ from torch.distributed.tensor.parallel import (
 from maingrad.ddp.plan.tensor_parallel.layouts import layouts_of
 
 VOCABULARY = 64
+
+OLD_DTENSORS = "grad_placements" not in inspect.signature(DTensor.from_local).parameters
+"""torch 2.11: it flattens no dim behind one that is cut, puts no packed cut together, and compiles less."""
 
 
 class Norm(nn.Module):

@@ -1,5 +1,6 @@
 """A local tensor as a part of the whole, and as a DTensor; and the gradient of a DTensor as a local one."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ __all__ = ["LAYOUTS", "Layout", "from_local", "layout_of", "layouts_of", "to_loc
 
 LAYOUTS = "_maingrad_layouts"
 """Attribute of modules: name of a parameter or buffer -> its ``Layout``. Copies of a module have it too."""
+
+_PLACES_GRADS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
 class Layout(NamedTuple):
@@ -62,7 +65,12 @@ class Layout(NamedTuple):
             shown: DTensor = _Shown.apply(local, self)
             return shown
         # No function of ours that makes a DTensor is traced. Torch's own divides equal gradients of copies by the
-        # number of ranks. Torch 2.11 has no such option, which breaks the graph: eager code goes on.
+        # number of ranks.
+        if not _PLACES_GRADS and not self.is_cut:
+            raise NotImplementedError(
+                f"torch {torch.__version__} compiles no module with a replicated DTensor and its gradient's parts: "
+                f"compile with torch 2.14, or leave this module out (torch.compiler.disable)"
+            )
         return self.dtensor(local, **({} if self.is_cut else {"grad_placements": [Partial()]}))
 
     def local_part(self, whole: Tensor) -> Tensor:

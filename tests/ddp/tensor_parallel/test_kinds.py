@@ -71,6 +71,26 @@ def test_marks_say_whether_parts_are_summed_or_averaged(mark: str, times: float)
         torch.testing.assert_close(found, times * plain.head.bias.grad)
 
 
+def wrapped_again() -> tuple[dict[str, str], dict[str, str]]:
+    ranks = ranks_of_mesh(FOUR)
+    model = cut(CutModel(), ranks.tp.get_group(), sp=True)
+    model.head.bias.average_gradients_across_tp_domain = True
+    wrapper = wrap(model, ranks)
+    for param in model.parameters():  # what Megatron-core's finalize_model_grads looks for
+        assert not getattr(param, "sequence_parallel", False)
+        assert not getattr(param, "average_gradients_across_tp_domain", False)
+    first = {name: each.grad for name, each in wrapper.model_slices.items()}
+    again = DistributedDataParallel(wrapper.unwrap(), process_group=ranks.dp)
+    return first, {name: each.grad for name, each in again.model_slices.items()}
+
+
+def test_marks_that_are_answered_for_are_taken() -> None:
+    """Their slices keep them, and the ranks too, for a wrapper that comes later."""
+    for first, again in simulate(wrapped_again, 4):
+        assert first == again
+        assert set(first.values()) == {"slice", "dense", "partial"}
+
+
 def with_own_buffers() -> float:
     ranks = ranks_of_mesh(FOUR)
     model = cut(CutModel(), ranks.tp.get_group())
@@ -81,6 +101,35 @@ def with_own_buffers() -> float:
 
 def test_buffers_are_copied_among_ranks_with_the_same_slices() -> None:
     assert simulate(with_own_buffers, 4) == [0.0, 1.0, 0.0, 1.0]
+
+
+def by_slices_alone() -> list[list[int]]:
+    ranks = ranks_of_mesh(FOUR)
+    model = cut(CutModel(), ranks.tp.get_group(), marks=False)
+    wrapper = DistributedDataParallel(model, process_group=ranks.dp)
+    return [wrapper.grids[name].ranks for name in ("slice", "dense")]
+
+
+def test_slices_that_were_dtensors_say_their_ranks() -> None:
+    for rank, found in enumerate(simulate(by_slices_alone, 4)):
+        assert found == [[rank % 2, rank % 2 + 2], [0, 1, 2, 3]]
+
+
+def without_data_parallel_ranks() -> tuple[float, Tensor]:
+    model = cut(CutModel(), dist.group.WORLD, sp=True)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrapper = DistributedDataParallel(model, config, process_group=WORLD_OF_ONE, tensor_parallel_group=dist.group.WORLD)
+    loss_of(wrapper, 0).backward()
+    return global_grad_norm(wrapper).item(), model.blocks[0].bias.grad.full_tensor()
+
+
+def test_all_ranks_may_be_tensor_parallel() -> None:
+    plain = CutModel()
+    loss_of(plain, 0).backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+    for found, bias in simulate(without_data_parallel_ranks, 2):
+        assert found == pytest.approx(norm.item(), rel=1e-6)
+        torch.testing.assert_close(bias, plain.blocks[0].bias.grad)
 
 
 def at_a_degree_of_one(given: str) -> tuple[list[str], float]:

@@ -32,8 +32,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.optimizer.fit",
                 "_refuse",
-                "if name in model.slices",
-                "if False",
+                "if model.slices:",
+                "if False:",
             )
         ],
     ),

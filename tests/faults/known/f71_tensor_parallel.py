@@ -168,4 +168,16 @@ FAULTS = [
             )
         ],
     ),
+    Fault(
+        "71o-megatron-sums-once-more",
+        sentence="Megatron-core's finalize_model_grads finds the marks, and sums gradients that were summed.",
+        tests=[KINDS + "test_marks_that_are_answered_for_are_taken"],
+        changes=[Change("maingrad.ddp.plan.owned_params", "take_marks", "setattr(param, mark, False)", "pass")],
+    ),
+    Fault(
+        "71p-a-stock-muon-takes-slices-for-matrices",
+        sentence="torch.optim.Muon orthogonalises each rank's slice of a matrix alone.",
+        tests=[KINDS + "test_a_stock_muon_over_slices_is_refused"],
+        changes=[Change("maingrad.ddp.torch_grads.optimizer", "_begin", "if per_parameter:", "if False:")],
+    ),
 ]

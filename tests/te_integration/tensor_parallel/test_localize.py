@@ -18,7 +18,7 @@ from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.plan.model_slice import model_slice_of
 from maingrad.ddp.plan.tensor_parallel.localize import localize
 from maingrad.launch.simulation.simulate import SimulatedRankError, simulate
-from maingrad.te_integration import LinearCrossEntropy, convert_linears, unconvert
+from maingrad.te_integration import LayerNormLinear, Linear, LinearCrossEntropy, convert_linears, unconvert
 
 
 def distributed(tensor: Tensor, mesh: Any, placement: Any, **options: Any) -> nn.Parameter:
@@ -179,14 +179,22 @@ def test_what_cannot_become_local_is_refused_before_anything_changes(case: str) 
     simulate(on_each_rank, 4)
 
 
-def test_a_head_that_needs_all_classes_is_refused() -> None:
+NEED_WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "LinearCrossEntropy": lambda: LinearCrossEntropy(6, 8),
+    "Linear": lambda: Linear(6, 8, return_bias=True),
+    "LayerNormLinear": lambda: LayerNormLinear(6, 8),
+}
+
+
+@pytest.mark.parametrize("name", NEED_WHOLE)
+def test_layers_that_need_whole_weights_are_refused(name: str) -> None:
     def on_each_rank() -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        head = LinearCrossEntropy(6, 8)
-        parallelize_module(head, mesh, ColwiseParallel())
-        localize(nn.Sequential(head))
+        layer = NEED_WHOLE[name]()
+        layer.weight = distributed(layer.weight, mesh, Shard(0))
+        localize(nn.Sequential(layer))
 
-    with pytest.raises(SimulatedRankError, match=r"'0.weight' is a slice.*LinearCrossEntropy.*loss_parallel"):
+    with pytest.raises(SimulatedRankError, match=rf"'0.weight' is a slice.*{name} computes from.*loss_parallel"):
         simulate(on_each_rank, 2)
 
 

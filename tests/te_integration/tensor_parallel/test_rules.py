@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from parallel_llama import make_mesh
+from parallel_llama import OLD_DTENSORS, make_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -98,8 +98,14 @@ OTHERS = {
 }
 
 
+def skip_what_torch_cannot(at: Placement) -> None:
+    if OLD_DTENSORS and at == Shard(1):
+        pytest.skip("torch flattens no dim behind one that is cut")
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_any_other_placement_is_right_by_autograd(case: str) -> None:
+    skip_what_torch_cannot(OTHERS[case][0])
     for writes in simulate(run, 2, *OTHERS[case], convert=True, tp=2):
         assert writes == [0]
 
@@ -107,6 +113,7 @@ def test_any_other_placement_is_right_by_autograd(case: str) -> None:
 @pytest.mark.parametrize("case", [*RULES, *OTHERS])
 @pytest.mark.sampled(4)
 def test_an_unconverted_layer_is_right_by_autograd(case: str) -> None:
+    skip_what_torch_cannot((RULES | OTHERS)[case][0])
     for writes in simulate(run, 2, *(RULES | OTHERS)[case], convert=False, tp=2):
         assert writes == [0]
 

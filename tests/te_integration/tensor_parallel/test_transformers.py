@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parallel_llama import assert_grads, full, make_mesh, whole_grads
+from parallel_llama import OLD_DTENSORS, assert_grads, full, make_mesh, whole_grads
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
@@ -48,6 +48,8 @@ def train(kind: str, order: str, hooked: bool) -> dict[str, int]:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_are_those_of_the_whole_model(kind: str, order: str) -> None:
+    if OLD_DTENSORS and kind == "Qwen3Moe":
+        pytest.skip("torch puts no packed cut together, by which this test compares")
     for writes in simulate(train, 4, kind, order, True):
         fused = {name for name, count in writes.items() if count == 2}
         products = {name for name in writes if "_proj" in name or name == "lm_head.weight"}
