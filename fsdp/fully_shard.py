@@ -12,8 +12,8 @@ from ..ddp.collectives.rank_grid import Ranks, make_grid
 from ..ddp.collectives.reduction import Placements
 from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
-from ..ddp.plan.owned_params import find_tensor_ranks
-from ..ddp.plan.tensor_parallel.localize import localize
+from ..ddp.plan.model_slice import model_slice_of
+from ..ddp.plan.owned_params import take_marks
 from ..ddp.wrapper.attachment import allow_training
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
@@ -31,6 +31,7 @@ from .unit_checks import (
     policy_of,
     record_ignored,
     row_of,
+    tensor_ranks_of,
     with_tensor_ranks,
 )
 
@@ -120,8 +121,7 @@ def fully_shard(
     as_given = (reshard_after_forward, reduce_every_microbatch, bucket_size, shard_atoms, offload_to_cpu)
     grid, failures = make_grid(mesh, option="mesh"), FailureReporter()
     ignored = record_ignored(ignored_params, grid)
-    localize(module, ignored)
-    tensor_ranks = find_tensor_ranks(module, tensor_parallel_group)
+    tensor_ranks = tensor_ranks_of(module, ignored, tensor_parallel_group)
 
     def prepare() -> UnitParts:
         row, policy = row_of(placements), policy_of(mixed_precision)
@@ -164,6 +164,8 @@ def _take_over(parts: UnitParts, mesh: DeviceMesh | None) -> None:
     user's, for state dicts."""
     device, options, grid = parts.device, parts.options, parts.grid
     by_name = {entry.name: entry for entry in parts.owned}
+    slices = {name: found for name, entry in by_name.items() if (found := model_slice_of(entry.param)) is not None}
+    take_marks(parts.module, slices)
     buckets = []
     for layout, trainable in parts.plans:
         params = [by_name[slot.spec.name] for slot in layout.slots]

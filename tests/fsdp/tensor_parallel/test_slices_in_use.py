@@ -270,6 +270,9 @@ def test_units_without_slices_may_be_sharded_without_the_group() -> None:
 def test_writes_within_unsharded_are_of_the_slice() -> None:
     def on_each_rank() -> None:
         model, _, _ = cut_and_sharded()
+        norm = model.blocks[0].norm.weight
+        assert not norm.sequence_parallel  # so that nobody else sums its gradient
+        assert norm.shard.model_slice.grad == "partial"
         with model.unsharded(writeback=True):
             model.blocks[0].down.weight.data.fill_(3.0)
             assert tuple(model.blocks[0].down.weight.shape) == (8, 6)
