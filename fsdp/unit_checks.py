@@ -23,6 +23,7 @@ from ..ddp.collectives.failure_report import FailureReporter
 from ..ddp.collectives.rank_grid import RankGrid, Ranks, backends_of, device_types_of
 from ..ddp.collectives.reduction import PLACEMENTS, Placement, Placements
 from ..ddp.plan.layout import BucketLayout
+from ..ddp.plan.model_slice import model_slice_of, set_model_slice, slice_of_marks
 from ..ddp.plan.owned_params import (
     OwnedParam,
     buffers_of_experts,
@@ -30,10 +31,12 @@ from ..ddp.plan.owned_params import (
     check_plain,
     check_shapes,
     find_owned_params,
+    find_tensor_ranks,
     is_marked_expert,
 )
+from ..ddp.plan.tensor_parallel.localize import localize
 from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all, is_hooked
-from ..ddp.wrapper.setup_checks import check_undeclared_parts, compare_between_ranks
+from ..ddp.wrapper.setup_checks import check_copies, check_undeclared_parts, compare_between_ranks
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
@@ -41,12 +44,15 @@ from .unit.plan import MixedPrecisionPolicy, UnitOptions
 
 __all__ = [
     "UnitParts",
+    "check_copies_of",
     "check_unit",
     "check_whose_experts",
     "compare_units",
     "policy_of",
     "record_ignored",
     "row_of",
+    "tensor_ranks_of",
+    "with_tensor_ranks",
 ]
 
 _WHOSE_EXPERTS = (
@@ -70,6 +76,8 @@ class UnitParts(NamedTuple):
     """The parameters."""
     device: torch.device
     """The device that the unit computes on."""
+    tensor_ranks: RankGrid | None
+    """The tensor-parallel ranks; None: nobody has said."""
     plans: Sequence[tuple[BucketLayout, bool]] = ()
     """Each bucket's layout, and whether its parameters are trained."""
 
@@ -91,6 +99,7 @@ def check_unit(
     mesh: Ranks,
     device: torch.device | str | None,
     ignored: Collection[int],
+    tensor_ranks: RankGrid | None,
 ) -> UnitParts:
     """Raise for what cannot be sharded on this rank. ``ignored``: ``id`` of parameters that are not sharded."""
     check_wrappers_can_run(delivers_to_all)
@@ -100,8 +109,49 @@ def check_unit(
     _check_options(options, grid, on)
     owned = _own_params(module, modules, ignored)
     _check_params(owned)
-    check_marks([(each.name, each.param) for each in owned if each.param.requires_grad], grid)
-    return UnitParts(options, grid, ignored, modules, owned, on)
+    if tensor_ranks is not None:
+        _set_slices(owned, grid, tensor_ranks)
+    trainable = [(each.name, each.param) for each in owned if each.param.requires_grad]
+    check_marks(trainable, grid, tensor_ranks=tensor_ranks)
+    return UnitParts(options, grid, ignored, modules, owned, on, tensor_ranks)
+
+
+def tensor_ranks_of(module: object, ignored: Collection[int], given: Ranks) -> RankGrid | None:
+    """Make local parameters of DTensors; then the tensor-parallel ranks. None: nobody has said."""
+    if not isinstance(module, nn.Module):
+        return None  # ``check_unit`` refuses it, on all ranks
+    localize(module, ignored)
+    return find_tensor_ranks(module, given)
+
+
+def with_tensor_ranks(grid: RankGrid, tensor_ranks: RankGrid | None) -> RankGrid:
+    """``grid`` and the tensor-parallel ranks, which hold one model together."""
+    return grid if tensor_ranks is None else grid._replace(tensor=tensor_ranks.inner)
+
+
+def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor_ranks: RankGrid) -> None:
+    """Have each parameter know what it is of the whole that tensor-parallel ranks hold.
+
+    Raises ``ValueError`` for experts that nobody says it of, and where ``grid``, over which gradients are averaged, has
+    ranks with other slices.
+    """
+    members = tensor_ranks.ranks
+    here = {rank for group in grid.axes for rank in dist.get_process_group_ranks(group)}
+    both = here.intersection(members) - {dist.get_rank()}
+    if both:
+        raise ValueError(
+            f"ranks {sorted(both)} are in mesh and among the tensor-parallel ranks {members}: mesh is of the ranks "
+            f"that hold the same slices and have other data, as mesh['dp'] of a mesh (dp, tp)"
+        )
+    for entry in owned:
+        found = model_slice_of(entry.param)
+        if found is None and entry.grid_name == "expert" and tensor_ranks.size > 1:
+            raise ValueError(
+                f"parameter '{entry.name}' is an expert's (allreduce = False), and nobody says what ranks {members} "
+                f"hold of it: say it by maingrad.ddp.plan.model_slice.set_model_slice, slices or copies"
+            )
+        if found is None:
+            set_model_slice(entry.param, slice_of_marks(entry.param, tensor_ranks.inner))
 
 
 def policy_of(mixed_precision: object) -> MixedPrecisionPolicy:
@@ -298,8 +348,14 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
     Raises ``ValueError`` on all ranks, with the first difference.
     """
     unit, dtypes = parts.name, {entry.name: entry.param.dtype for entry in parts.owned}
+    slices = {entry.name: model_slice_of(entry.param) for entry in parts.owned}
+    shapes = {slot.spec.name: str(list(slot.spec.shape)) for layout, _ in parts.plans for slot in layout.slots}
+    uneven = [f"{unit}'s '{name}' {shapes[name]}" for name, found in slices.items() if found and found.is_uneven]
+    for name, found in slices.items():
+        if found is not None:
+            shapes[name] = f"{'slices' if found.is_uneven else shapes[name]} of {list(found.shape)}, {found.grad}"
     model = [
-        f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {list(slot.spec.shape)}"
+        f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {shapes[slot.spec.name]}"
         f"{'' if trainable else ' frozen'}{' delayed' if slot.spec.delayed else ''}"
         for layout, trainable in parts.plans
         for slot in layout.slots
@@ -311,7 +367,19 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
         if buffer is not None
     ]
     said = [f"{option}={value}" for option, value in parts.options._asdict().items()]
-    compare_between_ranks({"model": model, "call of fully_shard": said}, parts.grid.axes, failures)
+    everyone = with_tensor_ranks(parts.grid, parts.tensor_ranks)
+    compare_between_ranks({"model": model, "call of fully_shard": said}, everyone.axes, failures)
+    if uneven:  # tensor-parallel ranks have other shapes
+        compare_between_ranks({"model": uneven}, parts.grid.axes, failures)
+
+
+def check_copies_of(parts: UnitParts, failures: FailureReporter) -> None:
+    """Raise ``ValueError`` on all ranks for parameters without the mark of a slice that tensor-parallel ranks have
+    different values of, once data-parallel ranks have the same."""
+    if parts.tensor_ranks is not None:
+        slices = [(entry.name, entry.param, model_slice_of(entry.param)) for entry in parts.owned]
+        copies = [(name, param) for name, param, found in slices if found is not None and found.dim is None]
+        check_copies(copies, parts.tensor_ranks, failures)
 
 
 def check_whose_experts(parts: UnitParts, failures: FailureReporter) -> None:

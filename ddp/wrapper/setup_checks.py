@@ -42,6 +42,7 @@ from ..plan.owned_params import (
 __all__ = [
     "broadcast_tensors",
     "check_arguments",
+    "check_copies",
     "check_same_config",
     "check_same_model",
     "check_tensor_ranks",
@@ -209,7 +210,15 @@ def check_tensor_ranks(
     ]
     compare_between_ranks({"cut model": model}, tensor_ranks.axes, failures)
     copies = [(each.name, each.tensor) for each in overwritten if each.name in slices and each.grid_name != "slice"]
-    name = next(iter(find_parted(copies if compare else (), tensor_ranks.axes, failures)), None)
+    check_copies(copies if compare else (), tensor_ranks, failures)
+
+
+def check_copies(copies: Iterable[tuple[str, Tensor]], tensor_ranks: RankGrid, failures: FailureReporter) -> None:
+    """Raise ``ValueError`` on all tensor-parallel ranks for a copy of which they have different values.
+
+    copies  parameters with names that have no mark of a slice
+    """
+    name = next(iter(find_parted(copies, tensor_ranks.axes, failures)), None)
     if name is not None:
         raise ValueError(
             f"parameter '{name}' has no mark of a slice (tensor_model_parallel = True), and other values on other "

@@ -11,8 +11,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.torch_grads.grad_reads",
                 "_check_and_unscale",
-                "{grid[:2]: grid for grid in grids}.values()",
-                "list({grid[:2]: grid for grid in grids}.values())[:1]",
+                "{grid.groups: grid for grid in grids}.values()",
+                "list({grid.groups: grid for grid in grids}.values())[:1]",
             ),
         ],
     ),

@@ -17,8 +17,8 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.state.state_dict",
                 "_after_saving",
-                "state_dict[prefix + name] = param.detach().clone()",
-                "state_dict[prefix + name] = param.detach()",
+                "state_dict.get(prefix + name, param).detach().clone()",
+                "param.detach()",
             )
         ],
     ),
