@@ -60,12 +60,14 @@ def ulysses(
 
 def enter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """``x``, which all ranks have, before each computes with its part of the weights: backward sums its gradients."""
-    return x if group is None else _Enter.apply(x, group)  # type: ignore[no-any-return]
+    entered: Tensor = x if group is None else _Enter.apply(x, group)
+    return entered
 
 
 def leave(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of the ranks' parts ``x``. Each rank's gradient is the sum's."""
-    return x if group is None else _Leave.apply(x, group)  # type: ignore[no-any-return]
+    total: Tensor = x if group is None else _Leave.apply(x, group)
+    return total
 
 
 @contextmanager
@@ -85,7 +87,8 @@ def draws_apart(group: dist.ProcessGroup | None, device: torch.device) -> Iterat
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``parts`` [n, ...]: each rank sends its r-th part to rank r, and gets as its r-th that of rank r."""
-    return _Exchange.apply(parts, group)  # type: ignore[no-any-return]
+    received: Tensor = _Exchange.apply(parts, group)
+    return received
 
 
 class _Exchange(torch.autograd.Function):
@@ -97,7 +100,7 @@ class _Exchange(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return _exchange(dy, ctx.group), None
 
 
@@ -108,7 +111,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return leave(dy, ctx.group), None
 
 
@@ -121,5 +124,5 @@ class _Leave(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return enter(dy, ctx.group), None

@@ -20,6 +20,7 @@ from maingrad.launch.config.run import Config
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.tables import plan_tables
+from maingrad.launch.training.runtime import current_runtime
 from maingrad.launch.training.wrapping import Wrapped
 from maingrad.te_integration.wgrad_queue import drain_modules
 
@@ -39,7 +40,7 @@ class Held(NamedTuple):
 
 
 def train_two_steps(config: Config) -> Held:
-    wrapped = Wrapped(build_model(config.model, seed=0), config, torch.device("cpu"))
+    wrapped = Wrapped(build_model(config.model, seed=0), config, current_runtime("cpu"))
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(2):
         with wrapped.model.record_timeline() as timeline:
