@@ -10,6 +10,7 @@ from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...fsdp.unit.plan import pool_limit
 from ..config.run import Config
 from ..model.hugging_face import build_language_model
+from .exchanged import Exchange, exchanges_of
 from .muon_shares import MuonShares, muon_shares
 from .parameter_count import ParameterCount, count_of
 from .rank_bytes import PlacedBucket, RankBytes, rank_bytes
@@ -31,6 +32,8 @@ class RunPlan:
     """What the fullest rank holds between steps."""
     muon: MuonShares | None
     """Muon's work by ranks; None: another optimizer, or sharded parameters."""
+    exchanges: tuple[Exchange, ...]
+    """What ranks that compute one sample together send each other in a step."""
 
     @property
     def inner_size(self) -> int:
@@ -87,7 +90,7 @@ class RunPlan:
 
 
 def plan_run(config: Config, ranks: int) -> RunPlan:
-    """Build the model on the meta device and lay it out over ``ranks`` data-parallel ranks.
+    """Build the model on the meta device and lay it out over ``ranks`` ranks.
 
     Raises ``ConfigError`` if the global batch or the ranks do not divide evenly.
     """
@@ -102,6 +105,7 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
         units=units,
         rank_bytes=rank_bytes(bucket for unit in units for bucket in unit.buckets),
         muon=_muon_shares(config, muon, units),
+        exchanges=exchanges_of(config, ranks),
     )
 
 

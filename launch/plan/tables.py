@@ -21,6 +21,8 @@ def plan_tables(plan: RunPlan) -> Iterator[Table]:
     yield _placements_table(plan)
     yield _buckets_table(plan)
     yield _collectives_table(plan)
+    if plan.exchanges:
+        yield _exchanges_table(plan)
     yield _bytes_table(plan)
 
 
@@ -164,6 +166,17 @@ def _collectives_table(plan: RunPlan) -> Table:
     }
     columns += [_bytes(heading, counts) for heading, counts in sent.items() if any(counts)]
     return table_of(title, *columns)
+
+
+def _exchanges_table(plan: RunPlan) -> Table:
+    exchanges = plan.exchanges
+    return table_of(
+        "bytes that each rank sends in a step to those that compute its samples with it, without recomputation",
+        texts("what", [each.what for each in exchanges]),
+        numbers("ranks", [str(each.ranks) for each in exchanges]),
+        _counts("collectives", [each.calls for each in exchanges]),
+        _bytes("bytes", [each.nbytes for each in exchanges]),
+    )
 
 
 def _bytes_table(plan: RunPlan) -> Table:
