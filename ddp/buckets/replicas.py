@@ -29,6 +29,7 @@ class Replicas:
     grids     by name: the ranks that hold the same values
     failures  reports a comparison that fails
     config    ``forward_writes`` and ``check_replicas_every``
+    tensor_ranks  the tensor-parallel ranks, of which each has slices of its own
 
     Buffers are neither watched nor compared: statistics of BatchNorm are each rank's own.
     """
@@ -39,13 +40,15 @@ class Replicas:
         grids: Mapping[str, RankGrid],
         failures: FailureReporter,
         config: DistributedDataParallelConfig,
+        tensor_ranks: RankGrid | None,
     ) -> None:
         self._module = module
         self._grids = grids
+        self._tensor_ranks = tensor_ranks
         self._failures = failures
         self._every = config.check_replicas_every
         self._num_iterations = 0
-        watched = [entry for entry in find_owned_params(module) if grids[entry.grid_name].size > 1]
+        watched = [entry for entry in find_owned_params(module, tensor_ranks) if grids[entry.grid_name].size > 1]
         if config.forward_writes == "alike":
             watched = []
         trained = [entry for entry in watched if entry.param.requires_grad]
@@ -90,8 +93,8 @@ class Replicas:
         self._num_iterations += 1
         if due:
             for grid in {id(grid): grid for grid in self._grids.values()}.values():
-                params = self._module.named_parameters()
-                own = [(name, param) for name, param in params if self._grids[grid_name_of(param)] is grid]
+                params = [(each, grid_name_of(each[1], self._tensor_ranks)) for each in self._module.named_parameters()]
+                own = [each for each, grid_name in params if self._grids[grid_name] is grid]
                 check_equal(own, grid.axes, self._failures)
 
 

@@ -62,6 +62,11 @@ def save_checkpoint(
     finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
+    if getattr(model, "model_slices", None):
+        raise ValueError(
+            "save_checkpoint does not write the slices of tensor-parallel ranks: save state_dict() of each to a file "
+            "of its own"
+        )
     if ranks.grid.leaves_ranks_out:
         refuse_slices(
             source.module.named_parameters(),

@@ -6,7 +6,7 @@ A grid has inner groups that share shards, and outer groups that join their repl
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -189,6 +189,11 @@ class RankGrid(NamedTuple):
         return group_size(self.inner) * group_size(self.outer)
 
     @property
+    def ranks(self) -> list[int]:
+        """Global ranks of the instance."""
+        return [own_rank()] if self.inner is None else dist.get_process_group_ranks(self.inner)
+
+    @property
     def inner_size(self) -> int:
         """Number of ranks of an instance."""
         return group_size(self.inner)
@@ -299,20 +304,28 @@ def make_grids(
     ranks: Ranks,
     expert_ranks: Ranks,
     *,
+    tensor_ranks: dist.ProcessGroup | None = None,
     has_experts: bool,
     num_instances: int,
     separate_gather: bool,
     copy_engines: bool = False,
 ) -> dict[str, RankGrid]:
-    """The grid of each kind of parameters, ``dense`` and ``expert``.
+    """The grid of each kind of parameters. Without ``tensor_ranks`` the first three are one.
 
-    expert_ranks     the ranks that hold the same experts; None: the same as ``ranks``
+    slice    ``ranks``, which average losses: each has other data, and the same slices
+    dense    everyone: ``ranks`` of each of the tensor-parallel ranks. Norms and agreement are over these
+    partial  everyone
+    expert   those that hold the same experts, any of everyone
+
+    expert_ranks     the ranks that hold the same experts; None: everyone
+    tensor_ranks     the ranks that hold the slices of the same parameters; None: each rank has whole parameters
     has_experts      the model has parameters or buffers of experts
     separate_gather  make separate communicators for all-gathers
     copy_engines     these use the GPU's copy engines where they can
 
-    Raises ``ValueError`` for ``expert_ranks`` without experts, and for expert ranks that are not among ``ranks``, over
-    which norms are summed.
+    Raises ``ValueError`` for ``expert_ranks`` without experts, for expert ranks that are not among everyone, over which
+    norms are summed, for experts of tensor-parallel ranks without ``expert_ranks``, and for ``ranks`` and
+    ``tensor_ranks`` that are no two dims of one mesh.
     """
     if expert_ranks is not None and not has_experts:
         raise ValueError(
@@ -320,21 +333,58 @@ def make_grids(
             "marks experts"
         )
 
-    def grid_of(given: Ranks, option: str) -> RankGrid:
-        grid = make_grid(given, num_instances=num_instances, option=option)
+    def with_gather(grid: RankGrid) -> RankGrid:
         return with_separate_gather(grid, copy_engines=copy_engines) if separate_gather else grid
 
-    dense = grid_of(ranks, "process_group")
+    averaging = make_grid(ranks, num_instances=num_instances)
+    dense = same_slices = with_gather(averaging)
+    members, where = _ranks_of(ranks), "process_group"
+    if group_size(tensor_ranks) > 1:
+        assert tensor_ranks is not None, "a group of more than one rank"
+        everyone, members = _with_tensor_ranks(averaging, members, tensor_ranks)
+        dense, where = with_gather(everyone), "process_group and tensor_parallel_group"
+        if has_experts and expert_ranks is None:
+            raise ValueError(
+                f"the model has experts (allreduce = False) and tensor-parallel ranks: say which ranks hold the same "
+                f"experts by expert_process_group, {WORLD_OF_ONE!r} where each has its own"
+            )
+    grids = {"dense": dense, "slice": same_slices, "partial": dense}
     if expert_ranks is None or (dense.size == 1 and expert_ranks is WORLD_OF_ONE):
-        return {"dense": dense, "expert": dense}
-    expert = grid_of(expert_ranks, "expert_process_group")
-    outside = sorted(set(_ranks_of(expert_ranks)) - set(_ranks_of(ranks)))
+        return grids | {"expert": dense}
+    expert = with_gather(make_grid(expert_ranks, num_instances=num_instances, option="expert_process_group"))
+    outside = sorted(set(_ranks_of(expert_ranks)) - set(members))
     if outside:
         raise ValueError(
-            f"expert_process_group has ranks {outside}, which are not in process_group {_ranks_of(ranks)}: the ranks "
+            f"expert_process_group has ranks {outside}, which are not in {where} {members}: the ranks "
             f"that hold the same experts must be among those that hold the same dense parameters"
         )
-    return {"dense": dense, "expert": expert}
+    return grids | {"expert": expert}
+
+
+def _with_tensor_ranks(
+    grid: RankGrid, members: Sequence[int], tensor_ranks: dist.ProcessGroup
+) -> tuple[RankGrid, list[int]]:
+    """The grid of everyone, and everyone's ranks: the inner axis of each of the tensor-parallel ranks is one axis.
+
+    members  the global ranks of ``grid``
+    """
+    inner = grid.ranks
+    columns: list[tuple[list[int], list[int]]] = [([], [])] * tensor_ranks.size()
+    dist.all_gather_object(columns, (inner, list(members)), group=tensor_ranks)
+    joined = sorted(rank for column, _ in columns for rank in column)
+    everyone = sorted({rank for _, own in columns for rank in own})
+    alike: list[list[int]] = [joined]
+    if grid.inner is not None and grid.inner_size > 1:
+        alike = [[]] * grid.inner_size
+        dist.all_gather_object(alike, joined, group=grid.inner)
+    if len(set(joined)) != len(inner) * len(columns) or any(each != joined for each in alike):
+        raise ValueError(
+            f"process_group {sorted(members)} and tensor_parallel_group {dist.get_process_group_ranks(tensor_ranks)} "
+            f"are no two dims of one mesh: process_group has the ranks with the same slices and other data, as "
+            f"mesh['dp'] and mesh['tp'] of one mesh (dp, tp)"
+        )
+    over_all = tensor_ranks if grid.inner is None or len(inner) == 1 else _group_of(joined, like=grid.inner)
+    return RankGrid(over_all, grid.outer, over_all), everyone
 
 
 def check_member(ranks: Any, option: str) -> None:

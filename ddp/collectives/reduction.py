@@ -319,14 +319,16 @@ def make_reductions(
 ) -> dict[str, GradReduction]:
     """The reduction of each kind of parameters.
 
-    Gradients of both kinds are divided by the number of dense ranks, or only summed with ``calculate_per_token_loss``.
+    Gradients are divided by the number of ranks that average losses, or only summed with ``calculate_per_token_loss``.
+    Of dense parameters each tensor-parallel rank has the whole gradient, so that these count once.
     """
-    factor = 1.0 if config.calculate_per_token_loss else 1.0 / grids["dense"].size
+    averaging = grids["slice"].size
+    data_ranks = averaging if config.calculate_per_token_loss else 1
     return {
         kind: GradReduction(
             grid,
             placements_of(config),
-            factor=factor,
+            factor=data_ranks / (grid.size if kind == "dense" else averaging),
             wire_dtype=config.grad_reduce_wire_dtype,
             in_collective=config.average_in_collective,
             device=device,

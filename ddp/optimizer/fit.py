@@ -144,6 +144,12 @@ def check_storage(slices: Sequence[ParamSlice], addresses: Sequence[int]) -> Non
 def _check_no_slices(model: DistributedDataParallel, cls: type, bucket_params: Sequence[BucketParam]) -> None:
     """Raise ``ValueError`` for a class that updates whole parameters over slices."""
     if not is_elementwise(cls):
+        name = next((each.owned.name for each in bucket_params if each.owned.grid_name == "slice"), None)
+        if name is not None:
+            raise ValueError(
+                f"{cls.__name__} updates whole parameters, and tensor-parallel ranks have slices of '{name}': give "
+                f"such parameters a group of an elementwise class of torch.optim"
+            )
         _refuse(
             model,
             bucket_params,
@@ -178,6 +184,5 @@ def refuse_scaler(model: DistributedDataParallel) -> None:
 def _refuse(
     model: DistributedDataParallel, bucket_params: Sequence[BucketParam], what: str, consequence: str, remedy: str
 ) -> None:
-    if model.grids["dense"].leaves_ranks_out:
-        params = ((entry.owned.name, entry.owned.param) for entry in bucket_params)
-        refuse_slices(params, what, consequence, remedy)
+    params = ((entry.owned.name, entry.owned.param) for entry in bucket_params)
+    refuse_slices(((name, param) for name, param in params if name in model.slices), what, consequence, remedy)

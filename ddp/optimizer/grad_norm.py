@@ -25,7 +25,7 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
     refuse_norm(model, "the norm of gradients")
     squares, widest = [], torch.float32
     summed = False  # whether some ranks hold other elements than this rank
-    for grid_name in ("dense", "expert"):
+    for grid_name in model.reductions:
         grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in model.reduced_grads(grid_name)]
         if not grads:
             continue

@@ -60,8 +60,8 @@ class ParamSpec:
     grad_dtype: torch.dtype
     """Dtype of its ``main_grad``."""
     grid_name: str = "dense"
-    """Which ranks the gradient is reduced over: "dense", all data-parallel ranks, or "expert", those that hold the same
-    experts. Parameters of different grids never share a buffer."""
+    """Which ranks the gradient is reduced over: a name of ``make_grids``, "dense" or "expert" where nothing is cut by
+    tensor parallelism. Parameters of different grids never share a buffer."""
     delayed: bool = False
     """The weight gradient is computed after the main backward. Delayed and undelayed parameters share no bucket."""
     own_bucket: bool = False
@@ -138,7 +138,7 @@ class BucketLayout:
 
     @property
     def grid_name(self) -> str:
-        """Which ranks the bucket is reduced over: "dense" or "expert"."""
+        """Which ranks the bucket is reduced over: see ``ParamSpec``."""
         return self.slots[0].spec.grid_name
 
     def shard(self, rank: int) -> Range:
@@ -199,6 +199,7 @@ def plan_gradients(
     pad_for_bus_bandwidth: bool = False,
     keep_params_whole: bool = False,
     max_atom_padding: float | None = None,
+    held: Mapping[str, tuple[int, ...]] | None = None,
 ) -> GradPlan:
     """Lay out the gradients of ``specs``, which come **in the order in which backward reaches them**.
 
@@ -216,6 +217,8 @@ def plan_gradients(
     max_atom_padding       most padding that atoms may cause in a bucket, as a fraction of its parameters' elements. A
                            bucket above it is split by atoms, into as few buckets as stay below; None: no bucket is
                            split. ``num_buckets`` counts buckets before the split
+    held                   shapes of parameters that are laid out in other shapes than ``specs`` have, by which buckets
+                           are cut: tensor-parallel ranks with uneven slices close buckets at the same parameters
 
     Undelayed buckets launch first, in the order in which backward reaches the last parameter of each; then delayed
     buckets. What makes a plan sound, ``tests/ddp/plan`` checks over random models.
@@ -250,6 +253,8 @@ def plan_gradients(
         for bucket_specs in buffer_specs:
             start = buckets[-1].end if buckets else 0
             keep_whole = bucket_specs[0].name in whole
+            if held:
+                bucket_specs = [dataclasses.replace(s, shape=held.get(s.name, s.shape)) for s in bucket_specs]
             slots, numel = _slots_of(bucket_specs, start, alignment, loads[grid_name], keep_whole)
             buckets.append(
                 BucketLayout(

@@ -24,7 +24,8 @@ GradOfSlice: TypeAlias = Literal["slice", "dense", "partial"]
 """What a rank's gradient is before any reduction:
 
 "slice"    complete, of this rank's elements; other tensor-parallel ranks have other elements
-"dense"    complete, of the whole parameter, of which each tensor-parallel rank has a copy
+"dense"    complete, of the whole parameter, of which each tensor-parallel rank has a copy; where the ranks' gradients
+           differ, their mean counts
 "partial"  a part of a sum over the tensor-parallel ranks, each of which has a copy of the parameter
 """
 
@@ -44,6 +45,15 @@ class ModelSlice(NamedTuple):
     group: dist.ProcessGroup | None
     """The tensor-parallel ranks; None: this rank alone."""
     grad: GradOfSlice
+
+    @property
+    def largest_shape(self) -> tuple[int, ...]:
+        """A local shape that no rank's exceeds: an uneven cut gives ranks other shapes, and all ranks the same here."""
+        if self.dim is None or self.group is None:
+            return self.local_shape
+        sizes = list(self.shape)
+        sizes[self.dim] = -(-sizes[self.dim] // self.group.size())
+        return tuple(sizes)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -73,18 +83,17 @@ def slice_of_marks(param: Tensor, group: dist.ProcessGroup | None) -> ModelSlice
 
     tensor_model_parallel = True  the parameter is cut evenly along ``partition_dim``. With ``partition_stride`` = s > 1
                                   the whole is s blocks along this dim, each of which is cut over the ranks
-    sequence_parallel = True, average_gradients_across_tp_domain = True
-                                  copies, of which each rank has a part of the gradient ("partial")
-    none of them                  copies, with equal gradients ("dense")
+    sequence_parallel = True      copies, of which each rank has a part of the gradient ("partial")
+    none of them                  copies, with equal gradients ("dense"). With average_gradients_across_tp_domain = True
+                                  the gradients differ, and their mean counts
 
     Raises ``ValueError`` for a local size that the stride does not divide.
     """
     local, size, rank = tuple(param.shape), 1 if group is None else group.size(), 0 if group is None else group.rank()
     if not getattr(param, "tensor_model_parallel", False):
         whole = Box((0,) * len(local), local)
-        partial = getattr(param, "sequence_parallel", False) or getattr(
-            param, "average_gradients_across_tp_domain", False
-        )
+        averaged = getattr(param, "average_gradients_across_tp_domain", False)
+        partial = getattr(param, "sequence_parallel", False) and not averaged
         return ModelSlice(local, (whole,), None, group, "partial" if partial else "dense")
     dim, stride = max(0, getattr(param, "partition_dim", 0)), max(1, getattr(param, "partition_stride", 1))
     if local[dim] % stride:

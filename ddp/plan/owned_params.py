@@ -6,14 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..collectives.rank_grid import RankGrid
+from ..collectives.rank_grid import RankGrid, Ranks, group_size, make_grid
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import check_unattached, is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
 from .layout import GradPlan, ParamSpec, plan_gradients
+from .model_slice import ModelSlice, model_slice_of, slice_of_marks
 
 __all__ = [
     "ModelTensor",
@@ -23,6 +25,7 @@ __all__ = [
     "check_plain",
     "check_shapes",
     "find_owned_params",
+    "find_tensor_ranks",
     "find_tensors",
     "grad_dtype_of",
     "grid_name_of",
@@ -32,6 +35,8 @@ __all__ = [
     "plan_model",
     "refuse_slices",
     "select_names",
+    "slice_over",
+    "slices_of",
 ]
 
 # ---- Megatron-core's marks of model parallelism on parameters. No other file reads them.
@@ -45,12 +50,53 @@ __all__ = [
 _PARTIAL = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
 
 
-def grid_name_of(param: Tensor) -> str:
-    """Which ranks a parameter's gradient is reduced over: "dense" or "expert".
+def grid_name_of(param: Tensor, tensor_ranks: RankGrid | None = None) -> str:
+    """Which ranks a parameter's gradient is reduced over: "dense" or "expert", "slice" or "partial" besides where there
+    are several ``tensor_ranks``.
 
     "expert" is what Megatron-core marks ``allreduce = False``: only some ranks hold the same values.
     """
-    return "dense" if getattr(param, "allreduce", True) else "expert"
+    if not getattr(param, "allreduce", True):
+        return "expert"
+    if tensor_ranks is None or tensor_ranks.size == 1:
+        return "dense"
+    return slice_over(param, tensor_ranks).grad
+
+
+def slice_over(param: Tensor, tensor_ranks: RankGrid) -> ModelSlice:
+    """What this rank has of a parameter that is no expert's: as was set, else as the marks tell."""
+    return model_slice_of(param) or slice_of_marks(param, tensor_ranks.inner)
+
+
+def slices_of(module: nn.Module, tensor_ranks: RankGrid | None) -> dict[str, ModelSlice]:
+    """What this rank has of each parameter that is no expert's, by name; empty without other tensor-parallel ranks."""
+    if tensor_ranks is None or tensor_ranks.size == 1:
+        return {}
+    params = ((name, param) for name, param in module.named_parameters() if not is_marked_expert(param))
+    return {name: slice_over(param, tensor_ranks) for name, param in params}
+
+
+def find_tensor_ranks(module: nn.Module, given: Ranks) -> RankGrid | None:
+    """The tensor-parallel ranks: ``given``, else those of the model's slices. None: nobody has said.
+
+    Raises ``ValueError`` for slices over other ranks than ``given``, or over several groups.
+    """
+    ranks = None if given is None else make_grid(given, option="tensor_parallel_group")
+    if ranks is not None and ranks.outer is not None:
+        raise ValueError("tensor_parallel_group: a mesh of tensor-parallel ranks has one dim; flatten it, or slice it")
+    for name, param in module.named_parameters():
+        found = model_slice_of(param)
+        if found is None or group_size(found.group) == 1 or is_marked_expert(param):
+            continue
+        if ranks is None:
+            ranks = RankGrid(found.group, None, found.group)
+        if ranks.ranks != RankGrid(found.group, None, None).ranks:
+            raise ValueError(
+                f"parameter '{name}' is a slice over ranks {RankGrid(found.group, None, None).ranks}, and the "
+                f"tensor-parallel ranks are {ranks.ranks}: cut all parameters over one group, and pass it, or nothing, "
+                f"as tensor_parallel_group"
+            )
+    return ranks
 
 
 def is_marked_expert(param: Tensor) -> bool:
@@ -64,41 +110,56 @@ def is_slice(param: Tensor) -> bool:
     return bool(getattr(param, "tensor_model_parallel", False)) and not is_marked_expert(param)
 
 
-def mark_of_partial_grad(param: Tensor) -> str | None:
-    """The mark of a parameter of which other ranks hold copies, with parts of its gradient; None: no such mark."""
-    return next((name for name in _PARTIAL if getattr(param, name, False)), None)
+def mark_of_partial_grad(param: Tensor, completed: Collection[str] = ()) -> str | None:
+    """The mark of a parameter of which other ranks hold copies, with parts of its gradient; None: no such mark.
+
+    completed  marks whose gradients the wrapper completes
+    """
+    return next((name for name in _PARTIAL if name not in completed and getattr(param, name, False)), None)
 
 
-# ---- A wrapper knows the data-parallel ranks alone. What covers all elements of a model, or needs a whole matrix,
-# ---- would be computed from one rank's slices, and differ between the ranks that hold one model together.
+# ---- Where nobody has said which ranks are tensor-parallel, a wrapper knows the data-parallel ones alone. What covers
+# ---- all elements of a model, or needs a whole matrix, would be computed from one rank's slices, and differ between
+# ---- the ranks that hold one model together.
 
 _REMEDY_FOR_SUMS = {
     "sequence_parallel": "all-reduce its reduced gradient over the tensor-parallel ranks",
     "average_gradients_across_tp_domain": "average its reduced gradient over the tensor-parallel ranks",
     "shared_embedding": "all-reduce its gradient over the stages that hold the copies",
 }
+_GROUP_FOR_SUMS = dict.fromkeys(_PARTIAL, "tensor_parallel_group") | {"shared_embedding": "embedding_group"}
 
 
 def check_marks(
-    trainable: Iterable[tuple[str, nn.Parameter]], grid: RankGrid, config: DistributedDataParallelConfig | None = None
+    trainable: Iterable[tuple[str, nn.Parameter]],
+    grid: RankGrid,
+    config: DistributedDataParallelConfig | None = None,
+    tensor_ranks: RankGrid | None = None,
+    embedding_ranks: dist.ProcessGroup | None = None,
 ) -> None:
     """Raise ``ValueError`` for marked parameters whose gradients nobody would complete, and for options that would
     look at this rank's slices alone.
 
-    grid    all data-parallel ranks
-    config  of the wrapper; None: a wrapper without such options
+    grid             all data-parallel ranks
+    config           of the wrapper; None: a wrapper without such options
+    tensor_ranks     over which the wrapper completes gradients; None: nobody has said
+    embedding_ranks  over which it sums gradients of shared embeddings; None likewise
     """
     trainable = list(trainable)
+    completed = [] if tensor_ranks is None else ["sequence_parallel", "average_gradients_across_tp_domain"]
+    completed += [] if embedding_ranks is None else ["shared_embedding"]
     for name, param in trainable:
-        mark = mark_of_partial_grad(param)
+        mark = mark_of_partial_grad(param, completed)
         # Megatron-core sets the first mark only where there are other tensor-parallel ranks.
         if mark is not None and (grid.leaves_ranks_out or (mark == "sequence_parallel" and grid.in_larger_world)):
             raise ValueError(
                 f"parameter '{name}' has {mark} = True: other ranks hold copies of it, and parts of its gradient, "
-                f"which this wrapper does not sum; {_REMEDY_FOR_SUMS[mark]} yourself, and set the mark to False before "
+                f"which this wrapper does not sum; pass DistributedDataParallel those ranks as "
+                f"{_GROUP_FOR_SUMS[mark]}, or {_REMEDY_FOR_SUMS[mark]} yourself, and set the mark to False before "
                 f"wrapping"
             )
-    if config is not None and config.check_for_nan_in_grad and grid.leaves_ranks_out:
+    unknown = tensor_ranks is None and grid.leaves_ranks_out
+    if config is not None and config.check_for_nan_in_grad and unknown:
         refuse_slices(
             trainable,
             "check_for_nan_in_grad",
@@ -221,7 +282,7 @@ def check_plain(name: str, param: nn.Parameter, before: str) -> None:
     check_unattached(param, name)
 
 
-def find_owned_params(module: nn.Module) -> list[OwnedParam]:
+def find_owned_params(module: nn.Module, tensor_ranks: RankGrid | None = None) -> list[OwnedParam]:
     """Every parameter of the model once, in registration order."""
     owners: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     names: dict[nn.Parameter, str] = {}
@@ -230,15 +291,25 @@ def find_owned_params(module: nn.Module) -> list[OwnedParam]:
             if param is not None:
                 owners[param].append((owner, local))
                 names.setdefault(param, f"{prefix}.{local}" if prefix else local)
-    return [OwnedParam(name, param, tuple(owners[param]), grid_name_of(param)) for param, name in names.items()]
+    return [
+        OwnedParam(name, param, tuple(owners[param]), grid_name_of(param, tensor_ranks))
+        for param, name in names.items()
+    ]
 
 
-def find_tensors(module: nn.Module) -> list[ModelTensor]:
-    """Every parameter of the model once, frozen ones too, then every buffer, each in registration order."""
-    params = [ModelTensor(name, each, grid_name_of(each), is_buffer=False) for name, each in module.named_parameters()]
+def find_tensors(module: nn.Module, tensor_ranks: RankGrid | None = None) -> list[ModelTensor]:
+    """Every parameter of the model once, frozen ones too, then every buffer, each in registration order.
+
+    Nobody marks buffers: tensor-parallel ranks may have others each, as the first row of a slice of a vocabulary.
+    """
+    params = [
+        ModelTensor(name, each, grid_name_of(each, tensor_ranks), is_buffer=False)
+        for name, each in module.named_parameters()
+    ]
     of_experts = buffers_of_experts(module, is_marked_expert)
+    others = "dense" if tensor_ranks is None or tensor_ranks.size == 1 else "slice"
     buffers = [
-        ModelTensor(name, each, "expert" if id(each) in of_experts else "dense", is_buffer=True)
+        ModelTensor(name, each, "expert" if id(each) in of_experts else others, is_buffer=True)
         for name, each in module.named_buffers()
     ]
     return params + buffers
@@ -253,9 +324,11 @@ def plan_model(
     *,
     shard_degree: int | Mapping[str, int],
     backward_order: Sequence[str] | None = None,
+    slices: Mapping[str, ModelSlice] | None = None,
 ) -> GradPlan:
     """The plan for these parameters. A pure function: works on the meta device too, and for any number of ranks.
 
+    slices          what this rank has of parameters, by name: buckets are cut alike on all tensor-parallel ranks
     backward_order  parameters' names in the order in which backward reaches them; None: reverse registration order
     """
     by_name = {owned.name: owned for owned in trainable}
@@ -271,10 +344,12 @@ def plan_model(
             )
     matrices = select_names(config.keep_matrices_whole, by_name, "keep_matrices_whole")
     stacks = {name for name in matrices if by_name[name].param.dim() == 3}
+    held = {name: tuple(by_name[name].param.shape) for name in names}
+    largest = {name: each.largest_shape for name, each in (slices or {}).items()}
     specs = [
         ParamSpec(
             name=name,
-            shape=tuple(by_name[name].param.shape),
+            shape=largest.get(name, held[name]),
             param_dtype=by_name[name].param.dtype,
             grad_dtype=grad_dtype_of(
                 by_name[name].param.dtype, torch.float32 if config.grad_reduce_in_fp32 else by_name[name].param.dtype
@@ -295,6 +370,7 @@ def plan_model(
         num_buckets=config.num_buckets,
         pad_for_bus_bandwidth=config.pad_buckets_for_high_nccl_busbw,
         keep_params_whole=config.keep_params_whole,
+        held=held if slices else None,
     )
 
 

@@ -4,7 +4,7 @@
 ``iteration.py`` has the user's methods around it. docs/architecture.md tells all of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,8 @@ from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig, with_names_meant
 from ..contract.record import GradRecord
 from ..plan.cut import Range
-from ..plan.owned_params import ModelTensor, find_owned_params, find_tensors, is_slice
+from ..plan.model_slice import ModelSlice
+from ..plan.owned_params import ModelTensor, find_owned_params, find_tensor_ranks, find_tensors, is_slice, slices_of
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run, weak_method
@@ -38,6 +39,7 @@ from .setup_checks import (
     check_arguments,
     check_same_config,
     check_same_model,
+    check_tensor_ranks,
     check_undeclared_parts,
     plan_on_each_rank,
 )
@@ -71,6 +73,10 @@ class DistributedDataParallel(BucketIteration):
     expert_process_group  the ranks that hold the same experts: ``WORLD_OF_ONE`` where each rank has its own. Experts
                           are parameters and buffers with Megatron-core's mark ``param.allreduce = False``, frozen ones
                           too. None: the ranks of ``process_group``, which must hold the same experts then
+    tensor_parallel_group  the ranks that hold the slices of the same parameters, where the model is cut: a group, or a
+                          mesh of one dim. ``process_group`` then has the ranks with this rank's slices and other data.
+                          Slices are those of Megatron-core's marks (``tensor_model_parallel``, ``sequence_parallel``,
+                          ...) and of parameters that were DTensors, which also say the group: None then
     backward_order        names of the trainable parameters in the order of backward, where that is not the reverse of
                           registration: ``recorded_backward_order`` finds it
     init_sync             copy the first rank's parameters and buffers to all ranks, as PyTorch's DDP does
@@ -95,7 +101,8 @@ class DistributedDataParallel(BucketIteration):
         device_mesh="write process_group=mesh",
         mesh="write process_group=mesh",
         ddp_config="write config=DistributedDataParallelConfig(...)",
-        pg_collection="write process_group=..., expert_process_group=...",
+        pg_collection="write process_group=pg_collection.dp_cp, tensor_parallel_group=pg_collection.tp, "
+        "expert_process_group=pg_collection.expt_dp",
     )
     def __init__(
         self,
@@ -104,6 +111,7 @@ class DistributedDataParallel(BucketIteration):
         *,
         process_group: Ranks = None,
         expert_process_group: Ranks = None,
+        tensor_parallel_group: Ranks = None,
         backward_order: Sequence[str] | None = None,
         init_sync: bool = True,
     ) -> None:
@@ -112,28 +120,36 @@ class DistributedDataParallel(BucketIteration):
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
-        tensors = find_tensors(module)
-        trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
+        self.tensor_ranks = tensor_ranks = find_tensor_ranks(module, tensor_parallel_group)
+        """The tensor-parallel ranks; None: nobody has said."""
+        self.model_slices: Mapping[str, ModelSlice] = slices_of(module, tensor_ranks)
+        """What this rank has of each parameter, by name; empty where there is one tensor-parallel rank."""
+        tensors = find_tensors(module, tensor_ranks)
+        trainable = [entry for entry in find_owned_params(module, tensor_ranks) if entry.param.requires_grad]
         self.failures = failures = FailureReporter()
         check_same_config(config, process_group, failures)
         with failures.watch("the making of process groups"):
             self.grids: dict[str, RankGrid] = make_grids(
                 process_group,
                 expert_process_group,
+                tensor_ranks=None if tensor_ranks is None else tensor_ranks.inner,
                 has_experts=any(each.grid_name == "expert" for each in tensors),
                 num_instances=config.num_distributed_optimizer_instances,
                 separate_gather=config.overlap_param_gather and config.copy_engine_param_gather != "auto",
                 copy_engines=config.copy_engine_param_gather is True,
             )
-        """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
+        """By name: the ranks that such parameters are reduced over. "dense" are those that hold one model together."""
         failures.grids = self.grids.values()
 
         # The plan: which gradients there are, and where each will lie.
         overwritten = tensors if init_sync else [each for each in tensors if each.trained]
+        slices = self.model_slices
         self.device, self.plan = plan_on_each_rank(
-            module, trainable, overwritten, config, self.grids, backward_order, failures
+            module, trainable, overwritten, config, self.grids, backward_order, failures, tensor_ranks, slices
         )
         check_same_model(self.plan, overwritten, self.grids, failures)
+        if tensor_ranks is not None:
+            check_tensor_ranks(self.plan, overwritten, slices, tensor_ranks, failures, compare=init_sync)
         self._check_undeclared_parts(overwritten, process_group, expert_process_group)
         self._choose_gathers()
 
@@ -144,11 +160,12 @@ class DistributedDataParallel(BucketIteration):
         """Trainable parameters with their buckets and records, in the order of the buffers."""
         self.records: tuple[GradRecord, ...] = tuple(entry.record for entry in self.bucket_params)
         marked = (entry.owned for entry in self.bucket_params if is_slice(entry.owned.param))
-        self.slices = frozenset(owned.name for owned in marked if self.grids["dense"].leaves_ranks_out)
-        """Names of the slices of tensor parallelism: ranks outside the wrapper's hold the rest of each parameter."""
+        unknown = tensor_ranks is None and self.grids["dense"].leaves_ranks_out
+        self.slices = frozenset(owned.name for owned in marked if unknown)
+        """Names of the slices of tensor parallelism of which nobody has said which ranks hold the rest."""
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
-        dense = self.reductions["dense"]
-        self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
+        least_room = max(self.reductions.values(), key=lambda each: each.factor)
+        self._nan_check = NanCheck(self.buckets, self.device, least_room) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
         self._launcher = BucketLauncher(
             self.buckets, reductions, self._nan_check.note if self._nan_check else None, failures, device=self.device
@@ -156,7 +173,7 @@ class DistributedDataParallel(BucketIteration):
         if pool is not None:
             pool.wait_for_all_but = weak_method(self._launcher.wait_for_all_but)
         self.steps = StepCheck(self.grids["dense"], failures, self.device, self._launcher.stream)
-        self._replicas = Replicas(module, self.grids, failures, config)
+        self._replicas = Replicas(module, self.grids, failures, config, tensor_ranks)
         self._wait_for_gathers: Callable[[], None] = _nothing
         self._check_masters: Callable[[], None] = _nothing
 
@@ -191,7 +208,7 @@ class DistributedDataParallel(BucketIteration):
 
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
-        broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
+        broadcast_tensors(find_tensors(self.module, self.tensor_ranks), self.grids, self.failures)
         self.steps.forget()
 
     # ---- Methods of one iteration, in the order in which a program calls them. ----

@@ -177,7 +177,7 @@ class BucketIteration(AroundModule):
             self._nan_check.raise_where_found(self.grids["dense"], self.failures)
         if self._num_tokens is not None:
             with self.failures.watch("the sum of tokens"):
-                divide_by_tokens(self.reduced_grads(), self._num_tokens, self.grids["dense"], self.device)
+                divide_by_tokens(self.reduced_grads(), self._num_tokens, self.grids["slice"], self.device)
         self._finish()
 
     @property
@@ -392,7 +392,7 @@ class BucketIteration(AroundModule):
     def reduced_grads(self, grid_name: str | None = None) -> list[Tensor]:
         """``owned_range`` of each bucket, as views of reduced gradients. Collective where nothing was read before.
 
-        grid_name  "dense" or "expert": only buckets that are reduced over these ranks; None: all
+        grid_name  a name of ``grids``: only buckets that are reduced over these ranks; None: all
 
         After ``start_grad_sync`` alone, and between microbatches, they are not reduced yet. With ``release_grads`` a
         call between microbatches raises ``RuntimeError``.
@@ -433,7 +433,7 @@ def check_num_tokens(num_tokens: Tensor | int | None, *, wanted: bool) -> None:
 
 
 def divide_by_tokens(grads: list[Tensor], num_tokens: Tensor | int, grid: RankGrid, device: torch.device) -> None:
-    """Divide ``grads`` in place by the sum of ``num_tokens`` over all ranks. Collective over the grid."""
+    """Divide ``grads`` in place by the sum of ``num_tokens`` over the grid, whose ranks average losses. Collective."""
     total = torch.as_tensor(num_tokens, dtype=torch.float32, device=device).reshape(()).clone()
     grid.sum(total)
     total.masked_fill_(total == 0, 1.0)  # without tokens all gradients are zeros

@@ -3,7 +3,7 @@
 1. ``check_arguments``         the types of arguments
 2. ``check_same_config``       ranks have one configuration, which says how process groups are made
 3. ``plan_on_each_rank``       this rank's model, configuration and groups: a new refusal goes there
-4. ``check_same_model``        ranks have one model and one plan
+4. ``check_same_model``        ranks have one model and one plan; ``check_tensor_ranks`` compares the model's slices
 5. ``check_undeclared_parts``  ranks hold the same experts and slices, where nobody said who does
 
 The second and later ones raise on all ranks. ``broadcast_tensors`` then gives all ranks the values to begin with.
@@ -27,6 +27,7 @@ from ..collectives.rank_grid import RankGrid, Ranks, backends_of, check_member, 
 from ..config import DistributedDataParallelConfig
 from ..contract.torch_wrappers import check_none_inside
 from ..plan.layout import GradPlan
+from ..plan.model_slice import ModelSlice
 from ..plan.owned_params import ModelTensor, OwnedParam, check_marks, check_plain, check_shapes, is_slice, plan_model
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "check_arguments",
     "check_same_config",
     "check_same_model",
+    "check_tensor_ranks",
     "check_undeclared_parts",
     "compare_between_ranks",
     "plan_on_each_rank",
@@ -68,10 +70,13 @@ def plan_on_each_rank(
     grids: Mapping[str, RankGrid],
     backward_order: Sequence[str] | None,
     failures: FailureReporter,
+    tensor_ranks: RankGrid | None,
+    slices: Mapping[str, ModelSlice],
 ) -> tuple[torch.device, GradPlan]:
     """The model's device, and the plan of its gradients. An error on one rank is raised on all ranks.
 
     overwritten  tensors that training or ``init_sync`` will overwrite
+    slices       what this rank has of parameters, by name
     """
 
     def plan() -> tuple[torch.device, GradPlan]:
@@ -79,8 +84,9 @@ def plan_on_each_rank(
         degrees = {grid_name: grid.inner_size if sharded else 1 for grid_name, grid in grids.items()}
         device = _check_setup(module, trainable, config, grids.values())
         _check_overwritten(overwritten)
-        check_marks([(each.name, each.param) for each in trainable], grids["dense"], config)
-        return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
+        check_marks([(each.name, each.param) for each in trainable], grids["dense"], config, tensor_ranks)
+        plan = plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order, slices=slices)
+        return device, plan
 
     return run_on_all_ranks(plan, grids["dense"].axes, failures, "the planning of gradients")
 
@@ -145,9 +151,12 @@ def check_same_model(
 
     overwritten  tensors that training or ``init_sync`` will overwrite
 
-    Dense parameters and experts are compared over their own ranks each.
+    Each kind of parameters is compared over its own ranks.
     """
-    for own in [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]:
+    kinds: dict[int, list[str]] = {}
+    for kind, grid in grids.items():
+        kinds.setdefault(id(grid), []).append(kind)
+    for own in kinds.values():
         model, buckets = [], []
         for bucket in plan.buckets:
             if bucket.grid_name in own:
@@ -163,6 +172,36 @@ def check_same_model(
             if each.grid_name in own and not each.trained
         ]
         compare_between_ranks({"model": model, "gradient plan": buckets}, grids[own[0]].axes, failures)
+
+
+def check_tensor_ranks(
+    plan: GradPlan,
+    overwritten: Iterable[ModelTensor],
+    slices: Mapping[str, ModelSlice],
+    tensor_ranks: RankGrid,
+    failures: FailureReporter,
+    *,
+    compare: bool,
+) -> None:
+    """Compare what tensor-parallel ranks hold together: parameters' names and whole shapes, and when each is reduced.
+
+    compare  compare values of copies too. ``init_sync`` gives all ranks the first one's, and would overwrite slices
+             that nobody has marked
+    """
+    reduced = {slot.spec.name: bucket.index for bucket in plan.buckets for slot in bucket.slots}
+    model = [
+        f"'{name}' {list(each.shape)} with a {each.grad} gradient in bucket {reduced.get(name)}"
+        for name, each in slices.items()
+    ]
+    compare_between_ranks({"cut model": model}, tensor_ranks.axes, failures)
+    copies = [(each.name, each.tensor) for each in overwritten if each.name in slices and each.grid_name != "slice"]
+    name = next(iter(find_parted(copies if compare else (), tensor_ranks.axes, failures)), None)
+    if name is not None:
+        raise ValueError(
+            f"parameter '{name}' has no mark of a slice (tensor_model_parallel = True), and other values on other "
+            f"tensor-parallel ranks, of which init_sync would keep the first one's: mark it, with its partition_dim; "
+            f"if it is no slice, give all ranks one seed for such parameters, or pass init_sync=False and load weights"
+        )
 
 
 def compare_between_ranks(

@@ -40,11 +40,25 @@ def test_the_boxes_of_all_ranks_are_the_whole_in_the_order_of_local_elements(dim
     assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("mark", ["sequence_parallel", "average_gradients_across_tp_domain"])
-def test_copies_with_parts_of_a_gradient(mark):
-    found = slice_of_marks(_marked((6,), **{mark: True}), None)
+def test_copies_with_parts_of_a_gradient():
+    found = slice_of_marks(_marked((6,), sequence_parallel=True), None)
     assert found == ModelSlice((6,), (Box((0,), (6,)),), None, None, "partial")
     assert slice_of_marks(_marked((6,)), None).grad == "dense"
+
+
+@pytest.mark.parametrize("marks", [{}, {"sequence_parallel": True}])
+def test_megatron_averages_where_a_mark_says_so(marks):
+    marked = _marked((6,), average_gradients_across_tp_domain=True, **marks)
+    assert slice_of_marks(marked, None).grad == "dense"
+
+
+def test_an_uneven_cut_is_as_large_as_its_largest_slice():
+    def largest():
+        group = torch.distributed.group.WORLD
+        start, rows = (0, 4) if group.rank() == 0 else (4, 3)
+        return ModelSlice((7, 2), (Box((start, 0), (rows, 2)),), 0, group, "slice").largest_shape
+
+    assert simulate(largest, 2) == [(4, 2), (4, 2)]
 
 
 def test_what_is_said_of_a_parameter_fits_it():
