@@ -210,7 +210,7 @@ def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups,
 
 
 def _whole_shape(param: Tensor) -> tuple[int, ...]:
-    """Of the parameter that tensor-parallel ranks hold together."""
+    """The shape of the parameter that tensor-parallel ranks hold together."""
     held = model_slice_of(param)
     return tuple(param.shape) if held is None else held.shape
 

@@ -45,9 +45,13 @@ def plain(
         ("fsdp", 4, {"cp": 4}),
         ("hybrid", 4, {"cp": 2}),
         ("hsdp", 4, {"cp": 4}),
+        ("ddp", 2, {"tp": 2}),
+        ("zero1", 4, {"tp": 2}),
+        ("zero1", 8, {"tp": 2, "cp": 2, "dp": 2}),
+        ("hybrid", 4, {"tp": 2}),
     ],
 )
-def test_context_parallel_ranks_train_the_same_model(
+def test_ranks_that_share_samples_train_the_same_model(
     tmp_path: Path, plain: tuple[dict[str, Any], list[float]], parallel: str, ranks: int, mesh: dict[str, int]
 ):
     data, expected = plain
