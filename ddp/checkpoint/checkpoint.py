@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.failure_report import CollectiveError, gather, with_more_text
+from ..plan.model_slice import ModelSlice
 from ..plan.owned_params import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
@@ -62,17 +63,12 @@ def save_checkpoint(
     finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
-    if getattr(model, "model_slices", None):
-        raise ValueError(
-            "save_checkpoint does not write the slices of tensor-parallel ranks: save state_dict() of each to a file "
-            "of its own"
-        )
-    if ranks.grid.leaves_ranks_out:
+    if ranks.grid.leaves_ranks_out and getattr(model, "tensor_ranks", None) is None:
         refuse_slices(
-            source.module.named_parameters(),
+            ((name, param) for name, param in source.module.named_parameters() if name not in source.slices),
             "save_checkpoint",
             "would write this rank's slices under the names of whole parameters, where other ranks write theirs",
-            "save state_dict() of each tensor-parallel rank to a file of its own",
+            "give DistributedDataParallel those ranks as tensor_parallel_group",
         )
     target, save_id, sets = _check_same_call(path, optimizer, source, "save_checkpoint")
 
@@ -81,7 +77,7 @@ def save_checkpoint(
 
         def plan() -> PendingSave:
             manifest = None
-            if ranks.grid.is_first:
+            if ranks.is_first:
                 staging.begin()
                 manifest = Manifest(
                     save_id,
@@ -267,8 +263,8 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     """This rank's parameters, masters, moments and buffers to save, by their names in the files: views of memory. And
     what the rank tells of them.
 
-    Whole parameters, which all ranks hold, are dealt to the writers in turn. Running statistics may differ between
-    ranks: the first one's are saved, as ``broadcast_params`` copies them.
+    Whole parameters, which all ranks hold, are dealt to the writers in turn. Slices are told by every rank that holds
+    them. Running statistics may differ between ranks: the first one's are saved, as ``broadcast_params`` copies them.
     """
     tensors = holding.tensors
 
@@ -278,15 +274,17 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     parts: Parts = {}
     told: dict[str, dict[str, Any]] = {stored(name): {"is_buffer": True} for name in tensors.buffers}
     for turn, (name, tensor) in [*enumerate(holding.whole.items()), *((0, each) for each in tensors.buffers.items())]:
-        if name in tensors.experts or turn % ranks.num_writers == ranks.place:
-            parts |= _dense(stored(name), tensor)
+        if name in tensors.experts or name in tensors.slices or turn % ranks.num_writers == ranks.place:
+            parts |= _dense(stored(name), tensor, tensors.slices.get(name))
+        if name not in tensors.buffers:
+            told[stored(name)] = {"shape": tensors.shape_of(name, tensor.shape)}  # refused where nobody writes it
     for name, held in holding.slices.items():
         there = stored(name)
         sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state.items()}}
         if held.master.dtype is not held.dtype:
             sections["master"] = held.master
-        parts |= parts_of_range(there, held.shape, held.start, sections, model=held.dtype)
-        told[there] = {"shape": held.shape, "group": held.group}
+        parts |= parts_of_range(there, held.shape, held.start, sections, tensors.slices.get(name), model=held.dtype)
+        told[there] = {"shape": tensors.shape_of(name, held.shape), "group": held.group}
         if held.scalars:
             told[there]["scalars"] = {
                 key: to_json(value, f"state '{key}' of parameter '{name}'")
@@ -299,13 +297,13 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     return parts, Notes([*parts], describe_optimizer(holding.optimizer), told, tied)
 
 
-def _dense(stored: str, tensor: Tensor) -> Parts:
+def _dense(stored: str, tensor: Tensor, cut: ModelSlice | None) -> Parts:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(
             f"'{stored}' is quantized or not strided, and a checkpoint has dense tensors only: register its parts "
             f"(indices and values, integers and scales) as buffers, or register it with persistent=False"
         )
-    return part_of_whole(stored, "model", tensor.detach())
+    return part_of_whole(stored, "model", tensor.detach(), cut)
 
 
 # ---- What is loaded. ----
@@ -341,19 +339,20 @@ def _parts_to_fill(
 ) -> Parts:
     """The memory into which a model's values, and ``moments`` of ``plan_optimizer``, are read. Call ``_check_fits``
     before."""
-    parts: Parts = {}
+    parts, slices = Parts(), holding.tensors.slices
     for name, tensor in {**holding.tensors.buffers, **holding.whole}.items():
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(
                 f"'{name}' is expanded: several of its elements are one place in memory, which cannot take the "
                 f"checkpoint's; make it a tensor of its own with clone()"
             )
-        parts |= _dense(name, tensor)
+        parts |= _dense(name, tensor, slices.get(name))
     for name, held in holding.slices.items():
         # The parameter follows from its master.
         section = "master" if "master" in entries[name].dtypes and held.master.dtype is torch.float32 else "model"
         master = {} if holding.reads_whole else {section: held.master}
-        parts |= parts_of_range(name, held.shape, held.start, {**master, **moments.get(name, {})})
+        wanted = {**master, **moments.get(name, {})}
+        parts |= parts_of_range(name, held.shape, held.start, wanted, slices.get(name))
     return parts
 
 
@@ -361,13 +360,15 @@ def _check_fits(
     path: Path, manifest: Manifest, entries: Mapping[str, SavedTensor], holding: Holding, sets: ExpertSets
 ) -> None:
     """Raise ``ValueError`` where model and checkpoint differ. The error names the first parameters or buffers."""
+    tensors = holding.tensors
     # By name, what the saved tensor may be.
     present = {
-        name: [_described(name in holding.tensors.buffers, tensor.shape, tensor.dtype)]
-        for name, tensor in {**holding.whole, **holding.tensors.buffers}.items()
+        name: [_described(name in tensors.buffers, tensors.shape_of(name, tensor.shape), tensor.dtype)]
+        for name, tensor in {**holding.whole, **tensors.buffers}.items()
     }
     for name, held in holding.slices.items():
-        either = (_described(False, held.shape, dtype) for dtype in (held.dtype, held.param.dtype))
+        shape = tensors.shape_of(name, held.shape)
+        either = (_described(False, shape, dtype) for dtype in (held.dtype, held.param.dtype))
         present[name] = [*dict.fromkeys(either)]
     saved = {name: _described(entry.is_buffer, entry.shape, entry.dtypes["model"]) for name, entry in entries.items()}
     misfits = [

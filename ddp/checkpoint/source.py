@@ -5,15 +5,17 @@ A wrapper has a method ``checkpoint_source()``, which returns a ``CheckpointSour
 ``Holding`` from the source: names, shapes and dtypes of the whole model, and views of this rank's memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.failure_report import FailureReporter, run_and_gather
-from ..collectives.rank_grid import RankGrid
+from ..collectives.rank_grid import RankGrid, group_rank, group_size
+from ..plan.model_slice import ModelSlice, model_slice_of
 from ..plan.owned_params import buffers_of_experts, is_marked_expert
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "HeldSlice",
     "Holding",
     "model_tensors",
+    "slices_set_in",
+    "tensor_group_of",
 ]
 
 T = TypeVar("T")
@@ -38,16 +42,34 @@ class CheckpointRanks(NamedTuple):
     """Whether each instance holds all of the model and the optimizer: then the first one writes."""
     experts: RankGrid | None = None
     """The ranks that hold the same experts as this one; None: all ranks do."""
+    tensor: dist.ProcessGroup | None = None
+    """The tensor-parallel ranks, each of which is in another ``grid``. An instance has all of them."""
+
+    @property
+    def axes(self) -> Sequence[dist.ProcessGroup]:
+        """The groups of more than one rank: those of an instance, then that across instances."""
+        groups = (self.grid.inner, self.tensor, self.grid.outer)
+        return [group for group in groups if group is not None and group.size() > 1]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank changes folders."""
+        return self.place == 0
 
     @property
     def place(self) -> int:
         """Index of this rank in the order in which ``run_and_gather`` returns what the ranks tell."""
-        return self.grid.outer_rank * self.grid.inner_size + self.grid.inner_rank
+        of_instance = group_rank(self.tensor) * self.grid.inner_size + self.grid.inner_rank
+        return self.grid.outer_rank * self._instance_size + of_instance
 
     @property
     def num_writers(self) -> int:
         """The first so many ranks write; the others hold the same values."""
-        return self.grid.inner_size if self.instances_alike else self.grid.size
+        return self._instance_size * (1 if self.instances_alike else self.grid.outer_size)
+
+    @property
+    def _instance_size(self) -> int:
+        return self.grid.inner_size * group_size(self.tensor)
 
     def run_on_all_ranks(self, action: Callable[[], T], what: str) -> T:
         """Run ``action`` on every rank. Where it raises on one rank, all raise; see ``agreement.alike``."""
@@ -55,7 +77,37 @@ class CheckpointRanks(NamedTuple):
 
     def run_and_gather(self, action: Callable[[], T], telling: Callable[[T], U], what: str) -> tuple[T, list[U]]:
         """``alike``, and return what every rank tells of its result; see ``agreement.run_and_gather``."""
-        return run_and_gather(action, telling, self.grid.axes, self.failures, what)
+        return run_and_gather(action, telling, self.axes, self.failures, what)
+
+
+def slices_set_in(module: nn.Module) -> Mapping[str, ModelSlice]:
+    """By first name: what parameters and buffers are of those that tensor-parallel ranks hold together."""
+    tensors: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    found = ((name, model_slice_of(tensor)) for name, tensor in tensors)
+    return {name: each for name, each in found if each is not None}
+
+
+def tensor_group_of(
+    module: nn.Module,
+    slices: Mapping[str, ModelSlice],
+    is_expert: Callable[[nn.Parameter], bool] = is_marked_expert,
+) -> dist.ProcessGroup | None:
+    """The ranks over which the parameters that are no experts' are cut or copied; None: this rank alone.
+
+    Raises ``ValueError`` where these are not the same ranks for all.
+    """
+    found: dict[tuple[int, ...], tuple[str, dist.ProcessGroup]] = {}
+    for name, param in module.named_parameters():
+        group = slices[name].group if name in slices and not is_expert(param) else None
+        if group is not None:
+            found.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group))
+    if len(found) > 1:
+        (ranks, (name, _)), (others, (other, _)) = [*found.items()][:2]
+        raise ValueError(
+            f"parameter '{name}' is cut over ranks {[*ranks]}, and '{other}' over {[*others]}: a checkpoint knows one "
+            f"group of tensor-parallel ranks"
+        )
+    return next((group for _, group in found.values()), None)
 
 
 class ModelTensors(NamedTuple):
@@ -68,10 +120,23 @@ class ModelTensors(NamedTuple):
     """Further names of parameters -> their first name."""
     experts: set[str]
     """All names of the parameters of experts, and of their modules' buffers: other ranks hold others under these."""
+    slices: dict[str, ModelSlice]
+    """By name: what tensors are of the whole ones, where other ranks hold the rest."""
+
+    def shape_of(self, name: str, local: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the whole tensor, of which this rank has a tensor of shape ``local``."""
+        return self.slices[name].shape if name in self.slices else tuple(local)
 
 
-def model_tensors(module: nn.Module, is_expert: Callable[[nn.Parameter], bool] = is_marked_expert) -> ModelTensors:
-    """Parameters and persistent buffers of a module that is not wrapped."""
+def model_tensors(
+    module: nn.Module,
+    is_expert: Callable[[nn.Parameter], bool] = is_marked_expert,
+    slices: Mapping[str, ModelSlice] | None = None,
+) -> ModelTensors:
+    """Parameters and persistent buffers of a module that is not wrapped.
+
+    slices  by name, what tensors are of those that the tensor-parallel ranks hold together
+    """
     first: dict[nn.Parameter, str] = {}
     tied, experts = dict[str, str](), set[str]()
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -88,7 +153,8 @@ def model_tensors(module: nn.Module, is_expert: Callable[[nn.Parameter], bool] =
                 buffers.setdefault(id(buffer), (name, buffer))
             if id(buffer) in of_experts:
                 experts.add(name)
-    return ModelTensors({name: param for param, name in first.items()}, dict(buffers.values()), tied, experts)
+    cut = {name: each for name, each in (slices or {}).items() if each.dim is not None}
+    return ModelTensors({name: param for param, name in first.items()}, dict(buffers.values()), tied, experts, cut)
 
 
 class HeldSlice(NamedTuple):
@@ -97,7 +163,7 @@ class HeldSlice(NamedTuple):
     start: int
     """First element."""
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Shape of the parameter that is flattened: of this rank's slice, where tensor-parallel ranks have others."""
     dtype: torch.dtype
     """Dtype that the model computes with, and to which a save rounds. A load also takes the dtype of ``param``,
     which is wider where the rank keeps only masters."""
@@ -147,6 +213,8 @@ class CheckpointSource(Protocol):
     """The ranks that save and load together."""
     module: nn.Module
     """The module whose names the entries have."""
+    slices: Mapping[str, ModelSlice]
+    """What parameters are of those that tensor-parallel ranks hold together, as far as anybody has said it."""
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds. All ranks call it.

@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..wrapper.data_parallel import DistributedDataParallel
-from .source import CheckpointRanks, CheckpointSource, HeldSlice, Holding, model_tensors
+from .source import CheckpointRanks, CheckpointSource, HeldSlice, Holding, model_tensors, slices_set_in, tensor_group_of
 
 __all__ = ["source_of"]
 
@@ -44,22 +44,25 @@ def source_of(model: nn.Module) -> CheckpointSource:
 
 
 class WrapperSource:
-    """The source of a ``DistributedDataParallel`` model, or of a module that this process saves and loads alone."""
+    """The source of a ``DistributedDataParallel`` model, or of a module that this process saves and loads alone: if it
+    is cut, together with the ranks that hold its other slices."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = self.module = model
-        self.ranks = CheckpointRanks()
+        ranks = CheckpointRanks()
         if isinstance(model, DistributedDataParallel):
             self.module = model.module
-            grid, experts = model.grids["dense"], model.grids["expert"]
-            self.ranks = CheckpointRanks(grid, model.failures, experts=None if experts is grid else experts)
+            grid, experts = model.grids["slice"], model.grids["expert"]
+            ranks = CheckpointRanks(grid, model.failures, experts=None if experts is model.grids["dense"] else experts)
+        self.slices = {**slices_set_in(self.module), **getattr(model, "model_slices", {})}
+        self.ranks = ranks._replace(tensor=tensor_group_of(self.module, self.slices))
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds: the optimizer's slices; all elements of frozen parameters, and without an optimizer."""
         if saving and isinstance(self._model, DistributedDataParallel):
             self._model.steps.read()  # weights of ranks that have taken different steps are not saved
         if optimizer is None:
-            return Holding(model_tensors(self.module), {}, None)
+            return Holding(model_tensors(self.module, slices=self.slices), {}, None)
         if not isinstance(optimizer, DistributedOptimizer):
             raise TypeError(
                 f"a checkpoint holds the state of a DistributedOptimizer, got {type(optimizer).__name__}: save the "
@@ -90,7 +93,7 @@ class WrapperSource:
                 state=part.state() if saving else {},
                 scalars=part.scalars() if saving else {},
             )
-        return Holding(model_tensors(self.module), slices, optimizer, self._reads_whole)
+        return Holding(model_tensors(self.module, slices=self.slices), slices, optimizer, self._reads_whole)
 
     def loaded(self, optimizer: object) -> None:
         """Make parameters follow the masters."""

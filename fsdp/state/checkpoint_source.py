@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors
+from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors, slices_set_in, tensor_group_of
 from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.optimizer.steps import MASTER
 from ..tensors.parameter import ShardedPair, ShardedParameter
@@ -42,12 +42,14 @@ class ShardedSource:
         self.module = module
         self._whole = {pair.sharded: pair.whole for pair in pairs}
         self.ranks = _ranks_of(module, list(self._whole))
+        self.slices = slices_set_in(module)
+        self.ranks = self.ranks._replace(tensor=tensor_group_of(module, self.slices, self._is_experts))
         self._masters: Mapping[Tensor, Tensor] = {}
         """Masters of compact state, while a load reads into them."""
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """See ``CheckpointSource``. Sharded parameters, and parameters in the optimizer, have a slice each."""
-        tensors = model_tensors(self.module, self._is_experts)
+        tensors = model_tensors(self.module, self._is_experts, self.slices)
         gathered = {id(param) for param in self._whole.values()}
         for name, param in tensors.parameters.items():
             if id(param) in gathered:

@@ -10,18 +10,24 @@ tensor are the end of row 0, rows 1 and 2, and the start of row 3::
 
 The elements of each of these boxes are consecutive, so that each is a view of the flat memory. A column slice of a
 matrix is one box too, and no range.
+
+A tensor-parallel rank flattens its local tensor, which is some boxes of the whole one (``ModelSlice``). Files and
+manifests have boxes of whole tensors only: each box of the local tensor is cut where these boxes meet, and moved to
+where its elements are in the whole.
 """
 
 import math
+import operator
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...plan.cut import Box
+from ...plan.model_slice import ModelSlice
 
 __all__ = ["Box", "Part", "Parts", "boxes_of_range", "check_tiling", "part_of_whole", "parts_of_range"]
 
@@ -43,25 +49,67 @@ Parts = dict[Part, dict[str, Tensor]]
 
 
 def parts_of_range(
-    name: str, shape: tuple[int, ...], start: int, flat: Mapping[str, Tensor], **dtypes: torch.dtype
+    name: str,
+    shape: tuple[int, ...],
+    start: int,
+    flat: Mapping[str, Tensor],
+    cut: ModelSlice | None = None,
+    **dtypes: torch.dtype,
 ) -> Parts:
-    """Elements from ``start`` of flattened tensors, which are in ``flat``.
+    """Elements from ``start`` of flattened tensors of this shape, which are in ``flat``.
 
+    cut     what these tensors are of the whole ones; None: all
     dtypes  that a save rounds to, where these are not the dtypes of ``flat``
     """
     kinds = tuple((section, dtypes.get(section, data.dtype)) for section, data in flat.items())
-    parts, at = {}, 0
+    parts, at = Parts(), 0
     for box in boxes_of_range(shape, start, start + max(map(Tensor.numel, flat.values()), default=0)):
         views = {section: data[at : at + box.numel].view(box.sizes) for section, data in flat.items()}
-        parts[Part(name, shape, box, kinds)] = views
+        parts |= _parts_of_box(name, shape, box, kinds, views, cut)
         at += box.numel
     return parts
 
 
-def part_of_whole(name: str, section: str, tensor: Tensor) -> Parts:
-    """All elements of a tensor."""
+def part_of_whole(name: str, section: str, tensor: Tensor, cut: ModelSlice | None = None) -> Parts:
+    """All elements of a tensor.
+
+    cut  what the tensor is of the whole one; None: all
+    """
     shape = tuple(tensor.shape)
-    return {Part(name, shape, Box((0,) * len(shape), shape), ((section, tensor.dtype),)): {section: tensor}}
+    box = Box((0,) * len(shape), shape)
+    return _parts_of_box(name, shape, box, ((section, tensor.dtype),), {section: tensor}, cut)
+
+
+def _parts_of_box(
+    name: str,
+    shape: tuple[int, ...],
+    box: Box,
+    kinds: tuple[tuple[str, torch.dtype], ...],
+    views: Mapping[str, Tensor],
+    cut: ModelSlice | None,
+) -> Parts:
+    """The elements ``views`` of a box of the local tensor, as boxes of the whole one."""
+    if cut is None:
+        return {Part(name, shape, box, kinds): dict(views)}
+    return {
+        Part(name, cut.shape, there, kinds): {section: box.view_of(here, view) for section, view in views.items()}
+        for here, there in _in_whole(box, cut)
+    }
+
+
+def _in_whole(box: Box, cut: ModelSlice) -> Iterator[tuple[Box, Box]]:
+    """The parts of a box of the local tensor, each where it is in the local tensor, and in the whole one."""
+    if not math.prod(cut.shape):
+        yield box, Box((0,) * len(cut.shape), cut.shape)  # stored, so that its dtype is known
+    at = 0  # along the dim that is cut, where ``block`` begins in the local tensor
+    for block in cut.boxes:
+        offsets = tuple(at if dim == cut.dim else 0 for dim in range(len(block.sizes)))
+        here = box.intersect(Box(offsets, block.sizes))
+        if here is not None:
+            moved = map(operator.sub, map(operator.add, here.offsets, block.offsets), offsets)
+            yield here, Box(tuple(moved), here.sizes)
+        if cut.dim is not None:
+            at += block.sizes[cut.dim]
 
 
 def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:

@@ -56,7 +56,10 @@ FAULTS = [
         tests=[TESTS + "test_a_checkpoint_of_slices_is_refused"],
         changes=[
             Change(
-                "maingrad.ddp.checkpoint.checkpoint", "save_checkpoint", "if ranks.grid.leaves_ranks_out:", "if False:"
+                "maingrad.ddp.checkpoint.checkpoint",
+                "save_checkpoint",
+                "if ranks.grid.leaves_ranks_out and",
+                "if False and",
             )
         ],
     ),

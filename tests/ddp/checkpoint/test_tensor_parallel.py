@@ -1,0 +1,400 @@
+"""Checkpoints of models that tensor-parallel ranks hold together: whole parameters, for any degree and placement."""
+
+import functools
+import itertools
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import uneven_cuts
+from checkpointed import assert_same_files, files_content
+from cut_models import WAYS, CutModel, joined, ranks_of_mesh, train, wrapped
+from gloo import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from uneven_cuts import Cut, loss_of
+
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
+from maingrad.ddp.checkpoint.files.manifest import Manifest
+from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice
+from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
+from maingrad.launch import simulate
+from maingrad.launch.safetensors_io import export_safetensors
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Layout(NamedTuple):
+    """How many ranks hold what."""
+
+    wrapper: str
+    """"zero1", "ddp", "zero3"; with "hybrid": two instances."""
+    dp: int
+    tp: int
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp
+
+
+ZERO1_TP2 = Layout("zero1", 2, 2)
+LAYOUTS = {
+    "tp 1": Layout("zero1", 2, 1),
+    "tp 2": ZERO1_TP2,
+    "tp 4": Layout("ddp", 1, 4),
+    "tp 3 of zero1": Layout("zero1", 2, 3),
+    "hybrid tp 2": Layout("hybrid", 4, 2),
+    "compact tp 2": Layout("compact", 2, 2),
+    "zero3": Layout("zero3", 2, 1),
+    "zero3 tp 2": Layout("zero3", 2, 2),
+    "hybrid zero3 tp 2": Layout("hybrid zero3", 4, 2),
+    "hsdp_zero1 tp 2": Layout("hsdp_zero1", 4, 2),
+}
+
+
+def meshes(layout: Layout) -> tuple[Any, dist.ProcessGroup | None]:
+    """The data-parallel ranks of this rank, and its tensor-parallel ones."""
+    outer = 2 if "h" in layout.wrapper and layout.dp > 2 else 1
+    mesh = init_device_mesh("cpu", (outer, layout.dp // outer, layout.tp), mesh_dim_names=("outer", "inner", "tp"))
+    tp = mesh.get_group("tp") if layout.tp > 1 else None
+    if layout.dp == 1:
+        return WORLD_OF_ONE, tp
+    return (mesh["inner"] if outer == 1 else mesh["outer", "inner"]), tp
+
+
+def build(layout: Layout, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, Any]:
+    """The model in its wrapper, and its optimizer."""
+    dp, tp = meshes(layout)
+    module = Cut(tp, dtype, seed)
+    if layout.wrapper.endswith("zero3") or layout.wrapper.startswith("hsdp"):
+        placements = layout.wrapper if layout.wrapper.startswith("hsdp") else "zero3"
+        fully_shard(
+            module.float(),
+            dp,
+            placements=placements,
+            mixed_precision=MixedPrecisionPolicy(param_dtype=None if dtype is FP32 else dtype),
+        )
+        return module, torch.optim.AdamW(module.parameters(), lr=0.02, weight_decay=0.1)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=layout.wrapper != "ddp", bucket_size=60)
+    ddp = DistributedDataParallel(module, config, process_group=dp)
+    options = {"state": "compact", "moment_dtype": FP32} if layout.wrapper == "compact" else {}
+    return ddp, DistributedOptimizer(ddp, lr=0.02, weight_decay=0.1, **options)  # type: ignore[arg-type]
+
+
+def take_steps(model: nn.Module, optimizer: Any, steps: range, layout: Layout) -> list[Tensor]:
+    """Each data-parallel rank takes its batches of four; returns losses."""
+    index = dist.get_rank() // layout.tp
+    losses = []
+    for step in steps:
+        share = 4 // layout.dp
+        loss = loss_of(model, step, range(index * share, (index + 1) * share))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def train_and_save(folder: Path, layout: Layout, dtype: torch.dtype, steps: range = range(3)) -> None:
+    model, optimizer = build(layout, dtype)
+    take_steps(model, optimizer, steps, layout)
+    save_checkpoint(folder, model, optimizer, extra={"step": steps.stop})
+
+
+def load_and_save(source: Path, target: Path, layout: Layout, dtype: torch.dtype) -> None:
+    model, optimizer = build(layout, dtype, seed=1)
+    extra = load_checkpoint(source, model, optimizer)
+    save_checkpoint(target, model, optimizer, extra=extra)
+
+
+def load_train_and_save(source: Path, target: Path, layout: Layout, dtype: torch.dtype, steps: range) -> None:
+    model, optimizer = build(layout, dtype, seed=2)
+    load_checkpoint(source, model, optimizer)
+    take_steps(model, optimizer, steps, layout)
+    save_checkpoint(target, model, optimizer, extra={"step": steps.stop})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], Path]:
+    """What 2 x 2 ranks of ZeRO-1 saved after three steps; beside it ``later``, after five."""
+    root = tmp_path_factory.mktemp("saved")
+
+    @functools.cache
+    def save(dtype: torch.dtype) -> Path:
+        folder = root / str(dtype) / "three"
+        simulate(train_and_save, 4, folder, ZERO1_TP2, dtype)
+        simulate(train_and_save, 4, folder.with_name("later"), ZERO1_TP2, dtype, range(5))
+        return folder
+
+    return save
+
+
+def assert_close_files(first: Path, second: Path) -> None:
+    """Up to the order of sums."""
+    (tensors, _), (others, _) = files_content(first), files_content(second)
+    for kind in ("model", *tensors["optimizer"]["state"]):
+        one, other = ((side["optimizer"]["state"] if kind != "model" else side)[kind] for side in (tensors, others))
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6)
+
+
+# ---- Any degree to any other. ----
+
+
+def test_a_checkpoint_of_two_ranks_has_the_whole_parameters(tmp_path: Path) -> None:
+    """As a model that one rank holds has them, and packed blocks in their order."""
+    folder = tmp_path / "saved"
+
+    def save() -> None:
+        model, optimizer = build(ZERO1_TP2, FP32)
+        save_checkpoint(folder, model, optimizer)
+
+    simulate(save, 4)
+    tensors, _ = files_content(folder)
+    whole = Cut(None)
+    expected = dict([*whole.named_parameters(), *whole.named_buffers()])
+    assert tensors["model"].keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors["model"][name], tensor), name
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "zero3" not in name and "hsdp" not in name])
+def test_masters_and_moments_go_through_any_degree(
+    name: str, saved: Callable[[torch.dtype], Path], tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    simulate(load_and_save, layout.ranks, saved(BF16), tmp_path / "there", layout, BF16)
+    assert_same_files(saved(BF16), tmp_path / "there")
+    simulate(load_and_save, 4, tmp_path / "there", tmp_path / "back", ZERO1_TP2, BF16)
+    assert_same_files(saved(BF16), tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "zero3" in name or "hsdp" in name])
+def test_and_through_sharded_models(name: str, saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    simulate(load_and_save, layout.ranks, saved(FP32), tmp_path / "there", layout, FP32)
+    assert_same_files(saved(FP32), tmp_path / "there")
+    simulate(load_and_save, 4, tmp_path / "there", tmp_path / "back", ZERO1_TP2, FP32)
+    assert_same_files(saved(FP32), tmp_path / "back")
+
+
+def test_two_to_one_to_four_to_zero3_with_masters(saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
+    folders = [saved(BF16), *(tmp_path / str(index) for index in range(3))]
+    for (source, target), name in zip(itertools.pairwise(folders), ("tp 1", "tp 4", "zero3"), strict=True):
+        simulate(load_and_save, LAYOUTS[name].ranks, source, target, LAYOUTS[name], BF16)
+    (tensors, _), (sharded, _) = files_content(folders[0]), files_content(folders[-1])
+    for parameter, master in tensors["master"].items():
+        assert torch.equal(sharded["master"][parameter], master), parameter
+    for parameter, state in tensors["optimizer"]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(sharded["optimizer"]["state"][parameter][key], value), (parameter, key)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_training_goes_on_bit_for_bit(dtype: torch.dtype, saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
+    simulate(load_train_and_save, 4, saved(dtype), tmp_path / "later", ZERO1_TP2, dtype, range(3, 5))
+    assert_same_files(saved(dtype).with_name("later"), tmp_path / "later")
+
+
+@pytest.mark.parametrize("name", ["tp 1", "tp 4", "zero3", "zero3 tp 2"])
+def test_training_goes_on_at_another_degree(name: str, saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    simulate(load_train_and_save, layout.ranks, saved(FP32), tmp_path / "later", layout, FP32, range(3, 5))
+    assert_close_files(saved(FP32).with_name("later"), tmp_path / "later")
+
+
+# ---- What is written, and by whom. ----
+
+
+def test_each_element_is_written_once(saved: Callable[[torch.dtype], Path]) -> None:
+    """Those of slices by the ranks that hold them, and those of copies by one."""
+    manifest = Manifest.read(saved(BF16))  # this checks that boxes tile each tensor
+    assert sorted(manifest.nbytes) == [0, 1, 2, 3]
+    whole = Cut(None, BF16)
+    for name, param in [*whole.named_parameters(), *whole.named_buffers()]:
+        assert manifest.tensors[name].shape == tuple(param.shape)
+    entries = [name for path in saved(BF16).glob("*.safetensors") for name in load_file(path)]
+    sections = [entry.dtypes for entry in manifest.tensors.values()]
+    boxes = [len(entry.boxes) for entry in manifest.tensors.values()]
+    assert len(entries) == sum(len(each) * count for each, count in zip(sections, boxes, strict=True))
+
+
+@pytest.mark.parametrize("wrapper", ["zero1", "ddp", "zero3"])
+def test_weights_alone_and_without_a_wrapper(wrapper: str, tmp_path: Path) -> None:
+    """A cut module without a wrapper is saved and loaded by its tensor-parallel ranks together."""
+    layout = Layout(wrapper, 2, 2)
+
+    def save() -> None:
+        model, _ = build(layout, FP32)
+        save_checkpoint(tmp_path / "wrapped", model)
+
+    def cut_alone() -> None:
+        module = Cut(dist.group.WORLD, seed=1)
+        load_checkpoint(tmp_path / "wrapped", module)
+        save_checkpoint(tmp_path / "alone", module)
+
+    simulate(save, 4)
+    simulate(cut_alone, 3)
+    assert_same_files(tmp_path / "wrapped", tmp_path / "alone")
+    module, expected = Cut(None, seed=2), Cut(None)
+    load_checkpoint(tmp_path / "alone", module)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(module.state_dict()[name], tensor), name
+    simulate(load_weights, 4, tmp_path / "alone", layout)
+
+
+def load_weights(folder: Path, layout: Layout) -> None:
+    model, _ = build(layout, FP32, seed=3)
+    load_checkpoint(folder, model)
+    save_checkpoint(folder.with_name("again"), model)
+    assert_same_files(folder, folder.with_name("again"))
+
+
+def test_an_export_is_one_file_of_whole_parameters(saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
+    export_safetensors(saved(BF16), tmp_path / "masters.safetensors", dtype=FP32)
+    exported, (tensors, _) = load_file(tmp_path / "masters.safetensors"), files_content(saved(BF16))
+    for name, tensor in tensors["model"].items():
+        assert torch.equal(exported[name], tensors["master"].get(name, tensor).float()), name
+
+
+def saves_both_ways(folder: Path) -> None:
+    model, optimizer = build(ZERO1_TP2, FP32)
+    take_steps(model, optimizer, range(3), ZERO1_TP2)
+    save_checkpoint(folder / "in front", model, optimizer)
+    pending = save_checkpoint(folder / "behind", model, optimizer, background=True)
+    take_steps(model, optimizer, range(3, 4), ZERO1_TP2)
+    pending.wait()
+
+
+@pytest.mark.in_turn
+def test_a_save_in_the_background(tmp_path: Path) -> None:
+    run_ranks(saves_both_ways, 4, tmp_path)
+    assert_same_files(tmp_path / "in front", tmp_path / "behind")
+
+
+def saves_marked(folder: Path, way: str) -> dict[str, Tensor]:
+    ranks = ranks_of_mesh(WAYS[way].mesh)
+    model = wrapped(way, ranks, sp=True)
+    optimizer = DistributedOptimizer(model, lr=0.1, max_grad_norm=1.0)
+    train(model, optimizer, ranks, 1)
+    save_checkpoint(folder, model, optimizer)
+    return joined(model, dict(model.module.named_parameters()))
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
+def test_slices_by_megatrons_marks(way: str, tmp_path: Path) -> None:
+    """Of a model with sequence parallelism, into one that is not cut."""
+    replicas, shards, tp = WAYS[way].mesh
+    expected = simulate(saves_marked, replicas * shards * tp, tmp_path / "c", way)[-1]
+    model = CutModel()
+    load_checkpoint(tmp_path / "c", model)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, expected[name]), name
+
+
+# ---- Errors, on all ranks alike. ----
+
+
+def refusals(run: Callable[[], Any], expected: str, ranks: int = 4) -> list[str]:
+    def on_each_rank() -> str:
+        with pytest.raises(ValueError, match=expected) as raised:
+            run()
+        return str(raised.value)
+
+    return simulate(on_each_rank, ranks)
+
+
+def test_damage_in_one_slice_is_noticed(saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved(BF16), tmp_path / "damaged"))
+    path = folder / "rank-00003.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1  # of the first entry: a master
+    path.write_bytes(content)
+    for layout in (ZERO1_TP2, LAYOUTS["tp 1"]):
+        run = functools.partial(load_and_save, folder, tmp_path / "no", layout, BF16)
+        for text in refusals(run, f"'{path}' is damaged where", layout.ranks):
+            assert "the model is partly overwritten" in text
+
+
+def test_a_model_of_another_shape_is_told_of_whole_shapes(
+    saved: Callable[[torch.dtype], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(FP32)
+    monkeypatch.setattr(uneven_cuts, "HIDDEN", 9)
+    expected = (
+        "'gate_up' is a parameter of float32 [18, 6] in the model and a parameter of float32 [14, 6] in the "
+        "checkpoint; 'gate_up_bias' is a parameter of float32 [18]"
+    )
+    refusals(lambda: load_and_save(saved(FP32), saved(FP32), ZERO1_TP2, FP32), re.escape(expected))
+
+
+def saves(change: Callable[[nn.Module, ModelSlice], None], folder: Path) -> None:
+    module = Cut(dist.group.WORLD)
+    found = model_slice_of(module.down)
+    assert found is not None
+    change(module, found)
+    save_checkpoint(folder, module)
+
+
+CHANGES: dict[str, tuple[Callable[[Any, ModelSlice], None], str]] = {
+    "two ranks hold one column": (
+        lambda module, found: set_model_slice(
+            module.down, found._replace(boxes=(found.boxes[0]._replace(offsets=(0, 3 * found.group.rank())),))
+        ),
+        "'down' of shape [6, 7] is not held by all ranks together: elements are there twice, and as many are missing",
+    ),
+    "ranks disagree on the whole": (
+        lambda module, found: set_model_slice(module.down, found._replace(shape=(6, 7 + found.group.rank()))),
+        "ranks disagree on 'down': its shapes are (6, 7) on one, and (6, 8) on another",
+    ),
+    "a rank has a parameter that others lack": (
+        lambda module, found: module.register_parameter(f"more_{found.group.rank()}", nn.Parameter(torch.ones(1))),
+        "'more_0' of shape [1] is not held by all ranks together: a tensor is not stored",
+    ),
+    "two groups": (
+        lambda module, found: set_model_slice(module.mix, slice_alone(module.mix)),
+        "'embed' is cut over ranks [0, 1], and 'mix' over [",
+    ),
+}
+
+
+def slice_alone(param: nn.Parameter) -> ModelSlice:
+    found = model_slice_of(param)
+    assert found is not None
+    return found._replace(group=dist.new_group([dist.get_rank()], use_local_synchronization=True))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_ranks_that_do_not_fit_each_other_are_refused(name: str, tmp_path: Path) -> None:
+    change, expected = CHANGES[name]
+    refusals(lambda: saves(change, tmp_path / "c"), re.escape(expected), 2)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_slice_of_which_nobody_says_the_ranks_is_refused(sharded: bool, tmp_path: Path) -> None:
+    """Also in a model whose other slices are known."""
+
+    def forget() -> None:
+        dp, tp = meshes(ZERO1_TP2)
+        module = Cut(tp)
+        del module.down._maingrad_model_slice
+        module.down.tensor_model_parallel = True  # type: ignore[attr-defined]
+        save_checkpoint(tmp_path / "c", fully_shard(module, dp) if sharded else module)
+
+    for text in refusals(forget, "save_checkpoint would write this rank's slices"):
+        assert "'down'" in text
+        assert "tensor_parallel_group" in text
