@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ class FusedWgradModule:
 
     matrix_rows: Sequence[int] | None = None
     """Rows of each matrix, where the weight is several, one below the other: Muon orthogonalises each apart."""
+    slices: Literal["local", "shown", "refused"] = "refused"
+    """What becomes of a weight that torch's tensor parallelism has cut (``ddp/plan/tensor_parallel``).
+
+    "local"    the module multiplies local tensors, by ``multiply_slice``
+    "shown"    its forward sees DTensors, and autograd delivers the weight gradient
+    "refused"  wrappers raise
+    """
 
     def fused_wgrad_weights(self) -> Iterable[str]:
         """Names of the module's own parameters whose gradient this module writes to ``main_grad``."""

@@ -28,6 +28,7 @@ from ..contract.record import GradRecord
 from ..plan.cut import Range
 from ..plan.model_slice import ModelSlice
 from ..plan.owned_params import ModelTensor, find_owned_params, find_tensor_ranks, find_tensors, is_slice, slices_of
+from ..plan.tensor_parallel.localize import localize
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run, weak_method
@@ -120,6 +121,7 @@ class DistributedDataParallel(BucketIteration):
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
+        localize(module)
         self.tensor_ranks = tensor_ranks = find_tensor_ranks(module, tensor_parallel_group)
         """The tensor-parallel ranks; None: nobody has said."""
         self.model_slices: Mapping[str, ModelSlice] = slices_of(module, tensor_ranks)

@@ -7,6 +7,8 @@ from torch.nn.parameter import is_lazy
 
 from ...ddp.contract.main_grad import has_main_grad
 from ...ddp.contract.module import is_sharded
+from ...ddp.plan.tensor_parallel.hugging_face import calls_inner_forward, replace_inner_forward, runs_class_forward
+from ...ddp.plan.tensor_parallel.localize import can_localize
 from ..dense.embedding import Embedding, calls_embedding_forward, fused_embedding_class, why_autograd
 from ..dense.hugging_face import FusedConv1D, fused_conv1d_class, is_conv1d_class
 from ..dense.layer_norm_linear import LayerNormLinear
@@ -74,10 +76,11 @@ def convert_linears(model: nn.Module, *, fused_loss: FusedLoss = False) -> Conve
             )
     converted: list[str] = []
     skipped: dict[str, str] = {}
+    cut = can_localize(model)
     for name, module in model.named_modules():
         if not _weights(module):
             continue
-        reason = _why_not(module)
+        reason = _why_not(module, cut)
         if reason is None:
             _fuse(module)
             converted.append(name)
@@ -144,6 +147,10 @@ def _check_free(name: str, module: LinearModule) -> None:
 
 def _fuse(module: nn.Module) -> None:
     cls: type = type(module)
+    if calls_inner_forward(module):
+        from ...ddp.plan.tensor_parallel.forwards import run_own_forward  # with torch.distributed.tensor
+
+        replace_inner_forward(module, run_own_forward)
     if is_conv1d_class(cls):
         module.__class__ = fused_conv1d_class(cls)
     elif is_experts_class(cls):
@@ -185,8 +192,8 @@ def _drop_handle(module: LinearModule) -> None:
     own.pop("_wgrad_key", None)
 
 
-def _why_not(module: nn.Module) -> str | None:
-    """Why this module cannot be fused, or None."""
+def _why_not(module: nn.Module, cut: bool) -> str | None:
+    """Why this module cannot be fused, or None. ``cut``: its DTensors are those of tensor parallelism."""
     cls = type(module)
     weights = [module._parameters.get(name) for name in _weights(module)]
     if isinstance(module, nn.MultiheadAttention):
@@ -201,13 +208,13 @@ def _why_not(module: nn.Module) -> str | None:
             return f"{cls.__name__} is sharded already (fully_shard): call convert_linears before it"
         parent = next(filter(_is_known, cls.__mro__)).__name__
         return f"{cls.__module__}.{cls.__qualname__} is a subclass of {parent} and may use its weight in another way"
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not runs_class_forward(module):
         return f"{cls.__name__}'s forward was replaced on this instance"
     reason = why_not_experts(module) if is_experts_class(cls) else None
     if isinstance(module, nn.Embedding):
         option = why_autograd(module)
         reason = option and f"{cls.__name__} has {option}=True, whose gradient autograd delivers"
-    return reason or next(filter(None, (_why_not_weight(cls.__name__, weight) for weight in weights)), None)
+    return reason or next(filter(None, (_why_not_weight(cls.__name__, weight, cut) for weight in weights)), None)
 
 
 def _weights(module: nn.Module) -> tuple[str, ...]:
@@ -219,10 +226,11 @@ def _is_known(cls: type) -> bool:
     return cls in _KNOWN or is_conv1d_class(cls) or is_experts_class(cls) or calls_embedding_forward(cls)
 
 
-def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:
+def _why_not_weight(module: str, weight: nn.Parameter | None, cut: bool) -> str | None:
     if weight is None:
         return f"{module}'s weight is computed from other parameters (weight_norm, spectral_norm, prune)"
-    if nn.Parameter not in type(weight).__mro__:
+    one_mesh = cut and getattr(getattr(weight, "device_mesh", None), "ndim", 0) == 1  # its wrapper makes it local
+    if nn.Parameter not in type(weight).__mro__ and not one_mesh:
         before = "; convert before it is sharded (fully_shard, tensor parallelism)" if is_sharded(weight) else ""
         return f"{module}'s weight is a {type(weight).__name__}, whose gradient is not a plain tensor{before}"
     if not weight.is_floating_point() or weight.itemsize < 2:

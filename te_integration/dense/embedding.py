@@ -76,6 +76,7 @@ class Embedding(LinearModule, nn.Embedding):
     ignores_recipes = True
     num_products = 0
     wgrad_product = EmbeddingWgrad
+    slices = "shown"
 
     def __init__(
         self,

@@ -66,6 +66,7 @@ class FusedConv1D(MadeClass, LinearModule, nn.Module):
     This class is a mixin; ``fused_conv1d_class`` combines it with ``Conv1D``.
     """
 
+    slices = "shown"
     weight: Tensor
     bias: Tensor
 

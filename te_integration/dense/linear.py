@@ -302,6 +302,15 @@ class Linear(SplitLinear, nn.Linear):
         output, bias = self.linear(input)
         return (output, bias) if self.return_bias else output
 
+    @property
+    def slices(self) -> Any:  # type: ignore[override]
+        """See ``FusedWgradModule``. A split weight and a returned bias are computed with outside of one product."""
+        return "refused" if self.return_bias or self.weight_names != ("weight",) else "local"
+
+    def multiply_slice(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with the local weight of a layer that tensor parallelism has cut."""
+        return self.multiply(input, (self.weight,), bias, self.queue_now())
+
     def sizes(self) -> str:
         """The sizes of the layer, by the names of the constructor's arguments."""
         return f"in_features={self.in_features}, out_features={self.out_features}"

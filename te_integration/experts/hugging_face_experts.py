@@ -130,6 +130,7 @@ class FusedExperts(MadeClass, GroupedModule):
     act_fn: nn.Module
     post_expert_norm: nn.Module
     fuse_wgrad_accumulation = True
+    slices = "local"
     num_experts: int
 
     @property

@@ -1,0 +1,173 @@
+"""A local tensor as a part of the whole, and as a DTensor; and the gradient of a DTensor as a local one."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from ..cut import Box
+from ..model_slice import ModelSlice
+
+__all__ = ["LAYOUTS", "Layout", "from_local", "layout_of", "layouts_of", "to_local", "waited"]
+
+LAYOUTS = "_maingrad_layouts"
+"""Attribute of modules: name of a parameter or buffer -> its ``Layout``. Copies of a module have it too."""
+
+
+class Layout(NamedTuple):
+    """How the ranks of a mesh of one dim hold a tensor together."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+    """Shape of the whole tensor, which its stride belongs to as well."""
+    stride: tuple[int, ...]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank has elements of its own."""
+        return hasattr(self.placement, "dim")
+
+    def model_slice(self) -> ModelSlice:
+        """What this rank has of the whole. Copies have partial gradients: see ``_Shown``."""
+        shape, group = tuple(self.shape), self.mesh.get_group()
+        if not self.is_cut:
+            return ModelSlice(shape, (Box((0,) * len(shape), shape),), None, group, "partial")
+        dim = self.placement.dim % len(shape)  # type: ignore[attr-defined]  # of Shard and _StridedShard
+        size, rank = self.mesh.size(), self.mesh.get_local_rank()
+        # _StridedShard: the whole is blocks (gate and up), each of which is cut over the ranks.
+        blocks, boxes = getattr(self.placement, "split_factor", 1), []
+        for block in range(blocks):
+            first, end = _chunk(shape[dim], blocks, block)
+            start, stop = (first + place for place in _chunk(end - first, size, rank))
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[dim], sizes[dim] = start, stop - start
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+        return ModelSlice(shape, tuple(boxes), dim, group, "slice")
+
+    def dtensor(self, local: Tensor) -> DTensor:
+        """``local`` as a DTensor that shares its memory."""
+        # Without shape and stride torch takes the whole to be equally long on each rank.
+        return DTensor.from_local(
+            local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def shown(self, local: Tensor) -> DTensor:
+        """``dtensor`` for autograd: the gradient reaches ``local`` as ``model_slice`` says."""
+        shown: DTensor = _Shown.apply(local, self) if local.requires_grad else self.dtensor(local)
+        return shown
+
+    def local_part(self, whole: Tensor) -> Tensor:
+        """This rank's elements of the whole tensor."""
+        held = self.model_slice()
+        parts = [whole[tuple(map(slice, box.offsets, box.ends))] for box in held.boxes]
+        return parts[0] if held.dim is None else torch.cat(parts, held.dim)
+
+    def __deepcopy__(self, memo: Any) -> "Layout":
+        return self  # process groups are not copied
+
+
+def layout_of(tensor: DTensor) -> Layout:
+    """The layout of a DTensor on a mesh of one dim."""
+    return Layout(tensor.device_mesh, tensor.placements[0], tensor.shape, tensor.stride())
+
+
+def layouts_of(module: nn.Module) -> Mapping[str, Layout]:
+    """The layouts of the module's own local tensors; empty for a module that has none."""
+    found: Mapping[str, Layout] = module.__dict__.get(LAYOUTS, {})
+    return found
+
+
+def _chunk(size: int, count: int, index: int) -> Iterator[int]:
+    """First element, and place behind the last, of one of ``count`` parts, as ``torch.chunk`` cuts."""
+    full = -(-size // count)
+    return iter((min(size, index * full), min(size, (index + 1) * full)))
+
+
+def waited(local: Tensor) -> Tensor:
+    """A plain tensor: a local tensor whose collective still runs is a subclass, whose memory kernels cannot see."""
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()
+
+
+class _Shown(torch.autograd.Function):
+    """A DTensor of a local parameter. Its gradient is the local one.
+
+    Of a copy the gradient is the rank's part of a sum over the ranks, "partial", whatever backward brings: a module
+    that runs on parts of the sequence brings partial sums. One that runs on the whole sequence brings equal gradients
+    on all ranks, and the first rank's counts alone. So no backward communicates, and no placement has to be foreseen.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.layout = layout
+        return layout.dtensor(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None]:
+        (grad,), layout = grads, ctx.layout
+        if grad is None:
+            return None, None
+        if layout.is_cut:
+            return _local_as(grad, layout.placement), None
+        (at,) = grad.placements
+        if at == Partial():
+            return waited(grad.to_local()), None
+        local = _local_as(grad, Replicate())
+        return local if layout.mesh.get_local_rank() == 0 else torch.zeros_like(local), None
+
+
+def _local_as(grad: DTensor, placement: Placement) -> Tensor:
+    if grad.placements != (placement,):
+        grad = grad.redistribute(placements=[placement])
+    return waited(grad.to_local())
+
+
+class _FromLocal(torch.autograd.Function):
+    """See ``from_local``."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout) -> DTensor:
+        ctx.layout = layout
+        return layout.dtensor(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        at: Placement = ctx.layout.placement
+        return _local_as(grads[0], Replicate() if at.is_partial() else at), None
+
+
+class _ToLocal(torch.autograd.Function):
+    """See ``to_local``."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad: Placement) -> Tensor:
+        ctx.layout = layout_of(tensor)._replace(placement=grad)
+        local = waited(tensor.to_local())
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
+        return ctx.layout.dtensor(grads[0]), None
+
+
+def to_local(tensor: DTensor, grad: Placement) -> Tensor:
+    """The local tensor, whose gradient is ``grad``: torch takes the placement of ``tensor`` where nobody says."""
+    if torch.compiler.is_compiling():
+        return tensor.to_local(grad_placements=[grad])
+    return _ToLocal.apply(tensor, grad)  # type: ignore[no-any-return]
+
+
+def from_local(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> DTensor:
+    """The DTensor of ``local``, of this shape in all. The gradient of a partial sum is the whole one on each rank."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * max(size, 1))
+    layout = Layout(mesh, placement, torch.Size(shape), tuple(strides[len(strides) - len(shape) :]))
+    if torch.compiler.is_compiling():
+        return layout.dtensor(local)
+    return _FromLocal.apply(local, layout)  # type: ignore[no-any-return]

@@ -1,0 +1,144 @@
+"""``localize``: parameters and buffers that are DTensors of tensor parallelism become plain local ones."""
+
+import itertools
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...contract.module import FusedWgradModule
+from ..cut import Box
+from ..model_slice import ModelSlice, model_slice_of, set_model_slice
+from .hugging_face import drop_grad_hooks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from .layouts import Layout
+
+__all__ = ["can_localize", "localize"]
+
+
+def localize(module: nn.Module) -> None:
+    """Make local parameters of the DTensors that ``parallelize_module``, or transformers' ``tp_plan``, has made.
+
+    Each becomes an ``nn.Parameter`` of its local tensor (the memory stays), which knows its ``ModelSlice``. Forwards
+    and state dicts have DTensors as before. Wrappers call this first; what is local already stays as it is. Tied
+    parameters stay tied if they are one DTensor. ``parallelize_module`` unties what is one parameter before: of an
+    embedding and a linear layer with equal values this warns.
+
+    Raises ``ValueError``, with the module unchanged, for DTensors on meshes of several dims, for a ``.grad``, and for
+    modules that can run on no slice. DTensors of torch's ``fully_shard`` stay, and the wrappers refuse them.
+    """
+    if not can_localize(module):
+        return
+    from .forwards import show_in_forward
+    from .layouts import LAYOUTS, layout_of, layouts_of
+    from .state_dict import install_state_dict_hooks
+
+    found = _dtensors(module)
+    _warn_of_ties(found)
+    local: dict[int, tuple[Tensor, Layout]] = {}
+    for owner, name, tensor in found:
+        if id(tensor) not in local:
+            local[id(tensor)] = _local_of(tensor), layout_of(tensor)
+        table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+        table[name], owner.__dict__.setdefault(LAYOUTS, {})[name] = local[id(tensor)]
+    for owner, _, _ in found:
+        show_in_forward(owner)
+        install_state_dict_hooks(owner)
+    for owner in module.modules():
+        for name, layout in layouts_of(owner).items():
+            known = owner._parameters.get(name)
+            if known is not None and model_slice_of(known) is None:  # a copied module's, too
+                set_model_slice(known, layout.model_slice())
+        _mark_partial(owner)
+
+
+def can_localize(module: nn.Module) -> bool:
+    """Whether DTensors in ``module`` may be those of tensor parallelism: not torch's ``fully_shard`` has made them."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False  # nobody can have made a DTensor
+    from torch.distributed.fsdp import FSDPModule
+
+    return not any(isinstance(each, FSDPModule) for each in module.modules())
+
+
+def _dtensors(module: nn.Module) -> list[tuple[nn.Module, str, "DTensor"]]:
+    """Modules with the names of their DTensors. Raises ``ValueError`` for those that cannot become local."""
+    from torch.distributed.tensor import DTensor
+
+    found: list[tuple[nn.Module, str, DTensor]] = []
+    for prefix, owner in module.named_modules():
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if isinstance(tensor, DTensor):
+                _check(f"{prefix}.{name}" if prefix else name, owner, tensor)
+                found.append((owner, name, tensor))
+    return found
+
+
+def _warn_of_ties(found: list[tuple[nn.Module, str, "DTensor"]]) -> None:
+    """Warn of an embedding and a linear layer that look as if they had been tied."""
+    from torch.distributed.tensor import DTensor
+
+    tables, heads = (
+        [each for owner, _, each in found if isinstance(owner, kind) and not each.is_meta]
+        for kind in (nn.Embedding, nn.Linear)
+    )
+    for table, head in itertools.product(tables, heads):
+        if table is head or table.shape != head.shape or table.placements != head.placements:
+            continue
+        if torch.equal(DTensor.to_local(table), DTensor.to_local(head)):
+            warnings.warn(
+                f"an embedding and a linear layer have equal weights of shape {list(table.shape)} that are two "
+                f"parameters: parallelize_module unties what was one before. To train one, tie them again after it "
+                f"(head.weight = embedding.weight)",
+                stacklevel=4,
+            )
+            return
+
+
+def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
+    if tensor.device_mesh.ndim != 1:
+        raise ValueError(
+            f"'{name}' is a DTensor on a mesh of {tensor.device_mesh.ndim} dims (torch.distributed.fsdp.fully_shard, "
+            f"or tensor parallelism over a part of it): give parallelize_module the one dim mesh['tp'], and the "
+            f"wrapper the other"
+        )
+    (placement,) = tensor.placements
+    if placement.is_partial():
+        raise ValueError(f"'{name}' is a DTensor of partial sums, which no parameter is: redistribute it")
+    if tensor.grad is not None:
+        raise ValueError(
+            f"parameter '{name}' already has a .grad, which would count in the first iteration: call "
+            f"module.zero_grad() before wrapping"
+        )
+    if isinstance(owner, FusedWgradModule) and owner.slices == "refused":
+        raise ValueError(
+            f"'{name}' is a slice of tensor parallelism, and {type(owner).__name__} computes from whole weights: use "
+            f"maingrad.te_integration.Linear or torch's own layers there (for a loss over a cut vocabulary, torch's "
+            f"loss_parallel)"
+        )
+
+
+def _local_of(tensor: "DTensor") -> Tensor:
+    with torch.no_grad():
+        local: Tensor = tensor.to_local().contiguous()
+    if not isinstance(tensor, nn.Parameter):
+        return local
+    param = nn.Parameter(local, requires_grad=tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        if not name.startswith("_"):  # marks, such as Megatron-core's; the others are DTensor's own
+            setattr(param, name, value)
+    return param
+
+
+def _mark_partial(owner: nn.Module) -> None:
+    """Parameters of which transformers says that each rank has a part of the gradient."""
+    group = drop_grad_hooks(owner)
+    for param in () if group is None else owner._parameters.values():
+        if param is not None and model_slice_of(param) is None:
+            shape = tuple(param.shape)
+            set_model_slice(param, ModelSlice(shape, (Box((0,) * len(shape), shape),), None, group, "partial"))
