@@ -75,3 +75,25 @@ def test_context_parallel_ranks_with_other_settings(tmp_path: Path, changes: dic
     )
     numbers, _ = run(tmp_path, "zero1", 4, mesh={"cp": 4}, **changes)
     assert numbers == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_run_goes_on_with_another_mesh(tmp_path: Path):
+    """Checkpoints have whole parameters: all ranks write one folder, which any mesh reads."""
+    every_second = {"save_every": 2, "steps": 6}
+    expected, _ = run(tmp_path, "zero1", 4, mesh={"tp": 2}, train=every_second)
+    folder = tmp_path / "run" / "checkpoints"
+    for name, step, parallel, ranks, mesh in [
+        ("cut otherwise", 2, "zero1", 8, {"tp": 2, "cp": 2}),
+        ("sequences", 4, "hybrid", 4, {"cp": 2}),
+        ("plain", 2, "fsdp", 2, {}),
+    ]:
+        rest = {"resume": str(folder / f"step-{step:08d}"), "out_dir": str(tmp_path / name)}
+        numbers, _ = run(tmp_path, parallel, ranks, mesh=mesh, train=rest)
+        losses, norms = expected[step:6], expected[8 + step :]
+        assert numbers == pytest.approx([*losses, *expected[6 + step // 4 : 8], *norms], rel=2e-6)
+    back = {"resume": str(folder / "step-00000004"), "out_dir": str(tmp_path / "whole"), "save_every": 2}
+    run(tmp_path, "ddp", 1, train=back)
+    rest = {"resume": str(tmp_path / "whole/checkpoints/step-00000006"), "out_dir": str(tmp_path / "back"), "steps": 8}
+    numbers, _ = run(tmp_path, "zero1", 4, mesh={"tp": 2}, train=rest)
+    alone, _ = run(tmp_path, "ddp", 1, train=rest)
+    assert numbers == pytest.approx(alone, rel=2e-6)
