@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import tiny_config
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
 from maingrad.launch.training.metrics import read_metrics
-from maingrad.launch.training.train import train
+from maingrad.launch.training.train import _Trainer, train
 
 
 def records(config: Config, kind: str) -> list[dict[str, Any]]:
@@ -97,3 +98,20 @@ def test_a_run_goes_on_with_another_mesh(tmp_path: Path):
     numbers, _ = run(tmp_path, "zero1", 4, mesh={"tp": 2}, train=rest)
     alone, _ = run(tmp_path, "ddp", 1, train=rest)
     assert numbers == pytest.approx(alone, rel=2e-6)
+
+
+def test_ranks_with_the_same_tokens_draw_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn: dict[int, list[int]] = {}
+    iteration = _Trainer._iteration
+
+    def spied(self: _Trainer, *args: torch.Tensor) -> torch.Tensor:
+        drawn.setdefault(self.runtime.rank, []).append(torch.initial_seed())
+        return iteration(self, *args)
+
+    monkeypatch.setattr(_Trainer, "_iteration", spied)
+    changes = {"model": {"dropout": 0.1}, "train": {"steps": 3, "cuda_graph": False}}
+    run(tmp_path, "zero1", 8, mesh={"tp": 2, "cp": 2}, **changes)
+    assert len(drawn[0]) == len(set(drawn[0])) == 3
+    for rank in range(0, 8, 2):
+        assert drawn[rank] == drawn[rank + 1], "a seed for each part of the batch"
+    assert len({seeds[0] for seeds in drawn.values()}) == 4
