@@ -7,8 +7,8 @@ from torch.nn.parameter import is_lazy
 
 from ...ddp.contract.main_grad import has_main_grad
 from ...ddp.contract.module import is_sharded
-from ...ddp.plan.tensor_parallel.hugging_face import calls_inner_forward, replace_inner_forward, runs_class_forward
-from ...ddp.plan.tensor_parallel.localize import can_localize
+from ...ddp.plan.tensor_parallel.hugging_face import replace_inner_forward, runs_class_forward
+from ...ddp.plan.tensor_parallel.localize import can_localize, is_one_slice
 from ..dense.embedding import Embedding, calls_embedding_forward, fused_embedding_class, why_autograd
 from ..dense.hugging_face import FusedConv1D, fused_conv1d_class, is_conv1d_class
 from ..dense.layer_norm_linear import LayerNormLinear
@@ -124,17 +124,18 @@ def unconvert(model: nn.Module) -> tuple[str, ...]:
         for name, module in model.named_modules()
         if isinstance(module, LinearModule) and module.fuse_wgrad_accumulation
     }
+    cut = can_localize(model)
     for name, module in fused.items():
-        _check_free(name or type(module).__name__, module)
+        _check_free(name or type(module).__name__, module, cut)
     unfuse_loss(model)
     for module in fused.values():
         _unfuse(module)
     return tuple(fused)
 
 
-def _check_free(name: str, module: LinearModule) -> None:
+def _check_free(name: str, module: LinearModule, cut: bool) -> None:
     for local, weight in module._parameters.items():
-        if weight is not None and is_sharded(weight):
+        if weight is not None and is_sharded(weight) and not (cut and is_one_slice(weight)):
             raise ValueError(f"unconvert: '{name}' is sharded already; call unconvert(model) before fully_shard")
         if weight is not None and has_main_grad(weight):
             raise ValueError(
@@ -147,7 +148,7 @@ def _check_free(name: str, module: LinearModule) -> None:
 
 def _fuse(module: nn.Module) -> None:
     cls: type = type(module)
-    if calls_inner_forward(module):
+    if "forward" in vars(module):
         from ...ddp.plan.tensor_parallel.forwards import run_own_forward  # with torch.distributed.tensor
 
         replace_inner_forward(module, run_own_forward)
@@ -229,8 +230,7 @@ def _is_known(cls: type) -> bool:
 def _why_not_weight(module: str, weight: nn.Parameter | None, cut: bool) -> str | None:
     if weight is None:
         return f"{module}'s weight is computed from other parameters (weight_norm, spectral_norm, prune)"
-    one_mesh = cut and getattr(getattr(weight, "device_mesh", None), "ndim", 0) == 1  # its wrapper makes it local
-    if nn.Parameter not in type(weight).__mro__ and not one_mesh:
+    if nn.Parameter not in type(weight).__mro__ and not (cut and is_one_slice(weight)):  # wrappers make it local
         before = "; convert before it is sharded (fully_shard, tensor parallelism)" if is_sharded(weight) else ""
         return f"{module}'s weight is a {type(weight).__name__}, whose gradient is not a plain tensor{before}"
     if not weight.is_floating_point() or weight.itemsize < 2:

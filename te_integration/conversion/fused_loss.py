@@ -14,6 +14,8 @@ from typing import Any, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
+from ...ddp.plan.model_slice import model_slice_of
+from ...ddp.plan.tensor_parallel.localize import is_one_slice
 from ...kernels.cross_entropy.reference import LossTerms
 from ..dense.hugging_face import MadeClass, is_of_transformers
 from ..dense.linear import Linear
@@ -137,6 +139,8 @@ def why_no_fused_loss(model: Any) -> str | None:
         return f"{cls.__name__}'s loss_function is {replaced}, which is not transformers' own"
     if type(head) not in (nn.Linear, Linear, LossHead) or ("label" in vars(head) and type(head) is Linear):
         return f"{cls.__name__}'s head is a {type(head).__name__}, and not an nn.Linear"
+    if is_one_slice(head.weight) or model_slice_of(head.weight) is not None:
+        return f"{cls.__name__}'s head is a slice of tensor parallelism, and the loss takes all classes"
     return None
 
 

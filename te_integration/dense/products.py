@@ -33,7 +33,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def dtype_of_products(input: Tensor) -> torch.dtype:

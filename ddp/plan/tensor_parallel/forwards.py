@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -46,7 +45,6 @@ def run_own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _run_shown(module, None, args, kwargs) if output is None else output
 
 
-@torch.compiler.disable  # tables of modules change, which a graph would have to repeat: it breaks here
 def _run_shown(module: nn.Module, around: Any, args: Any, kwargs: Any) -> Any:
     with _shown(module):
         return type(module).forward(module, *args, **kwargs) if around is None else around(*args, **kwargs)

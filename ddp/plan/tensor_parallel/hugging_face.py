@@ -14,11 +14,12 @@ __all__ = ["AROUND", "calls_inner_forward", "drop_grad_hooks", "replace_inner_fo
 
 AROUND = "_maingrad_forward_around"
 """Attribute of local modules: the forward that the instance had before."""
+_REPLACED = "_maingrad_inner_forward_replaced"
 
 
 def calls_inner_forward(module: nn.Module) -> bool:
-    """Whether the instance's forward is one of transformers around the forward of the class."""
-    return _cell(module, "original_forward") is not None
+    """Whether ``replace_inner_forward`` has found a forward. No compiler may look into closures to see it."""
+    return _REPLACED in module.__dict__
 
 
 def runs_class_forward(module: nn.Module) -> bool:
@@ -34,6 +35,7 @@ def replace_inner_forward(module: nn.Module, forward: Any) -> None:
     cell = _cell(module, "original_forward")
     if cell is not None:
         cell.cell_contents = MethodType(forward, module)
+        module.__dict__[_REPLACED] = True
 
 
 def drop_grad_hooks(module: nn.Module) -> dist.ProcessGroup | None:

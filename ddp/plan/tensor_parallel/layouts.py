@@ -48,17 +48,22 @@ class Layout(NamedTuple):
             boxes.append(Box(tuple(offsets), tuple(sizes)))
         return ModelSlice(shape, tuple(boxes), dim, group, "slice")
 
-    def dtensor(self, local: Tensor) -> DTensor:
-        """``local`` as a DTensor that shares its memory."""
+    def dtensor(self, local: Tensor, **options: Any) -> DTensor:
+        """``local`` as a DTensor that shares its memory. ``options``: of ``DTensor.from_local``."""
         # Without shape and stride torch takes the whole to be equally long on each rank.
-        return DTensor.from_local(
-            local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
-        )
+        whole: dict[str, Any] = {"shape": self.shape, "stride": self.stride}
+        return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, **whole, **options)
 
     def shown(self, local: Tensor) -> DTensor:
         """``dtensor`` for autograd: the gradient reaches ``local`` as ``model_slice`` says."""
-        shown: DTensor = _Shown.apply(local, self) if local.requires_grad else self.dtensor(local)
-        return shown
+        if not local.requires_grad:
+            return self.dtensor(local)
+        if not torch.compiler.is_compiling():
+            shown: DTensor = _Shown.apply(local, self)
+            return shown
+        # No function of ours that makes a DTensor is traced. Torch's own divides equal gradients of copies by the
+        # number of ranks. Torch 2.11 has no such option, which breaks the graph: eager code goes on.
+        return self.dtensor(local, **({} if self.is_cut else {"grad_placements": [Partial()]}))
 
     def local_part(self, whole: Tensor) -> Tensor:
         """This rank's elements of the whole tensor."""

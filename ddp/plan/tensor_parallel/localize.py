@@ -3,6 +3,7 @@
 import itertools
 import sys
 import warnings
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +19,18 @@ if TYPE_CHECKING:
 
     from .layouts import Layout
 
-__all__ = ["can_localize", "localize"]
+__all__ = ["can_localize", "is_one_slice", "localize"]
 
 
-def localize(module: nn.Module) -> None:
+def localize(module: nn.Module, ignored: Collection[int] = ()) -> None:
     """Make local parameters of the DTensors that ``parallelize_module``, or transformers' ``tp_plan``, has made.
 
     Each becomes an ``nn.Parameter`` of its local tensor (the memory stays), which knows its ``ModelSlice``. Forwards
     and state dicts have DTensors as before. Wrappers call this first; what is local already stays as it is. Tied
     parameters stay tied if they are one DTensor. ``parallelize_module`` unties what is one parameter before: of an
     embedding and a linear layer with equal values this warns.
+
+    ignored  ``id`` of parameters that stay as they are
 
     Raises ``ValueError``, with the module unchanged, for DTensors on meshes of several dims, for a ``.grad``, and for
     modules that can run on no slice. DTensors of torch's ``fully_shard`` stay, and the wrappers refuse them.
@@ -38,7 +41,7 @@ def localize(module: nn.Module) -> None:
     from .layouts import LAYOUTS, layout_of, layouts_of
     from .state_dict import install_state_dict_hooks
 
-    found = _dtensors(module)
+    found = _dtensors(module, ignored)
     _warn_of_ties(found)
     local: dict[int, tuple[Tensor, Layout]] = {}
     for owner, name, tensor in found:
@@ -66,14 +69,20 @@ def can_localize(module: nn.Module) -> bool:
     return not any(isinstance(each, FSDPModule) for each in module.modules())
 
 
-def _dtensors(module: nn.Module) -> list[tuple[nn.Module, str, "DTensor"]]:
+def is_one_slice(param: Tensor) -> bool:
+    """Whether ``param`` is a DTensor on a mesh of one dim."""
+    mesh: Any = getattr(param, "device_mesh", None)
+    return mesh is not None and mesh.ndim == 1
+
+
+def _dtensors(module: nn.Module, ignored: Collection[int]) -> list[tuple[nn.Module, str, "DTensor"]]:
     """Modules with the names of their DTensors. Raises ``ValueError`` for those that cannot become local."""
     from torch.distributed.tensor import DTensor
 
     found: list[tuple[nn.Module, str, DTensor]] = []
     for prefix, owner in module.named_modules():
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-            if isinstance(tensor, DTensor):
+            if isinstance(tensor, DTensor) and id(tensor) not in ignored:
                 _check(f"{prefix}.{name}" if prefix else name, owner, tensor)
                 found.append((owner, name, tensor))
     return found
@@ -118,8 +127,8 @@ def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
     if isinstance(owner, FusedWgradModule) and owner.slices == "refused":
         raise ValueError(
             f"'{name}' is a slice of tensor parallelism, and {type(owner).__name__} computes from whole weights: use "
-            f"maingrad.te_integration.Linear or torch's own layers there (for a loss over a cut vocabulary, torch's "
-            f"loss_parallel)"
+            f"maingrad.te_integration.Linear or torch's own layers there. For a loss over a cut vocabulary, convert "
+            f"without fused_loss, and take torch's loss_parallel"
         )
 
 

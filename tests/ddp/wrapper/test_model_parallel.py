@@ -273,23 +273,18 @@ def test_a_frozen_parameter_has_no_gradient_to_sum() -> None:
 # ---- DTensors. ----
 
 
-def frozen_dtensor(init_sync: bool) -> str:
+def frozen_dtensor() -> str:
     dp, _ = groups()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    weight = DTensor.from_local(model[1].weight.detach(), mesh["tp"], [Replicate()], run_check=False)
-    model[1].weight = nn.Parameter(weight, requires_grad=False)
-    if not init_sync:
-        DistributedDataParallel(model, process_group=dp, init_sync=False)
-        return ""
+    grid = DTensor.from_local(model[1].weight.detach(), mesh, [Replicate(), Replicate()], run_check=False)
+    model[1].weight = nn.Parameter(grid, requires_grad=False)
     return refusal(lambda: DistributedDataParallel(model, process_group=dp))
 
 
-def test_a_frozen_dtensor_is_refused_by_init_sync_alone() -> None:
-    for text in all_texts(frozen_dtensor, True):
-        assert "frozen parameter '1.weight' is a DTensor" in text
-        assert "init_sync=False" in text
-    assert not any(simulate(frozen_dtensor, 4, False))
+def test_a_frozen_dtensor_over_data_parallel_ranks_is_refused() -> None:
+    for text in all_texts(frozen_dtensor):
+        assert "'1.weight' is a DTensor on a mesh of 2 dims" in text
 
 
 def ignored_dtensor(trained: bool) -> list[str]:

@@ -1,0 +1,251 @@
+"""What becomes local, what stays, and what is refused."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from parallel_llama import batch, full, llama, make_mesh, parallelize, plain_grads
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.plan.model_slice import model_slice_of
+from maingrad.ddp.plan.tensor_parallel.localize import localize
+from maingrad.launch.simulation.simulate import SimulatedRankError, simulate
+from maingrad.te_integration import LinearCrossEntropy, convert_linears, unconvert
+
+
+def distributed(tensor: Tensor, mesh: Any, placement: Any, **options: Any) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(tensor.detach(), mesh, [placement]), **options)
+
+
+def test_it_is_idempotent_and_copies_run_by_themselves() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        model = parallelize(llama(), mesh["tp"], sequence=True)
+        memory = {name: DTensor.to_local(param).data_ptr() for name, param in model.named_parameters()}
+        localize(model)
+        params = dict(model.named_parameters())
+        assert {name: param.data_ptr() for name, param in params.items()} == memory
+        localize(model)
+        assert all(param is params[name] and type(param) is nn.Parameter for name, param in model.named_parameters())
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in twin.parameters():
+                param.zero_()
+        assert model(*batch(0)) != twin(*batch(0))
+        localize(twin)
+        assert {name: model_slice_of(param) for name, param in twin.named_parameters()} == {
+            name: model_slice_of(param) for name, param in params.items()
+        }
+
+    simulate(on_each_rank, 2)
+
+
+def test_one_dtensor_of_two_modules_stays_one_parameter() -> None:
+    def on_each_rank() -> Tensor:
+        mesh = make_mesh(2, 2)
+        model = llama()
+        convert_linears(model)
+        parallelize(model, mesh["tp"], sequence=False)
+        model.head.weight = model.embedding.weight
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+        assert model.head.weight is model.embedding.weight
+        wrapped(*batch(mesh["dp"].get_local_rank())).backward()
+        wrapped.finish_grad_sync()
+        held = model_slice_of(model.head.weight)
+        assert held is not None
+        assert held.grad == "slice"
+        plain = llama()
+        plain.head.weight = plain.embedding.weight
+        expected = plain_grads(plain, [batch(0), batch(1)])["embedding.weight"]
+        (box,) = held.boxes
+        part = expected[box.offsets[0] : box.ends[0]]
+        torch.testing.assert_close(model.head.weight.main_grad, part, rtol=1e-5, atol=1e-6)
+        return part
+
+    simulate(on_each_rank, 4)
+
+
+def test_a_tie_that_parallelize_module_has_cut_is_said() -> None:
+    def on_each_rank(tied: bool) -> list[str]:
+        mesh = make_mesh(1, 2)
+        model = llama()
+        if tied:
+            model.head.weight = model.embedding.weight
+        parallelize(model, mesh["tp"], sequence=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            localize(model)
+        return [str(each.message) for each in caught]
+
+    assert not any(simulate(on_each_rank, 2, False))
+    for (text,) in simulate(on_each_rank, 2, True):
+        assert "[64, 16]" in text
+        assert "head.weight = embedding.weight" in text
+
+
+class Scaled(nn.Module):
+    """A parameter, a buffer that each forward writes in place, and one that it assigns."""
+
+    count: Tensor
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 6))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.last = self.last + 1
+        return x * self.weight + self.last
+
+
+def test_frozen_parameters_and_buffers_become_local() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        model = nn.Sequential(nn.Linear(6, 6), Scaled())
+        model[1].weight = distributed(model[1].weight, mesh["tp"], Replicate(), requires_grad=False)
+        model[1].count = distribute_tensor(model[1].count, mesh["tp"], [Replicate()])
+        model[1].last = distribute_tensor(model[1].last, mesh["tp"], [Replicate()])
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+        for _ in range(2):
+            x = DTensor.from_local(model[0](torch.ones(3, 6)), mesh["tp"], [Replicate()], run_check=False)
+            model[1](x)
+        assert not model[1].weight.requires_grad
+        assert not any(isinstance(each, DTensor) for each in [*model.parameters(), *model.buffers()])
+        assert model[1].count == 2
+        assert torch.equal(model[1].last, torch.full((6,), 2.0))
+        assert isinstance(model.state_dict()["1.last"], DTensor)
+        assert wrapped.records
+
+    simulate(on_each_rank, 2)
+
+
+def test_marks_of_a_dtensor_are_the_parameters() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        layer = nn.Linear(6, 6)
+        layer.weight = distributed(layer.weight, mesh["tp"], Shard(0))
+        layer.weight.shared_embedding = True  # type: ignore[assignment]
+        localize(layer)
+        assert layer.weight.shared_embedding is True
+
+    simulate(on_each_rank, 2)
+
+
+def on_two_dims(layer: nn.Linear, mesh: Any) -> None:
+    weight = distribute_tensor(layer.weight.detach(), mesh, [Replicate(), Shard(0)])
+    layer.weight = nn.Parameter(weight)
+
+
+def with_a_gradient(layer: nn.Linear, mesh: Any) -> None:
+    layer.weight = distributed(layer.weight, mesh["tp"], Shard(0))
+    layer.weight.grad = torch.zeros_like(layer.weight)
+
+
+def of_sums(layer: nn.Linear, mesh: Any) -> None:
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh["tp"], [Partial()], run_check=False))
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Linear, Any], None], str]] = {
+    "two dims": (on_two_dims, r"'0.weight' is a DTensor on a mesh of 2 dims.*mesh\['tp'\]"),
+    "a gradient": (with_a_gradient, r"'0.weight' already has a .grad"),
+    "partial sums": (of_sums, "'0.weight' is a DTensor of partial sums"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_become_local_is_refused_before_anything_changes(case: str) -> None:
+    cut, text = REFUSED[case]
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(2, 2)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model[1].weight = distributed(model[1].weight, mesh["tp"], Shard(0))
+        cut(model[0], mesh)
+        with pytest.raises(ValueError, match=text):
+            DistributedDataParallel(model, process_group=mesh["dp"])
+        assert isinstance(model[1].weight, DTensor)
+
+    simulate(on_each_rank, 4)
+
+
+def test_a_head_that_needs_all_classes_is_refused() -> None:
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        head = LinearCrossEntropy(6, 8)
+        parallelize_module(head, mesh, ColwiseParallel())
+        localize(nn.Sequential(head))
+
+    with pytest.raises(SimulatedRankError, match=r"'0.weight' is a slice.*LinearCrossEntropy.*loss_parallel"):
+        simulate(on_each_rank, 2)
+
+
+class Parallel(nn.Module):
+    """A vocabulary-parallel embedding, and a loss over a cut vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embedding(tokens))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def vocabulary_parallel(convert: bool) -> dict[str, int]:
+    mesh = make_mesh(2, 2)
+    torch.manual_seed(0)
+    model, plain = Parallel(), Parallel()
+    plain.load_state_dict(model.state_dict())
+    if convert:
+        convert_linears(model)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(use_local_output=False),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+    with loss_parallel():
+        wrapped(*batch(mesh["dp"].get_local_rank())).backward()
+    wrapped.finish_grad_sync()
+    expected = plain_grads(plain, [batch(0), batch(1)])
+    for name, param in model.named_parameters():
+        (box,) = model_slice_of(param).boxes  # type: ignore[union-attr]
+        part = expected[name][box.offsets[0] : box.ends[0]]
+        torch.testing.assert_close(param.main_grad, part, rtol=1e-5, atol=1e-6)
+    return {record.name: record.num_fused_writes for record in wrapped.records}
+
+
+@pytest.mark.parametrize("convert", [True, False])
+def test_vocabulary_parallel_embedding_and_loss(convert: bool) -> None:
+    """In processes: ``loss_parallel`` changes a table of the process, and simulated ranks leave it at other times."""
+    for writes in run_ranks(vocabulary_parallel, 4, convert):
+        assert writes == {"embedding.weight": 0, "head.weight": int(convert), "head.bias": 0}
+
+
+def test_conversion_may_be_undone_between() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        model = llama()
+        convert_linears(model)
+        parallelize(model, mesh["tp"], sequence=False)
+        localize(model)
+        loss = model(*batch(0))
+        unconvert(model)
+        assert type(model.head) is nn.Linear
+        torch.testing.assert_close(model(*batch(0)), loss)
+        assert not convert_linears(model).skipped
+        torch.testing.assert_close(model(*batch(0)), loss)
+        torch.testing.assert_close(full(model.state_dict()["head.weight"]), llama().head.weight)
+
+    simulate(on_each_rank, 2)
