@@ -273,13 +273,14 @@ def make_grid(
 ) -> RankGrid:
     """The grid of ``ranks``.
 
-    ranks          a process group; None for the default group; a DeviceMesh (inner) or (outer, inner); WORLD_OF_ONE
+    ranks          a process group; None for the default group; a DeviceMesh (inner), (outer, inner) or (outer, inner,
+                   "cp"), whose last two dims are one; WORLD_OF_ONE
     num_instances  instances of consecutive ranks into which a process group is cut; a 2-D mesh has them already
     option         name of the argument by which the user gave ``ranks``, for errors
 
-    Collective over the group: every member calls it, with the same arguments. Raises ``ValueError`` for a mesh of three
-    or more dims, where this rank is not in ``ranks``, where ``num_instances`` does not divide the ranks, and for None
-    where there is no process group and a launcher has started several ranks.
+    Collective over the group: every member calls it, with the same arguments. Raises ``ValueError`` for another mesh of
+    three or more dims, where this rank is not in ``ranks``, where ``num_instances`` does not divide the ranks, and for
+    None where there is no process group and a launcher has started several ranks.
     """
     check_member(ranks, option)
     if isinstance(ranks, DeviceMesh):
@@ -418,19 +419,24 @@ def _ranks_of(ranks: Ranks) -> list[int]:
 def _groups_of_mesh(
     mesh: DeviceMesh, num_instances: int, option: str
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    if mesh.ndim not in (1, 2):
+    with_context = mesh.ndim == 3 and (mesh.mesh_dim_names or ("",))[-1] == "cp"
+    if mesh.ndim not in (1, 2) and not with_context:
         raise ValueError(
             f"{option}: a data-parallel mesh is (inner) or (outer, inner); this one has {mesh.ndim} dims "
             f"{mesh.mesh_dim_names}: flatten those that share shards, as in mesh['shard', 'cp']._flatten('inner'), and "
-            f"give the outer one beside it, mesh['replicate', 'inner']"
+            f"give the outer one beside it, mesh['replicate', 'inner']; or three dims, of which the last is called 'cp'"
         )
-    outer = mesh.get_group(0) if mesh.ndim == 2 else None
+    outer = mesh.get_group(0) if mesh.ndim > 1 else None
     if num_instances not in (1, group_size(outer)):
         raise ValueError(
             f"num_distributed_optimizer_instances is {num_instances}, and the mesh of {option} has "
             f"{group_size(outer)} instances: leave the option out, a mesh of two dims (outer, inner) says it"
         )
-    return mesh.get_group(mesh.ndim - 1), outer
+    inner = mesh.get_group(mesh.ndim - 1)
+    if with_context:  # context-parallel ranks have other tokens of one batch, and share shards
+        joined = mesh.mesh[mesh.get_local_rank(0)].flatten().tolist()
+        inner = inner if len(joined) == inner.size() else _group_of(joined, like=inner)
+    return inner, outer
 
 
 def _cut(

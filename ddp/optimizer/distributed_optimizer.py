@@ -23,7 +23,16 @@ from ..torch_grads.around_optimizer import AroundOptimizer
 from ..torch_grads.master_param import StateByMaster, WatchedMasters, late_grad
 from ..torch_internals import DisableTorchFunctionSubclass, weak_method
 from ..wrapper.data_parallel import DistributedDataParallel
-from .fit import check_classes, check_fits, check_storage, layout_key, refuse_norm, refuse_scaler, shard_of_how_many
+from .fit import (
+    check_classes,
+    check_fits,
+    check_storage,
+    layout_key,
+    refuse_norm,
+    refuse_norm_of_stage,
+    refuse_scaler,
+    shard_of_how_many,
+)
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .param_groups import assign_groups, counts_apart, groups_by_class, is_elementwise
@@ -95,6 +104,8 @@ class DistributedOptimizer(AroundOptimizer):
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
         if max_grad_norm is not None:
             refuse_norm(model, "max_grad_norm")
+        if max_grad_norm is not None or skip_nonfinite:
+            refuse_norm_of_stage(model, "max_grad_norm or skip_nonfinite")
         self.model = model
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.grad_norm: Tensor | None = None

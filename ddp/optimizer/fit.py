@@ -31,6 +31,7 @@ __all__ = [
     "check_storage",
     "layout_key",
     "refuse_norm",
+    "refuse_norm_of_stage",
     "refuse_scaler",
     "shard_of_how_many",
 ]
@@ -168,6 +169,16 @@ def refuse_norm(model: DistributedDataParallel, what: str) -> None:
         "would cover this rank's slices alone, and differ between the ranks that hold one model together",
         "sum the squares of model.reduced_grads() over all of those ranks, and call model.scale_gradients(coefficient)",
     )
+
+
+def refuse_norm_of_stage(model: DistributedDataParallel, what: str) -> None:
+    """Raise ``ValueError`` for clipping by one stage's norm: copies of a shared embedding would part."""
+    if model.shared_embedding is not None:
+        raise ValueError(
+            f"{what} would treat each pipeline stage by its own gradients, and the copies of the shared embedding "
+            f"(embedding_group) would part: call clip_grad_norm(wrappers, max_norm, pipeline_group=...) before the "
+            f"step, and use GradScaler(pipeline_group=...)"
+        )
 
 
 def refuse_scaler(model: DistributedDataParallel) -> None:

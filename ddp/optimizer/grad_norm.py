@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..buckets.checks import check_nothing_under_way
 from ..wrapper.data_parallel import DistributedDataParallel
-from .fit import refuse_norm
+from .fit import refuse_norm, refuse_norm_of_stage
 
 __all__ = ["clip_coefficient", "clip_grad_norm", "global_grad_norm"]
 
@@ -30,7 +30,11 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
         if not grads:
             continue
         widest = max(widest, *(grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)
-        square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
+        by_bucket = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square()
+        if (shared := model.shared_embedding) is not None and shared.bucket.layout.grid_name == grid_name:
+            place = [each for each in model.buckets if each.layout.grid_name == grid_name].index(shared.bucket)
+            by_bucket[place] /= shared.num_copies  # the other stages count the rest
+        square = by_bucket.sum()
         # The sum over all ranks counts an element once for each of its replicas.
         replicas = model.reductions[grid_name].num_replicas
         summed = summed or replicas < model.grids["dense"].size
@@ -61,7 +65,8 @@ def clip_grad_norm(
 
     model               a wrapper, or a sequence of this rank's wrappers, one for each pipeline stage
     pipeline_group      the ranks with the pipeline's other stages: the norm covers them too, and is equal on all of
-                        them. A weight of which two wrappers hold copies counts twice
+                        them. A weight of which two wrappers hold copies counts twice, but for the one of an
+                        ``embedding_group``, which counts once
     error_if_nonfinite  raise ``RuntimeError``, on all ranks, for a norm that is Inf or NaN; gradients stay as they are.
                         The host waits for the device
 
@@ -76,6 +81,8 @@ def clip_grad_norm(
     for each in models:
         each.finish_and_take_changes("clip_grad_norm()")
         check_nothing_under_way(each.buckets, "clip_grad_norm()")
+        if pipeline_group is None:
+            refuse_norm_of_stage(each, "clip_grad_norm() without pipeline_group")
     norms = [global_grad_norm(each) for each in models]
     norm = norms[0]
     if len(norms) > 1 or pipeline_group is not None:

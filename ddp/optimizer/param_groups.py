@@ -10,6 +10,7 @@ from ..buckets.bucket import BucketParam
 from ..plan.owned_params import select_names
 from ..torch_grads.lion import Lion
 from ..torch_grads.muon import Muon
+from ..torch_grads.optimizer import PER_PARAMETER
 
 __all__ = [
     "ClassGroups",
@@ -42,8 +43,6 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
 )
 """Classes whose update of an element depends on this element's gradient and state alone."""
-_PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
-"""Classes whose update of a parameter depends on this parameter's gradient and state alone."""
 
 
 class ClassGroups(NamedTuple):
@@ -122,7 +121,7 @@ def why_not_over(cls: type, *, whole: bool, kept_whole: str) -> str | None:
     name = cls.__name__
     if is_elementwise(cls):
         return None
-    if cls in _PER_PARAMETER or getattr(cls, "per_parameter", False):
+    if cls in PER_PARAMETER or getattr(cls, "per_parameter", False):
         if whole:
             return None
         return f"{name} updates whole parameters, and shards cut them apart: keep them whole, by {kept_whole}"

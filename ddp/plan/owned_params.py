@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -135,7 +134,8 @@ def check_marks(
     grid: RankGrid,
     config: DistributedDataParallelConfig | None = None,
     tensor_ranks: RankGrid | None = None,
-    embedding_ranks: dist.ProcessGroup | None = None,
+    *,
+    sums_embeddings: bool = False,
 ) -> None:
     """Raise ``ValueError`` for marked parameters whose gradients nobody would complete, and for options that would
     look at this rank's slices alone.
@@ -143,11 +143,11 @@ def check_marks(
     grid             all data-parallel ranks
     config           of the wrapper; None: a wrapper without such options
     tensor_ranks     over which the wrapper completes gradients; None: nobody has said
-    embedding_ranks  over which it sums gradients of shared embeddings; None likewise
+    sums_embeddings  it sums gradients of shared embeddings over stages
     """
     trainable = list(trainable)
     completed = [] if tensor_ranks is None else ["sequence_parallel", "average_gradients_across_tp_domain"]
-    completed += [] if embedding_ranks is None else ["shared_embedding"]
+    completed += ["shared_embedding"] if sums_embeddings else []
     for name, param in trainable:
         mark = mark_of_partial_grad(param, completed)
         # Megatron-core sets the first mark only where there are other tensor-parallel ranks.

@@ -18,7 +18,17 @@ from ..contract.main_grad import record_of
 from ..contract.record import GradRecord
 from ..torch_internals import weak_method
 
-__all__ = ["after_closure", "clear_exposed_grad", "expose_grad", "guard_stock_optimizers", "prepare_skippable_step"]
+__all__ = [
+    "PER_PARAMETER",
+    "after_closure",
+    "clear_exposed_grad",
+    "expose_grad",
+    "guard_stock_optimizers",
+    "prepare_skippable_step",
+]
+
+PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
+"""Classes whose update of a parameter depends on this parameter's gradient and state alone."""
 
 
 def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> Tensor:
@@ -103,7 +113,10 @@ def _begin(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
                 f"that was built over its model, and both would take a step with one gradient; step that one alone, "
                 f"or build none over this wrapper"
             )
+    per_parameter = isinstance(optimizer, PER_PARAMETER) or getattr(optimizer, "per_parameter", False)
     for parts in _parts_of(ours):
+        if per_parameter:
+            parts.refuse_slices(type(optimizer).__name__, ours)
         parts.begin_stock_step(vars(optimizer).get("found_inf"))
 
 

@@ -4,11 +4,12 @@
 ``iteration.py`` has the user's methods around it. docs/architecture.md tells all of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buckets.bucket import BucketParam
@@ -44,6 +45,7 @@ from .setup_checks import (
     check_undeclared_parts,
     plan_on_each_rank,
 )
+from .shared_embedding import SharedEmbedding
 
 __all__ = ["DistributedDataParallel"]
 
@@ -78,6 +80,8 @@ class DistributedDataParallel(BucketIteration):
                           mesh of one dim. ``process_group`` then has the ranks with this rank's slices and other data.
                           Slices are those of Megatron-core's marks (``tensor_model_parallel``, ``sequence_parallel``,
                           ...) and of parameters that were DTensors, which also say the group: None then
+    embedding_group       the ranks, one of each pipeline stage, with copies of the parameter that has Megatron-core's
+                          mark ``shared_embedding``: their gradients are summed. None on stages without a copy
     backward_order        names of the trainable parameters in the order of backward, where that is not the reverse of
                           registration: ``recorded_backward_order`` finds it
     init_sync             copy the first rank's parameters and buffers to all ranks, as PyTorch's DDP does
@@ -103,7 +107,7 @@ class DistributedDataParallel(BucketIteration):
         mesh="write process_group=mesh",
         ddp_config="write config=DistributedDataParallelConfig(...)",
         pg_collection="write process_group=pg_collection.dp_cp, tensor_parallel_group=pg_collection.tp, "
-        "expert_process_group=pg_collection.expt_dp",
+        "expert_process_group=pg_collection.expt_dp, embedding_group=pg_collection.embd",
     )
     def __init__(
         self,
@@ -113,6 +117,7 @@ class DistributedDataParallel(BucketIteration):
         process_group: Ranks = None,
         expert_process_group: Ranks = None,
         tensor_parallel_group: Ranks = None,
+        embedding_group: dist.ProcessGroup | None = None,
         backward_order: Sequence[str] | None = None,
         init_sync: bool = True,
     ) -> None:
@@ -130,25 +135,15 @@ class DistributedDataParallel(BucketIteration):
         trainable = [entry for entry in find_owned_params(module, tensor_ranks) if entry.param.requires_grad]
         self.failures = failures = FailureReporter()
         check_same_config(config, process_group, failures)
-        with failures.watch("the making of process groups"):
-            self.grids: dict[str, RankGrid] = make_grids(
-                process_group,
-                expert_process_group,
-                tensor_ranks=None if tensor_ranks is None else tensor_ranks.inner,
-                has_experts=any(each.grid_name == "expert" for each in tensors),
-                num_instances=config.num_distributed_optimizer_instances,
-                separate_gather=config.overlap_param_gather and config.copy_engine_param_gather != "auto",
-                copy_engines=config.copy_engine_param_gather is True,
-            )
-        """By name: the ranks that such parameters are reduced over. "dense" are those that hold one model together."""
-        failures.grids = self.grids.values()
+        self._make_grids(tensors, process_group, expert_process_group)
 
         # The plan: which gradients there are, and where each will lie.
         overwritten = tensors if init_sync else [each for each in tensors if each.trained]
         slices = self.model_slices
         self.device, self.plan = plan_on_each_rank(
-            module, trainable, overwritten, config, self.grids, backward_order, failures, tensor_ranks, slices
-        )
+            module, trainable, overwritten, config, self.grids, backward_order, failures, tensor_ranks, slices,
+            sums_embeddings=embedding_group is not None,
+        )  # fmt: skip
         check_same_model(self.plan, overwritten, self.grids, failures)
         if tensor_ranks is not None:
             check_tensor_ranks(self.plan, overwritten, slices, tensor_ranks, failures, compare=init_sync)
@@ -191,8 +186,25 @@ class DistributedDataParallel(BucketIteration):
         self._attachment = attach_params(self, self.bucket_params, hooks, self.grids)
         self.grad_parts = BucketParts(self)
         self._end_making()
+        if embedding_group is not None:
+            self.shared_embedding = SharedEmbedding(self.bucket_params, embedding_group, failures)
         if init_sync:
-            broadcast_tensors(tensors, self.grids, failures)
+            self._copy_first(tensors)
+
+    def _make_grids(self, tensors: Iterable[ModelTensor], ranks: Ranks, expert_ranks: Ranks) -> None:
+        config = self.ddp_config
+        with self.failures.watch("the making of process groups"):
+            self.grids: dict[str, RankGrid] = make_grids(
+                ranks,
+                expert_ranks,
+                tensor_ranks=None if self.tensor_ranks is None else self.tensor_ranks.inner,
+                has_experts=any(each.grid_name == "expert" for each in tensors),
+                num_instances=config.num_distributed_optimizer_instances,
+                separate_gather=config.overlap_param_gather and config.copy_engine_param_gather != "auto",
+                copy_engines=config.copy_engine_param_gather is True,
+            )
+        """By name: the ranks that such parameters are reduced over. "dense" are those that hold one model together."""
+        self.failures.grids = self.grids.values()
 
     def _check_undeclared_parts(self, tensors: Sequence[ModelTensor], ranks: Ranks, expert_ranks: Ranks) -> None:
         """Tensors for which nobody has named the ranks may be parts that this program has cut by itself."""
@@ -210,8 +222,13 @@ class DistributedDataParallel(BucketIteration):
 
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
-        broadcast_tensors(find_tensors(self.module, self.tensor_ranks), self.grids, self.failures)
+        self._copy_first(find_tensors(self.module, self.tensor_ranks))
         self.steps.forget()
+
+    def _copy_first(self, tensors: Iterable[ModelTensor]) -> None:
+        broadcast_tensors(tensors, self.grids, self.failures)
+        if self.shared_embedding is not None:
+            self.shared_embedding.broadcast()
 
     # ---- Methods of one iteration, in the order in which a program calls them. ----
 

@@ -42,6 +42,7 @@ from ..plan.layout import BucketLayout
 from ..torch_grads.shown_params import ShownGrads
 from .attachment import AroundModule, discard_grads
 from .parts import BucketParts
+from .shared_embedding import SharedEmbedding
 
 __all__ = ["BucketIteration", "check_num_tokens", "divide_by_tokens"]
 
@@ -74,6 +75,8 @@ class BucketIteration(AroundModule):
         self._finished = False  # all gradients are reduced
         self._ended = False  # watchers were told of the iteration's end
         self._num_tokens: Tensor | int | None = None
+        self.shared_embedding: SharedEmbedding | None = None
+        """A parameter of which other pipeline stages hold copies."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -175,6 +178,8 @@ class BucketIteration(AroundModule):
         self.steps.finish()
         if self._nan_check is not None:
             self._nan_check.raise_where_found(self.grids["dense"], self.failures)
+        if self.shared_embedding is not None:
+            self.shared_embedding.sum()
         if self._num_tokens is not None:
             with self.failures.watch("the sum of tokens"):
                 divide_by_tokens(self.reduced_grads(), self._num_tokens, self.grids["slice"], self.device)
@@ -192,7 +197,8 @@ class BucketIteration(AroundModule):
         Not where something follows on the waits for all of them; and not where a wait begins a second collective, since
         another rank may wait in the plan's order, by ``finish_grad_sync``.
         """
-        return self.ddp_config.can_wait_by_bucket and self._launcher.waits_launch_nothing
+        alone = self._launcher.waits_launch_nothing and self.shared_embedding is None
+        return self.ddp_config.can_wait_by_bucket and alone
 
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
         """After ``start_grad_sync``: wait for some buckets. After the last bucket, ``finish_grad_sync`` is done.
@@ -278,12 +284,13 @@ class BucketIteration(AroundModule):
         """A gradient arrives whose bucket was launched: by a second backward outside ``no_sync``.
 
         What was reduced so far is put aside, and added after the next reduction. Nothing is done, and the write raises,
-        where gradients were divided by tokens, where delayed ones are pending, and for schedules.
+        where gradients were divided by tokens or summed over stages, where delayed ones are pending, and for schedules.
         """
         self.begin_if_cleared()
         divided = self._finished and self._num_tokens is not None
+        joined = self._finished and self.shared_embedding is not None
         late = any(record.pending or record.exposed for record in self.records)
-        if not self.shown.active or divided or late:
+        if not self.shown.active or divided or joined or late:
             return
         self._launcher.launch_rest()
         self.steps.start(again=True)

@@ -183,6 +183,16 @@ class BucketParts(Parts):
             )
         wrapper.zero_grad_buffer()
 
+    def refuse_slices(self, optimizer: str, records: Sequence[GradRecord]) -> None:
+        """Raise ``RuntimeError`` where an optimizer that updates whole parameters has slices of them."""
+        cut = self.host.slices.union(name for name, held in self.host.model_slices.items() if held.grad == "slice")
+        name = next((record.name for record in records if record.name in cut), None)
+        if name is not None:
+            raise RuntimeError(
+                f"{optimizer} updates whole parameters, and tensor-parallel ranks have slices of '{name}': use an "
+                f"elementwise class of torch.optim for such parameters"
+            )
+
     def begin_stock_step(self, found_inf: Tensor | None) -> None:
         """A stock optimizer is about to read ``.grad``. The device skips its step where ``found_inf`` is not 0."""
         self.host.prepare_stock_step()

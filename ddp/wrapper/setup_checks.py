@@ -72,11 +72,14 @@ def plan_on_each_rank(
     failures: FailureReporter,
     tensor_ranks: RankGrid | None,
     slices: Mapping[str, ModelSlice],
+    *,
+    sums_embeddings: bool,
 ) -> tuple[torch.device, GradPlan]:
     """The model's device, and the plan of its gradients. An error on one rank is raised on all ranks.
 
     overwritten  tensors that training or ``init_sync`` will overwrite
     slices       what this rank has of parameters, by name
+    sums_embeddings  shared embeddings are summed over stages
     """
 
     def plan() -> tuple[torch.device, GradPlan]:
@@ -84,7 +87,8 @@ def plan_on_each_rank(
         degrees = {grid_name: grid.inner_size if sharded else 1 for grid_name, grid in grids.items()}
         device = _check_setup(module, trainable, config, grids.values())
         _check_overwritten(overwritten)
-        check_marks([(each.name, each.param) for each in trainable], grids["dense"], config, tensor_ranks)
+        named = [(each.name, each.param) for each in trainable]
+        check_marks(named, grids["dense"], config, tensor_ranks, sums_embeddings=sums_embeddings)
         plan = plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order, slices=slices)
         return device, plan
 

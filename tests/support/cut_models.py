@@ -15,7 +15,22 @@ from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig,
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, set_model_slice
 
-__all__ = ["WAYS", "CutModel", "Ranks", "Way", "batch", "cut", "joined", "plain_grads", "ranks_of_mesh", "wrapped"]
+__all__ = [
+    "LENGTH",
+    "WAYS",
+    "CutModel",
+    "Ranks",
+    "Way",
+    "backward",
+    "batch",
+    "cut",
+    "joined",
+    "loss_of",
+    "plain_grads",
+    "ranks_of_mesh",
+    "train",
+    "wrapped",
+]
 
 DIM, LENGTH, ROWS = 6, 4, 2
 

@@ -80,6 +80,12 @@ GROUPS: dict[str, tuple[int, Callable[[], Any], int, list[Any]]] = {
         1,
         [([r // 4 * 4 + r // 2 % 2 * 2 + i for i in (0, 1)], [r % 4, r % 4 + 4]) for r in range(8)],
     ),
+    "replicas, shards and context-parallel ranks": (
+        8,
+        lambda: init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "cp")),
+        1,
+        [([r // 4 * 4 + i for i in range(4)], [r % 4, r % 4 + 4]) for r in range(8)],
+    ),
     "a mesh over a part of the world": (
         4,
         lambda: DeviceMesh("cpu", [1, 3]),

@@ -214,6 +214,23 @@ def muon_over_slices() -> str:
     return refusal(lambda: DistributedOptimizer(model, lr=1.0, optimizer_class=torch.optim.Muon))
 
 
+def muon_of_torch(known: bool) -> str:
+    ranks = ranks_of_mesh(FOUR)
+    layer = nn.Sequential(cut(CutModel(), ranks.tp.get_group()).blocks[0].down)
+    model = wrap(layer, ranks) if known else DistributedDataParallel(layer, process_group=ranks.dp)
+    optimizer = torch.optim.Muon(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_stock_muon_over_slices_is_refused(known: bool) -> None:
+    for text in simulate(muon_of_torch, 4, known):
+        assert "Muon updates whole parameters, and tensor-parallel ranks have slices of '0.weight'" in text
+
+
 def experts_of_unknown_ranks() -> str:
     ranks = ranks_of_mesh(FOUR)
     return refusal(lambda: wrap(WithExperts(0, ranks.tp.get_group()), ranks))

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from cut_models import WAYS, Ranks, backward, joined, plain_grads, ranks_of_mesh, wrapped
+from cut_models import LENGTH, WAYS, Ranks, backward, batch, joined, plain_grads, ranks_of_mesh, wrapped
+from torch import Tensor
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
 from maingrad.launch import simulate
 
 LR = 0.5
+EVERY = [*((way, False) for way in WAYS), *((way, True) for way in WAYS if LENGTH % WAYS[way].mesh[2] == 0)]
 
 
 def grads_of(model: DistributedDataParallel, optimizer: DistributedOptimizer, ranks: Ranks, microbatches: int) -> Any:
@@ -42,11 +44,8 @@ def check(way: str, sp: bool, marks: bool, microbatches: int, hidden: int = 12, 
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "sp"), EVERY)
 def test_a_cut_model_has_the_gradients_of_a_plain_one(way: str, sp: bool, microbatches: int) -> None:
-    if way == "zero1 of three" and sp:
-        pytest.skip("three ranks do not divide the sequence evenly")
     check(way, sp, True, microbatches)
 
 
@@ -75,3 +74,41 @@ OPTIONS = {
 def test_options_go_with_slices(name: str) -> None:
     way, options = OPTIONS[name]
     check(way, True, True, 1, **options)
+
+
+def on_half_a_wire() -> Any:
+    ranks = ranks_of_mesh(WAYS["zero1"].mesh)
+    model = wrapped("zero1", ranks, sp=True, grad_reduce_wire_dtype=torch.bfloat16)
+    optimizer = DistributedOptimizer(model, lr=LR, optimizer_class=torch.optim.SGD, max_grad_norm=1e6)
+    return grads_of(model, optimizer, ranks, 1)
+
+
+def test_a_wire_of_half_the_bits_carries_each_kind_by_its_factor() -> None:
+    expected = plain_grads(2)
+    for found, _ in simulate(on_half_a_wire, 4):
+        for name, grad in expected.items():
+            assert (found[name] - grad).norm() < 0.01 * grad.norm() + 1e-3, name
+
+
+def steps_of(graphed: bool) -> list[Tensor]:
+    ranks = ranks_of_mesh(WAYS["zero1"].mesh)
+    model = wrapped("zero1", ranks, sp=True)
+    optimizer = DistributedOptimizer(model, lr=0.05, max_grad_norm=0.5)
+
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1) if graphed else train_step
+    for index in range(4):
+        step(batch(2 * index + ranks.data_index))
+    optimizer.finish_param_sync()
+    return [param.detach().clone() for param in model.module.parameters()]
+
+
+def test_a_graphed_step_is_an_eager_one() -> None:
+    for graphed, eager in zip(simulate(steps_of, 4, True), simulate(steps_of, 4, False), strict=True):
+        assert all(map(torch.equal, graphed, eager))

@@ -398,9 +398,9 @@ def test_megatrons_argument_of_finish_grad_sync() -> None:
 
 
 def three_dims() -> str:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "cp"))
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "context"))
     text = refusal(lambda: fully_shard(nn.Linear(4, 4), mesh))
-    mesh["shard", "cp"]._flatten("inner")
+    mesh["shard", "context"]._flatten("inner")
     model = fully_shard(nn.Linear(4, 4), mesh["replicate", "inner"])
     assert model.units[0].grid.inner_size == 4
     return text

@@ -26,7 +26,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.wrapper.data_parallel",
-                "DistributedDataParallel.__init__",
+                "DistributedDataParallel._make_grids",
                 'has_experts=any(each.grid_name == "expert" for each in tensors),',
                 'has_experts=any(each.grid_name == "expert" and each.trained for each in tensors),',
             ),

@@ -32,8 +32,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.optimizer.fit",
                 "_refuse",
-                'if model.grids["dense"].leaves_ranks_out:',
-                "if False:",
+                "if name in model.slices",
+                "if False",
             )
         ],
     ),

@@ -1,0 +1,149 @@
+"""An embedding that is tied over the first and the last pipeline stage: copies get the sum of the stages' gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, clip_grad_norm
+from maingrad.launch import simulate
+
+VOCABULARY, DIM = 10, 6
+WAYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "ddp": ((1, 2), {}),
+    "zero1": ((1, 2), {"use_distributed_optimizer": True}),
+    "hybrid": ((2, 2), {"use_distributed_optimizer": True, "overlap_grad_reduce": False}),
+}
+
+
+class Stage(nn.Module):
+    """Of three stages the first one embeds, the last one multiplies by the same weight, and each has a layer."""
+
+    def __init__(self, index: int, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(10 + index)
+        self.index, self.layer = index, nn.Linear(DIM, DIM)
+        torch.manual_seed(seed)
+        if index != 1:
+            self.word = nn.Parameter(torch.randn(VOCABULARY, DIM))
+            self.word.shared_embedding = True
+
+    def forward(self, data: int) -> Tensor:
+        """A loss of this stage alone, so that no stage waits for another."""
+        generator = torch.Generator().manual_seed(7 * data + self.index)
+        x = torch.randn(4, DIM, generator=generator)
+        if self.index == 0:
+            x = x + self.word[(torch.arange(4) + data) % VOCABULARY]
+        x = self.layer(x)
+        return (x @ self.word.t() if self.index == 2 else x).square().mean()
+
+
+def made(way: str, **options: Any) -> tuple[int, int, DistributedDataParallel, dist.ProcessGroup]:
+    """This rank's stage and data, its wrapper, and its pipeline."""
+    shape, config = WAYS[way]
+    mesh = init_device_mesh("cpu", (3, *shape), mesh_dim_names=("pp", "replicate", "shard"))
+    stage = mesh.get_local_rank("pp")
+    data = mesh.get_local_rank("replicate") * shape[1] + mesh.get_local_rank("shard")
+    pipeline = dist.get_process_group_ranks(mesh.get_group("pp"))
+    ends = None if stage == 1 else dist.new_group([pipeline[0], pipeline[2]], use_local_synchronization=True)
+    wrapper = DistributedDataParallel(
+        Stage(stage, seed=stage),
+        DistributedDataParallelConfig(**config, **options),
+        process_group=mesh["replicate", "shard"] if shape[0] > 1 else mesh["shard"],
+        embedding_group=ends,
+    )
+    return stage, data, wrapper, mesh.get_group("pp")
+
+
+def five_steps(way: str, microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
+    stage, data, model, pipeline = made(way)
+    optimizer = DistributedOptimizer(model, lr=0.1)
+    norms = []
+    for _ in range(5):
+        with model.no_sync():
+            for micro in range(microbatches - 1):
+                (model(data * microbatches + micro) / microbatches).backward()
+        (model((data + 1) * microbatches - 1) / microbatches).backward()
+        norms.append(clip_grad_norm(model, 0.3, pipeline_group=pipeline).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish_param_sync()
+    return norms, {f"{stage}.{name}": param.detach().clone() for name, param in model.module.named_parameters()}
+
+
+def plain_steps(num_data: int) -> tuple[list[float], dict[str, Tensor]]:
+    stages = [Stage(0), Stage(1), Stage(2)]
+    stages[2].word = stages[0].word
+    params = {f"{each.index}.{name}": param for each in stages for name, param in each.named_parameters()}
+    optimizer = torch.optim.AdamW(set(params.values()), lr=0.1, eps=1e-8, weight_decay=0.01)
+    norms = []
+    for _ in range(5):
+        sum(stage(data) / num_data for stage in stages for data in range(num_data)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(set(params.values()), 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, params
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_train_as_one_weight(way: str, microbatches: int) -> None:
+    ranks = WAYS[way][0][0] * WAYS[way][0][1]
+    norms, params = plain_steps(ranks * microbatches)
+    found = simulate(five_steps, 3 * ranks, way, microbatches)
+    for own, trained in found:
+        assert own == pytest.approx(norms, rel=1e-5)
+        for name, param in trained.items():
+            torch.testing.assert_close(param, params[name].detach(), rtol=1e-4, atol=1e-5)
+    words = [trained[name] for _, trained in found for name in trained if name.endswith("word")]
+    assert all(torch.equal(word, words[0]) for word in words)
+
+
+def with_tokens() -> Tensor:
+    """Data 0 has 2 tokens, data 1 has 3."""
+    stage, data, model, _ = made("ddp", calculate_per_token_loss=True)
+    model(data).backward()
+    model.finish_grad_sync(data + 2)
+    return torch.zeros(()) if stage == 1 else model.module.word.main_grad.clone()
+
+
+def test_tokens_divide_the_sum() -> None:
+    stages = [Stage(0), Stage(2)]
+    stages[1].word = stages[0].word
+    sum(stage(data) for stage in stages for data in range(2)).backward()
+    assert stages[0].word.grad is not None
+    for found in simulate(with_tokens, 6):
+        if found.dim():
+            torch.testing.assert_close(found, stages[0].word.grad / 5)
+
+
+def refused(what: str) -> str:
+    stage, _, model, pipeline = made("zero1")
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    if stage == 1 and what == "a group without a copy":
+        with pytest.raises(ValueError, match="0 have it") as raised:
+            DistributedDataParallel(nn.Linear(2, 2), process_group=alone, embedding_group=pipeline)
+        return str(raised.value)
+    if stage != 1 and what == "another shape":
+        word = nn.Linear(2, 2 + stage, bias=False)
+        word.weight.shared_embedding = True
+        group = dist.new_group([dist.get_rank() % 2, dist.get_rank() % 2 + 4], use_local_synchronization=True)
+        with pytest.raises(ValueError, match="shared embedding differs between ranks") as raised:
+            DistributedDataParallel(word, process_group=alone, embedding_group=group)
+        return str(raised.value)
+    if stage != 1 and what == "the norm of a stage":
+        with pytest.raises(ValueError, match="copies of the shared embedding") as raised:
+            DistributedOptimizer(model, lr=0.1, max_grad_norm=1.0)
+        model(0).backward()
+        with pytest.raises(ValueError, match="without pipeline_group would treat each pipeline stage"):
+            clip_grad_norm(model, 1.0)
+        return str(raised.value)
+    return "nothing to refuse"
+
+
+@pytest.mark.parametrize("what", ["a group without a copy", "another shape", "the norm of a stage"])
+def test_what_would_part_the_copies_is_refused(what: str) -> None:
+    assert any(text != "nothing to refuse" for text in simulate(refused, 6, what))
