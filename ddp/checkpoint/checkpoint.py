@@ -47,8 +47,8 @@ def save_checkpoint(
 ) -> PendingSave:
     """Write the model and its optimizer into the folder ``path``, on a file system that all ranks share.
 
-    model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks. Any other module:
-               this process writes it alone
+    model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks, tensor-parallel
+               ones too. Any other module: this process writes it alone, or with the ranks that hold its other slices
     optimizer  the model's ``DistributedOptimizer``; for a fully sharded model, the torch optimizer over its parameters.
                None: only the weights are saved
     extra      other values to save (steps, schedulers, random states): anything that JSON holds. The first rank's
@@ -79,11 +79,12 @@ def save_checkpoint(
             manifest = None
             if ranks.is_first:
                 staging.begin()
+                tensors = saved_tensors(writers, (item for each in notes for item in each.tensors.items()))
                 manifest = Manifest(
                     save_id,
-                    saved_tensors(writers, (item for each in notes for item in each.tensors.items())),
+                    tensors,
                     dict(pair for each in notes for pair in each.tied.items()),
-                    sets.number,
+                    sets.number_in(tensors),
                     notes[0].optimizer,
                     extra,
                 )
@@ -105,7 +106,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """Read a checkpoint of ``save_checkpoint`` into a model with the same parameters; returns ``extra``.
 
     model      a ``DistributedDataParallel`` or ``fully_shard`` model of any number of ranks, buckets and placement:
-               collective over all its ranks. Any other module: this process fills it alone
+               collective over all its ranks, tensor-parallel ones too. Any other module: this process fills it
+               alone, or with the ranks that hold its other slices
     optimizer  the model's optimizer, of the saved class and with the saved groups of parameters. Hyperparameters,
                masters and moments become the saved ones. None: only the weights are read
 
@@ -127,7 +129,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         def choose(manifest: Manifest) -> Parts:
             stored = sets.here_of(manifest.tensors)
             entries = {name: manifest.tensors[there] for name, there in stored.items()}
-            holding, adopts = _with_on_demand(held, source.module, entries)
+            holding, adopts = _with_on_demand(_with_sets(held, stored), source.module, entries)
             _check_fits(target, manifest, entries, holding, sets)
             moments, install = plan_optimizer(manifest.optimizer, entries, holding)
             at_the_end[:] = [*adopts, install]
@@ -173,7 +175,8 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
 
 
 class ExpertSets(NamedTuple):
-    """The sets of experts that different ranks hold under the same names: each is stored under names of its own."""
+    """The sets of experts that different ranks hold under the same names. Each is stored under names of its own, unless
+    experts are known as slices of a parameter of all experts."""
 
     own: str
     """Suffix of the stored names of this rank's experts; empty where all ranks hold the same."""
@@ -184,6 +187,10 @@ class ExpertSets(NamedTuple):
     def number(self) -> int:
         """Number of different sets, 1 for a model without experts."""
         return len(self.suffixes) or 1
+
+    def number_in(self, names: Iterable[str]) -> int:
+        """Number of sets that are stored apart under such names."""
+        return self.number if any(name.endswith(tuple(self.suffixes)) for name in names) else 1
 
     def here_of(self, stored: Iterable[str]) -> dict[str, str]:
         """Names in the model -> stored names, without the experts that only other ranks hold."""
@@ -250,7 +257,8 @@ def _list_saved(
         lambda: _look_at(source.hold(optimizer, saving=True), ranks, sets), lambda seen: seen[1], what
     )
     writers = assign([each.parts for each in notes])
-    for expert_set, suffix in enumerate(sets.suffixes):
+    are_apart = sets.number_in(part.name for part in writers) > 1
+    for expert_set, suffix in enumerate(sets.suffixes if are_apart else ()):
         if not any(part.name.endswith(suffix) for part in writers):
             raise ValueError(
                 f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
@@ -266,16 +274,17 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     Whole parameters, which all ranks hold, are dealt to the writers in turn. Slices are told by every rank that holds
     them. Running statistics may differ between ranks: the first one's are saved, as ``broadcast_params`` copies them.
     """
-    tensors = holding.tensors
+    tensors, slices = holding.tensors, holding.tensors.slices
+    of_sets = tensors.unplaced_experts
 
     def stored(name: str) -> str:
-        return name + sets.own if name in tensors.experts else name
+        return name + sets.own if name in of_sets else name
 
     parts: Parts = {}
     told: dict[str, dict[str, Any]] = {stored(name): {"is_buffer": True} for name in tensors.buffers}
     for turn, (name, tensor) in [*enumerate(holding.whole.items()), *((0, each) for each in tensors.buffers.items())]:
-        if name in tensors.experts or name in tensors.slices or turn % ranks.num_writers == ranks.place:
-            parts |= _dense(stored(name), tensor, tensors.slices.get(name))
+        if name in tensors.experts or name in slices or turn % ranks.num_writers == ranks.place:
+            parts |= _dense(stored(name), tensor, slices.get(name))
         if name not in tensors.buffers:
             told[stored(name)] = {"shape": tensors.shape_of(name, tensor.shape)}  # refused where nobody writes it
     for name, held in holding.slices.items():
@@ -283,7 +292,7 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
         sections = {"model": held.param, **{f"state.{key}": value for key, value in held.state.items()}}
         if held.master.dtype is not held.dtype:
             sections["master"] = held.master
-        parts |= parts_of_range(there, held.shape, held.start, sections, tensors.slices.get(name), model=held.dtype)
+        parts |= parts_of_range(there, held.shape, held.start, sections, slices.get(name), model=held.dtype)
         told[there] = {"shape": tensors.shape_of(name, held.shape), "group": held.group}
         if held.scalars:
             told[there]["scalars"] = {
@@ -307,6 +316,15 @@ def _dense(stored: str, tensor: Tensor, cut: ModelSlice | None) -> Parts:
 
 
 # ---- What is loaded. ----
+
+
+def _with_sets(holding: Holding, stored: Mapping[str, str]) -> Holding:
+    """``holding``, without the slices of experts that the checkpoint has as sets, as those before it knew slices.
+
+    stored  names in the model -> stored names
+    """
+    slices = {name: each for name, each in holding.tensors.slices.items() if stored.get(name, name) == name}
+    return holding._replace(tensors=holding.tensors._replace(slices=slices))
 
 
 def _with_on_demand(
@@ -377,10 +395,10 @@ def _check_fits(
         for name in {**present, **saved}
         if saved.get(name) not in present.get(name, [])
     ]
-    if manifest.num_expert_sets != sets.number:
+    if manifest.num_expert_sets not in (sets.number, sets.number if tensors.unplaced_experts else 1):
         misfits = [
             f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
-            f"ranks have {sets.number}: experts do not move between ranks"
+            f"ranks have {sets.number}: experts do not move between ranks, unless a ModelSlice says which they are"
         ]
     if misfits:
         raise ValueError(

@@ -123,6 +123,11 @@ class ModelTensors(NamedTuple):
     slices: dict[str, ModelSlice]
     """By name: what tensors are of the whole ones, where other ranks hold the rest."""
 
+    @property
+    def unplaced_experts(self) -> set[str]:
+        """The experts of which nobody has said where among all experts they are."""
+        return {name for name in self.experts if self.tied.get(name, name) not in self.slices}
+
     def shape_of(self, name: str, local: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole tensor, of which this rank has a tensor of shape ``local``."""
         return self.slices[name].shape if name in self.slices else tuple(local)

@@ -1,9 +1,12 @@
 """The ``CheckpointSource`` of modules with whole parameters: in ``DistributedDataParallel``, or in no wrapper."""
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
+from ..plan.model_slice import ModelSlice
 from ..wrapper.data_parallel import DistributedDataParallel
 from .source import CheckpointRanks, CheckpointSource, HeldSlice, Holding, model_tensors, slices_set_in, tensor_group_of
 
@@ -54,7 +57,7 @@ class WrapperSource:
             self.module = model.module
             grid, experts = model.grids["slice"], model.grids["expert"]
             ranks = CheckpointRanks(grid, model.failures, experts=None if experts is model.grids["dense"] else experts)
-        self.slices = {**slices_set_in(self.module), **getattr(model, "model_slices", {})}
+        self.slices: Mapping[str, ModelSlice] = {**slices_set_in(self.module), **getattr(model, "model_slices", {})}
         self.ranks = ranks._replace(tensor=tensor_group_of(self.module, self.slices))
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:

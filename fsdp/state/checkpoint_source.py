@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors, slices_set_in, tensor_group_of
 from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.optimizer.steps import MASTER
+from ...ddp.plan.model_slice import ModelSlice
 from ..tensors.parameter import ShardedPair, ShardedParameter
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
 from .sharded_adam import ShardedAdam, ShardedAdamW
@@ -42,7 +43,12 @@ class ShardedSource:
         self.module = module
         self._whole = {pair.sharded: pair.whole for pair in pairs}
         self.ranks = _ranks_of(module, list(self._whole))
-        self.slices = slices_set_in(module)
+        said = ((name, getattr(param, "shard", None)) for name, param in module.named_parameters())
+        told = {name: getattr(shard, "model_slice", None) for name, shard in said}
+        self.slices: Mapping[str, ModelSlice] = {
+            **slices_set_in(module),
+            **{name: each for name, each in told.items() if each is not None},
+        }
         self.ranks = self.ranks._replace(tensor=tensor_group_of(module, self.slices, self._is_experts))
         self._masters: Mapping[Tensor, Tensor] = {}
         """Masters of compact state, while a load reads into them."""

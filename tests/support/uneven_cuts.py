@@ -12,6 +12,7 @@ from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, set_model_slice
 
 VOCABULARY, WIDTH, HIDDEN = 11, 6, 7
+NUM_SCALES = 12  # evenly cut: fully_shard wants buffers of one shape
 
 
 class _Sum(torch.autograd.Function):
@@ -50,6 +51,12 @@ def pieces(length: int, count: int) -> list[tuple[int, int]]:
 def cut(whole: Tensor, dim: int, blocks: int, group: dist.ProcessGroup | None) -> tuple[Tensor, ModelSlice]:
     """This rank's part of a tensor that is ``blocks`` equal blocks along ``dim``, each cut over the ranks."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    local, found = part_of(whole, dim, blocks, rank, size)
+    return local, found._replace(group=group)
+
+
+def part_of(whole: Tensor, dim: int, blocks: int, rank: int, size: int) -> tuple[Tensor, ModelSlice]:
+    """The part of one of ``size`` ranks."""
     length = whole.shape[dim] // blocks
     start, end = pieces(length, size)[rank]
     boxes = []
@@ -58,7 +65,7 @@ def cut(whole: Tensor, dim: int, blocks: int, group: dist.ProcessGroup | None) -
         offsets[dim], sizes[dim] = block * length + start, end - start
         boxes.append(Box(tuple(offsets), tuple(sizes)))
     local = torch.cat([each.narrow(dim, start, end - start) for each in whole.split(length, dim)], dim)
-    return local.contiguous(), ModelSlice(tuple(whole.shape), tuple(boxes), dim, group, "slice")
+    return local.contiguous(), ModelSlice(tuple(whole.shape), tuple(boxes), dim, None, "slice")
 
 
 class Cut(nn.Module):
@@ -81,9 +88,9 @@ class Cut(nn.Module):
         self.mix = self._slice(torch.randn(3, WIDTH), 0, dtype)
         self.fixed = self._slice(torch.rand(HIDDEN), 0, dtype)
         self.fixed.requires_grad_(False)
-        self.register_buffer("scales", self._slice(torch.rand(HIDDEN), 0, torch.float32).detach())
+        self.register_buffer("scales", self._slice(torch.rand(NUM_SCALES), 0, torch.float32).detach())
         if group is not None:
-            set_model_slice(self.scales, cut(torch.zeros(HIDDEN), 0, 1, group)[1])
+            set_model_slice(self.scales, cut(torch.zeros(NUM_SCALES), 0, 1, group)[1])
             for copies in (self.down_bias, *self.norm.parameters()):
                 shape = tuple(copies.shape)
                 set_model_slice(copies, ModelSlice(shape, (Box((0,), shape),), None, group, "dense"))
@@ -111,7 +118,7 @@ class Cut(nn.Module):
         x = x + self._sum(self.mix.sum(0))
         x = self.norm(x.float()).to(x.dtype)
         gate, up = F.linear(self._copied(x), self.gate_up, self.gate_up_bias).chunk(2, -1)
-        hidden = F.silu(gate) * up * self.fixed * self.scales.to(x.dtype)
+        hidden = F.silu(gate) * up * self.fixed * (self._sum(self.scales.sum()) / NUM_SCALES).to(x.dtype)
         x = self._copied(self._sum(F.linear(hidden, self.down)) + self.down_bias)
         return self._sum(F.pad(F.linear(x, self.head.weight), (start, VOCABULARY - end)))
 

@@ -81,12 +81,9 @@ def build(layout: Layout, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module,
     module = Cut(tp, dtype, seed)
     if layout.wrapper.endswith("zero3") or layout.wrapper.startswith("hsdp"):
         placements = layout.wrapper if layout.wrapper.startswith("hsdp") else "zero3"
-        fully_shard(
-            module.float(),
-            dp,
-            placements=placements,
-            mixed_precision=MixedPrecisionPolicy(param_dtype=None if dtype is FP32 else dtype),
-        )
+        policy = MixedPrecisionPolicy(param_dtype=None if dtype is FP32 else dtype)
+        fully_shard(module.norm, dp, placements=placements)
+        fully_shard(module.float(), dp, placements=placements, mixed_precision=policy)
         return module, torch.optim.AdamW(module.parameters(), lr=0.02, weight_decay=0.1)
     config = DistributedDataParallelConfig(use_distributed_optimizer=layout.wrapper != "ddp", bucket_size=60)
     ddp = DistributedDataParallel(module, config, process_group=dp)
@@ -196,8 +193,9 @@ def test_two_to_one_to_four_to_zero3_with_masters(saved: Callable[[torch.dtype],
     for (source, target), name in zip(itertools.pairwise(folders), ("tp 1", "tp 4", "zero3"), strict=True):
         simulate(load_and_save, LAYOUTS[name].ranks, source, target, LAYOUTS[name], BF16)
     (tensors, _), (sharded, _) = files_content(folders[0]), files_content(folders[-1])
-    for parameter, master in tensors["master"].items():
-        assert torch.equal(sharded["master"][parameter], master), parameter
+    for section in ("model", "master"):
+        for parameter, value in tensors[section].items():
+            assert torch.equal(sharded[section][parameter], value), parameter
     for parameter, state in tensors["optimizer"]["state"].items():
         for key, value in state.items():
             assert torch.equal(sharded["optimizer"]["state"][parameter][key], value), (parameter, key)
@@ -219,17 +217,25 @@ def test_training_goes_on_at_another_degree(name: str, saved: Callable[[torch.dt
 # ---- What is written, and by whom. ----
 
 
-def test_each_element_is_written_once(saved: Callable[[torch.dtype], Path]) -> None:
-    """Those of slices by the ranks that hold them, and those of copies by one."""
-    manifest = Manifest.read(saved(BF16))  # this checks that boxes tile each tensor
+def steps_and_save(folder: Path, layout: Layout) -> None:
+    model, optimizer = build(layout, BF16)
+    take_steps(model, optimizer, range(1), layout)
+    save_checkpoint(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("wrapper", ["zero1", "ddp", "zero3"])
+def test_each_element_is_written_once(wrapper: str, tmp_path: Path) -> None:
+    """Those of slices by a rank that holds them, and those of copies by one of all ranks."""
+    simulate(steps_and_save, 4, tmp_path / "c", Layout(wrapper, 2, 2))
+    manifest = Manifest.read(tmp_path / "c")  # this checks that boxes tile each tensor
     assert sorted(manifest.nbytes) == [0, 1, 2, 3]
     whole = Cut(None, BF16)
     for name, param in [*whole.named_parameters(), *whole.named_buffers()]:
         assert manifest.tensors[name].shape == tuple(param.shape)
-    entries = [name for path in saved(BF16).glob("*.safetensors") for name in load_file(path)]
-    sections = [entry.dtypes for entry in manifest.tensors.values()]
-    boxes = [len(entry.boxes) for entry in manifest.tensors.values()]
-    assert len(entries) == sum(len(each) * count for each, count in zip(sections, boxes, strict=True))
+    written = sum(
+        tensor.nbytes for path in (tmp_path / "c").glob("*.safetensors") for tensor in load_file(path).values()
+    )
+    assert written == sum(manifest.nbytes.values())
 
 
 @pytest.mark.parametrize("wrapper", ["zero1", "ddp", "zero3"])
@@ -384,17 +390,112 @@ def test_ranks_that_do_not_fit_each_other_are_refused(name: str, tmp_path: Path)
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_slice_of_which_nobody_says_the_ranks_is_refused(sharded: bool, tmp_path: Path) -> None:
+def test_a_slice_of_which_nobody_says_the_ranks_is_refused(tmp_path: Path) -> None:
     """Also in a model whose other slices are known."""
 
     def forget() -> None:
-        dp, tp = meshes(ZERO1_TP2)
-        module = Cut(tp)
+        module = Cut(dist.group.WORLD)
         del module.down._maingrad_model_slice
         module.down.tensor_model_parallel = True  # type: ignore[attr-defined]
-        save_checkpoint(tmp_path / "c", fully_shard(module, dp) if sharded else module)
+        save_checkpoint(tmp_path / "c", module)
 
     for text in refusals(forget, "save_checkpoint would write this rank's slices"):
         assert "'down'" in text
         assert "tensor_parallel_group" in text
+
+
+# ---- Experts, whose packed parameters tell which ones a rank has. ----
+
+NUM_EXPERTS = 6
+
+
+class Layers(nn.Module):
+    """Of experts, each of which takes all rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.again = self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.mT
+
+
+class Packed(nn.Module):
+    """Six experts in one parameter of ``ep`` ranks, beside a dense layer."""
+
+    def __init__(self, ep: int, seed: int, *, placed: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.dense = nn.Linear(3, 3)
+        whole = torch.randn(NUM_EXPERTS, 4, 3)
+        local, found = uneven_cuts.part_of(whole, 0, 1, 0 if ep == 1 else dist.get_rank() % ep, ep)
+        self.experts = Layers(local)
+        if ep > 1:
+            self.experts.weight.allreduce = False  # type: ignore[attr-defined]
+            if placed:
+                set_model_slice(self.experts.weight, found)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.dense(x)).square().mean()
+
+
+def build_packed(ep: int, sharded: bool, seed: int, *, placed: bool = True) -> tuple[nn.Module, Any]:
+    """Over six ranks, of which those of one remainder hold the same experts."""
+    mesh = init_device_mesh("cpu", (6 // ep, ep), mesh_dim_names=("edp", "ep"))
+    module = Packed(ep, seed, placed=placed)
+    if sharded:
+        fully_shard(module.experts, mesh["edp"])
+        fully_shard(module, init_device_mesh("cpu", (6,)))
+        return module, torch.optim.AdamW(module.parameters(), lr=0.02, weight_decay=0.1)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp = DistributedDataParallel(module, config, expert_process_group=mesh["edp"] if ep > 1 else None)
+    return ddp, DistributedOptimizer(ddp, lr=0.02, weight_decay=0.1)
+
+
+def step_and_save_packed(folder: Path, ep: int, sharded: bool, placed: bool = True) -> None:
+    model, optimizer = build_packed(ep, sharded, 0, placed=placed)
+    model(torch.randn(5, 3, generator=torch.Generator().manual_seed(dist.get_rank()))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    save_checkpoint(folder, model, optimizer)
+
+
+def load_and_save_packed(source: Path, target: Path, ep: int, sharded: bool, placed: bool = True) -> None:
+    model, optimizer = build_packed(ep, sharded, 1, placed=placed)
+    load_checkpoint(source, model, optimizer)
+    save_checkpoint(target, model, optimizer)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_experts_move_between_ranks(sharded: bool, tmp_path: Path) -> None:
+    simulate(step_and_save_packed, 6, tmp_path / "2", 2, sharded)
+    assert Manifest.read(tmp_path / "2").tensors["experts.weight"].shape == (NUM_EXPERTS, 4, 3)
+    folders = [tmp_path / name for name in ("2", "3", "6", "1", "2 again")]
+    for (source, target), ep in zip(itertools.pairwise(folders), (3, 6, 1, 2), strict=True):
+        simulate(load_and_save_packed, 6, source, target, ep, sharded)
+        assert_same_files(folders[0], target)
+    module = Packed(1, 5)
+    load_checkpoint(folders[0], module)
+    tensors, manifest = files_content(folders[0])
+    assert torch.equal(module.experts.weight, tensors["model"]["experts.weight"])
+    assert (manifest["num_expert_sets"], manifest["tied"]) == (1, {"experts.again": "experts.weight"})
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sets_of_experts_of_an_earlier_checkpoint_are_read(sharded: bool, tmp_path: Path) -> None:
+    """By ranks of as many sets, which then save the parameter of all experts."""
+    simulate(step_and_save_packed, 6, tmp_path / "sets", 2, sharded, False)
+    simulate(load_and_save_packed, 6, tmp_path / "sets", tmp_path / "boxes", 2, sharded)
+    (sets, manifest), (boxes, _) = (files_content(tmp_path / name) for name in ("sets", "boxes"))
+    assert manifest["num_expert_sets"] == 2
+    stored = [f"experts.weight@expert_set_{index}_of_2" for index in range(2)]
+    assert torch.equal(torch.cat([sets["model"][name] for name in stored]), boxes["model"]["experts.weight"])
+    before, after = (each["optimizer"]["state"] for each in (sets, boxes))
+    for key, value in after["experts.weight"].items():
+        assert torch.equal(torch.cat([before[name][key] for name in stored]), value), key
+    expected = "saved by ranks with 2 different set.s. of experts, and these ranks have 3: experts do not move"
+    refusals(lambda: load_and_save_packed(tmp_path / "sets", tmp_path / "no", 3, sharded), expected, 6)
+    expected = "saved by ranks with 1 different set.s. of experts, and these ranks have 2: experts do not move"
+    run = functools.partial(load_and_save_packed, tmp_path / "boxes", tmp_path / "no", 2, sharded, False)
+    refusals(run, expected, 6)

@@ -77,8 +77,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.checkpoint",
                 "_look_at",
-                "held.start, sections, model=held.dtype)",
-                "held.start, {**sections, 'model': held.param.to(held.dtype)})",
+                "held.start, sections, slices.get(name), model=held.dtype)",
+                "held.start, {**sections, 'model': held.param.to(held.dtype)}, slices.get(name))",
             ),
         ],
     ),
