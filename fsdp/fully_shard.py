@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from typing import Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,6 +13,8 @@ from ..ddp.collectives.rank_grid import Ranks, make_grid
 from ..ddp.collectives.reduction import Placements
 from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
+from ..ddp.plan.owned_params import find_tensor_ranks
+from ..ddp.plan.tensor_parallel.localize import localize
 from ..ddp.wrapper.attachment import allow_training
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
@@ -64,6 +67,7 @@ def fully_shard(
     forward_writes: Literal["refused", "alike"] = "refused",
     device: torch.device | str | None = None,
     ignored_params: Collection[nn.Parameter] = (),
+    tensor_parallel_group: Ranks = None,
 ) -> _Module:
     """Make one unit of ``module``: shard its parameters, without those of units inside it. Returns the same module.
 
@@ -106,27 +110,34 @@ def fully_shard(
                              write equal values, which the shards get. "refused": such a forward of several ranks raises
     device                   where the module computes; None: the DeviceMesh's device, or that of the parameters
     ignored_params           parameters that are neither sharded nor reduced
+    tensor_parallel_group    ranks with the other slices of parameters that Megatron-core's marks tell; ``mesh`` has
+                             those with the same slices. For all units. None: ranks of what ``parallelize_module`` cut
 
     Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
     Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
     as_given = (reshard_after_forward, reduce_every_microbatch, bucket_size, shard_atoms, offload_to_cpu)
-    failures = FailureReporter()
-    grid = make_grid(mesh, option="mesh")
+    grid, failures = make_grid(mesh, option="mesh"), FailureReporter()
     ignored = record_ignored(ignored_params, grid)
+    tensor = _tensor_ranks_of(module, ignored, tensor_parallel_group)
 
     def prepare() -> UnitParts:
         row, policy = row_of(placements), policy_of(mixed_precision)
         options = UnitOptions(row, policy, *as_given, copy_engine_gather, init_sync, forward_writes)
-        return _plan(check_unit(module, options, grid, mesh, device, ignored), init_fn)
+        return _plan(check_unit(module, options, grid, mesh, device, ignored, tensor), init_fn)
 
-    parts = run_on_all_ranks(
-        prepare, grid.axes, failures, f"the checks of {type(module).__name__} before it is sharded"
-    )
+    what = f"the checks of {type(module).__name__} before it is sharded"
+    parts = run_on_all_ranks(prepare, grid._replace(tensor=tensor).axes, failures, what)
     _make_alike(parts, failures, named=mesh is not None)
-    _take_over(parts)
-    install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
+    _take_over(parts, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
+
+
+def _tensor_ranks_of(module: nn.Module, ignored: Collection[int], given: Ranks) -> dist.ProcessGroup | None:
+    """Make local parameters of DTensors; then the tensor-parallel ranks. None: this rank alone."""
+    localize(module, ignored)
+    ranks = find_tensor_ranks(module, given)
+    return None if ranks is None or ranks.size == 1 else ranks.inner
 
 
 def _plan(parts: UnitParts, init_fn: Callable[[nn.Module], None] | None) -> UnitParts:
@@ -149,11 +160,12 @@ def _make_alike(parts: UnitParts, failures: FailureReporter, *, named: bool) -> 
         check_whose_experts(parts, failures)
     if parts.options.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
-            synchronize(parts.modules, parts.grid, parts.ignored)
+            synchronize(parts.modules, parts.grid, parts.ignored, parts.tensor)
 
 
-def _take_over(parts: UnitParts) -> None:
-    """Shard the parameters, make the unit, register the shards, and have steps of optimizers watched."""
+def _take_over(parts: UnitParts, mesh: DeviceMesh | None) -> None:
+    """Shard the parameters, make the unit, register the shards, and have steps of optimizers watched. ``mesh``: the
+    user's, for state dicts."""
     device, options, grid = parts.device, parts.options, parts.grid
     by_name = {entry.name: entry for entry in parts.owned}
     buckets = []
@@ -169,3 +181,4 @@ def _take_over(parts: UnitParts) -> None:
     unit.registered.show_whole_to_foreign_delays()
     unit.registered.register()
     make_unit(parts.module, unit)
+    install_state_dict_hooks(parts.module, mesh)

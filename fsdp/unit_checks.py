@@ -23,6 +23,7 @@ from ..ddp.collectives.failure_report import FailureReporter
 from ..ddp.collectives.rank_grid import RankGrid, Ranks, backends_of, device_types_of
 from ..ddp.collectives.reduction import PLACEMENTS, Placement, Placements
 from ..ddp.plan.layout import BucketLayout
+from ..ddp.plan.model_slice import model_slice_of, set_model_slice, slice_of_marks
 from ..ddp.plan.owned_params import (
     OwnedParam,
     buffers_of_experts,
@@ -70,6 +71,8 @@ class UnitParts(NamedTuple):
     """The parameters."""
     device: torch.device
     """The device that the unit computes on."""
+    tensor: dist.ProcessGroup | None
+    """The tensor-parallel ranks; None: this rank alone."""
     plans: Sequence[tuple[BucketLayout, bool]] = ()
     """Each bucket's layout, and whether its parameters are trained."""
 
@@ -91,6 +94,7 @@ def check_unit(
     mesh: Ranks,
     device: torch.device | str | None,
     ignored: Collection[int],
+    tensor: dist.ProcessGroup | None,
 ) -> UnitParts:
     """Raise for what cannot be sharded on this rank. ``ignored``: ``id`` of parameters that are not sharded."""
     check_wrappers_can_run(delivers_to_all)
@@ -100,8 +104,37 @@ def check_unit(
     _check_options(options, grid, on)
     owned = _own_params(module, modules, ignored)
     _check_params(owned)
-    check_marks([(each.name, each.param) for each in owned if each.param.requires_grad], grid)
-    return UnitParts(options, grid, ignored, modules, owned, on)
+    _set_slices(owned, grid, tensor)
+    trainable = [(each.name, each.param) for each in owned if each.param.requires_grad]
+    check_marks(trainable, grid, tensor_ranks=None if tensor is None else RankGrid(tensor, None, None))
+    return UnitParts(options, grid, ignored, modules, owned, on, tensor)
+
+
+def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor: dist.ProcessGroup | None) -> None:
+    """Have each parameter know what it is of the whole that tensor-parallel ranks hold.
+
+    Raises ``ValueError`` for experts that nobody says it of, and where ``grid``, over which gradients are averaged, has
+    ranks with other slices.
+    """
+    if tensor is None:
+        return
+    members = dist.get_process_group_ranks(tensor)
+    here = {rank for group in grid.axes for rank in dist.get_process_group_ranks(group)}
+    both = here.intersection(members) - {dist.get_rank()}
+    if both:
+        raise ValueError(
+            f"ranks {sorted(both)} are in mesh and among the tensor-parallel ranks {members}: mesh is of the ranks "
+            f"that hold the same slices and have other data, as mesh['dp'] of a mesh (dp, tp)"
+        )
+    for entry in owned:
+        found = model_slice_of(entry.param)
+        if found is None and entry.grid_name == "expert":
+            raise ValueError(
+                f"parameter '{entry.name}' is an expert's (allreduce = False), and nobody says what ranks {members} "
+                f"hold of it: say it by maingrad.ddp.plan.model_slice.set_model_slice, slices or copies"
+            )
+        if found is None:
+            set_model_slice(entry.param, slice_of_marks(entry.param, tensor))
 
 
 def policy_of(mixed_precision: object) -> MixedPrecisionPolicy:
@@ -298,8 +331,14 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
     Raises ``ValueError`` on all ranks, with the first difference.
     """
     unit, dtypes = parts.name, {entry.name: entry.param.dtype for entry in parts.owned}
+    slices = {entry.name: model_slice_of(entry.param) for entry in parts.owned}
+    shapes = {slot.spec.name: str(list(slot.spec.shape)) for layout, _ in parts.plans for slot in layout.slots}
+    uneven = [f"{unit}'s '{name}' {shapes[name]}" for name, found in slices.items() if found and found.is_uneven]
+    for name, found in slices.items():
+        if found is not None:
+            shapes[name] = f"{'slices' if found.is_uneven else shapes[name]} of {list(found.shape)}, {found.grad}"
     model = [
-        f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {list(slot.spec.shape)}"
+        f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {shapes[slot.spec.name]}"
         f"{'' if trainable else ' frozen'}{' delayed' if slot.spec.delayed else ''}"
         for layout, trainable in parts.plans
         for slot in layout.slots
@@ -311,7 +350,10 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
         if buffer is not None
     ]
     said = [f"{option}={value}" for option, value in parts.options._asdict().items()]
-    compare_between_ranks({"model": model, "call of fully_shard": said}, parts.grid.axes, failures)
+    everyone = parts.grid._replace(tensor=parts.tensor)
+    compare_between_ranks({"model": model, "call of fully_shard": said}, everyone.axes, failures)
+    if uneven:  # tensor-parallel ranks have other shapes
+        compare_between_ranks({"model": uneven}, parts.grid.axes, failures)
 
 
 def check_whose_experts(parts: UnitParts, failures: FailureReporter) -> None:

@@ -182,11 +182,18 @@ class RankGrid(NamedTuple):
     reductions: collectives of one group run one after the other."""
     assumed: bool = False
     """The user named no ranks, and there was no process group: assumed to be a world of one."""
+    tensor: dist.ProcessGroup | None = None
+    """The ranks that hold one copy of the model together, where norms and agreement are over these too."""
 
     @property
     def size(self) -> int:
         """Number of ranks of the grid."""
-        return group_size(self.inner) * group_size(self.outer)
+        return group_size(self.inner) * group_size(self.outer) * group_size(self.tensor)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """What tells the ranks of a grid from those of another."""
+        return self.inner, self.outer, self.tensor
 
     @property
     def ranks(self) -> list[int]:
@@ -216,7 +223,7 @@ class RankGrid(NamedTuple):
     @property
     def axes(self) -> Iterator[dist.ProcessGroup]:
         """The groups that hold more than one rank, inner first."""
-        for group in (self.inner, self.outer):
+        for group in (self.inner, self.outer, self.tensor):
             if group is not None and group.size() > 1:
                 yield group
 

@@ -64,6 +64,17 @@ class ModelSlice(NamedTuple):
         sizes[self.dim] = sum(box.sizes[self.dim] for box in self.boxes)
         return tuple(sizes)
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks have slices of different shapes."""
+        if self.dim is None or self.group is None:
+            return False
+        return self.local_shape[self.dim] * self.group.size() != self.shape[self.dim]
+
+    def views_of(self, whole: Tensor) -> list[Tensor]:
+        """What this rank has of ``whole``, a tensor of ``shape``, box by box: concatenated, as the local parameter."""
+        return [Box((0,) * whole.dim(), self.shape).view_of(box, whole) for box in self.boxes]
+
 
 def model_slice_of(param: Tensor) -> ModelSlice | None:
     """What ``set_model_slice`` has said of the parameter; None: nothing, or no Python object of it is left."""

@@ -54,8 +54,7 @@ def _key_of(tensor: Tensor) -> tuple[Any, ...] | None:
     shard = shard_of(tensor)
     if shard is None:
         return None
-    everyone = everyone_of(shard)
-    return everyone.inner, everyone.outer, tensor.device
+    return *everyone_of(shard).groups, tensor.device
 
 
 def _norms(grads: Sequence[Any], ord: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -79,7 +78,7 @@ def _check_and_unscale(func: Any, self: Sequence[Tensor], found_inf: Tensor, inv
     with torch.no_grad(), DisableTorchFunctionSubclass():
         func(self, found_inf, inv_scale)
         grids = [everyone_of(shard) for grad in self if (shard := shard_of(grad)) is not None]
-        for grid in {grid[:2]: grid for grid in grids}.values():
+        for grid in {grid.groups: grid for grid in grids}.values():
             found_inf.copy_(reduced(found_inf.reshape(1), grid, max_over).view_as(found_inf))
 
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives.rank_grid import RankGrid, device_types_of
+from ..collectives.rank_grid import RankGrid, device_types_of, group_size
 from ..plan.cut import Range
+from ..plan.model_slice import ModelSlice
 
 __all__ = ["ShardInfo", "everyone_of", "local_shape", "max_over", "norms", "reduced", "whole"]
 
@@ -25,7 +26,7 @@ class ShardInfo(NamedTuple):
     name: str
     """The parameter's name in the outermost unit once that is known, in the shard's own unit before."""
     shape: tuple[int, ...]
-    """The shape of the whole parameter."""
+    """The shape of the whole parameter; of a slice of tensor parallelism that of the slice, which ``grid`` shares."""
     start: int
     """The shard is elements [start, end) of the flattened parameter; it has no elements if they are equal."""
     end: int
@@ -35,8 +36,8 @@ class ShardInfo(NamedTuple):
     unit: str
     """Name of the unit's module in the outermost unit; empty for the outermost."""
     everyone: RankGrid | None
-    """The ranks of the outermost unit, over which norms of gradients are computed; an expert's ``grid`` has fewer.
-    None if ranks hold different numbers of expert parameters."""
+    """The ranks of the outermost unit, over which norms of gradients are computed, and with tensor parallelism those
+    that hold the other slices; ``grid`` has fewer. None if ranks hold different numbers of expert parameters."""
 
     is_slice: bool = False
     """The parameter is a slice of tensor parallelism: it has Megatron-core's mark ``tensor_model_parallel``."""
@@ -45,6 +46,10 @@ class ShardInfo(NamedTuple):
     program sees shards, and works with tensors of a shard's shape."""
     has_whole: bool = True
     """All ranks' elements together are a tensor of ``shape``. False: each rank has a tensor of its own."""
+    model_slice: ModelSlice | None = None
+    """What ``grid`` shares of the parameter that tensor-parallel ranks hold together; None: nobody said."""
+    copies: int = 1
+    """Number of tensor-parallel ranks with these same elements."""
     place: int = 0
     """Element of its bucket with which the parameter begins, and ``bucket_numel``, the bucket's number of elements: the
     ranges of all ranks follow. 0 where nobody asks for them."""
@@ -59,6 +64,19 @@ class ShardInfo(NamedTuple):
     def elements(self) -> Range:
         """``start`` and ``end``."""
         return Range(self.start, self.end)
+
+    @property
+    def cut_slice(self) -> ModelSlice | None:
+        """``model_slice``, if other tensor-parallel ranks hold the rest of the parameter."""
+        found = self.model_slice
+        return None if found is None or found.dim is None or group_size(found.group) == 1 else found
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks hold the rest of the parameter, also where nobody said which."""
+        if self.model_slice is not None:
+            return self.cut_slice is not None
+        return self.is_slice and self.everyone is not None and self.everyone.leaves_ranks_out
 
     def cut(self, values: Any) -> Any:
         """The shard's elements [numel] of a tensor in the parameter's shape."""
@@ -115,7 +133,7 @@ def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtyp
         local = local if has_whole else local.amax()[None]
         found = _maximum_over_ranks(local, everyone).expand(len(grads))
     else:
-        powers = _divided(local.pow(ord), [shard.num_replicas for shard in shards])
+        powers = _divided(local.pow(ord), [shard.num_replicas * shard.copies for shard in shards])
         powers = powers if has_whole else powers.sum()[None]
         found = reduced(powers, everyone, RankGrid.sum).pow(1 / ord)
         found = torch.cat([found, found.new_zeros(len(grads) - len(found))])
@@ -133,15 +151,30 @@ def max_over(grid: RankGrid, value: Tensor) -> Tensor:
 
 
 def whole(values: Tensor, shard: ShardInfo) -> Tensor:
-    """All ranks' elements in the parameter's shape, plain, on every rank."""
+    """All ranks' elements in the parameter's shape, plain, on every rank. Slices become the parameter of all slices."""
+    local, found = _whole_of_grid(values, shard), shard.cut_slice
+    if found is None or found.dim is None:
+        return local
+    slices = local.new_zeros(found.shape)
+    views = found.views_of(slices)
+    torch._foreach_copy_(views, local.split([view.shape[found.dim] for view in views], found.dim))
+    return _joined(slices, RankGrid(None, None, None, tensor=found.group))
+
+
+def _whole_of_grid(values: Tensor, shard: ShardInfo) -> Tensor:
     if shard.num_replicas == shard.grid.size > 1:
         return values.reshape(shard.shape).clone()  # every rank has all of them
     flat = values.new_zeros(math.prod(shard.shape))
     flat[shard.start : shard.end] = values.reshape(-1)
     grid = shard.grid if shard.num_replicas == 1 else shard.grid._replace(outer=None)
-    # No other rank of this grid has the elements. A sum of bytes with zeros copies every dtype bit by bit.
-    bits = flat.view(torch.uint8) if flat.numel() else flat
-    return reduced(bits, grid, RankGrid.sum).view(flat.dtype).view(shard.shape)
+    return _joined(flat, grid).view(shard.shape)
+
+
+def _joined(values: Tensor, grid: RankGrid) -> Tensor:
+    """All ranks' elements: where one rank has an element, the others have zeros."""
+    bits = values.view(-1)  # a sum of bytes with zeros copies every dtype bit by bit
+    bits = bits.view(torch.uint8) if bits.numel() else bits
+    return reduced(bits, grid, RankGrid.sum).view(values.dtype).view(values.shape)
 
 
 def reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor], Tensor]) -> Tensor:
@@ -161,12 +194,12 @@ def everyone_of(info: ShardInfo) -> RankGrid:
             f"over all ranks and the check for Inf do not go together ({info}): give every rank as many experts, or "
             f"take grad.to_local() for this rank's elements alone"
         )
-    if info.is_slice and info.everyone.leaves_ranks_out:
+    if info.model_slice is None and info.is_cut:
         raise RuntimeError(
             f"norms and the check for Inf would cover this rank's slice alone: parameter {info.name!r} is a "
             f"slice of tensor parallelism (tensor_model_parallel = True), whose other slices are on ranks outside the "
-            f"outermost unit's; compute them from grad.to_local() over all of those ranks. If every rank holds the "
-            f"whole parameter, set the mark to False before fully_shard"
+            f"outermost unit's; say tensor_parallel_group where the model is wrapped. If every rank holds the whole "
+            f"parameter, set the mark to False before"
         )
     return info.everyone
 

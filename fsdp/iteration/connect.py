@@ -12,15 +12,17 @@ from torch import nn
 from ...ddp.buckets.buffer import MappedPool
 from ...ddp.buckets.copy_engines import Gather, choose_copy_engines
 from ...ddp.collectives.failure_report import FailureReporter, gather
-from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
+from ...ddp.collectives.rank_grid import RankGrid, group_size, with_separate_gather
 from ...ddp.collectives.streams import OnStream
+from ...ddp.plan.model_slice import slice_of_marks
+from ...ddp.plan.owned_params import is_marked_expert
 from ..unit.bucket import ShardedBucket
 from ..unit.unit import Unit
 
 if TYPE_CHECKING:
     from .root import Root
 
-__all__ = ["connect_units", "map_memory", "ranks_of_norms", "use_copy_engines"]
+__all__ = ["connect_units", "map_memory", "ranks_of_model", "ranks_of_norms", "use_copy_engines"]
 
 
 def connect_units(
@@ -44,10 +46,13 @@ def connect_units(
     Gradients are divided by the number of the outermost unit's ranks, also those of experts: an expert has seen the
     tokens of all ranks.
     """
-    everyone = ranks_of_norms(units)
+    model_ranks = ranks_of_model(units)
+    everyone = ranks_of_norms(units, model_ranks)
     names = {id(inner): name for name, inner in module.named_modules()}
     for unit in units:
         unit.join(names[id(unit.module())], everyone, root)
+    if model_ranks.tensor is not None:
+        _join_slices(units, model_ranks.tensor)
     grids = {id(grid.inner): grid for each in buckets if (grid := each.reduction.grid).gather is not grid.inner}
     with failures.watch("the making of process groups"):
         for bucket in buckets:
@@ -56,7 +61,7 @@ def connect_units(
                 grids[id(grid.inner)] = with_separate_gather(grid, copy_engines=copy_engines)
             bucket.reduction.grid = grid._replace(gather=grids[id(grid.inner)].gather)
             bucket.reduction.factor = 1.0 / units[0].grid.size
-    failures.grids = [bucket.reduction.grid for bucket in buckets]
+    failures.grids = [*(bucket.reduction.grid for bucket in buckets), RankGrid(model_ranks.tensor, None, None)]
     index = 0
     for bucket in buckets:
         bucket.connect(index if bucket.trainable else -1, failures)
@@ -80,10 +85,42 @@ def use_copy_engines(units: Sequence[Unit], buckets: Sequence[ShardedBucket], fa
     return choose_copy_engines(gathers, units[0].grid.axes, units[0].device, failures)
 
 
-def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
-    """The ranks that a norm of gradients, and the check for Inf, cover: all of the outermost unit. Collective.
+def ranks_of_model(units: Sequence[Unit]) -> RankGrid:
+    """The ranks of the outermost unit, and the tensor-parallel ranks that slices of any unit tell."""
+    found = [pair.sharded.shard.model_slice for unit in units for pair in unit.pairs]
+    groups = (each.group for each in found if each is not None)
+    return units[0].grid._replace(tensor=next((group for group in groups if group_size(group) > 1), None))
 
-    units  all units of the model, the outermost first
+
+def _join_slices(units: Sequence[Unit], tensor: dist.ProcessGroup) -> None:
+    """Have all parameters know what they are of the whole: units without slices may have been sharded before.
+
+    Raises ``ValueError`` for slices that nobody says it of, and for slices of several groups.
+    """
+    members = dist.get_process_group_ranks(tensor)
+    for pair in (pair for unit in units for pair in unit.pairs):
+        info = pair.sharded.shard
+        found = info.model_slice
+        if found is None and (is_marked_expert(pair.whole) or info.is_slice):
+            raise ValueError(
+                f"the model is cut over tensor-parallel ranks, and unit {info.unit!r} with parameter {info.name!r} was "
+                f"sharded without them: give all calls of fully_shard tensor_parallel_group"
+            )
+        found = slice_of_marks(pair.whole, tensor) if found is None else found
+        if found.group is not None and (others := dist.get_process_group_ranks(found.group)) != members:
+            raise ValueError(
+                f"parameter {info.name!r} is cut over ranks {others}, and others of the model over {members}: copies "
+                f"are averaged, and norms counted, over one group of tensor-parallel ranks"
+            )
+        copies = tensor.size() if found.dim is None else 1
+        pair.sharded.shard = info._replace(model_slice=found, copies=copies)
+
+
+def ranks_of_norms(units: Sequence[Unit], everyone: RankGrid) -> RankGrid | None:
+    """The ranks that a norm of gradients, and the check for Inf, cover: all of the model. Collective.
+
+    units     all units of the model, the outermost first
+    everyone  the outermost unit's ranks, and the tensor-parallel ranks
 
     Units of experts have smaller meshes: the ranks that hold the same experts. A norm over such a mesh alone would
     differ between ranks, and ranks would clip by different coefficients. So a norm of an expert's gradient sums over
@@ -92,7 +129,6 @@ def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
 
     Raises ``ValueError`` on all ranks if a unit's mesh contains a rank that is not in the outermost unit's mesh.
     """
-    everyone = units[0].grid
     apart = [unit for unit in units if unit.grid[:2] != everyone[:2]]
     here = {rank for unit in apart for group in unit.grid.axes for rank in dist.get_process_group_ranks(group)}
     count = sum(len(bucket.pairs) for unit in apart for bucket in unit.buckets if bucket.trainable)

@@ -42,7 +42,7 @@ from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backw
 from ..unit.bucket import ShardedBucket
 from ..unit.plan import cast_floating, cast_inputs
 from ..unit.unit import Unit
-from .connect import connect_units, map_memory, use_copy_engines
+from .connect import connect_units, map_memory, ranks_of_model, use_copy_engines
 from .hooks import (
     Backward,
     BackwardEnd,
@@ -79,7 +79,8 @@ class Root:
         connect_units(module, units, self.buckets, weakref.ref(self), self.failures, copy_engines=self.copy_engines)
         self._mapped = False
         self.gathers = UnitGathers(units, self.device)
-        self.grads = GradRounds(units, [bucket for bucket in self.buckets if bucket.trainable], self.failures)
+        trained = [bucket for bucket in self.buckets if bucket.trainable]
+        self.grads = GradRounds(units, trained, ranks_of_model(units), self.failures)
         for unit in units:
             unit.join_logs(self.grads.steps)
 

@@ -7,18 +7,21 @@ gradients), ``backward_ended`` (sends the rest), ``_finish``.
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ...ddp.buckets import iteration_ends
-from ...ddp.buckets.bucket import Phase
+from ...ddp.buckets.bucket import Bucket, Phase
 from ...ddp.buckets.buffer import Meter
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
 from ...ddp.buckets.reducer import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
+from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_grads.sharded_grad import step_ended
@@ -125,13 +128,16 @@ class GradRounds:
 
     units     all units, the outermost first, connected
     buckets   their buckets with gradients, about in backward's order
+    everyone  all ranks of the model, those of tensor parallelism too
     failures  reports collectives that fail
     """
 
-    def __init__(self, units: Sequence[Unit], buckets: Sequence[ShardedBucket], failures: FailureReporter) -> None:
+    def __init__(
+        self, units: Sequence[Unit], buckets: Sequence[ShardedBucket], everyone: RankGrid, failures: FailureReporter
+    ) -> None:
         self._buckets = buckets
         self._device = device = units[0].device
-        self._outermost, self._failures = units[0], failures
+        self._outermost, self._everyone, self._failures = units[0], everyone, failures
         self.meter = Meter()
         """Bytes of whole gradients."""
         for bucket in buckets:
@@ -139,12 +145,12 @@ class GradRounds:
         self.launcher = BucketLauncher(
             [bucket.grad_bucket for bucket in buckets],
             [bucket.reduction for bucket in buckets],
-            None,
+            None if everyone.tensor is None else self._count_parts(everyone.tensor),
             failures,
             device=device,
         )
         grids = [bucket.reduction.grid for bucket in buckets]
-        self.steps = StepCheck(units[0].grid, failures, device, self.launcher.stream, grids)
+        self.steps = StepCheck(everyone, failures, device, self.launcher.stream, grids)
         self._of: dict[Unit, list[GradRound]] = {}
         for unit in units:
             kinds = [
@@ -289,6 +295,9 @@ class GradRounds:
         self._compare_steps()
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
+        if self._everyone.tensor is not None:
+            self._average_copies(self._everyone.tensor)
+        for bucket in self._buckets:
             bucket.grad_shard.publish()
         reached = [grad_round for grad_round in self._all if grad_round.under_way]
         self._delayed_in = next((grad_round.unit.label for grad_round in reached if grad_round.delays), None)
@@ -300,8 +309,34 @@ class GradRounds:
             current_stream(self._device).synchronize()  # offloaded: the optimizer reads .grad on the host
         with torch.no_grad():
             if (model := self._outermost.module()) is not None:
-                iteration_ends.end_iteration(model, self._outermost.grid, self._failures, self.trained)
+                iteration_ends.end_iteration(model, self._everyone, self._failures, self.trained)
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
+
+    # ---- Copies on tensor-parallel ranks. ``.grad`` of them is the ranks' average, which changes nothing where it is
+    # ---- taken again: sums of earlier iterations may be in it. Where a gradient is a sum of parts, each part counts as
+    # ---- often as there are ranks.
+
+    def _count_parts(self, group: dist.ProcessGroup) -> Callable[[Bucket], None]:
+        """What multiplies partial gradients before a reduction, so that the average over ``group`` is their sum."""
+        parts = {id(bucket.grad_bucket): found for bucket in self._buckets if (found := bucket.partial_grads())}
+
+        def count(bucket: Bucket) -> None:
+            if id(bucket) in parts:
+                torch._foreach_mul_(parts[id(bucket)], float(group.size()))
+
+        return count
+
+    def _average_copies(self, group: dist.ProcessGroup) -> None:
+        """One collective an iteration for each dtype: nothing of it depends on this rank's slices."""
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for bucket in self._buckets:
+            for part in bucket.grad_shard.copies():
+                alike.setdefault(part.dtype, []).append(part)
+        with self._failures.watch("the average of copies on tensor-parallel ranks"):
+            for parts in alike.values():
+                together = torch.cat(parts)
+                dist.all_reduce(together, group=group)
+                torch._foreach_copy_(parts, together.div_(group.size()).split([part.numel() for part in parts]))
 
     def _compare_steps(self) -> None:
         """Compare the steps of ranks, and wait for all reductions. If ranks differ, discard the gradients and raise."""

@@ -141,11 +141,11 @@ def check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> Non
     if is_elementwise(type(optimizer)):
         return
     for info in (pair.sharded.shard for bucket in buckets for pair in bucket.pairs):
-        if info.is_slice and info.everyone and info.everyone.leaves_ranks_out:
+        if info.is_cut:
             raise RuntimeError(
                 f"{name} updates whole parameters, and would take slices for them: parameter '{info.name}' is a slice "
-                f"of tensor parallelism (tensor_model_parallel = True); use an elementwise class of torch.optim. If "
-                f"every rank holds the whole parameter, set the mark to False before fully_shard"
+                f"of tensor parallelism; use an elementwise class of torch.optim. If every rank holds the whole "
+                f"parameter, set its mark tensor_model_parallel to False before fully_shard"
             )
 
 

@@ -187,7 +187,8 @@ class ShardedMuon(Muon):
     params   parameters of ``fully_shard``, cut anywhere, each with a gradient on all ranks or on none
     options  of ``Muon``
 
-    Raises ``ValueError`` for other parameters, and where optimizer state is sharded across instances.
+    Raises ``ValueError`` for other parameters, for slices of tensor parallelism, and where optimizer state is sharded
+    across instances.
     """
 
     elementwise = True  # what a rank keeps; a step fetches the rest
@@ -206,6 +207,11 @@ class ShardedMuon(Muon):
             bucket = bucket_of(param)
             if not isinstance(param, ShardedParameter) or bucket is None:
                 raise ValueError("ShardedMuon updates parameters of fully_shard; maingrad.ddp.Muon updates plain ones")
+            if param.shard.is_cut:
+                raise ValueError(
+                    f"'{param.shard.name}' is a slice of tensor parallelism, and no matrix that Muon could "
+                    f"orthogonalise: update it by another class, in a group of maingrad.make_optimizer"
+                )
             if bucket.shard.device != bucket.device:
                 raise ValueError(
                     f"'{param.shard.name}' lies on the host, and ShardedMuon steps on the device: leave "

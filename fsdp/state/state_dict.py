@@ -26,6 +26,8 @@ from ...ddp.collectives.failure_report import gather
 from ...ddp.collectives.rank_grid import RankGrid, device_types_of
 from ...ddp.contract.module import has_shard
 from ...ddp.plan.cut import Range
+from ...ddp.plan.model_slice import ModelSlice
+from ...ddp.torch_grads.over_ranks import whole
 from ..tensors.parameter import ShardedParameter, ShardInfo, local_shape
 
 __all__ = [
@@ -52,11 +54,17 @@ def install_state_dict_hooks(module: nn.Module, mesh: DeviceMesh | None = None) 
 
     module  a module whose shards are registered; modules inside that have these hooks keep them
     mesh    the mesh of the DTensors, which the user has sharded over. None: a mesh of one dim over the inner ranks
+
+    Collective where the module has slices of tensor parallelism, whose mesh has one more dim.
     """
+    of_slices: DeviceMesh | None = None
     for owner in module.modules():
         own = [param for param in owner._parameters.values() if isinstance(param, ShardedParameter)]
         for param in own:
-            param.__dict__.setdefault(_MESH, mesh)
+            found = _slice_of(param.shard)
+            if of_slices is None and found is not None and _MESH not in param.__dict__:
+                of_slices = _mesh_of_slices(param, found, mesh)
+            param.__dict__.setdefault(_MESH, mesh if found is None else of_slices)
         if own and _after_saving not in owner._state_dict_hooks.values():
             owner.register_state_dict_post_hook(_after_saving)
             owner.register_load_state_dict_pre_hook(_before_loading)
@@ -73,32 +81,48 @@ def to_dtensor(param: ShardedParameter, value: Tensor) -> Tensor:
 
     value  the shard of ``param``, or optimizer state of the same shape
     """
-    info, grid = param.shard, param.shard.grid
-    flat = value.detach().view(-1)
-    across, inside = _ranges_across(info), _ranges_inside(info)
-    if len(across) > 1:
-        flat = exchange(flat, across, [inside[grid.inner_rank]] * len(across), grid.outer)
-    rows = _dtensor_ranges(info)
-    local = exchange(flat, inside, rows, grid.inner)
-    if info.shape:
-        local = local.view(rows_of_rank(info.shape[0], grid.inner_rank, grid.inner_size).numel, *info.shape[1:])
+    info, grid, found = param.shard, param.shard.grid, _slice_of(param.shard)
+    shape = _whole_shape(info)
+    if info.cut_slice is not found:
+        local = whole(value.detach(), info)[slice(*rows_of_rank(shape[0], grid.inner_rank, grid.inner_size))].clone()
     else:
-        local = local.view(())  # a scalar has no rows, and is whole on every rank
-    if grid.inner is None:
+        local = _rows_of(info, value.detach().view(-1))
+    if grid.inner is None and found is None:
         return local
     from torch.distributed.tensor import DTensor
 
-    mesh = _mesh_of(param)
-    whole = torch.empty(info.shape, device="meta")
-    dtensor = DTensor.from_local(
-        local, mesh, _placements(info, mesh), run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    mesh, stride = _mesh_of(param), torch.empty(shape, device="meta").stride()
+    dtensor = DTensor.from_local(local, mesh, _placements(info, mesh), run_check=False, shape=shape, stride=stride)
     # DTensor.from_local moves an offloaded shard to the mesh's device.
     return dtensor if local.device.type == mesh.device_type else dtensor.to(local.device)
 
 
+def _rows_of(info: ShardInfo, flat: Tensor) -> Tensor:
+    """This rank's rows of what ``grid`` shares, of which ``flat`` are this rank's elements. Collective."""
+    grid, across, inside = info.grid, _ranges_across(info), _ranges_inside(info)
+    if len(across) > 1:
+        flat = exchange(flat, across, [inside[grid.inner_rank]] * len(across), grid.outer)
+    local = exchange(flat, inside, _dtensor_ranges(info), grid.inner)
+    if info.shape:
+        return local.view(rows_of_rank(info.shape[0], grid.inner_rank, grid.inner_size).numel, *info.shape[1:])
+    return local.view(())  # a scalar has no rows, and is whole on every rank
+
+
+def _slice_of(info: ShardInfo) -> ModelSlice | None:
+    """The slice of tensor parallelism that one more placement tells: one block on each rank, of one size. Of others the
+    data-parallel ranks have rows of the whole parameter."""
+    found = info.cut_slice
+    return None if found is None or len(found.boxes) > 1 or found.is_uneven else found
+
+
+def _whole_shape(info: ShardInfo) -> torch.Size:
+    return torch.Size(info.shape if info.cut_slice is None else info.cut_slice.shape)
+
+
 def to_shard(param: ShardedParameter, value: Tensor) -> Tensor:
-    """This rank's shard of ``value``, of shape ``local_shape(param.shard)``; ``value``: a DTensor, or a whole tensor.
+    """This rank's shard of ``value``, of shape ``local_shape(param.shard)``.
+
+    value  a DTensor, a whole tensor, or this rank's slice of tensor parallelism
 
     Collective for a DTensor. Call ``misfit`` before.
     """
@@ -112,6 +136,9 @@ def to_shard(param: ShardedParameter, value: Tensor) -> Tensor:
             inside = _ranges_inside(info)
             value = exchange(value.to_local().contiguous().view(-1), _dtensor_ranges(info), inside, info.grid.inner)
             first = inside[info.grid.inner_rank].start
+    found = info.cut_slice
+    if found is not None and found.dim is not None and tuple(value.shape) == found.shape:
+        value = torch.cat(found.views_of(value), found.dim)
     return value.reshape(-1)[info.start - first : info.end - first].view(local_shape(info))
 
 
@@ -142,8 +169,9 @@ def _described(param: ShardedParameter, value: Tensor) -> str:
 
 def _objection(param: ShardedParameter, value: Any) -> str | None:
     """Words for why ``to_shard`` cannot take ``value`` (another shape, another rank's elements). None if it can."""
-    if tuple(value.shape) != param.shard.shape:
-        return f"size mismatch, of shape {list(value.shape)}, and the whole parameter is {list(param.shard.shape)}"
+    shape = _whole_shape(param.shard)
+    if tuple(value.shape) not in (shape, param.shard.shape):
+        return f"size mismatch, of shape {list(value.shape)}, and the whole parameter is {list(shape)}"
     if not _is_ours(param, value):
         return None
     saved, here = value.device_mesh.get_coordinate(), _mesh_of(param).get_coordinate()
@@ -159,7 +187,10 @@ def _is_ours(param: ShardedParameter, value: Any) -> bool:
     """``value`` is a DTensor as ``to_dtensor`` makes it."""
     from torch.distributed.tensor import DTensor
 
-    if param.shard.grid.inner is None or not isinstance(value, DTensor):
+    found = _slice_of(param.shard)
+    if not isinstance(value, DTensor) or found is not param.shard.cut_slice:
+        return False
+    if param.shard.grid.inner is None and found is None:
         return False
     mesh = _mesh_of(param)
     return bool(value.device_mesh == mesh and list(value.placements) == _placements(param.shard, mesh))
@@ -173,6 +204,18 @@ def _mesh_of(param: ShardedParameter) -> DeviceMesh:
     return param.__dict__[_MESH]  # type: ignore[no-any-return]
 
 
+def _mesh_of_slices(param: ShardedParameter, found: ModelSlice, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh of a parameter's ranks, the tensor-parallel ranks last. Collective over these ranks."""
+    grid = param.shard.grid
+    groups = [group for group in (grid.outer, grid.inner, found.group) if group is not None]
+    places = gather([group.rank() for group in groups], groups, None, "the mesh of slices")
+    ranks = torch.empty([group.size() for group in groups], dtype=torch.int)
+    for rank, place in places.items():
+        ranks[tuple(place)] = rank
+    names = None if mesh is None or mesh.mesh_dim_names is None else (*mesh.mesh_dim_names, "tp")
+    return DeviceMesh.from_group(groups, device_of(groups[-1], param).type, mesh=ranks, mesh_dim_names=names)
+
+
 @torch.no_grad()
 def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """Post-hook of ``state_dict``: replace the module's shards by DTensors (collective), whole parameters by copies."""
@@ -181,7 +224,7 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, me
             state_dict[prefix + name] = to_dtensor(param, param)
         elif param is not None and has_shard(param) and state_dict.get(prefix + name) is not param:  # keep_vars
             # Within unsharded(): its memory is freed, or gathered anew, while the state dict lives on.
-            state_dict[prefix + name] = param.detach().clone()
+            state_dict[prefix + name] = state_dict.get(prefix + name, param).detach().clone()
 
 
 @torch.no_grad()
@@ -252,6 +295,14 @@ def _dtensor_ranges(info: ShardInfo) -> list[Range]:
 def _placements(info: ShardInfo, mesh: DeviceMesh) -> Sequence[Any]:
     from torch.distributed.tensor import Replicate, Shard
 
+    found = _slice_of(info)
+    if found is not None and found.dim is not None:
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        # The tensor-parallel ranks have cut first: of their slices the others have rows.
+        rows = Shard(0) if found.dim else _StridedShard(0, split_factor=mesh.size(mesh.ndim - 1))
+        inside = [] if info.grid.inner is None else [rows]
+        return [*([Replicate()] * (mesh.ndim - 1 - len(inside))), *inside, Shard(found.dim)]
     return [*([Replicate()] * (mesh.ndim - 1)), Shard(0) if info.shape else Replicate()]
 
 
@@ -315,8 +366,9 @@ def disagreement(said: Mapping[ShardedParameter, Sequence[str]], complaints: Seq
     """
     by_grid: dict[Any, tuple[RankGrid, list[str]]] = {}
     for param, texts in said.items():
-        grid = param.shard.grid
-        by_grid.setdefault((grid.inner, grid.outer), (grid, []))[1].extend(texts)
+        grid, found = param.shard.grid, param.shard.model_slice
+        grid = grid if found is None else grid._replace(tensor=found.group)
+        by_grid.setdefault(grid.groups, (grid, []))[1].extend(texts)
     answers = [
         gather(("\n\t".join(complaints), texts), grid.axes, None, "the comparison of state dicts")
         for grid, texts in by_grid.values()

@@ -20,6 +20,7 @@ from ...ddp.collectives.reduction import GradReduction
 from ...ddp.collectives.streams import current_stream
 from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import ParamSlot
+from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import OwnedParam, is_slice
 from ...ddp.torch_grads.grad_reads import name_of
 from ...ddp.torch_grads.over_ranks import ShardInfo, local_shape
@@ -416,6 +417,7 @@ def make_pair(
         unit,
         reduction.grid,
         is_slice(entry.param),
+        model_slice=model_slice_of(entry.param),
         place=slot.start,
         bucket_numel=whole_params.numel(),
     )

@@ -238,6 +238,13 @@ class ShardedBucket:
         """Delayed weight gradients are not computed yet."""
         return any(record.pending for record in self.records)
 
+    def partial_grads(self) -> list[Tensor]:
+        """The ``main_grad`` of which each tensor-parallel rank has a part."""
+        slices = [
+            (pair.sharded.shard.model_slice, record) for pair, record in zip(self.pairs, self.records, strict=True)
+        ]
+        return [record.view for found, record in slices if found is not None and found.grad == "partial"]
+
     def record_stream(self) -> None:
         """CUDA: work of the current stream has written a gradient."""
         if self.device.type == "cuda":

@@ -12,7 +12,7 @@ collectives run: other ranks cannot see it.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -194,6 +194,12 @@ class GradShard:
         self._is_published = True
         if self._shown is not None and self._total is not None and self._shown is not self._total:
             self._shown.copy_(self._total, non_blocking=True)
+
+    def copies(self) -> Iterator[Tensor]:
+        """The sums of this rank's elements of parameters that tensor-parallel ranks have copies of."""
+        for param in self._params:
+            if param.shard.copies > 1 and self._total is not None:
+                yield self._total.narrow(0, param.storage_offset(), param.numel())
 
     def show_zeros(self) -> None:
         """Set every ``.grad`` that is None to zeros: the iteration is over and has brought no gradient."""

@@ -5,11 +5,13 @@ from functools import partial
 from typing import NamedTuple, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import BucketLayout
+from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import OwnedParam, buffers_of_experts
 from ..tensors.parameter import ShardedParameter
 
@@ -99,10 +101,16 @@ def materialize(
 
 
 @torch.no_grad()
-def synchronize(modules: Sequence[nn.Module], grid: RankGrid, ignored: Collection[int] = ()) -> None:
+def synchronize(
+    modules: Sequence[nn.Module],
+    grid: RankGrid,
+    ignored: Collection[int] = (),
+    copies: dist.ProcessGroup | None = None,
+) -> None:
     """Copy the first rank's own parameters and buffers of ``modules`` to all other ranks. Collective over ``grid``.
 
     modules  the first has all others inside
+    copies   the tensor-parallel ranks, which have copies of some parameters
 
     Buffers of experts (``buffers_of_experts``) are copied between the ranks that hold the same experts: a module around
     units of experts, which have a smaller mesh, may have some.
@@ -112,7 +120,9 @@ def synchronize(modules: Sequence[nn.Module], grid: RankGrid, ignored: Collectio
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in ignored:
-                (grids[0] if id(tensor) in of_experts else grid).broadcast(tensor.detach())
+                ranks, found = grids[0] if id(tensor) in of_experts else grid, model_slice_of(tensor)
+                is_copy = found is not None and found.dim is None
+                (ranks._replace(tensor=copies) if is_copy else ranks).broadcast(tensor.detach())
 
 
 def flat_shard(layout: BucketLayout, owned: Sequence[OwnedParam], mine: Range, device: torch.device) -> Tensor:

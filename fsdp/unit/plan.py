@@ -12,6 +12,7 @@ from torch import Tensor
 from ...ddp.collectives.reduction import Placements
 from ...ddp.plan.atoms import atom_of
 from ...ddp.plan.layout import BucketLayout, ParamSpec, default_bucket_numel, plan_gradients
+from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import OwnedParam, grad_dtype_of
 from ...ddp.torch_internals import tree_map
 
@@ -126,7 +127,9 @@ def plan_unit(
 ) -> Iterator[tuple[BucketLayout, bool]]:
     """The layout of each bucket, and whether its parameters are trained.
 
-    Parameters in one bucket have one dtype, are all trained or all frozen, and all delayed or none.
+    Parameters in one bucket have one dtype, are all trained or all frozen, and all delayed or none. Slices of which
+    tensor-parallel ranks have different shapes are apart, so that copies lie alike on these ranks: each rank's shard of
+    a copy has the same elements.
 
     owned        the unit's parameters, in registration order
     degree       number of equal shards of each bucket
@@ -143,9 +146,10 @@ def plan_unit(
     size = bucket_size or default_bucket_numel(degree)
     alike: dict[tuple[Any, ...], list[OwnedParam]] = {}
     for entry in reversed(owned):  # about backward's order
-        param = entry.param
-        alike.setdefault((param.dtype, param.requires_grad, entry.delayed), []).append(entry)
-    for (dtype, trainable, delayed), members in alike.items():
+        param, found = entry.param, model_slice_of(entry.param)
+        uneven = found is not None and found.is_uneven
+        alike.setdefault((param.dtype, param.requires_grad, entry.delayed, uneven), []).append(entry)
+    for (dtype, trainable, delayed, _), members in alike.items():
         computing = policy.param_dtype if policy.param_dtype and dtype.is_floating_point else dtype
         with_atoms = [(entry, _atom_of_name(entry.name, atoms)) for entry in members]
         specs = [

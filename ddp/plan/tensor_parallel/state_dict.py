@@ -23,7 +23,7 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, me
     """Post-hook of ``state_dict``: DTensors that share the memory of the local tensors."""
     for name, layout in layouts_of(module).items():
         value = state_dict.get(prefix + name)
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and not _is_shard(module, name):
             state_dict[prefix + name] = layout.dtensor(value.detach())
 
 
@@ -41,7 +41,7 @@ def _before_loading(
     """Pre-hook of ``load_state_dict``: local tensors. Collective where a DTensor is cut in another way."""
     for name, layout in layouts_of(module).items():
         value = state_dict.get(prefix + name)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or _is_shard(module, name):
             continue
         if value.shape == layout.shape:
             state_dict[prefix + name] = _local_of(value, layout)
@@ -51,6 +51,11 @@ def _before_loading(
                 f"which this rank holds a slice, is {list(layout.shape)}"
             )
             del state_dict[prefix + name]
+
+
+def _is_shard(module: nn.Module, name: str) -> bool:
+    """Whether the parameter is one of ``fully_shard``, whose hooks translate between shards and DTensors."""
+    return hasattr(module._parameters.get(name), "shard")
 
 
 def _local_of(value: Tensor, layout: Layout) -> Tensor:

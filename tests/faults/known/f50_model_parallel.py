@@ -45,7 +45,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.torch_grads.over_ranks",
                 "everyone_of",
-                "if info.is_slice and info.everyone.leaves_ranks_out:",
+                "if info.model_slice is None and info.is_cut:",
                 "if False:",
             )
         ],
