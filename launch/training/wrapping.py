@@ -16,12 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import fsdp
 from ...ddp import DistributedDataParallel, GraphedTrainingStep
 from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.rank_grid import Ranks
 from ...ddp.contract.record import GradRecord
 from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import find_owned_params
@@ -166,11 +165,11 @@ class Wrapped:
 
 def _sharded(module: LanguageModel, config: Config, runtime: Runtime) -> FSDPModule:
     settings, device = config.fsdp, runtime.device
-    mesh: Ranks = runtime.loss_group  # None: all ranks there are
-    if config.num_instances > 1:
+    mesh: DeviceMesh | None = None  # all ranks there are
+    if config.num_instances * runtime.mesh.tp > 1:
         shape = (config.num_instances, runtime.loss_ranks // config.num_instances, runtime.mesh.tp)
         made = init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner", "tp"))
-        mesh = made["outer", "inner"]
+        mesh = made["outer", "inner"] if config.num_instances > 1 else made["inner"]
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
     if config.optimizer.state == "compact":  # shards have the dtype of the module, which is that of computation

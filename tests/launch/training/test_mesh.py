@@ -50,6 +50,8 @@ def plain(
         ("zero1", 4, {"tp": 2}),
         ("zero1", 8, {"tp": 2, "cp": 2, "dp": 2}),
         ("hybrid", 4, {"tp": 2}),
+        ("fsdp", 4, {"tp": 2}),
+        ("hsdp", 8, {"tp": 2, "cp": 2}),
     ],
 )
 def test_ranks_that_share_samples_train_the_same_model(
