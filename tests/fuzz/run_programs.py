@@ -28,8 +28,6 @@ class Leg:
     """How many it takes before it is interrupted; those of the last leg are all that are left."""
     ranks: int = 2
     """That have other sequences."""
-    tp: int = 1
-    cp: int = 1
     parallel: str = "zero1"
     microbatches: int = 1
     recompute: str = "none"
@@ -37,6 +35,8 @@ class Leg:
     fused: bool = True
     older: bool = False
     """It goes on from the checkpoint of the leg before the last."""
+    tp: int = 1
+    cp: int = 1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from maingrad import make_optimizer, parallelize
+from maingrad.launch import make_optimizer, parallelize
 from maingrad.te_integration import convert_linears
 
 

@@ -35,7 +35,6 @@ OURS = (
 )
 
 LIBRARY = {
-    "maingrad": ("make_optimizer", "parallelize"),
     "maingrad.ddp": (
         "DistributedDataParallel",
         "DistributedDataParallelConfig",
@@ -51,7 +50,7 @@ LIBRARY = {
     ),
     "maingrad.fsdp": ("MixedPrecisionPolicy", "fully_shard", "translate_state_dicts"),
     "maingrad.kernels.quantized": ("Element", "QuantSpec", "ScaleForm"),
-    "maingrad.launch": ("simulate",),
+    "maingrad.launch": ("make_optimizer", "parallelize", "simulate"),
     "maingrad.launch.config.file": ("structure",),
     "maingrad.launch.data.indexed": ("write_indexed",),
     "maingrad.launch.training.signals": ("StopRequest",),
