@@ -4,19 +4,21 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .parallelizing.exchanges import ulysses
     from .parallelizing.graphed import graphed
     from .parallelizing.make_optimizer import make_optimizer
     from .parallelizing.parallelize import parallelize
     from .simulation.simulate import simulate
     from .verification.verify import verify
 
-__all__ = ["graphed", "make_optimizer", "parallelize", "simulate", "verify"]
+__all__ = ["graphed", "make_optimizer", "parallelize", "simulate", "ulysses", "verify"]
 
 _HOMES = {
     "graphed": "parallelizing.graphed",
     "make_optimizer": "parallelizing.make_optimizer",
     "parallelize": "parallelizing.parallelize",
     "simulate": "simulation.simulate",
+    "ulysses": "parallelizing.exchanges",
     "verify": "verification.verify",
 }
 

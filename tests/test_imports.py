@@ -128,7 +128,7 @@ PUBLIC = {
         "moe_unpermute",
         "unconvert",
     },
-    "maingrad.launch": {"graphed", "make_optimizer", "parallelize", "simulate", "verify"},
+    "maingrad.launch": {"graphed", "make_optimizer", "parallelize", "simulate", "ulysses", "verify"},
 }
 
 NAMES = {

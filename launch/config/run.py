@@ -5,7 +5,7 @@
     [data]      -> DataConfig        [ddp]       -> DistributedDataParallelConfig
     [train]     -> TrainConfig       [fsdp]      -> FsdpConfig
     [logging]   -> LoggingConfig     [profile]   -> ProfileConfig
-    [checkpoint] -> CheckpointConfig
+    [checkpoint] -> CheckpointConfig [mesh]     -> MeshConfig
 
 The constructors raise ``ConfigError`` for impossible values, with the key and a remedy. ``file.py`` reads the file.
 """
@@ -17,6 +17,7 @@ from .data import DataConfig
 from .ddp import FULLY_SHARDED, Parallel, check_ddp
 from .error import ConfigError, require
 from .fsdp import FsdpConfig
+from .mesh import MeshConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
 from .outputs import CheckpointConfig, LoggingConfig, ProfileConfig
@@ -29,6 +30,7 @@ __all__ = [
     "DataConfig",
     "FsdpConfig",
     "LoggingConfig",
+    "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Parallel",
@@ -45,6 +47,8 @@ class Config:
     """What is sharded over ranks. ``ddp``: nothing. ``zero1``: optimizer state. ``hybrid``: like ``zero1``, inside each
     of ``ddp.num_distributed_optimizer_instances`` instances. ``fsdp``: parameters and gradients too. ``hsdp``: like
     ``fsdp``, inside each of ``fsdp.num_instances`` instances. The choice does not change what is trained."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Which ranks compute one sample together; the others are data-parallel."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape of the model."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -91,6 +95,10 @@ class Config:
         self.optimizer.require(not across, "name", remedy)
         if settings.cuda_graph is True:
             self._check_graph()
+        self.mesh.check_model(model, settings.sequence_length)
+        remedy = "draws other masks on each tensor-parallel rank, which no graph can: set train.cuda_graph = false"
+        captures = self.mesh.tp > 1 and settings.cuda_graph is not False
+        model.require(not (captures and model.dropout), "dropout", remedy)
         # Raise for values that contradict ``parallel``.
         check_ddp(self.ddp, self.parallel)
         self.fsdp.check_parallel(self.parallel)
@@ -136,11 +144,13 @@ class Config:
         return self.ddp.num_distributed_optimizer_instances  # 1 but under ``hybrid``
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise ``ConfigError`` if the batch or the instances do not divide evenly over ``world_size`` ranks."""
-        self.train.sequences_per_microbatch(world_size)
+        """Raise ``ConfigError`` if mesh, batch or instances do not divide evenly over ``world_size`` ranks."""
+        data_ranks = self.mesh.data_ranks(world_size)
+        self.train.sequences_per_microbatch(data_ranks)
+        loss_ranks = data_ranks * self.mesh.cp
         require(
-            world_size % self.num_instances == 0,
+            loss_ranks % self.num_instances == 0,
             "fsdp.num_instances" if self.fully_sharded else "ddp.num_distributed_optimizer_instances",
             self.num_instances,
-            f'must divide the {world_size} rank(s), under parallel = "{self.parallel}"',
+            f'must divide the {loss_ranks} rank(s), under parallel = "{self.parallel}"',
         )

@@ -16,12 +16,14 @@ import re
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from ...te_integration import Embedding, Linear, LinearCrossEntropy, autocast
 from ..config.run import ModelConfig
+from ..parallelizing.exchanges import draws_apart, enter, leave, ulysses
 from .feed_forward import FeedForward, make_linear
 from .loss import count_targets, find_padding, mean_loss
 from .moe import MixtureOfExperts, RouterLoss
@@ -64,26 +66,38 @@ class Attention(nn.Module):
         self.qkv = make_linear(config, config.dim, sum(self.split), device, delay_wgrad)
         self.qkv.matrix_rows = self.split  # for Muon
         self.out = make_linear(config, config.dim, config.dim, device, delay_wgrad)
+        self.tensor_group: dist.ProcessGroup | None = None
+        """The ranks that have the other heads' parts of both weights."""
+        self.context_group: dist.ProcessGroup | None = None
+        """The ranks that have the other parts of the sequences."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``x`` [B, T, D] -> [B, T, D]; ``cos`` and ``sin`` [T, C / 2]; ``mask`` [B, 1, T, T] bool, None: causal."""
-        q, k, v = self.qkv(x).split(self.split, dim=-1)
+        """``x`` [B, T, D] -> [B, T, D]; ``cos`` and ``sin`` [T, C / 2]; ``mask`` [B, 1, T, T] bool, None: causal.
+
+        With ``context_group`` T is that of this rank's part of the sequences, but in ``mask`` that of the whole ones.
+        """
+        q, k, v = self.qkv(enter(x, self.tensor_group)).split(self.split, dim=-1)
         q = rotate(rearrange(q, "b t (h c) -> b h t c", h=self.num_heads), cos, sin)
         k = rotate(rearrange(k, "b t (k c) -> b k t c", k=self.num_kv_heads), cos, sin)
         v = rearrange(v, "b t (k c) -> b k t c", k=self.num_kv_heads)
         # The CPU's attention kernel takes twice as long in bf16 as in fp32 (B 16, T 128, C 64: 14.7 against 7.9 ms).
         dtype = torch.float32 if x.device.type == "cpu" else x.dtype
-        mixed = F.scaled_dot_product_attention(
-            q.to(dtype),
-            k.to(dtype),
-            v.to(dtype),
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
-        y: Tensor = self.out(rearrange(mixed, "b h t c -> b t (h c)").to(x.dtype))
-        return y
+        dropout = self.dropout if self.training else 0.0
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with draws_apart(self.tensor_group if dropout else None, q.device):
+                return F.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    dropout_p=dropout,
+                    enable_gqa=k.shape[1] != q.shape[1],
+                )
+
+        mixed = ulysses(attend, q.to(dtype), k.to(dtype), v.to(dtype), self.context_group)
+        return leave(self.out(rearrange(mixed, "b h t c -> b t (h c)").to(x.dtype)), self.tensor_group)
 
 
 class Block(nn.Module):
@@ -167,6 +181,8 @@ class GPT(nn.Module):
         self.register_buffer("rotary_sin", sin, persistent=False)
         self.rotary_cos: Tensor
         self.rotary_sin: Tensor
+        self.context_group: dist.ProcessGroup | None = None
+        """The ranks that have the other parts of the sequences; ``share_sequences`` sets it."""
         self.loss_parts: LossParts | None = None
         """Parts of the loss of the last training forward with targets; None without experts."""
         self.reset_parameters()
@@ -195,22 +211,32 @@ class GPT(nn.Module):
         """Number of token ids."""
         return self.config.vocab_size
 
+    def share_sequences(self, group: dist.ProcessGroup | None) -> None:
+        """From here on tokens and targets are this rank's part of sequences, the rank-th of equal ones."""
+        for module in self.modules():
+            if isinstance(module, GPT | Attention):
+                module.context_group = group
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.
 
         Negative targets do not count, and experts and their routers leave out padding: the places of a row behind its
         last target that counts. With ``positions`` [B, T] int64, which begin at 0 with each document, attention
-        stays within documents; rotary positions are relative, so those of the sequence serve all documents.
+        stays within documents; rotary positions are relative, so those of the sequence serve all documents. They are
+        those of whole sequences where ranks share sequences.
 
         In training, the returned loss includes the losses of all routers; ``loss_parts`` holds the parts.
         Raises ``ValueError`` for sequences longer than ``context_length``.
         """
-        length = tokens.shape[1]
-        if length > self.config.context_length:
+        group = self.context_group
+        length, part, parts = tokens.shape[1], *((0, 1) if group is None else (group.rank(), group.size()))
+        if length * parts > self.config.context_length:
             raise ValueError(
-                f"a sequence of {length} tokens is longer than model.context_length = {self.config.context_length}"
+                f"a sequence of {length * parts} tokens is longer than model.context_length = "
+                f"{self.config.context_length}"
             )
-        cos, sin = self.rotary_cos[:length], self.rotary_sin[:length]
+        places = slice(part * length, (part + 1) * length)
+        cos, sin = self.rotary_cos[places], self.rotary_sin[places]
         mask = None if positions is None else _within_documents(positions)
         is_padding = None if targets is None or not self.config.num_experts else find_padding(targets)
         x = self.dropout(self.embedding(tokens))

@@ -82,7 +82,7 @@ def dry_run_tables(run: DryRun) -> Iterator[Table]:
     config, ranks = run.plan.config, run.plan.ranks
     settings = config.train
     tokens = settings.global_batch_size * settings.sequence_length
-    rows = settings.sequences_per_microbatch(ranks)
+    rows = settings.sequences_per_microbatch(config.mesh.data_ranks(ranks))
     said = {
         "parameters": f"{run.plan.parameters.total:,}",
         "bytes on each rank, at rest": format_bytes(run.plan.rank_bytes.total),

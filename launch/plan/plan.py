@@ -9,7 +9,10 @@ from ...ddp.collectives.reduction import Placement, Placements
 from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...fsdp.unit.plan import pool_limit
 from ..config.run import Config
+from ..model.cut_gpt import cut_gpt
+from ..model.gpt import GPT
 from ..model.hugging_face import build_language_model
+from .exchanged import Exchange, exchanges_of
 from .muon_shares import MuonShares, muon_shares
 from .parameter_count import ParameterCount, count_of
 from .rank_bytes import PlacedBucket, RankBytes, rank_bytes
@@ -31,11 +34,13 @@ class RunPlan:
     """What the fullest rank holds between steps."""
     muon: MuonShares | None
     """Muon's work by ranks; None: another optimizer, or sharded parameters."""
+    exchanges: tuple[Exchange, ...]
+    """What ranks that compute one sample together send each other in a step."""
 
     @property
     def inner_size(self) -> int:
-        """Number of ranks in an instance."""
-        return self.ranks // self.config.num_instances
+        """Number of ranks in an instance, of those whose losses are averaged."""
+        return self.ranks // self.config.mesh.tp // self.config.num_instances
 
     @property
     def buckets(self) -> list[PlacedBucket]:
@@ -87,21 +92,24 @@ class RunPlan:
 
 
 def plan_run(config: Config, ranks: int) -> RunPlan:
-    """Build the model on the meta device and lay it out over ``ranks`` data-parallel ranks.
+    """Build the model on the meta device and lay it out over ``ranks`` ranks.
 
     Raises ``ConfigError`` if the global batch or the ranks do not divide evenly.
     """
     config.check_ranks(ranks)
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
-    muon = config.optimizer.muon_of(model)
-    units = lay_out(config, model, muon, ranks)
+    muon, parameters = config.optimizer.muon_of(model), count_of(model)
+    if config.mesh.tp > 1 and isinstance(model, GPT):
+        cut_gpt(model, 0, config.mesh.tp, None)
+    units = lay_out(config, model, muon, ranks // config.mesh.tp)
     return RunPlan(
         config=config,
         ranks=ranks,
-        parameters=count_of(model),
+        parameters=parameters,
         units=units,
         rank_bytes=rank_bytes(bucket for unit in units for bucket in unit.buckets),
         muon=_muon_shares(config, muon, units),
+        exchanges=exchanges_of(config, ranks),
     )
 
 

@@ -207,6 +207,8 @@ class PlacedBucket:
 
 def rank_bytes(buckets: Iterable[PlacedBucket]) -> RankBytes:
     """What the fullest rank holds between steps. Ranks differ in the bytes of moments and remainders alone."""
+    buckets = list(buckets)
+    size = max((len(bucket.held_numels) for bucket in buckets), default=0)
     parameters = gradients = masters = 0
     moments: Counter[int] = Counter()
     remainders: Counter[int] = Counter()
@@ -215,10 +217,11 @@ def rank_bytes(buckets: Iterable[PlacedBucket]) -> RankBytes:
         gradients += bucket.kept_grads
         masters += bucket.master_nbytes
         width = _FP32 if bucket.compact is None else bucket.compact.itemsize
-        for rank, (numel, blocks) in enumerate(zip(bucket.moment_numels, bucket.moment_blocks, strict=True)):
-            moments[rank] += width * numel + (_FP32 * blocks if bucket.compact is torch.uint8 else 0)
-        for rank, numel in enumerate(bucket.held_numels):
-            remainders[rank] += 2 * numel if bucket.has_remainders else 0
+        numels, blocks, held = bucket.moment_numels, bucket.moment_blocks, bucket.held_numels
+        for rank in range(size):
+            shard = rank * len(held) // size  # slices have fewer shards, each on one rank of every slice
+            moments[rank] += width * numels[shard] + (_FP32 * blocks[shard] if bucket.compact is torch.uint8 else 0)
+            remainders[rank] += 2 * held[shard] if bucket.has_remainders else 0
     fullest = max(moments, key=lambda rank: moments[rank] + remainders[rank], default=0)
     return RankBytes(parameters, gradients, masters + remainders[fullest], moments[fullest])
 

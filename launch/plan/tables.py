@@ -21,6 +21,8 @@ def plan_tables(plan: RunPlan) -> Iterator[Table]:
     yield _placements_table(plan)
     yield _buckets_table(plan)
     yield _collectives_table(plan)
+    if plan.exchanges:
+        yield _exchanges_table(plan)
     yield _bytes_table(plan)
 
 
@@ -92,11 +94,11 @@ def _experts_table(plan: RunPlan) -> Table:
 def _placements_table(plan: RunPlan) -> Table:
     inner, outer = plan.placements
     instances = plan.config.num_instances
-    over = f"over the {plan.inner_size} ranks of an instance" if instances > 1 else f"over {plan.ranks} ranks"
+    over = f"over the {plan.inner_size} ranks of an instance" if instances > 1 else f"over {plan.inner_size} ranks"
     columns = [texts("at rest", inner._fields), texts(over, [kind.value for kind in inner])]
     if instances > 1:
         columns.append(texts(f"over {instances} instances", [kind.value for kind in outer]))
-    return table_of(f'parallel = "{plan.config.parallel}" on {plan.ranks} ranks', *columns)
+    return table_of(f'parallel = "{plan.config.parallel}" on {plan.ranks} ranks{plan.config.mesh.said}', *columns)
 
 
 def _buckets_table(plan: RunPlan) -> Table:
@@ -154,6 +156,8 @@ def _collectives_table(plan: RunPlan) -> Table:
     elif plan.placements.inner.gathers:
         under = "under the next forward" if config.ddp.overlap_param_gather else "in the optimizer's step"
         title += f"; parameters are gathered bottom up, {under}"
+    if config.mesh.tp > 1:
+        title += f"; of parameters that are not cut, over {config.mesh.tp} times as many ranks"
     traffic = [unit.traffic for unit in units]
     sent = {
         f"all-gather\n{ranks}": [each.gather for each in traffic],
@@ -164,6 +168,17 @@ def _collectives_table(plan: RunPlan) -> Table:
     }
     columns += [_bytes(heading, counts) for heading, counts in sent.items() if any(counts)]
     return table_of(title, *columns)
+
+
+def _exchanges_table(plan: RunPlan) -> Table:
+    exchanges = plan.exchanges
+    return table_of(
+        "bytes that each rank sends in a step to those that compute its samples with it, without recomputation",
+        texts("what", [each.what for each in exchanges]),
+        numbers("ranks", [str(each.ranks) for each in exchanges]),
+        _counts("collectives", [each.calls for each in exchanges]),
+        _bytes("bytes", [each.nbytes for each in exchanges]),
+    )
 
 
 def _bytes_table(plan: RunPlan) -> Table:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ...ddp.collectives.reduction import Placement, placements_of
+from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import find_owned_params, plan_model
 from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...fsdp.unit.plan import plan_unit, shard_degree
@@ -56,9 +57,9 @@ class PlacedUnit(NamedTuple):
 
 
 def lay_out(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int) -> tuple[PlacedUnit, ...]:
-    """The configured model over ``ranks`` ranks.
+    """The configured model over ``ranks`` ranks whose losses are averaged, each with its tensor-parallel ranks.
 
-    model  may be on meta; a fully sharded one gets the dtype that its shards have
+    model  as one of these has it. It may be on meta; a fully sharded one gets the dtype that its shards have
     muon   the model's matrices for Muon
 
     Units of a fully sharded model: the outermost first, the others in forward order. Else buckets in launch order.
@@ -76,12 +77,16 @@ def _buckets(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int)
     wrapper, outer_size = with_whole_matrices(config.ddp, muon), config.num_instances
     row, inner_size = placements_of(wrapper), ranks // outer_size
     states = states_of(config, model, muon)
-    plan = plan_model(find_owned_params(model), wrapper, shard_degree=inner_size if row.inner.scatters else 1)
+    sizes = {"slice": inner_size, "dense": inner_size * config.mesh.tp}  # as ``make_grids`` has them
+    owned = find_owned_params(model)
+    if config.mesh.tp > 1:
+        owned = [each._replace(grid_name="slice" if model_slice_of(each.param) else "dense") for each in owned]
+    plan = plan_model(owned, wrapper, shard_degree=sizes if row.inner.scatters else 1)
     buckets = [
         PlacedBucket(
             layout=layout,
             placements=row,
-            inner_size=inner_size,
+            inner_size=sizes.get(layout.grid_name, inner_size),
             outer_size=outer_size,
             wire_dtype=wrapper.grad_reduce_wire_dtype,
             releases_grads=wrapper.release_grads and inner_size > 1,

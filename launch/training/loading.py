@@ -10,6 +10,7 @@ from ..config.error import ConfigError
 from ..config.run import Config
 from ..data.batches import Batch, Corpus, validation_windows
 from ..data.sequences import concatenated
+from ..model.cut_gpt import cut_gpt
 from ..model.gpt import GPT
 from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model
 from ..model.recompute import recompute_blocks
@@ -57,6 +58,10 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
         pads=config.data.documents == "pad",
     )
     check_model(config, model)
+    if isinstance(model, GPT):
+        model.share_sequences(runtime.context_group)
+        if runtime.tensor_group is not None:
+            cut_gpt(model, runtime.tensor_group.rank(), runtime.mesh.tp, runtime.tensor_group)
     recompute_blocks(model.blocks, config)
     # The embedding, the last norm, the head and the loss stay eager. A graph break in a block of the GPT raises.
     for block in model.blocks if config.train.compile else ():

@@ -11,9 +11,11 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from ... import __version__
 from ..config.error import ConfigError
+from ..config.run import MeshConfig
 
 __all__ = [
     "Runtime",
@@ -30,6 +32,33 @@ class Runtime(NamedTuple):
     rank: int
     world_size: int
     device: torch.device
+    mesh: MeshConfig = MeshConfig()
+    context_group: dist.ProcessGroup | None = None
+    """The ranks with other parts of this one's sequences, if there are any."""
+    tensor_group: dist.ProcessGroup | None = None
+    """The ranks with the same tokens, and other parts of the weights, if there are any."""
+    loss_group: dist.ProcessGroup | None = None
+    """The ranks whose losses are averaged: those of all samples and parts of sequences. None: all ranks."""
+
+    @property
+    def loss_rank(self) -> int:
+        """The part of the batch that this rank has: equal on tensor-parallel ranks."""
+        return self.rank // self.mesh.tp
+
+    @property
+    def loss_ranks(self) -> int:
+        """Number of parts that the batch has."""
+        return self.world_size // self.mesh.tp
+
+    @property
+    def data_rank(self) -> int:
+        """The sequences that this rank has, or has a part of."""
+        return self.loss_rank // self.mesh.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks with other sequences."""
+        return self.loss_ranks // self.mesh.cp
 
     @property
     def is_main(self) -> bool:
@@ -85,8 +114,26 @@ def process_group_from_env(device: Literal["auto", "cpu", "cuda"]) -> Iterator[N
         gc.collect()
 
 
-def current_runtime(device: Literal["auto", "cpu", "cuda"]) -> Runtime:
-    """Rank, world size and device of the calling process or simulated rank."""
+def current_runtime(device: Literal["auto", "cpu", "cuda"], mesh: MeshConfig | None = None) -> Runtime:
+    """Rank, world size, device and mesh of the calling process or simulated rank. Collective with a mesh.
+
+    Raises ``ConfigError`` if the ranks are no such mesh.
+    """
+    mesh = mesh or MeshConfig()
+    runtime = _current_runtime(device)
+    data_ranks = mesh.data_ranks(runtime.world_size)
+    if mesh.ranks_of_sample == 1:
+        return runtime
+    sizes = data_ranks, mesh.cp, mesh.tp
+    made = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+    runtime = runtime._replace(mesh=mesh, context_group=made["cp"].get_group() if mesh.cp > 1 else None)
+    if mesh.tp == 1:
+        return runtime
+    loss_group = made["dp", "cp"]._flatten().get_group()
+    return runtime._replace(tensor_group=made["tp"].get_group(), loss_group=loss_group)
+
+
+def _current_runtime(device: Literal["auto", "cpu", "cuda"]) -> Runtime:
     if not _initialized():
         return Runtime(0, 1, _choose_device(device))
     # gloo ranks, simulated ones among them, train on the CPU.

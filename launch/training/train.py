@@ -67,7 +67,7 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     the batch does not divide evenly over ranks, and ``DataError`` for unusable data.
     """
     check_packages(config)
-    runtime = current_runtime(config.train.device)
+    runtime = current_runtime(config.train.device, config.mesh)
     out_dir = Path(config.train.out_dir)
     metrics = MetricsWriter(out_dir / "metrics.jsonl" if runtime.is_main else None)
     display = display or Display(is_main=runtime.is_main)
@@ -94,7 +94,7 @@ class _Trainer:
         self.config, self.runtime, self.metrics, self.stop, self.display = config, runtime, metrics, stop, display
         settings = config.train
         config.check_ranks(runtime.world_size)
-        self.rows = settings.sequences_per_microbatch(runtime.world_size)
+        self.rows = settings.sequences_per_microbatch(runtime.data_ranks)
 
         self.recipe = load_recipe(config, runtime.device)
         # Data: the same validation set on every rank.
@@ -111,7 +111,7 @@ class _Trainer:
         resume_from = where_to_resume(config)
         self.module = load_model(config, runtime)
         check_tokens(self.windows.largest, self.module.vocab_size)
-        self.wrapped = Wrapped(self.module, config, runtime.device)
+        self.wrapped = Wrapped(self.module, config, runtime)
         self.model = self.wrapped.model
         if isinstance(self.module, HuggingFaceModel) and config.data.documents == "mask":
             check_documents(self.module, runtime.device)
@@ -186,8 +186,9 @@ class _Trainer:
         """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
         settings, recorder = self.config.train, self.recorder
         recorder.step_begins(step)
-        # Seed, step and rank determine dropout, so a checkpoint needs no random state.
-        entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
+        # Seed, step and rank determine dropout, so a checkpoint needs no random state. Tensor-parallel ranks draw the
+        # same for what each of them computes whole.
+        entropy = np.random.SeedSequence([settings.seed, step, self.runtime.loss_rank])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
         batches = [self._batch(step, microbatch) for microbatch in range(settings.num_microbatches)]
         inputs = torch.stack([each.inputs for each in batches])
@@ -200,21 +201,28 @@ class _Trainer:
         return loss
 
     def _batch(self, step: int, microbatch: int) -> Batch:
-        first = (microbatch * self.runtime.world_size + self.runtime.rank) * self.rows
+        first = (microbatch * self.runtime.data_ranks + self.runtime.data_rank) * self.rows
         batch = self.sampler.batch(step, slice(first, first + self.rows))
         check_tokens(batch.largest, self.module.vocab_size)
-        return batch.to(self.runtime.device)
+        return self._own_part(batch).to(self.runtime.device)
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """This rank's part of the sequences. Positions are whole: they say who may attend to whom."""
+        mesh, part = self.runtime.mesh, self.runtime.loss_rank % self.runtime.mesh.cp
+        return batch._replace(
+            inputs=batch.inputs.chunk(mesh.cp, dim=1)[part], targets=batch.targets.chunk(mesh.cp, dim=1)[part]
+        )
 
     def _document_arguments(self, step: int, batches: list[Batch]) -> list[Tensor]:
         """Arguments of ``_iteration``: none where all targets count, else weights, and under ``"mask"`` positions.
 
         A microbatch's mean counts by its share of the targets of all ranks, which every rank knows from the data alone.
-        Gradients are averaged over ranks, so the share is multiplied by their number.
+        Gradients are averaged over the ranks with other tokens, so the share is multiplied by their number.
         """
         if self.config.data.documents == "join":
             return []
         shares = torch.stack([(each.targets >= 0).sum() for each in batches]).double()
-        weights = shares * (self.runtime.world_size / max(1, self.sampler.counted(step)))
+        weights = shares * (self.runtime.loss_ranks / max(1, self.sampler.counted(step)))
         positions = [each.positions for each in batches if each.positions is not None]
         return [weights, torch.stack(positions)] if positions else [weights]
 
@@ -314,15 +322,16 @@ class _Trainer:
         """Mean loss over the fixed validation set, whose rows are divided over ranks. Equal on all ranks."""
         began = time.monotonic()
         self.model.eval()
-        ranks, joined = self.runtime.world_size, self.config.data.documents == "join"
-        batch = self.windows.rows(slice(self.runtime.rank, None, ranks)).to(self.runtime.device)
+        ranks, joined = self.runtime.data_ranks, self.config.data.documents == "join"
+        windows = self._own_part(self.windows)
+        batch = windows.rows(slice(self.runtime.data_rank, None, ranks)).to(self.runtime.device)
         total = counted = 0.0
         # All ranks run as many forwards as the first, which has the most rows: those of a sharded model are collective.
-        for first in range(0, -(-len(self.windows.inputs) // ranks), self.rows):
+        for first in range(0, -(-len(windows.inputs) // ranks), self.rows):
             part = batch.rows(slice(first, first + self.rows))
             # Where all targets count, sequences are counted: each has the same number of targets. No row counts 0.
             weight = float(len(part.inputs) if joined else (part.targets >= 0).sum())
-            part = part if len(part.inputs) else self.windows.rows(slice(0, 1)).to(self.runtime.device)
+            part = part if len(part.inputs) else windows.rows(slice(0, 1)).to(self.runtime.device)
             loss = float(self._loss(*part))
             total += loss * weight
             counted += weight
@@ -354,8 +363,8 @@ class _Trainer:
         runtime, settings = self.runtime, self.config.train
         self.display.message(
             f"{numel / 1e6:.2f}M parameters in {self.config.model.param_dtype}, {self.wrapped.num_buckets} buckets; "
-            f"{runtime.world_size} rank(s) on {runtime.device.type}, {settings.num_microbatches} microbatches of "
-            f"{self.rows} x {settings.sequence_length} tokens each"
+            f"{runtime.world_size} rank(s) on {runtime.device.type}{runtime.mesh.said}, {settings.num_microbatches} "
+            f"microbatches of {self.rows} x {settings.sequence_length} tokens each"
         )
         self.display.message(
             f"data: {self.corpus.description}; {format_rate(len(self.corpus.train))} tokens to train on, "

@@ -10,11 +10,11 @@ fsdp, hsdp             the module itself, after ``fully_shard``        the optim
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -22,16 +22,19 @@ from ... import fsdp
 from ...ddp import DistributedDataParallel, GraphedTrainingStep
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.contract.record import GradRecord
+from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import find_owned_params
 from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...fsdp import FSDPModule
 from ...fsdp.module import root_of, unit_of
 from ..config.run import Config, ConfigError, OptimizerConfig
+from ..model.cut_gpt import whole_of
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
 from ..parallelizing.graphed import graphed
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.muon import with_whole_matrices
 from ..parallelizing.parallelize import shard_units
+from .runtime import Runtime
 from .units import units_of
 
 __all__ = ["HeldParameter", "Wrapped"]
@@ -51,13 +54,14 @@ class HeldParameter(NamedTuple):
 class Wrapped:
     """A model, wrapped or sharded as ``config.parallel`` says, and its optimizer. Making one is collective.
 
-    module  on ``device``, in ``config.model.param_dtype``. A model of Hugging Face that is to be sharded has values on
-            the first rank, and may be on meta elsewhere
+    module  on the runtime's device, in ``config.model.param_dtype``. A model of Hugging Face that is to be sharded has
+            values on the first rank, and may be on meta elsewhere
     """
 
-    def __init__(self, module: LanguageModel, config: Config, device: torch.device) -> None:
+    def __init__(self, module: LanguageModel, config: Config, runtime: Runtime) -> None:
+        self._slices = {name: model_slice_of(param) for name, param in module.named_parameters()}
         self.parameters = [
-            HeldParameter(owned.param.numel(), owned.param.dtype, owned.delayed)
+            HeldParameter(math.prod(_whole_shape(owned.param)), owned.param.dtype, owned.delayed)
             for owned in find_owned_params(module)
             if owned.param.requires_grad
         ]
@@ -71,13 +75,16 @@ class Wrapped:
         self._max_norm: float | None = None
         muon = config.optimizer.muon_of(module)
         if config.fully_sharded:
-            self.model = _sharded(module, config, device)
+            self.model = _sharded(module, config, runtime)
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon)
             # Clipping is no hook of the optimizer: a captured step has none.
             self._max_norm = limit
             holder: Any = root_of(self.model)
         else:
-            self.model = holder = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon))
+            options: dict[str, Any] = {}
+            if runtime.tensor_group is not None:
+                options = {"process_group": runtime.loss_group, "tensor_parallel_group": runtime.tensor_group}
+            self.model = holder = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon), **options)
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures
         """Describes failed collectives."""
@@ -138,6 +145,11 @@ class Wrapped:
 
     def _whole_params(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name; one unit after the other is whole. Collective: take all of them on every rank."""
+        for name, param in self._held_params():
+            yield name, whole_of(param, self._slices[name])
+
+    def _held_params(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, but of this tensor-parallel rank."""
         if isinstance(self.model, DistributedDataParallel):
             yield from self._module.named_parameters()
             return
@@ -151,12 +163,13 @@ class Wrapped:
                     module.reshard()
 
 
-def _sharded(module: LanguageModel, config: Config, device: torch.device) -> FSDPModule:
-    settings = config.fsdp
+def _sharded(module: LanguageModel, config: Config, runtime: Runtime) -> FSDPModule:
+    settings, device = config.fsdp, runtime.device
     mesh: DeviceMesh | None = None  # all ranks there are
-    if config.num_instances > 1:
-        shape = (config.num_instances, dist.get_world_size() // config.num_instances)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner"))
+    if config.num_instances * runtime.mesh.tp > 1:
+        shape = (config.num_instances, runtime.loss_ranks // config.num_instances, runtime.mesh.tp)
+        made = init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner", "tp"))
+        mesh = made["outer", "inner"] if config.num_instances > 1 else made["inner"]
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
     if config.optimizer.state == "compact":  # shards have the dtype of the module, which is that of computation
@@ -193,6 +206,12 @@ def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups,
     vectors = {"params": lambda name, parameter: parameter.ndim < 2, "weight_decay": 0.0}
     groups = [*muon.groups, *([vectors] if own_group else [])]
     return make_optimizer(model, settings.optimizer_class, lr=settings.lr, param_groups=groups, **options)
+
+
+def _whole_shape(param: Tensor) -> tuple[int, ...]:
+    """The shape of the parameter that tensor-parallel ranks hold together."""
+    held = model_slice_of(param)
+    return tuple(param.shape) if held is None else held.shape
 
 
 def _digest(name: str, parameter: Tensor) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...ddp.torch_internals import tree_leaves, tree_map
 
-__all__ = ["count_rows", "cut", "own_copy", "to_double"]
+__all__ = ["count_rows", "cut", "own_copy", "part_of_tokens", "to_double"]
 
 
 def count_rows(batch: Any) -> int:
@@ -35,6 +35,22 @@ def cut(batch: Any, rows: int, start: int, end: int) -> Any:
         return is_list and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(each))
 
     return tree_map(lambda each: each[start:end] if has_rows(each) else each, batch, is_leaf=has_rows)
+
+
+def part_of_tokens(batch: Any, part: int, parts: int) -> Any:
+    """The ``part``-th of ``parts`` equal parts of each row: of all tensors with as many tokens, in dim 1, as the first.
+
+    Raises ``ValueError`` for a number of tokens that does not divide.
+    """
+    length = next((x.size(1) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 1), 0)
+    if not length or length % parts:
+        raise ValueError(f"rows of {length} tokens cannot be divided over {parts} context-parallel ranks")
+
+    def own(each: Any) -> Any:
+        has_tokens = isinstance(each, Tensor) and each.dim() > 1 and each.size(1) == length
+        return each.chunk(parts, 1)[part] if has_tokens else each
+
+    return tree_map(own, batch)
 
 
 def own_copy(batch: Any) -> Any:

@@ -38,6 +38,13 @@ class Piece(NamedTuple):
     name: str
     start: int
     values: Tensor
+    places: Tensor | None = None
+    """Where the elements lie, in a part of a parameter that ranks hold together; the first one is ``start``."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of ``whole``."""
+        flat = whole.reshape(-1)
+        return flat[self.start : self.start + len(self.values)] if self.places is None else flat[self.places]
 
 
 class Difference(NamedTuple):
@@ -76,7 +83,7 @@ class Allowed(NamedTuple):
                 for piece in held:
                     if piece.name == name:
                         start, values = piece.start, piece.values
-                        error = distance(values, tensor.reshape(-1)[start : start + len(values)])
+                        error = distance(values, piece.of(tensor))
                         errors[start] = max(error, errors.get(start, 0.0))
                         lengths[start] = len(values)
                         off_on += [rank] if error > self.by_name[name] else []

@@ -68,10 +68,10 @@ class Comparison:
         """Each rank's result. Raises what a rank raises."""
 
         def run() -> RankResult:
-            mine = [part for part in self.parts if part.rank == dist.get_rank()]
+            mine = [part for part in self.parts if part.rank == dist.get_rank() // way.ranks_of_row]
             return run_way(self.program, way, mine, setting, change)
 
-        return on_ranks(run, 1 + self.parts[-1].rank)
+        return on_ranks(run, (1 + self.parts[-1].rank) * way.ranks_of_row)
 
     def find_cause(self, off: Sequence[Difference]) -> Finding | None:
         """The first experiment that shows a cause.
@@ -86,8 +86,7 @@ class Comparison:
 
     def contents(self, piece: Piece) -> tuple[list[float], float, str]:
         """How often each part is contained in a gradient, in units of what is right; the rest; and both in words."""
-        end, count = piece.start + len(piece.values), len(self.parts)
-        of_parts = [plain.grads[piece.name].reshape(-1)[piece.start : end] for plain in self.plains]
+        count, of_parts = len(self.parts), [piece.of(plain.grads[piece.name]) for plain in self.plains]
         factors, rest = parts_in(piece.values, of_parts)
         shares = [factor * count for factor in factors]
         listed = [f"{round(share, 2) + 0.0:.2f} of {part}" for share, part in zip(shares, self.parts, strict=True)]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from .findings import Cause, Finding, Verification, VerificationError, WayResult
 from .judge import judge
 from .plain import Part, Plain, mean_of, run_exact, run_parts, run_whole
 from .program import Loss, Program, Step
-from .ways import WAYS, Setting
+from .ways import WAYS, Cut, Setting, cut_by_tp_plan
 
 __all__ = [
     "Cause",
@@ -50,6 +50,8 @@ def verify(
     units: Callable[[nn.Module], Iterable[nn.Module]] = default_units,
     expert_process_group: WorldOfOne | Callable[[], Ranks] | None = None,
     muon: Mapping[str, Any] | None = None,
+    tensor_parallel: Cut | Literal["tp_plan"] | None = None,
+    context_parallel: Cut | None = None,
     accept: Collection[str] = (),
     seed: int = 0,
 ) -> Verification:
@@ -67,7 +69,7 @@ def verify(
     step                  ``step(model, batch)``, which calls the model and returns the loss, instead of ``loss``
     ranks                 number of simulated ranks
     num_microbatches      of each rank; all but the last run under ``no_sync``
-    ways                  names of ``WAYS``; None: all of them
+    ways                  names of ``WAYS``; None: all of them for which there is what they need
     units                 given a model, the modules inside it that ``fully_shard`` makes units, and that recompute
                           recomputes; the default: the members of its outermost ``nn.ModuleList``s, or of its
                           ``nn.Sequential``s if it has no list
@@ -75,14 +77,24 @@ def verify(
                           returns what ``DistributedDataParallel`` takes by this name; or ``WORLD_OF_ONE``
     muon                  options of ``maingrad.ddp.muon_groups``, perhaps none: the step is then Muon's for matrices
                           and AdamW's for the rest. None: AdamW's
+    tensor_parallel       ``tensor_parallel(model, mesh)`` cuts a copy of the model over the ranks of a mesh of one
+                          dim, as ``parallelize_module`` does: the ways with ``tp`` in their names have two such ranks
+                          for each of ``ranks``. "tp_plan": as transformers does by the model's own plan
+    context_parallel      ``context_parallel(model, mesh)`` lets a copy of the model take its rank's part of the tokens
+                          of each row, as by ``maingrad.launch.ulysses``: so for the ways with ``cp`` in their names.
+                          The batch's tensors have the tokens in dim 1
     accept                causes (``Cause``) that are notes, not errors
     seed                  of everything random
+
+    Ways with ``tp`` and ``cp`` are left out where forwards draw random numbers.
 
     Raises ``ValueError`` for an unknown way or cause, for rows that ranks times microbatches do not divide, for an
     output that is no loss, and for a model without trainable parameters. Raises what the program raises in plain
     PyTorch.
     """
-    _check_options(ways, accept, ranks, num_microbatches)
+    by_plan: Cut | None = cut_by_tp_plan if tensor_parallel == "tp_plan" else tensor_parallel
+    setting = Setting(units, expert_process_group, {}, muon, by_plan, context_parallel)
+    _check_options(ways, accept, ranks, num_microbatches, setting)
     program = Program(model, loss, step, seed)
     state = ProcessState.capture()
     try:
@@ -92,8 +104,8 @@ def verify(
                 own_copy(batch),
                 ranks,
                 num_microbatches,
-                ways or WAYS,
-                Setting(units, expert_process_group, muon=muon),
+                ways or [name for name, way in WAYS.items() if setting.fits(way)],
+                setting,
             )
     except Exception as error:
         # From the program's first frame on; all frames where the library itself has raised.
@@ -104,12 +116,17 @@ def verify(
     return found.accepting(accept)
 
 
-def _check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
+def _check_options(
+    ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int, setting: Setting
+) -> None:
     """Raise ``ValueError`` for an unknown way or cause, or too few ways, ranks or microbatches."""
     for what, given, known in (("way", ways or (), list(WAYS)), ("cause", accept, list(Cause))):
         for each in given:
             if each not in known:
                 raise ValueError(f"{str(each)!r} is no {what}: choose of {', '.join(known)}")
+    for name in ways or ():
+        if not setting.fits(WAYS[name]):
+            raise ValueError(f"way {name!r} needs {WAYS[name].cut}=, a function of the model and a mesh")
     if ways is not None and not ways:
         raise ValueError("ways names none: leave it None for all")
     if ranks < 1 or num_microbatches < 1:
@@ -253,7 +270,8 @@ def _compare(
             )
         )
 
-    if program is not comparison.program:  # gradients may be larger than those with each draw at its mean
+    is_random = program is not comparison.program
+    if is_random:  # gradients may be larger than those with each draw at its mean
         plains = run_parts(program, comparison.parts)
         allowed = allowed_between(mean_of(plains), None, whole.eps)
         comparison = replace(comparison, program=program, plains=plains, allowed=allowed)
@@ -261,6 +279,8 @@ def _compare(
     norm_error = abs(total_norm(mean.values()) - norm) / max(norm, 1e-30)
     results, found = [], dict[Any, dict[str, Finding]]()
     for name in ways:
+        if is_random and WAYS[name].cut is not None:
+            continue
         row, finding = judge(name, WAYS[name], comparison)
         row = replace(row, ok=row.ok and not off, grad_error=max(row.grad_error, differences[0].error))
         results.append(replace(row, norm_error=max(row.norm_error, norm_error)))

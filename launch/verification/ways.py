@@ -1,8 +1,9 @@
 """The ways in which the library runs a model, and one iteration of a model in one way on one rank."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,17 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...ddp import DistributedDataParallel, clip_grad_norm
 from ...ddp.collectives.rank_grid import Ranks
+from ...ddp.plan.model_slice import ModelSlice
 from ...ddp.torch_grads.muon_groups import MuonGroups, muon_groups
 from ...fsdp import MixedPrecisionPolicy
 from ...te_integration import WgradQueue, delayed_wgrad
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.parallelize import parallelize
-from .batches import own_copy
+from .batches import own_copy, part_of_tokens
 from .comparison import Piece
 from .plain import Part, Prepare
 from .program import Program, set_seed
 
-__all__ = ["WAYS", "RankResult", "Setting", "Way", "run_way"]
+__all__ = ["WAYS", "RankResult", "Setting", "Way", "cut_by_tp_plan", "run_way"]
 
 _NO_CLIPPING = 1e30
 """Norm at which gradients are clipped: the norm is computed, and nothing changes."""
@@ -38,6 +40,8 @@ class Way(NamedTuple):
     """Activations of each unit are computed again in backward."""
     delayed: bool = False
     """Weight gradients are computed after each backward, from a ``WgradQueue``."""
+    cut: Literal["tensor_parallel", "context_parallel"] | None = None
+    """Two ranks compute each row together: they hold the model together, or have half of the tokens each."""
     options: Mapping[str, Any] = {}
     """Further options of ``parallelize``, which overlaps reductions and gathers unless they say otherwise. A function
     is called on each rank."""
@@ -46,6 +50,11 @@ class Way(NamedTuple):
     def shards_parameters(self) -> bool:
         """Whether ``fully_shard`` runs the model, in units."""
         return self.parallel in ("zero3", "hsdp")
+
+    @property
+    def ranks_of_row(self) -> int:
+        """How many ranks compute each row together."""
+        return 1 if self.cut is None else 2
 
 
 def _instances() -> DeviceMesh:
@@ -70,8 +79,23 @@ WAYS: Mapping[str, Way] = {
     "fsdp_delayed": Way("zero3", converted=True, delayed=True),
     "fsdp_once": Way("zero3", converted=True, options={"reduce_every_microbatch": False}),
     "hsdp_converted": Way("hsdp", converted=True, options={"mesh": _instances}),
+    "ddp_tp": Way("ddp", cut="tensor_parallel"),
+    "zero1_tp_converted": Way("zero1", converted=True, cut="tensor_parallel"),
+    "zero1_cp_converted": Way("zero1", converted=True, cut="context_parallel"),
+    "fsdp_cp_converted": Way("zero3", converted=True, cut="context_parallel"),
 }
 """By name. All of them accumulate microbatches under ``no_sync``."""
+
+
+Cut = Callable[[nn.Module, DeviceMesh], object]
+"""Changes a copy of the model, given the mesh of the ranks that compute its rows together."""
+
+
+def cut_by_tp_plan(model: Any, mesh: DeviceMesh) -> None:
+    """Cut a model of Hugging Face as its ``tp_plan`` says. transformers itself does so where it loads one."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
 
 
 class Setting(NamedTuple):
@@ -85,6 +109,15 @@ class Setting(NamedTuple):
     """Options of AdamW."""
     muon: Mapping[str, Any] | None = None
     """Options of ``muon_groups``; None: AdamW updates all parameters."""
+
+    tensor_parallel: Cut | None = None
+    """Cuts a model over tensor-parallel ranks."""
+    context_parallel: Cut | None = None
+    """Lets a model take its rank's part of the tokens of each row."""
+
+    def fits(self, way: Way) -> bool:
+        """Whether there is what the way needs."""
+        return way.cut is None or getattr(self, way.cut) is not None
 
     def matrices(self, module: nn.Module) -> MuonGroups:
         """The parameters that Muon updates."""
@@ -118,6 +151,15 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
     muon = setting.matrices(module)
     if way.parallel == "zero1":
         options["keep_matrices_whole"] = muon.matrices
+    part = (0, 1)  # of the tokens of each row
+    if way.cut is not None:
+        rows = dist.get_world_size() // way.ranks_of_row
+        mesh = init_device_mesh("cpu", (rows, way.ranks_of_row), mesh_dim_names=("rows", "cut"))
+        getattr(setting, way.cut)(module, mesh["cut"])
+        if way.cut == "tensor_parallel":
+            options["mesh"] = mesh["rows"]
+        else:
+            part = mesh.get_local_rank("cut"), way.ranks_of_row
     units = [*setting.units(module)]
     recompute = way.recompute and bool(units)
     model: Any = parallelize(module, way.parallel, units=units, fuse=way.converted, recompute=recompute, **options)
@@ -131,11 +173,12 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
         optimizer = make_optimizer(model, max_grad_norm=_NO_CLIPPING, param_groups=muon.groups, **setting.adamw)
     # 3. the microbatches
     queue = WgradQueue()
-    for index, part in enumerate(parts):
+    for index, each in enumerate(parts):
+        batch = own_copy(each.batch) if part == (0, 1) else part_of_tokens(own_copy(each.batch), *part)
         with nullcontext() if index + 1 == len(parts) else model.no_sync():
-            set_seed(program.seed + part.draw)
+            set_seed(program.seed + each.draw)
             with delayed_wgrad(queue) if way.delayed else nullcontext():
-                loss = program.loss_of(model, own_copy(part.batch))
+                loss = program.loss_of(model, batch)
             (loss / len(parts)).backward()
             queue.drain()
     model.finish_grad_sync()
@@ -152,7 +195,8 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
         weights = [Piece(param.shard.name, param.shard.start, _flat(param)) for param in held]
         records = [record for unit in model.units for bucket in unit.buckets for record in bucket.records]
     else:
-        weights = [Piece(name, 0, _flat(param)) for name, param in module.named_parameters()]
+        pieces = (Piece(name, 0, _flat(param)) for name, param in module.named_parameters())
+        weights = [_in_whole(piece, model.model_slices.get(piece.name)) for piece in pieces]
         records = model.records
     return RankResult(grads, float(optimizer.grad_norm), weights, sum(record.num_fused_writes for record in records))
 
@@ -165,7 +209,18 @@ def _held_grads(model: DistributedDataParallel) -> Iterator[Piece]:
             base = slot.start - bucket.layout.start
             start, end = max(base, first), min(slot.end - bucket.layout.start, last)
             if start < end:
-                yield Piece(slot.spec.name, start - base, bucket.reduced[start - first : end - first].clone())
+                piece = Piece(slot.spec.name, start - base, bucket.reduced[start - first : end - first].clone())
+                yield _in_whole(piece, model.model_slices.get(piece.name))
+
+
+def _in_whole(piece: Piece, held: ModelSlice | None) -> Piece:
+    """A piece of the parameter that tensor-parallel ranks hold together, where ``piece`` is of this rank's slice."""
+    if held is None or held.dim is None:
+        return piece
+    places = torch.arange(math.prod(held.shape)).view(held.shape)
+    own = [places[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))] for box in held.boxes]
+    found = torch.cat(own, held.dim).reshape(-1)[piece.start : piece.start + len(piece.values)]
+    return Piece(piece.name, int(found[0]) if len(found) else 0, piece.values, found)
 
 
 def _flat(tensor: Tensor) -> Tensor:

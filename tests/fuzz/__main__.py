@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from apart import Child, finished, run_apart, shrink_apart, start, warm_up
 from drawing import draw_any
+from mesh_programs import Meshes
 from pipeline_programs import Pipeline
 from programs import Block, Model, Program, dimensions
 from recipe_programs import Recipes
@@ -42,7 +43,7 @@ SHRINKING_SECONDS = 120.0
 """That a finding is made simple for."""
 
 
-def report(seed: int, program: Program | Pipeline | Run | Recipes, outcome: Outcome, simple: bool) -> str:
+def report(seed: int, program: Program | Pipeline | Run | Recipes | Meshes, outcome: Outcome, simple: bool) -> str:
     """A finding in full."""
     title = f"{outcome.kind}: {'made simple from ' if simple else ''}seed {seed}"
     source = script(program, title, compares=outcome.kind.startswith("differs"))

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from mesh_programs import Meshes
 from pipeline_programs import Pipeline
 from programs import Program
 from recipe_programs import Recipes
@@ -106,7 +107,7 @@ def run_apart(task: Callable[[], Any], limit: float) -> Any:
 
 
 def shrink_apart(
-    program: Program | Pipeline | Run | Recipes, kind: str, limit: float, seconds: float
+    program: Program | Pipeline | Run | Recipes | Meshes, kind: str, limit: float, seconds: float
 ) -> tuple[Program, Outcome]:
     """The simplest program of the same kind of finding, and what comes of it; each try in a process of its own."""
 
@@ -117,7 +118,7 @@ def shrink_apart(
     return small, run_apart(lambda: run_program(small), limit)
 
 
-def warm_up(program: Program | Pipeline | Run | Recipes) -> None:
+def warm_up(program: Program | Pipeline | Run | Recipes | Meshes) -> None:
     """Import what is imported late, here instead of in every child."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(None):
         warnings.simplefilter("ignore")

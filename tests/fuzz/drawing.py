@@ -12,6 +12,7 @@ from extras import AFTER, DURING
 from gradients import CHANGES, WAYS
 from graphed_steps import AS_ONE_CALL, FUSED, HOST_READS
 from layers import HUGGING_FACE, KINDS, all_paths
+from mesh_programs import Meshes, draw_meshes
 from microbatches import PATTERNS
 from pipeline_programs import Pipeline, draw_pipeline
 from programs import (
@@ -71,12 +72,18 @@ RECIPES = 24
 """Likewise, training under a recipe."""
 
 
-def draw_any(seed: int) -> Program | Pipeline | Run | Recipes:
+MESHED = 24
+"""Likewise, training of a model that tensor-parallel ranks hold together."""
+
+
+def draw_any(seed: int) -> Program | Pipeline | Run | Recipes | Meshes:
     """The program of a seed, of any family."""
     if seed % RUNS == RUNS - 2:
         return draw_run(seed)
     if seed % RECIPES == RECIPES - 6:
         return draw_recipes(seed)
+    if seed % MESHED == MESHED - 12:
+        return draw_meshes(seed)
     return draw_pipeline(seed) if seed % PIPELINES == PIPELINES - 1 else draw(seed)
 
 

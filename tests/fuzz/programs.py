@@ -309,6 +309,7 @@ def _count(value: Any, name: str, found: Counter[tuple[str, str]]) -> None:
         "pipeline.order",
         "run.order",
         "recipes.order",
+        "meshes.order",
         "unitof.path",
         "extra.where",
         "damage.seed",

@@ -27,6 +27,7 @@ class Leg:
     steps: int = 2
     """How many it takes before it is interrupted; those of the last leg are all that are left."""
     ranks: int = 2
+    """That have other sequences."""
     parallel: str = "zero1"
     microbatches: int = 1
     recompute: str = "none"
@@ -34,6 +35,8 @@ class Leg:
     fused: bool = True
     older: bool = False
     """It goes on from the checkpoint of the leg before the last."""
+    tp: int = 1
+    cp: int = 1
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Run:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """As other programs have them: so many ranks."""
-        return tuple(Phase(leg.ranks, garbage=self.garbage) for leg in self.legs)
+        return tuple(Phase(leg.ranks * leg.tp * leg.cp, garbage=self.garbage) for leg in self.legs)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -95,7 +98,7 @@ def valid_run(run: Run) -> Run:
 
 def draw_run(seed: int) -> Run:
     """The run of a seed."""
-    dice = random.Random(f"run {seed}")
+    dice, of_meshes = random.Random(f"run {seed}"), random.Random(f"mesh of run {seed}")
 
     def one_of(weights: Mapping[T, float]) -> T:
         return dice.choices(list(weights), list(weights.values()))[0]
@@ -118,6 +121,8 @@ def draw_run(seed: int) -> Run:
                 Leg(
                     steps=one_of({1: 1, 2: 1, 3: 1}),
                     ranks=one_of({1: 1, 2: 2, 3: 1}),
+                    tp=of_meshes.choice((1, 1, 2)),
+                    cp=of_meshes.choice((1, 1, 2)),
                     parallel=dice.choice(PARALLELS),
                     microbatches=one_of({1: 1, 2: 1}),
                     recompute=one_of({"none": 3, "blocks": 1, "attention": 1, "operators": 1}),
@@ -198,6 +203,7 @@ def _document(run: Run, leg: Leg) -> str:
         },
         "checkpoint": {"background": leg.background},
     }
+    sections |= {"mesh": {"tp": leg.tp, "cp": leg.cp}} if leg.tp * leg.cp > 1 else {}
     sections |= {"ddp": {"num_distributed_optimizer_instances": 2}} if leg.parallel == "hybrid" else {}
     sections |= {"fsdp": {"num_instances": 2}} if leg.parallel == "hsdp" else {}
     return f"{sections!r} | dict(files={run.files})"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import vocabulary
 from comparison import Differs, compare
+from mesh_programs import Meshes
 from pipeline_programs import Pipeline
 from programs import Phase, Program
 from recipe_programs import Recipes
@@ -44,7 +45,7 @@ class Outcome:
         return self.kind not in ("fine", "refused")
 
 
-def run_program(program: Program | Pipeline | Run | Recipes) -> Outcome:
+def run_program(program: Program | Pipeline | Run | Recipes | Meshes) -> Outcome:
     """Both ways, and compared."""
     names = vocabulary.namespace()
     source = program_source(program)
@@ -60,7 +61,7 @@ def run_program(program: Program | Pipeline | Run | Recipes) -> Outcome:
         gc.unfreeze()
 
 
-def _run_both(program: Program | Pipeline | Run | Recipes, names: dict[str, Any]) -> Outcome:
+def _run_both(program: Program | Pipeline | Run | Recipes | Meshes, names: dict[str, Any]) -> Outcome:
     expected = [[{} for _ in range(phase.ranks)] for phase in program.phases]
     try:
         names["plain"](expected)
@@ -75,8 +76,13 @@ def _run_both(program: Program | Pipeline | Run | Recipes, names: dict[str, Any]
 
 
 def _run_phase(
+<<<<<<< HEAD
     program: Program | Pipeline | Run | Recipes,
     index: int,
+=======
+    program: Program | Pipeline | Run | Recipes | Meshes,
+    phase: Phase,
+>>>>>>> h/meshlaunch
     train: Callable[..., None],
     expected: list[dict[str, Any]],
     folder: str,

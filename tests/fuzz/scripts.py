@@ -3,6 +3,7 @@
 import re
 
 import vocabulary
+from mesh_programs import Meshes
 from pipeline_programs import Pipeline
 from programs import Program
 from recipe_programs import Recipes
@@ -10,7 +11,7 @@ from run_programs import Run
 from sources import program_source, tolerance_of
 
 
-def script(program: Program | Pipeline | Run | Recipes, title: str, *, compares: bool = True) -> str:
+def script(program: Program | Pipeline | Run | Recipes | Meshes, title: str, *, compares: bool = True) -> str:
     """Python that runs the program and compares it with plain PyTorch; without ``compares``, that only runs it."""
     body = program_source(program)
     if not compares:
@@ -23,12 +24,12 @@ def script(program: Program | Pipeline | Run | Recipes, title: str, *, compares:
     return "\n".join(head) + re.sub(r"\n{4,}", "\n\n\n", body)
 
 
-def default_dtype(program: Program | Pipeline | Run | Recipes) -> str:
+def default_dtype(program: Program | Pipeline | Run | Recipes | Meshes) -> str:
     """Of tensors that nobody says anything about; bf16 parameters are rounded from it."""
     return "float32" if program.dtype in ("bfloat16", "autocast") else program.dtype
 
 
-def _main(program: Program | Pipeline | Run | Recipes, compares: bool, *, with_folder: bool) -> str:
+def _main(program: Program | Pipeline | Run | Recipes | Meshes, compares: bool, *, with_folder: bool) -> str:
     lines = ['if __name__ == "__main__":']
     lines.append(f"    found = [[{{}} for rank in range(ranks)] for ranks in {[p.ranks for p in program.phases]}]")
     if compares:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from mesh_programs import Meshes, simpler_meshes, valid_meshes
 from pipeline_programs import Pipeline, simpler_pipelines, valid_pipeline
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Second, UnitOf
 from recipe_programs import Recipes, simpler_recipes, valid_recipes
 from run_programs import Run, simpler_runs, valid_run
 from valid import valid
 
-T = TypeVar("T", Program, Pipeline, Run, Recipes)
+T = TypeVar("T", Program, Pipeline, Run, Recipes, Meshes)
 Way = Callable[[Program], Iterator[Program]]
 
 
@@ -45,6 +46,8 @@ def _valid(program: T) -> T:
         return valid_pipeline(program)
     if isinstance(program, Recipes):
         return valid_recipes(program)
+    if isinstance(program, Meshes):
+        return valid_meshes(program)
     return valid_run(program) if isinstance(program, Run) else valid(program)
 
 
@@ -78,6 +81,9 @@ def simpler(program: Any) -> Iterator[Any]:
         return
     if isinstance(program, Run):
         yield from simpler_runs(program)
+        return
+    if isinstance(program, Meshes):
+        yield from simpler_meshes(program)
         return
     if isinstance(program, Recipes):
         yield from simpler_recipes(program)

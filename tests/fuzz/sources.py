@@ -7,6 +7,7 @@ from extras import DURING, saves_beside, takes_states, write_extra, write_free_d
 from gradients import write_gradients
 from graphed_steps import write_call, write_graphed_step, write_remade
 from layers import expert_paths, lines_of_model
+from mesh_programs import Meshes, meshes_source
 from microbatches import write_failing, write_micro
 from pen import Pen
 from pipeline_programs import Pipeline
@@ -30,7 +31,7 @@ from wrappers import (
 )
 
 
-def program_source(program: Program | Pipeline | Run | Recipes) -> str:
+def program_source(program: Program | Pipeline | Run | Recipes | Meshes) -> str:
     """The functions ``make_model``, ``make_plain``, ``train_0`` and so on, and ``plain``."""
     if isinstance(program, Pipeline):
         return pipeline_source(program)
@@ -38,10 +39,12 @@ def program_source(program: Program | Pipeline | Run | Recipes) -> str:
         return run_source(program)
     if isinstance(program, Recipes):
         return recipes_source(program)
+    if isinstance(program, Meshes):
+        return meshes_source(program)
     return "\n".join([*_makers(program), *_trainers(program), *_plain(program)])
 
 
-def tolerance_of(program: Program | Pipeline | Run | Recipes) -> float:
+def tolerance_of(program: Program | Pipeline | Run | Recipes | Meshes) -> float:
     """How far a tensor may be from what plain PyTorch computes, relative to its norm.
 
     fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
@@ -61,6 +64,8 @@ def tolerance_of(program: Program | Pipeline | Run | Recipes) -> float:
         return 3e-4
     if isinstance(program, Recipes):  # the same kernels
         return 0.0
+    if isinstance(program, Meshes):
+        return 1e-4
     if isinstance(program, Pipeline):
         return 1e-6 if program.clip is not None else 1e-9
     if program.dtype in ("bfloat16", "autocast"):

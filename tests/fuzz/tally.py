@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 
+from mesh_programs import Meshes
 from pipeline_programs import Pipeline
 from programs import Program, dimensions
 from recipe_programs import Recipes
@@ -22,7 +23,7 @@ class Tally:
         self._refused: Counter[tuple[str, str]] = Counter()
         self._times: Counter[tuple[str, str]] = Counter()
 
-    def add(self, seed: int, program: Program | Pipeline | Run | Recipes, outcome: Outcome) -> None:
+    def add(self, seed: int, program: Program | Pipeline | Run | Recipes | Meshes, outcome: Outcome) -> None:
         """One more program."""
         self.outcomes["found" if outcome.is_finding else outcome.kind] += 1
         if outcome.is_finding:

@@ -11,6 +11,8 @@ import user_checkpoints
 import valid
 from drawing import OPTIMIZERS, draw, draw_any
 from graphed_steps import AS_ONE_CALL
+from mesh_programs import CONVERTED, CUTS, MESHES, Meshes, draw_meshes, valid_meshes
+from mesh_programs import WRAPPERS as MESH_WRAPPERS
 from pipeline_programs import OF_A_ROW, SCHEDULES, Pipeline, draw_pipeline, valid_pipeline
 from programs import Program, dimensions, wrapper_kind
 from recipe_programs import AMONG, BEFORE, KINDS, WRAPPERS, Recipes, draw_recipes, valid_recipes
@@ -114,6 +116,7 @@ def test_runs_are_drawn_and_valid() -> None:
     legs = [leg for run in found for leg in run.legs]
     assert {leg.parallel for leg in legs} == set(PARALLELS)
     assert {leg.ranks for leg in legs} == {1, 2, 3}
+    assert {(leg.tp, leg.cp) for leg in legs} == {(1, 1), (1, 2), (2, 1), (2, 2)}
     assert {(run.source, run.documents) for run in found} == {
         (source, documents) for source in ("text", "tokens", "megatron") for documents in ("join", "mask", "pad")
     }
@@ -131,6 +134,20 @@ def test_programs_under_recipes_are_drawn_and_valid() -> None:
     assert {(program.wrapper, program.kind) for program in found} == {(w, k) for w in WRAPPERS for k in KINDS}
 
 
+def test_programs_on_meshes_are_drawn_and_valid() -> None:
+    """One in 24 seeds is one; each cut comes with each wrapper on each mesh."""
+    assert [isinstance(draw_any(seed), Meshes) for seed in range(48)] == [seed % 24 == 12 for seed in range(48)]
+    found = [draw_meshes(seed) for seed in range(COUNT)]
+    assert all(valid_meshes(program) == program for program in found)
+    assert {(each.wrapper, each.cut, each.mesh) for each in found} == {
+        (wrapper, cut, mesh) for wrapper in MESH_WRAPPERS for cut in CUTS for mesh in MESHES
+    }
+    assert {(each.converted, each.sequence) for each in found} == {(c, s) for c in CONVERTED for s in (False, True)}
+    assert {(each.hidden, each.clip, each.adam) for each in found} == {
+        (hidden, clip, adam) for hidden in (7, 8) for clip in (None, 0.3) for adam in (False, True)
+    }
+
+
 @pytest.mark.slow
 def test_programs_are_written_as_python(drawn: list[Program]) -> None:
     for program in [
@@ -138,5 +155,6 @@ def test_programs_are_written_as_python(drawn: list[Program]) -> None:
         *map(draw_pipeline, range(COUNT)),
         *map(draw_run, range(COUNT)),
         *map(draw_recipes, range(COUNT)),
+        *map(draw_meshes, range(COUNT)),
     ]:
         compile(program_source(program), "<program>", "exec")

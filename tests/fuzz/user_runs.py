@@ -41,7 +41,7 @@ def run_of(folder, configuration, resume="auto", interrupted_after=None):
     dist.barrier()
     bookkeeping = {"sequence_length": 8, "eval_every": 100, "eval_sequences": 6, "save_every": 100, "device": "cpu"}
     bookkeeping |= {"out_dir": f"{folder}/run", "resume": resume}
-    model = {"dim": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32, "context_length": 16}
+    model = {"dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 32, "context_length": 16}
     sections["model"] = sections["model"] | model
     sections["data"] = sections["data"] | {"paths": paths}
     sections["train"] = sections["train"] | bookkeeping

@@ -14,6 +14,7 @@ import plain_modules
 import plain_training
 import user_beside
 import user_checkpoints
+import user_meshes
 import user_models
 import user_recipes
 import user_runs
@@ -30,6 +31,7 @@ OURS = (
     comparison,
     user_runs,
     user_recipes,
+    user_meshes,
 )
 
 LIBRARY = {
@@ -48,7 +50,7 @@ LIBRARY = {
     ),
     "maingrad.fsdp": ("MixedPrecisionPolicy", "fully_shard", "translate_state_dicts"),
     "maingrad.kernels.quantized": ("Element", "QuantSpec", "ScaleForm"),
-    "maingrad.launch": ("simulate",),
+    "maingrad.launch": ("make_optimizer", "parallelize", "simulate"),
     "maingrad.launch.config.file": ("structure",),
     "maingrad.launch.data.indexed": ("write_indexed",),
     "maingrad.launch.training.signals": ("StopRequest",),
@@ -75,6 +77,13 @@ TORCH = {
     "dist": "import torch.distributed as dist",
     "F": "import torch.nn.functional as F",
     "nn": "from torch import nn",
+    "DTensor": "from torch.distributed.tensor import DTensor",
+    "Replicate": "from torch.distributed.tensor import Replicate",
+    "Shard": "from torch.distributed.tensor import Shard",
+    "ColwiseParallel": "from torch.distributed.tensor.parallel import ColwiseParallel",
+    "RowwiseParallel": "from torch.distributed.tensor.parallel import RowwiseParallel",
+    "SequenceParallel": "from torch.distributed.tensor.parallel import SequenceParallel",
+    "parallelize_module": "from torch.distributed.tensor.parallel import parallelize_module",
     "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
     "contextmanager": "from contextlib import contextmanager",
     "nullcontext": "from contextlib import nullcontext",

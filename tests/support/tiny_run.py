@@ -36,6 +36,7 @@ def tiny_document(folder: Path, *, parallel: str = "zero1", **sections: dict[str
         "optimizer": _OPTIMIZER,
         "ddp": _DDP,
         "fsdp": {},
+        "mesh": {},
         "checkpoint": {},
         "logging": {},
         "profile": {},

@@ -58,7 +58,7 @@ FAULTS = [
                 "_Trainer._document_arguments",
                 """
                 shares = torch.stack([(each.targets >= 0).sum() for each in batches]).double()
-                weights = shares * (self.runtime.world_size / max(1, self.sampler.counted(step)))
+                weights = shares * (self.runtime.loss_ranks / max(1, self.sampler.counted(step)))
                 """,
                 "weights = torch.full([len(batches)], 1 / len(batches), dtype=torch.float64)",
             ),

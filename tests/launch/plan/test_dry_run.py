@@ -50,6 +50,23 @@ def test_it_prints_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert not (tmp_path / "run").exists(), "nothing is written"
 
 
+def test_it_prints_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = ["--mesh.tp", "2", "--mesh.cp", "2", "--mesh.dp", "3"]
+    assert main(["train", str(tiny_toml(tmp_path)), "--dry-run", "--ranks", "12", *flags]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for fact in (
+        'parallel = "zero1" on 12 ranks (tp 2, cp 2)',
+        "at rest ┃ over 6 ranks",
+        "of parameters that are not cut, over 2 times as many ranks",
+        "sums of tensor-parallel ranks │ 2 │ 16",
+        "parts of sequences for heads │ 2 │ 32",
+        "the run: 6 steps on 12 rank(s)",
+        "microbatches of a step │ 2 of 4 x 24",
+        "tokens of a step │ 576",
+    ):
+        assert fact in said, said
+
+
 def test_what_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match=r"train\.global_batch_size = 24: must be a multiple of .* = 2 \* 7 = 14"):
         dry_run(tiny_config(tmp_path), 7)

@@ -17,11 +17,13 @@ from maingrad.ddp.plan.layout import BucketLayout, ParamSpec, plan_gradients
 from maingrad.ddp.torch_grads.muon import update_flops
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
-from maingrad.launch.model.gpt import build_model
+from maingrad.launch.model.gpt import GPT, build_model
 from maingrad.launch.parallelizing.muon import with_whole_matrices
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.rank_bytes import PlacedBucket, rank_bytes
 from maingrad.launch.plan.tables import format_bytes, plan_tables
+from maingrad.launch.training.loading import load_model
+from maingrad.launch.training.runtime import current_runtime
 
 
 def printed(config_folder: Path, ranks: int, **sections: Any) -> str:
@@ -48,9 +50,11 @@ class Allocated(NamedTuple):
 
 def allocate(config: Config) -> Allocated:
     settings, is_compact = config.optimizer, config.optimizer.state == "compact"
-    module = build_model(config.model, seed=0)
+    runtime = current_runtime("cpu", config.mesh)
+    module = load_model(config, runtime)
+    assert isinstance(module, GPT)
     muon = settings.muon_of(module)
-    model = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon))
+    model = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon), process_group=runtime.loss_group)
     dtype = getattr(torch, settings.moment_dtype) if is_compact else None
     optimizer = DistributedOptimizer(
         model,
@@ -59,7 +63,7 @@ def allocate(config: Config) -> Allocated:
         state=settings.state,
         moment_dtype=dtype,
     )
-    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    tokens = torch.randint(256, (2, 16 // config.mesh.cp), generator=torch.Generator().manual_seed(dist.get_rank()))
     with model.record_timeline() as timeline:
         model(tokens, tokens).backward()
         model.finish_grad_sync()
@@ -130,6 +134,27 @@ def test_plan_is_what_training_allocates(
     for bucket, (_, _, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
         inside = bucket.traffic.reduce_inside
         assert inside == (2 if parallel == "ddp" else 1) * nbytes * (plan.inner_size - 1) // plan.inner_size
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("parallel", "mesh", "ranks"), [("ddp", {"tp": 2}, 2), ("zero1", {"tp": 2}, 4), ("hybrid", {"tp": 2, "cp": 2}, 8)]
+)
+def test_plan_of_tensor_parallel_ranks_is_what_training_allocates(
+    tmp_path: Path, param_dtype: str, parallel: str, mesh: dict[str, int], ranks: int
+):
+    config = tiny_config(tmp_path, parallel=parallel, mesh=mesh, model={"param_dtype": param_dtype})
+    plan = plan_run(config, ranks)
+    assert plan.parameters == plan_run(tiny_config(tmp_path), 1).parameters, "those of the whole model"
+    held = simulate(allocate, ranks, config)
+    assert held[0].layouts == [bucket.layout for bucket in plan.buckets]
+    assert {bucket.layout.grid_name for bucket in plan.buckets} == {"slice", "dense"}
+    assert {(rank.parameters, rank.gradients) for rank in held} == {plan.rank_bytes[:2]}
+    assert max(rank.masters for rank in held) == plan.rank_bytes.masters
+    assert max(rank.moments for rank in held) == plan.rank_bytes.moments
+    for bucket, (_, _, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
+        over = plan.inner_size * (2 if bucket.layout.grid_name == "dense" else 1)
+        assert bucket.traffic.reduce_inside == (2 if parallel == "ddp" else 1) * nbytes * (over - 1) // over
 
 
 def test_plan_of_released_gradients(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from maingrad.ddp.plan.layout import BucketLayout
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
-from maingrad.launch.model.gpt import build_model
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.tables import plan_tables
+from maingrad.launch.training.loading import load_model
+from maingrad.launch.training.runtime import current_runtime
 from maingrad.launch.training.wrapping import Wrapped
 from maingrad.te_integration.wgrad_queue import drain_modules
 
@@ -39,7 +40,8 @@ class Held(NamedTuple):
 
 
 def train_two_steps(config: Config) -> Held:
-    wrapped = Wrapped(build_model(config.model, seed=0), config, torch.device("cpu"))
+    runtime = current_runtime("cpu", config.mesh)
+    wrapped = Wrapped(load_model(config, runtime), config, runtime)
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(2):
         with wrapped.model.record_timeline() as timeline:
@@ -77,6 +79,7 @@ CASES = [
     ("fsdp", {"placements": "zero2"}, {"delay_wgrad_layers": 1}, 2),
     ("hsdp", {"placements": "hsdp_zero1"}, {"param_dtype": "float32"}, 4),
     ("fsdp", {"shard_atoms": "row"}, {}, 2),
+    ("fsdp", {}, {"tp": 2}, 4),
     ("fsdp", {"reduce_every_microbatch": False, "bucket_size": 4000}, {"num_layers": 4}, 2),
     pytest.param("fsdp", {"placements": "zero1", "bucket_size": 4000}, {}, 2, marks=pytest.mark.slow),
     pytest.param("hsdp", {"reduce_every_microbatch": False}, {"delay_wgrad_layers": 1}, 4, marks=pytest.mark.slow),
@@ -91,7 +94,9 @@ CASES = [
 def test_plan_is_what_training_holds_and_sends(
     tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict[str, Any], ranks: int
 ):
-    config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp, model={"param_dtype": "bfloat16"} | model)
+    mesh = {"tp": model.get("tp", 1)}
+    model = {"param_dtype": "bfloat16"} | {key: value for key, value in model.items() if key != "tp"}
+    config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp, model=model, mesh=mesh)
     plan = plan_run(config, ranks)
     held = simulate(train_two_steps, ranks, config)
     assert held[0].layouts == [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in plan.units]

@@ -1,0 +1,89 @@
+"""``[mesh]`` of a configuration file: which ranks compute one sample together.
+
+====  =================================================================================================================
+key   what its ranks have
+====  =================================================================================================================
+dp    other samples
+cp    other parts of the same sequences; attention exchanges parts for heads
+tp    the same tokens, and parts of the weights of attention and feed-forwards
+pp    other blocks: in a loop of one's own
+ep    other experts: in a loop of one's own
+====  =================================================================================================================
+
+Ranks are numbered with tp changing fastest, then cp, then dp. Gradients are averaged over dp and cp.
+"""
+
+from dataclasses import dataclass
+
+from .error import require
+from .model import ModelConfig
+from .table import Count, Table
+
+__all__ = ["MeshConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig(Table):
+    """Numbers of ranks along each axis; their product is the number of all ranks."""
+
+    dp: Count | None = None
+    """Data-parallel ranks. None: as many as the other axes leave."""
+    tp: Count = 1
+    """Tensor-parallel ranks: each has a part of the heads and of the width of feed-forwards. Divides ``num_heads``,
+    ``num_kv_heads`` and ``ffn_dim``."""
+    cp: Count = 1
+    """Context-parallel ranks: each has a part of every sequence, and in attention a part of the heads that ``tp``
+    leaves (Ulysses)."""
+    pp: Count = 1
+    """Pipeline stages: 1. ``maingrad.te_integration.pipeline`` has stages for a loop of one's own."""
+    ep: Count = 1
+    """Ranks that share out the experts: 1. ``expert_process_group`` of the wrapper serves a loop of one's own."""
+
+    def check(self) -> None:
+        remedy = "must be 1: maingrad train has no pipeline; te_integration.pipeline has stages for your own loop"
+        self.require(self.pp == 1, "pp", remedy)
+        remedy = (
+            "must be 1: maingrad train sends no tokens to other ranks; in your own loop mark experts allreduce = False "
+            "and give the wrapper their ranks as expert_process_group"
+        )
+        self.require(self.ep == 1, "ep", remedy)
+
+    @property
+    def ranks_of_sample(self) -> int:
+        """Number of ranks that compute one sample together."""
+        return self.tp * self.cp
+
+    @property
+    def said(self) -> str:
+        """The mesh in words, behind a number of ranks."""
+        return f" (tp {self.tp}, cp {self.cp})" if self.ranks_of_sample > 1 else ""
+
+    def check_model(self, model: ModelConfig, sequence_length: int) -> None:
+        """Raise ``ConfigError`` if the model or its sequences cannot be cut so."""
+        remedy = (
+            "must be 1 with model.hugging_face; in your own loop cut the model by transformers' tp_plan and give "
+            "parallelize the group, or let its attention call maingrad.launch.ulysses"
+        )
+        for name in ("tp", "cp"):
+            self.require(getattr(self, name) == 1 or model.hugging_face is None, name, remedy)
+        remedy = "must be 1 with model.num_experts: experts are not cut; shard them by parallel"
+        self.require(self.tp == 1 or not model.num_experts, "tp", remedy)
+        for name in ("num_heads", "num_kv_heads", "ffn_dim"):
+            remedy = f"must divide model.{name} = {getattr(model, name)}"
+            self.require(getattr(model, name) % self.tp == 0, "tp", remedy)
+        remedy = f"must divide model.num_heads / mesh.tp = {model.num_heads // self.tp}, for attention exchanges heads"
+        self.require(model.num_heads // self.tp % self.cp == 0, "cp", remedy)
+        remedy = f"must divide train.sequence_length = {sequence_length}"
+        self.require(sequence_length % self.cp == 0, "cp", remedy)
+
+    def data_ranks(self, world_size: int) -> int:
+        """``dp`` of so many ranks. Raises ``ConfigError`` if they are no such mesh."""
+        remedy = f"mesh.tp * mesh.cp = {self.ranks_of_sample} must divide the {world_size} rank(s)"
+        require(world_size % self.ranks_of_sample == 0, "mesh", f"{self.tp} x {self.cp}", remedy)
+        found = world_size // self.ranks_of_sample
+        self.require(
+            self.dp in (None, found),
+            "dp",
+            f"must be {found}: {world_size} rank(s), {self.ranks_of_sample} for a sample",
+        )
+        return found

@@ -1,0 +1,183 @@
+"""Ranks that compute one sample together: exchanges, parts of a GPT, what ``maingrad train`` gives each of them."""
+
+from fault import Change, Fault
+
+EXCHANGES = "tests/launch/parallelizing/test_exchanges.py::"
+CUT = "tests/launch/model/test_cut_gpt.py::"
+TRAIN = "tests/launch/training/test_mesh.py::"
+SAME = TRAIN + "test_ranks_that_share_samples_train_the_same_model"
+PLAN = "tests/launch/plan/"
+OF_PARTS = CUT + "test_losses_and_gradients_are_those_of_one_rank"
+
+FAULTS = [
+    Fault(
+        "75a-gradients-stay-where-they-are",
+        sentence="Sequences are exchanged for heads in forward, and their gradients not in backward.",
+        tests=[EXCHANGES + "test_ulysses_is_attention_over_whole_sequences"],
+        changes=[
+            Change(
+                "maingrad.launch.parallelizing.exchanges",
+                "_Exchange.backward",
+                "return _exchange(dy, ctx.group), None",
+                "return dy, None",
+            )
+        ],
+    ),
+    Fault(
+        "75b-the-gradient-of-an-input-is-one-ranks-part",
+        sentence="Tensor-parallel ranks do not sum the gradients of the input that all of them have.",
+        tests=[EXCHANGES + "test_a_product_in_parts_and_its_borders", OF_PARTS],
+        changes=[
+            Change("maingrad.launch.parallelizing.exchanges", "_Enter.backward", "leave(dy, ctx.group)", "dy"),
+        ],
+    ),
+    Fault(
+        "75c-heads-get-other-heads-keys",
+        sentence="Copies of key and value heads are in another order than the query heads that they serve.",
+        tests=[EXCHANGES + "test_ulysses_is_attention_over_whole_sequences"],
+        changes=[
+            Change(
+                "maingrad.launch.parallelizing.exchanges",
+                "ulysses",
+                "k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)",
+                "k, v = k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)",
+            )
+        ],
+    ),
+    Fault(
+        "75d-every-part-begins-at-the-first-place",
+        sentence="The rotary positions of a part of a sequence are those of the first part.",
+        tests=[OF_PARTS],
+        changes=[
+            Change(
+                "maingrad.launch.model.gpt",
+                "GPT.forward",
+                "places = slice(part * length, (part + 1) * length)",
+                "places = slice(0, length)",
+            )
+        ],
+    ),
+    Fault(
+        "75e-queries-and-keys-are-cut-as-one",
+        sentence="The packed weight of queries, keys and values is cut once: a rank has queries alone.",
+        tests=[OF_PARTS],
+        changes=[
+            Change(
+                "maingrad.launch.model.cut_gpt",
+                "cut_gpt",
+                "cut(module.qkv, 0, module.split)",
+                "cut(module.qkv, 0, [sum(module.split)])",
+            )
+        ],
+    ),
+    Fault(
+        "75f-parts-are-put-in-other-places",
+        sentence="A whole weight has the first rank's part in all places.",
+        tests=[OF_PARTS],
+        changes=[Change("maingrad.launch.model.cut_gpt", "whole_of", "zip(values, boxes,", "zip(values, boxes[::-1],")],
+    ),
+    Fault(
+        "75g-masks-of-dropout-are-equal-in-all-heads",
+        sentence="Tensor-parallel ranks draw the same masks for their heads.",
+        tests=[
+            EXCHANGES + "test_draws_differ_inside_and_are_equal_outside",
+            CUT + "test_dropout_is_equal_on_what_every_rank_has_and_differs_between_heads",
+        ],
+        changes=[Change("maingrad.launch.parallelizing.exchanges", "draws_apart", "(seed + group.rank())", "(seed)")],
+    ),
+    Fault(
+        "75h-masks-of-dropout-differ-on-what-every-rank-has",
+        sentence="Tensor-parallel ranks drop other activations of those that each of them computes whole.",
+        tests=[TRAIN + "test_ranks_with_the_same_tokens_draw_the_same"],
+        changes=[
+            Change(
+                "maingrad.launch.training.train",
+                "_Trainer._step",
+                "[settings.seed, step, self.runtime.loss_rank]",
+                "[settings.seed, step, self.runtime.rank]",
+            )
+        ],
+    ),
+    Fault(
+        "75i-parts-of-sequences-weigh-too-little",
+        sentence="Shares of counted targets are multiplied by the ranks with other sequences, and context-parallel ranks "
+        "average too.",
+        tests=[SAME],
+        changes=[
+            Change(
+                "maingrad.launch.training.train",
+                "_Trainer._document_arguments",
+                "self.runtime.loss_ranks /",
+                "self.runtime.data_ranks /",
+            )
+        ],
+    ),
+    Fault(
+        "75j-ranks-of-a-sample-read-different-samples",
+        sentence="Ranks that compute one sample together read different ones.",
+        tests=[SAME],
+        changes=[
+            Change(
+                "maingrad.launch.training.train",
+                "_Trainer._batch",
+                "(microbatch * self.runtime.data_ranks + self.runtime.data_rank)",
+                "(microbatch * self.runtime.data_ranks + self.runtime.rank % self.runtime.data_ranks)",
+            )
+        ],
+    ),
+    Fault(
+        "75k-the-rest-of-a-sequence-is-not-read",
+        sentence="All context-parallel ranks train on the first part of the sequences.",
+        tests=[SAME],
+        changes=[
+            Change(
+                "maingrad.launch.training.train",
+                "_Trainer._own_part",
+                "self.runtime.loss_rank % self.runtime.mesh.cp",
+                "0",
+            )
+        ],
+    ),
+    Fault(
+        "75l-verify-gives-all-ranks-the-same-tokens",
+        sentence="verify compares context-parallel ranks that have one part of the tokens, twice.",
+        tests=["tests/launch/verification/test_ranks_of_a_row.py::test_right_plans_are_right"],
+        changes=[
+            Change(
+                "maingrad.launch.verification.batches",
+                "part_of_tokens",
+                "each.chunk(parts, 1)[part]",
+                "each.chunk(parts, 1)[0]",
+            )
+        ],
+    ),
+    Fault(
+        "75m-copies-of-heads-are-not-planned",
+        sentence="The planned bytes of attention's exchanges lack the copies of key and value heads.",
+        tests=[PLAN + "test_exchanged.py::test_what_ranks_of_a_sample_send_is_planned"],
+        changes=[
+            Change(
+                "maingrad.launch.plan.exchanged",
+                "exchanges_of",
+                "math.lcm(model.num_kv_heads // mesh.tp, mesh.cp)",
+                "model.num_kv_heads // mesh.tp",
+            )
+        ],
+    ),
+    Fault(
+        "75n-copies-of-parameters-are-planned-on-too-few-ranks",
+        sentence="The plan shards what is not cut over the data-parallel ranks alone.",
+        tests=[PLAN + "test_plan.py::test_plan_of_tensor_parallel_ranks_is_what_training_allocates"],
+        changes=[
+            Change(
+                "maingrad.launch.plan.units", "_buckets", '"dense": inner_size * config.mesh.tp', '"dense": inner_size'
+            )
+        ],
+    ),
+    Fault(
+        "75o-a-slice-is-compared-with-the-first-rows",
+        sentence="verify compares a rank's columns with the first elements of the whole parameter.",
+        tests=["tests/launch/verification/test_ranks_of_a_row.py::test_right_plans_are_right"],
+        changes=[Change("maingrad.launch.verification.ways", "_in_whole", "held.dim is None", "True")],
+    ),
+]

@@ -1,0 +1,60 @@
+"""``[mesh]``: what is refused, with the remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from maingrad.launch.config.run import Config, ConfigError, MeshConfig, ModelConfig
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"mesh": {"pp": 2}}, r"mesh\.pp = 2: must be 1: .* te_integration\.pipeline has stages"),
+        ({"mesh": {"ep": 2}}, r"mesh\.ep = 2: must be 1: .* expert_process_group"),
+        ({"mesh": {"tp": 3}}, r"mesh\.tp = 3: must divide model\.num_heads = 4"),
+        ({"mesh": {"tp": 4}}, r"mesh\.tp = 4: must divide model\.num_kv_heads = 2"),
+        ({"mesh": {"tp": 2}, "model": {"ffn_dim": 63}}, r"mesh\.tp = 2: must divide model\.ffn_dim = 63"),
+        ({"mesh": {"tp": 2, "cp": 4}}, r"mesh\.cp = 4: must divide model\.num_heads / mesh\.tp = 2"),
+        (
+            {"mesh": {"cp": 4}, "train": {"sequence_length": 22}},
+            r"mesh\.cp = 4: must divide train\.sequence_length = 22",
+        ),
+        (
+            {"mesh": {"tp": 2}, "model": {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 8}},
+            r"mesh\.tp = 2: must be 1 with model\.num_experts",
+        ),
+        ({"mesh": {"tp": 2}, "model": {"dropout": 0.1}}, r"model\.dropout = 0\.1: .* set train\.cuda_graph = false"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(tmp_path: Path, sections: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(tmp_path, **sections)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_a_model_of_hugging_face_is_not_cut(axis: str):
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 2: must be 1 with model\.hugging_face; .*parallelize"):
+        Config(model=ModelConfig(hugging_face="somewhere"), mesh=MeshConfig(**{axis: 2}))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "message"),
+    [
+        ({"cp": 2}, 3, r"mesh = '1 x 2': mesh\.tp \* mesh\.cp = 2 must divide the 3 rank\(s\)"),
+        ({"tp": 2, "dp": 2}, 2, r"mesh\.dp = 2: must be 1: 2 rank\(s\), 2 for a sample"),
+        ({"cp": 2}, 10, r"num_microbatches \* ranks = 2 \* 5 = 10"),
+    ],
+)
+def test_ranks_that_are_no_such_mesh(tmp_path: Path, mesh: dict[str, int], ranks: int, message: str):
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(tmp_path, mesh=mesh).check_ranks(ranks)
+
+
+def test_instances_divide_the_ranks_whose_losses_are_averaged(tmp_path: Path):
+    config = tiny_config(tmp_path, parallel="hybrid", mesh={"tp": 2})
+    with pytest.raises(ConfigError, match=r"instances = 2: must divide the 1 rank\(s\)"):
+        config.check_ranks(2)
+    config.check_ranks(4)

@@ -1,0 +1,119 @@
+"""``[mesh]``: ranks that compute one sample together train what one rank trains."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config
+from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.train import _Trainer, train
+
+
+def records(config: Config, kind: str) -> list[dict[str, Any]]:
+    return [r for r in read_metrics(Path(config.train.out_dir) / "metrics.jsonl") if r["kind"] == kind]
+
+
+def run(folder: Path, parallel: str, ranks: int, **sections: Any) -> tuple[list[float], str]:
+    """Losses of the steps and of validations, and the digest of the weights."""
+    config = tiny_config(folder, parallel=parallel, **sections)
+    config.check_ranks(ranks)
+    simulate(train, ranks, config)
+    losses = [record["loss"] for kind in ("step", "validation") for record in records(config, kind)]
+    norms = [record["grad_norm"] for record in records(config, "step")]
+    return [*losses, *norms], records(config, "final")[0]["weights_sha256"]
+
+
+@pytest.fixture(scope="module", params=["join", "mask", "pad"])
+def plain(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[float]]:
+    """How documents are read, and the numbers of a rank alone."""
+    joined = request.param == "join"
+    data = {"documents": request.param} | ({} if joined else {"end_of_document": 10, "order": "epochs"})
+    numbers, _ = run(tmp_path_factory.mktemp("plain"), "ddp", 1, data=data)
+    return data, numbers
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "mesh"),
+    [
+        ("ddp", 2, {"cp": 2}),
+        ("zero1", 4, {"cp": 2, "dp": 2}),
+        ("fsdp", 4, {"cp": 4}),
+        ("hybrid", 4, {"cp": 2}),
+        ("hsdp", 4, {"cp": 4}),
+        ("ddp", 2, {"tp": 2}),
+        ("zero1", 4, {"tp": 2}),
+        ("zero1", 8, {"tp": 2, "cp": 2, "dp": 2}),
+        ("hybrid", 4, {"tp": 2}),
+        ("fsdp", 4, {"tp": 2}),
+        ("hsdp", 8, {"tp": 2, "cp": 2}),
+    ],
+)
+def test_ranks_that_share_samples_train_the_same_model(
+    tmp_path: Path, plain: tuple[dict[str, Any], list[float]], parallel: str, ranks: int, mesh: dict[str, int]
+):
+    data, expected = plain
+    numbers, _ = run(tmp_path, parallel, ranks, mesh=mesh, data=data)
+    assert numbers == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"compile": True, "compile_backend": "eager"}},
+        {"train": {"recompute": "blocks"}, "model": {"delay_wgrad_layers": 2, "dropout": 0.0}},
+        {"model": {"fused_loss": True, "num_kv_heads": 1}},
+        {"train": {"cuda_graph": True}},
+    ],
+)
+def test_context_parallel_ranks_with_other_settings(tmp_path: Path, changes: dict[str, Any]):
+    (tmp_path / "plain").mkdir()
+    expected, _ = run(
+        tmp_path / "plain", "ddp", 1, model={"num_kv_heads": changes.get("model", {}).get("num_kv_heads", 2)}
+    )
+    numbers, _ = run(tmp_path, "zero1", 4, mesh={"cp": 4}, **changes)
+    assert numbers == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_run_goes_on_with_another_mesh(tmp_path: Path):
+    """Checkpoints have whole parameters: all ranks write one folder, which any mesh reads."""
+    every_second = {"save_every": 2, "steps": 6}
+    expected, _ = run(tmp_path, "zero1", 4, mesh={"tp": 2}, train=every_second)
+    folder = tmp_path / "run" / "checkpoints"
+    for name, step, parallel, ranks, mesh in [
+        ("cut otherwise", 2, "zero1", 8, {"tp": 2, "cp": 2}),
+        ("sequences", 4, "hybrid", 4, {"cp": 2}),
+        ("plain", 2, "fsdp", 2, {}),
+    ]:
+        rest = {"resume": str(folder / f"step-{step:08d}"), "out_dir": str(tmp_path / name)}
+        numbers, _ = run(tmp_path, parallel, ranks, mesh=mesh, train=rest)
+        losses, norms = expected[step:6], expected[8 + step :]
+        assert numbers == pytest.approx([*losses, *expected[6 + step // 4 : 8], *norms], rel=2e-6)
+    back = {"resume": str(folder / "step-00000004"), "out_dir": str(tmp_path / "whole"), "save_every": 2}
+    run(tmp_path, "ddp", 1, train=back)
+    rest = {"resume": str(tmp_path / "whole/checkpoints/step-00000006"), "out_dir": str(tmp_path / "back"), "steps": 8}
+    numbers, _ = run(tmp_path, "zero1", 4, mesh={"tp": 2}, train=rest)
+    alone, _ = run(tmp_path, "ddp", 1, train=rest)
+    assert numbers == pytest.approx(alone, rel=2e-6)
+
+
+def test_ranks_with_the_same_tokens_draw_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn: dict[int, list[int]] = {}
+    iteration = _Trainer._iteration
+
+    def spied(self: _Trainer, *args: torch.Tensor) -> torch.Tensor:
+        drawn.setdefault(self.runtime.rank, []).append(torch.initial_seed())
+        return iteration(self, *args)
+
+    monkeypatch.setattr(_Trainer, "_iteration", spied)
+    changes = {"model": {"dropout": 0.1}, "train": {"steps": 3, "cuda_graph": False}}
+    run(tmp_path, "zero1", 8, mesh={"tp": 2, "cp": 2}, **changes)
+    assert len(drawn[0]) == len(set(drawn[0])) == 3
+    for rank in range(0, 8, 2):
+        assert drawn[rank] == drawn[rank + 1], "a seed for each part of the batch"
+    assert len({seeds[0] for seeds in drawn.values()}) == 4
