@@ -101,10 +101,9 @@ def fully_shard(
                              parameter; for optimizers of matrices), or a number of rows. One value for all parameters,
                              or a dict from patterns of names. Larger atoms need more padding
     offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
-    copy_engine_gather       True on the outermost unit: all gathers run on copy engines (NCCL 2.28). Ranks that cannot
-                             map each other's memory gather by kernels. The mapped memory of four units stays until
-                             exit. "auto": on copy engines where they gain by the buckets' sizes, on one host, for the
-                             first model of a process that frees whole parameters between uses; else by kernels
+    copy_engine_gather       True on the outermost unit: gathers run on copy engines (NCCL 2.28), by kernels where ranks
+                             cannot map each other's memory. That of four units stays until exit. "auto": where they
+                             gain by sizes, on one host, for a process's first model that frees whole parameters
     init_fn                  gives one module from the meta device, with whole parameters, all its own values; None: the
                              module's ``reset_parameters()``. With ``init_sync`` the first rank's alone must
     init_sync                copy the first rank's parameters and buffers to all ranks
@@ -112,8 +111,8 @@ def fully_shard(
                              write equal values, which the shards get. "refused": such a forward of several ranks raises
     device                   where the module computes; None: the DeviceMesh's device, or that of the parameters
     ignored_params           parameters that are neither sharded nor reduced
-    tensor_parallel_group    ranks with the other slices of parameters that Megatron-core's marks tell; ``mesh`` has
-                             those with the same slices. For all units. None: ranks of what ``parallelize_module`` cut
+    tensor_parallel_group    ranks with the other slices of parameters that Megatron-core marks, where ``mesh`` has the
+                             ranks with the same. None: the ranks over which ``parallelize_module`` has cut
 
     Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
     Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.

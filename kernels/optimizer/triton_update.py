@@ -21,9 +21,9 @@ TILE_BLOCKS = 2
 copy's bandwidth, and 4 blocks give 0.86."""
 _NUM_WARPS = 4
 _IN_BYTES = {"num_warps": 1, "maxnreg": 80}
-"""Of tiles with moments of 8 bits: a program of one warp, with one block, finds the block's scale alone. The arithmetic
-of codes decides the time, which many small programs hide best: on an H200 they take 0.64 of the time of four warps with
-four blocks and 113 registers."""
+"""For tiles with moments of 8 bits: a program of one warp, with one block, finds the block's scale alone. Codes are
+much arithmetic, which many small programs hide best: on an H200 they take 0.64 of the time of four warps with four
+blocks and 113 registers."""
 
 # As in torch's kernel nothing is contracted but what is written as fma here, and denormal numbers stay.
 _launch_steps = Launches(steps_kernel, num_warps=1)

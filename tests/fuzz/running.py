@@ -76,13 +76,8 @@ def _run_both(program: Program | Pipeline | Run | Recipes | Meshes, names: dict[
 
 
 def _run_phase(
-<<<<<<< HEAD
-    program: Program | Pipeline | Run | Recipes,
-    index: int,
-=======
     program: Program | Pipeline | Run | Recipes | Meshes,
-    phase: Phase,
->>>>>>> h/meshlaunch
+    index: int,
     train: Callable[..., None],
     expected: list[dict[str, Any]],
     folder: str,
