@@ -141,12 +141,13 @@ def test_symmetric_products(rows: int, on_triton: str) -> None:
 @pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)
 @pytest.mark.parametrize(("rows", "contracted", "columns"), [(32, 32, 64), (70, 40, 100), (33, 70, 9)])
 def test_full_products(rows: int, contracted: int, columns: int, on_triton: str) -> None:
-    """What lies behind a row's last column stays."""
+    """A GPU's stores end with a row's last column, or with its 16 bytes; what lies behind these stays."""
     a, b = padded(drawn(2, rows, contracted), on_triton), padded(drawn(2, contracted, columns), on_triton)
-    memory = torch.full((2, rows, columns + 8 - columns % 8), 7.0, dtype=torch.float16, device=on_triton)
+    whole = columns + -columns % 8
+    memory = torch.full((2, rows, whole + 8), 7.0, dtype=torch.float16, device=on_triton)
     out = full_product(a, b, memory[:, :, :columns], alpha=0.25)
     torch.testing.assert_close(out.double(), 0.25 * a.double() @ b.double(), rtol=2e-3, atol=2e-2)
-    assert (memory[:, :, columns:] == 7.0).all()
+    assert (memory[:, :, whole:] == 7.0).all()
 
 
 @pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)

@@ -186,7 +186,10 @@ def symmetric_product(
 
 
 def full_product(a: Tensor, b: Tensor, out: Tensor, *, alpha: float = 1.0) -> Tensor:
-    """``out = alpha a b`` of [B, M, K] and [B, K, N], in the form of ``symmetric_product``'s; returns ``out``."""
+    """``out = alpha a b`` of [B, M, K] and [B, K, N], in the form of ``symmetric_product``'s; returns ``out``.
+
+    Elements behind a row's last column, up to whole 16 bytes, may become zeros.
+    """
     if not out.numel():
         return out
     config = _FULL
