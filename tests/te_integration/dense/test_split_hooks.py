@@ -15,7 +15,7 @@ from maingrad.te_integration import LayerNormLinear, Linear
 @pytest.mark.parametrize("hooked", ["query_weight", "key_weight", "value_weight"])
 @pytest.mark.parametrize(("delay", "late"), [(False, False), (True, False), (False, True)])
 def test_a_hook_on_any_slice_sees_its_gradient(kind: Any, hooked: str, delay: bool, late: bool) -> None:
-    """With ``weight.register_hook`` autograd has to deliver the gradient to the hook, which may come after the forward."""
+    """With ``weight.register_hook``, before or after the forward, autograd has to deliver the gradient to the hook."""
     torch.manual_seed(0)
     split = ("query_", "key_", "value_")
     plain = kind(4, 6, parameters_split=split)
