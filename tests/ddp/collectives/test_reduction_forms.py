@@ -164,6 +164,19 @@ def test_experts_have_collectives_of_their_own_ranks() -> None:
     )
 
 
+def test_a_timeline_names_what_has_run() -> None:
+    def names(config: dict[str, Any]) -> set[str]:
+        model = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig(**config))
+        with model.record_timeline() as timeline:
+            model(torch.ones(2, 4)).sum().backward()
+            model.finish_grad_sync()
+        return {span.collective for span in timeline.buckets}
+
+    assert simulate(names, 2, {}) == [{"all_reduce"}] * 2
+    assert simulate(names, 2, ZERO1) == [{"reduce_scatter"}] * 2
+    assert simulate(names, 2, {**ZERO1, "grad_reduce_wire_dtype": BF16}) == [{"all_to_all"}] * 2
+
+
 # ---- What they compute. ----
 
 
