@@ -309,7 +309,7 @@ class WatchedBeside(nn.Module):
 
 
 def test_a_unit_that_hands_on_its_input_is_no_part_of_a_backward_around_it() -> None:
-    """Its output and its input are views of one tensor, to which a backward comes beside the unit: nothing is reduced."""
+    """Output and input are views of one tensor, which a backward reaches beside the unit: nothing is reduced."""
 
     def reduced() -> list[str]:
         model = WatchedBeside()
