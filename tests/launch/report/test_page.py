@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_counted_costs_its_numbers_alone(two_ranks: Path,
     """A folder of Hugging Face may have changed since, and transformers raises anything for what it says."""
     pytest.importorskip("transformers")
     (tmp_path / "source").mkdir()
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_attention_heads": 0}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": -32}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
 
     def replace(document: dict[str, Any]) -> None:
