@@ -55,7 +55,7 @@ endif
 # Tests that say nothing of devices, and hold on a GPU as well. Two make tensors on the CPU by name, or in a thread of
 # autograd's, where --made-on does not reach.
 ALSO_ON_GPU := ddp/contract/test_contract_faults.py ddp/contract/test_return_table.py te_integration/dense/test_delayed_modules.py \
-	te_integration/delayed/test_delayed_wgrad.py te_integration/delayed/test_foreign_delayed.py te_integration/dense/test_module_faults.py \
+	te_integration/delayed/test_delayed_wgrad.py ddp/contract/test_foreign_delayed.py te_integration/dense/test_module_faults.py \
 	te_integration/experts/test_grouped_linear_contract.py \
 	te_integration/dense/test_return_table_modules.py te_integration/dense/test_saved_tensor_hooks.py
 # Every link and anchor must lead somewhere: --strict. About ten seconds.

@@ -129,6 +129,11 @@ def build_language_model(
     except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
         remedy = "; model.pretrained = false draws new weights from config.json" if config.pretrained else ""
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
+    except Exception as error:  # transformers raises anything for values that it does not expect
+        if config.trust_remote_code or isinstance(error, RuntimeError):  # the folder's own code, or the device
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{_KEY} = {folder!r}: transformers makes no model of its config.json: {what}") from error
     if config.fuse_wgrad_accumulation:
         conversion = convert_linears(model, fused_loss=config.fused_loss)
         if conversion.unfused_losses:

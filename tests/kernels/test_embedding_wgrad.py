@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from triton_devices import nan_filled_memory
 
 from maingrad.kernels import embedding_wgrad_accumulate
 from maingrad.kernels.permutation.reference import embedding_wgrad_reference
@@ -105,6 +106,16 @@ def test_one_id_in_all_places_is_summed_once(length: int) -> None:
         overwrite=False,
     )  # fmt: skip
     assert torch.equal(main_grad.cpu(), torch.tensor([5.0, 5.0 + length, 5.0])[:, None].expand(3, 4))
+
+
+def test_an_id_may_end_where_a_chunk_ends() -> None:
+    """Chunks of 16 rows: the third one continues no id, and leaves its place among the parts as it was."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ids = torch.tensor([1] * 32 + [2] * 16, dtype=torch.int32, device=device)
+    main_grad = torch.zeros(3, 4, device=device)
+    with nan_filled_memory():
+        triton(torch.ones(48, 4, device=device), ids, main_grad, overwrite=False)
+    assert torch.equal(main_grad.cpu(), torch.tensor([0.0, 32.0, 16.0])[:, None].expand(3, 4))
 
 
 def test_half_precision_is_summed_in_fp32() -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from maingrad.ddp import load_checkpoint, prepare_background_saves, save_checkpoint
+from maingrad.ddp.checkpoint import background
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
@@ -339,6 +340,36 @@ def test_all_ranks_hear_of_one_that_could_not_write(full: int, tmp_path: Path) -
         assert said[0] == said[1]
         assert f"File too large: '{tmp_path}/c.incomplete/rank-0000{full}.safetensors.tmp'" in said[0], said
         assert f"on rank {full}" in said[0], said
+
+
+def test_a_program_that_ends_gives_up_a_save_that_not_all_ranks_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first rank's thread, and with it the process, would wait for ever for a file of a rank that is gone."""
+    monkeypatch.setitem(background.PendingSave.give_up.__kwdefaults__, "after", 0.0)
+
+    write = background.write_rank_file
+
+    def fail_on_one(path: Path, *rest: Any) -> None:
+        if path.name.startswith("rank-00001"):
+            raise OSError("no space")
+        write(path, *rest)
+
+    monkeypatch.setattr(background, "write_rank_file", fail_on_one)
+
+    def end_without_waiting() -> background.PendingSave:
+        ddp, optimizer = build(use_distributed_optimizer=True)
+        return save_checkpoint(tmp_path / "c", ddp, optimizer, background=True)
+
+    first, _ = simulate(end_without_waiting, 2)
+    try:
+        until = time.monotonic() + 10
+        while not first.done() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert first.done() and first.failed()
+    finally:
+        first.give_up()  # where the test fails: no thread is left
+    assert not (tmp_path / "c").exists()
 
 
 PROGRAM = """

@@ -680,6 +680,19 @@ def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "c", model)
 
 
+def test_a_module_around_sharded_ones_is_refused_by_name(tmp_path: Path) -> None:
+    """What a rank holds of them would be saved as all."""
+
+    def refuse() -> None:
+        around = nn.Sequential(nn.Tanh(), fully_shard(nn.Linear(3, 2)))
+        for call in (save_checkpoint, load_checkpoint):
+            with pytest.raises(ValueError, match="module '1' is sharded, and the model around it is not"):
+                call(tmp_path / "c", around)
+
+    simulate(refuse, 2)
+    assert not (tmp_path / "c").exists()
+
+
 def test_the_default_device_is_none_of_its_business(tmp_path: Path) -> None:
     """Temporary memory is on the CPU: for chunks of which ranks need parts, and for transposed tensors."""
 

@@ -164,6 +164,44 @@ def test_experts_have_collectives_of_their_own_ranks() -> None:
     )
 
 
+def test_a_timeline_names_what_has_run() -> None:
+    def names(config: dict[str, Any]) -> set[str]:
+        model = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig(**config))
+        with model.record_timeline() as timeline:
+            model(torch.ones(2, 4)).sum().backward()
+            model.finish_grad_sync()
+        return {span.collective for span in timeline.buckets}
+
+    assert simulate(names, 2, {}) == [{"all_reduce"}] * 2
+    assert simulate(names, 2, ZERO1) == [{"reduce_scatter"}] * 2
+    assert simulate(names, 2, {**ZERO1, "grad_reduce_wire_dtype": BF16}) == [{"all_to_all"}] * 2
+
+
+class Backwards(nn.Module):
+    """Layers that run in the order against which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+def test_a_timeline_shows_a_bucket_that_waits_for_its_turn() -> None:
+    def waits() -> bool:
+        config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+        model = DistributedDataParallel(Backwards(), config)
+        with model.record_timeline() as timeline:
+            model(torch.ones(2, 4)).sum().backward()
+            model.finish_grad_sync()
+        first, last = timeline.buckets  # as they are launched: against the order of registration
+        assert "first" in first.bucket and "last" in last.bucket
+        return last.ready < first.ready <= first.launched <= last.launched
+
+    assert simulate(waits, 2) == [True, True]
+
+
 # ---- What they compute. ----
 
 

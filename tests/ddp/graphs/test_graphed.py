@@ -7,6 +7,7 @@ for CUDA graphs: a replay runs none of the program's Python.
 import logging
 import random
 import re
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -299,6 +300,18 @@ def test_a_kept_result_keeps_no_graph() -> None:
     kept = [step(job.batch()) for _ in range(5)]
     assert step.num_graphs == 1
     assert not any(loss.requires_grad for loss in kept)
+
+
+def test_what_a_program_lets_go_is_freed_with_its_activations() -> None:
+    job = Job(graphed=True)
+    job.net.last = job.loss(job.batch())
+    step = job.graphed(job.iterate)
+    step(job.batch())
+    last = weakref.ref(job.net.last)
+    job.net.last = None
+    assert last() is None
+    step(job.batch())
+    assert step.why_eager is None
 
 
 # ---- Not captured. ----

@@ -55,8 +55,8 @@ def test_a_read_is_that_of_the_whole_gradient_or_names_it(name: str) -> None:
 
 
 def test_sizes_are_those_of_the_parameter_and_copies_keep_them() -> None:
-    def check(expected: Tensor) -> None:
-        model = zero1()
+    def check(expected: Tensor, config: dict[str, Any]) -> None:
+        model = zero1(**config)
         grad = model.module[0].weight.grad
         for each in (grad, grad * 1, grad.clone(), copy.deepcopy(grad)):
             assert each.shape == (60, 5) and each.numel() == 300
@@ -65,8 +65,8 @@ def test_sizes_are_those_of_the_parameter_and_copies_keep_them() -> None:
         with pytest.raises(RuntimeError, match=r"full_tensor\(\)"):
             pickle.dumps(grad)
 
-    for ranks in RANKS:
-        simulate(check, ranks, plain(ranks)[0].weight.grad)
+    for ranks, config in (*((ranks, {}) for ranks in RANKS), (4, {"num_distributed_optimizer_instances": 2})):
+        simulate(check, ranks, plain(ranks)[0].weight.grad, config)
 
 
 @pytest.mark.parametrize("name", [*WRITES, *WRITES_TO_VIEWS])

@@ -189,6 +189,22 @@ def test_without_the_mark_norms_are_as_ever(way: str) -> None:
     assert len(set(norms)) == 1
 
 
+def with_a_marked_expert() -> float:
+    """Megatron-core marks experts too, which have ranks of their own."""
+    dp, _ = groups()
+    model = Cut(0)
+    model.up.weight.allreduce = False  # type: ignore[assignment]
+    wrapped = DistributedDataParallel(model, process_group=dp, expert_process_group=dp)
+    wrapped(torch.ones(2, 4)).square().sum().backward()
+    wrapped.finish_grad_sync()
+    return clip_grad_norm(wrapped, 1.0).item()
+
+
+def test_an_expert_is_no_slice() -> None:
+    norms = simulate(with_a_marked_expert, 4)
+    assert len(set(norms)) == 1 and norms[0] > 0
+
+
 def with_marks_at_a_degree_of_one(way: str, path: Path) -> float:
     """Megatron-core's layers mark whole parameters too: here all ranks are data-parallel."""
     model = wrap(way, Cut(0))

@@ -53,8 +53,8 @@ FAULTS = [
         "05c-what-a-foreign-module-has-yet-to-fill-is-taken",
         sentence="A module of others that delays hands autograd a buffer that it has yet to fill, and the hook takes it; or a bias' gradient, and `backward_dw` finds none.",
         tests=[
-            "tests/te_integration/delayed/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[1-0-plain, a buffer first]",
-            "tests/te_integration/delayed/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[1-0-fused, bias in backward]",
+            "tests/ddp/contract/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[1-0-plain, a buffer first]",
+            "tests/ddp/contract/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[1-0-fused, bias in backward]",
         ],
         changes=[
             Change(
@@ -69,11 +69,11 @@ FAULTS = [
         "05d-a-lagging-bias-finds-none",
         sentence="A module of others that lags looks for the gradient of a bias that was taken with an earlier microbatch's.",
         tests=[
-            "tests/te_integration/delayed/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[3-1-plain, bias in backward]",
-            "tests/te_integration/delayed/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[3-2-fused, bias in backward]",
+            "tests/ddp/contract/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[3-1-plain, bias in backward]",
+            "tests/ddp/contract/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[3-2-fused, bias in backward]",
         ],
         quick=[
-            "tests/te_integration/delayed/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[3-1-plain, bias in backward]",
+            "tests/ddp/contract/test_foreign_delayed.py::test_their_delayed_gradients_count_and_hold_their_bucket[3-1-plain, bias in backward]",
         ],
         changes=[
             Change(

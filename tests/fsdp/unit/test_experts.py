@@ -1,6 +1,7 @@
 """Experts on a mesh of their own: sharded over ranks that hold the same ones, averaged over all that have tokens."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from sharded_twin import assert_same_grads, batches_of, mean_loss, no_sync, plai
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -210,3 +212,26 @@ def test_a_mesh_beyond_the_outermost_units_is_refused() -> None:
             model(torch.ones(3, 5))
 
     simulate(on_each_rank, 2)
+
+
+def experts_of_an_instance(seed: int) -> Any:
+    """A dense layer over two instances of four ranks, each of which has an expert of its own, in two copies."""
+    everyone = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    own = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("experts", "outer", "inner"))["outer", "inner"]
+    torch.manual_seed(seed + dist.get_rank() // 4)
+    expert = nn.Linear(5, 3)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 5), expert)
+    fully_shard(model[1], mesh=own)
+    return fully_shard(model, mesh=everyone)
+
+
+def test_a_checkpoint_has_the_experts_of_all_instances(tmp_path: Path) -> None:
+    def save_and_load() -> bool:
+        saved, loaded = experts_of_an_instance(0), experts_of_an_instance(10)
+        save_checkpoint(tmp_path / "c", saved)
+        load_checkpoint(tmp_path / "c", loaded)
+        pairs = zip(saved.parameters(), loaded.parameters(), strict=True)
+        return all(torch.equal(one.detach(), other.detach()) for one, other in pairs)
+
+    assert simulate(save_and_load, 8) == [True] * 8

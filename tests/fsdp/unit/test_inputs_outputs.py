@@ -288,6 +288,41 @@ def test_an_output_that_is_a_view_may_be_changed_in_place(kind: str) -> None:
     train_beside(kind, AddsInPlace)
 
 
+class Watches(Block):
+    """A unit that hands its input on in another shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = super().forward(x).detach()
+        return x.flatten()
+
+
+class WatchedBeside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, WIDTH)
+        self.watch, self.block = Watches(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        self.watch(x.view_as(x))
+        return self.block(x)
+
+
+def test_a_unit_that_hands_on_its_input_is_no_part_of_a_backward_around_it() -> None:
+    """Output and input are views of one tensor, which a backward reaches beside the unit: nothing is reduced."""
+
+    def reduced() -> list[str]:
+        model = WatchedBeside()
+        for unit in (model.watch, model.block, model):
+            fully_shard(unit)
+        with model.record_timeline() as timeline:
+            model(torch.ones(2, 5)).sum().backward()
+        return [span.bucket for span in timeline.buckets]
+
+    for names in simulate(reduced, 2):
+        assert names and not any("watch" in name for name in names)
+
+
 class Positions(nn.Module):
     """A unit whose forward returns its parameters themselves, alone or among others."""
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.fsdp import fully_shard
 from maingrad.fsdp.unit.plan import ShardAtoms
@@ -97,3 +98,23 @@ def test_a_pattern_that_matches_nothing_is_refused():
 def test_what_is_no_atom_is_refused():
     with pytest.raises(ValueError, match="'column'"):
         fully_shard(build(), shard_atoms="column")  # type: ignore[arg-type]
+
+
+def test_a_slice_of_tensor_parallelism_is_no_whole_matrix() -> None:
+    """Ranks outside of the mesh hold the other slices: an optimizer of whole parameters would take each for a whole."""
+
+    def step(marked: bool) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        layer = nn.Linear(5, 16, bias=False)
+        layer.weight.tensor_model_parallel = marked  # type: ignore[assignment]
+        model = fully_shard(layer, mesh=mesh["dp"], shard_atoms="whole")
+        model(torch.ones(2, 5)).sum().backward()
+        try:
+            torch.optim.Muon(model.parameters()).step()
+        except RuntimeError as error:
+            return str(error)
+        return "stepped"
+
+    for said in simulate(step, 4, True):
+        assert "Muon updates whole parameters, and would take slices for them: parameter 'weight'" in said
+    assert simulate(step, 4, False) == ["stepped"] * 4

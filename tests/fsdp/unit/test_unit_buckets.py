@@ -301,6 +301,20 @@ def test_a_timeline_has_every_bucket() -> None:
         assert waits >= len(reduced) + len(gathered)
 
 
+@pytest.mark.parametrize(("grad_dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_gradients_of_fp32_shards_that_compute_in_bf16_have_the_policys_dtype(
+    grad_dtype: torch.dtype, itemsize: int
+) -> None:
+    def run() -> list[int]:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_dtype=grad_dtype)
+        model = fully_shard(nn.Linear(64, 32, bias=False), mixed_precision=policy)
+        with model.record_timeline() as timeline:
+            model(torch.ones(2, 64)).sum().backward()
+        return [span.nbytes for span in timeline.buckets]
+
+    assert simulate(run, 2) == [[64 * 32 * itemsize]] * 2
+
+
 def test_the_profiler_shows_every_bucket() -> None:
     model = two_blocks(bucket_size=500)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES
 
-from maingrad.kernels import grouped_dgrad, grouped_linear, grouped_wgrad_accumulate
+from maingrad.kernels import grouped_dgrad, grouped_linear, grouped_scale_grad, grouped_wgrad_accumulate
 from maingrad.kernels.grouped.gemm_triton import (
     GEMM_CANDIDATES,
     GemmConfig,
@@ -94,6 +94,17 @@ def test_forward_and_dgrad(device: str, config: GemmConfig, splits: list[int], f
         grouped_gemm_triton(dy, forms(weights, form), offsets, dx, config, transposed=False)
         assert_rows_close(y, x, y, splits, weights.transpose(1, 2))
         assert_rows_close(dx, dy, dx, splits, weights)
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_each_expert_and_the_padding_may_have_a_tile_that_is_not_full(device: str) -> None:
+    """A row for each expert, and fewer rows of padding than a tile has: no launch needs more tiles for its rows."""
+    splits = [1, 1, 1]
+    weights = draw(3, 8, 16, dtype=torch.float32, device=device, seed=0)
+    x = padded(splits, 16, torch.float32, device, 1)
+    y = x.new_full((len(x), 8), torch.nan)
+    grouped_gemm_triton(x, weights, offsets_of(splits, device), y, GEMMS["pointer"], transposed=True)
+    assert_rows_close(y, x, y, splits, weights.transpose(1, 2))
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
@@ -350,6 +361,18 @@ def test_new_addresses_in_a_capture_are_refused_by_name() -> None:
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="run one eager iteration"), torch.cuda.graph(graph):
         grouped_wgrad_accumulate(dy, x, lonely, offsets)
+
+
+def test_each_expert_has_a_weight_and_a_bias() -> None:
+    x, weights, bias, offsets = torch.ones(5, 3), torch.ones(2, 6, 3), torch.ones(2, 6), torch.tensor([0, 2, 5])
+    for one in (weights[:1], [weights[0]]):
+        with pytest.raises(ValueError, match=r"grouped_linear needs weights \(6, 3\) for each of 2 experts; got 1"):
+            grouped_linear(x, one, offsets)
+    for one in (bias[:1], [bias[0]]):
+        with pytest.raises(ValueError, match=r"grouped_linear needs bias \(6,\) for each of 2 experts; got 1"):
+            grouped_linear(x, weights, offsets, bias=one)
+        with pytest.raises(ValueError, match="grouped_scale_grad needs bias"):
+            grouped_scale_grad(torch.ones(5, 6), one, offsets)
 
 
 def test_each_expert_has_an_accumulator_and_a_bit() -> None:

@@ -161,6 +161,9 @@ def test_digests_tell_data_apart_and_parts_alike(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(token_files, "_DIGEST_BLOCKS", 16)
     assert digest_of(whole.part(0, 4000)) == digest_of_array(tokens[:4000]), "a sample of what is large"
     assert digest_of_array(tokens[:4000]) != digest_of_array(np.roll(tokens[:4000], 1))
+    sampled = digest_of_array(tokens[:4000])
+    tokens[3999] += 1
+    assert digest_of_array(tokens[:4000]) != sampled, "from the first to the last"
 
 
 def test_borders_belong_to_a_digest(tmp_path: Path):

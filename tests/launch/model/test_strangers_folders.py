@@ -84,6 +84,19 @@ def test_a_config_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert "its config.json cannot be read: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "change", [{"num_attention_heads": 0}, {"hidden_size": "many"}, {"layer_types": 5}, {"rope_scaling": 3}], ids=str
+)
+@pytest.mark.sampled(4)
+def test_values_that_make_no_model_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    folder = folder_of(tmp_path / "hf", **change)
+    assert plan_of(folder) == 2
+    said = capsys.readouterr().err
+    assert f"model.hugging_face = '{folder}': transformers makes no model of its config.json: " in said
+
+
 def a_strangers(path: Path, ran: Path) -> None:
     """Let the folder ask for code of its own, which leaves a trace where it runs."""
     (path / "strange.py").write_text(CODE.format(ran=str(ran)))

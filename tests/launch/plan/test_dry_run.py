@@ -1,5 +1,6 @@
 """``maingrad train --dry-run``: what a run would hold and write, for any number of ranks, without one."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import ConfigError
 from maingrad.launch.data.batches import DataError
 from maingrad.launch.plan.dry_run import dry_run
+from maingrad.launch.plan.tables import format_bytes
 from maingrad.launch.training.train import train
 
 
@@ -65,6 +67,23 @@ def test_it_prints_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         "tokens of a step │ 576",
     ):
         assert fact in said, said
+
+
+def test_one_instance_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings: dict[str, Any] = {
+        "ddp": {"num_distributed_optimizer_instances": 2},
+        "train": {"steps": 2, "save_every": 2},
+        "optimizer": {"warmup_steps": 0},
+    }
+    path = tiny_toml(tmp_path, parallel="hybrid", **settings)
+    assert main(["train", str(path), "--dry-run", "--ranks", "4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    config = tiny_config(tmp_path, parallel="hybrid", **settings)
+    planned = dry_run(config, 4)
+    simulate(train, 4, config)
+    files = list((tmp_path / "run/checkpoints/step-00000002").glob("rank-*.safetensors"))
+    assert len(files) == 2, "parts of the first instance's ranks are all of the checkpoint"
+    assert f"written by a rank │ {format_bytes(math.ceil(planned.checkpoint_bytes / 2))}" in said, said
 
 
 def test_what_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

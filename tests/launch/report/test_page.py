@@ -157,6 +157,22 @@ def test_mfu_of_a_model_counted_by_hand(
     assert "left out" not in page.text
 
 
+def test_a_model_that_cannot_be_counted_costs_its_numbers_alone(two_ranks: Path, tmp_path: Path) -> None:
+    """A folder of Hugging Face may have changed since, and transformers raises anything for what it says."""
+    pytest.importorskip("transformers")
+    (tmp_path / "source").mkdir()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": -32}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+
+    def replace(document: dict[str, Any]) -> None:
+        document["config"]["model"] = {"hugging_face": str(tmp_path / "source"), "pretrained": False}
+
+    page = page_of(tmp_path, copy_of(two_ranks, tmp_path / "run", settings=replace))
+    assert "Model FLOPs and MFU are left out: " in page.text
+    assert "The planned bytes are left out: " in page.text
+    assert page.value("loss", "run") == of_kind(two_ranks, "step")[-1]["loss"]
+
+
 def test_an_unknown_gpu_is_named(two_ranks: Path, tmp_path: Path) -> None:
     page = page_of(tmp_path, copy_of(two_ranks, tmp_path / "gpu", **on_gpu("Unheard X1")))
     assert ("mfu", "gpu") not in page.figures

@@ -8,6 +8,7 @@ import pytest
 from tiny_run import tiny_config
 
 from maingrad.launch.cli import main
+from maingrad.launch.report import page
 from maingrad.launch.report.curves import draw_loss
 from maingrad.launch.report.page import print_report
 from maingrad.launch.report.run_folder import read_runs
@@ -54,6 +55,20 @@ def test_report_of_an_interrupted_run_draws_what_is_there(tmp_path: Path, capsys
     writer.close()
     print_report(tmp_path)
     assert capsys.readouterr().out.split() == [str(tmp_path / "loss.png")]
+
+
+@pytest.mark.parametrize(("gap", "side"), [(0.25, "below"), (-0.25, "above")])
+def test_the_picture_says_on_which_side_of_the_bigram_model_a_run_has_ended(
+    gap: float, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    titles: list[str] = []
+    monkeypatch.setattr(page, "draw_loss", lambda runs, title: titles.append(title))
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.write("step", step=1, loss=5.0)
+    writer.write("final", step=1, nats_below_bigram=gap)
+    writer.close()
+    print_report(tmp_path)
+    assert titles == [f"Validation ends 0.2500 nats per token {side} the bigram model"]
 
 
 def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from maingrad.launch import simulate
 from maingrad.launch.config.file import load_config, structure
 from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
 from maingrad.launch.data.batches import DataError
+from maingrad.launch.data.indexed import write_indexed
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.pace import lr_factor
 from maingrad.launch.training.runtime import Runtime, process_group_from_env, versions
@@ -289,6 +290,29 @@ def test_dropout_differs_between_ranks(tmp_path: Path):
     assert not torch.equal(drawn[0], drawn[1])
     again = simulate(draw, 2)
     assert all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))
+
+
+def test_dropout_differs_between_steps(tmp_path: Path):
+    drawn = []
+    for steps in (1, 2):
+        settings = {"steps": steps, "out_dir": str(tmp_path / str(steps))}
+        train(tiny_config(tmp_path, train=settings, optimizer={"warmup_steps": 0}))
+        drawn.append(torch.rand(4))
+    assert not torch.equal(*drawn)
+
+
+def test_each_target_counts_alike_in_a_validation(tmp_path: Path):
+    """Whatever the number of targets in a row of padding, and of rows on a rank."""
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(1, 90, length) for length in generator.integers(2, 25, 60)]
+    write_indexed(tmp_path / "set", documents, dtype="uint8")
+    data = {"source": "megatron", "paths": [str(tmp_path / "set")], "order": "epochs", "documents": "pad"}
+    model = {"init_std": 0.2}  # so that tokens differ in their losses
+    config = tiny_config(tmp_path, model=model, data=data, train={"steps": 1}, optimizer={"warmup_steps": 0})
+    alone = train(config).validation_loss
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, out_dir=str(tmp_path / "four")))
+    for result in simulate(train, 4, config):
+        assert result.validation_loss == pytest.approx(alone, rel=1e-4)
 
 
 def test_interrupted_run_leaves_whole_records(tmp_path: Path):

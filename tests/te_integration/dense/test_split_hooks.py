@@ -13,9 +13,9 @@ from maingrad.te_integration import LayerNormLinear, Linear
 
 @pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
 @pytest.mark.parametrize("hooked", ["query_weight", "key_weight", "value_weight"])
-@pytest.mark.parametrize("delay", [False, True])
-def test_a_hook_on_any_slice_sees_its_gradient(kind: Any, hooked: str, delay: bool) -> None:
-    """With ``weight.register_hook`` autograd has to deliver the gradient to the hook."""
+@pytest.mark.parametrize(("delay", "late"), [(False, False), (True, False), (False, True)])
+def test_a_hook_on_any_slice_sees_its_gradient(kind: Any, hooked: str, delay: bool, late: bool) -> None:
+    """With ``weight.register_hook``, before or after the forward, autograd has to deliver the gradient to the hook."""
     torch.manual_seed(0)
     split = ("query_", "key_", "value_")
     plain = kind(4, 6, parameters_split=split)
@@ -28,9 +28,13 @@ def test_a_hook_on_any_slice_sees_its_gradient(kind: Any, hooked: str, delay: bo
         seen.append(grad.clone())
         return grad / 2
 
-    model.get_parameter(hooked).register_hook(halved)
     x = torch.randn(3, 4)
-    ddp(x).square().sum().backward()
+    if late:
+        loss = ddp(x).square().sum()
+    model.get_parameter(hooked).register_hook(halved)
+    if not late:
+        loss = ddp(x).square().sum()
+    loss.backward()
     model.backward_dw()
     ddp.finish_grad_sync()
     plain(x).square().sum().backward()

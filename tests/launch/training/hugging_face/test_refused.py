@@ -64,6 +64,13 @@ def test_options_of_torchs_wrapper_where_there_is_none(tmp_path: Path) -> None:
         build("zero1", tmp_path, {"ddp_find_unused_parameters": True}, language_model(), ddp_config=config)
 
 
+def test_processes_that_accelerate_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs without ``use_cpu=True`` each process that torchrun has started would train alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="started 2 processes, and accelerate knows of 1: on CPUs set use_cpu=True"):
+        build("zero1", tmp_path, {"use_cpu": False}, language_model())
+
+
 def test_optimizers_of_before(tmp_path: Path) -> None:
     model = language_model()
     with pytest.raises(ValueError, match="give optimizer_cls_and_kwargs"):
