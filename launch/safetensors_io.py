@@ -64,7 +64,8 @@ def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | Non
                 f"these are"
             )
         parts: Parts = {}
-        for name, entry in manifest.tensors.items():
+        weights = {name: entry for name, entry in manifest.tensors.items() if "model" in entry.dtypes}
+        for name, entry in weights.items():
             section = "master" if dtype is not None and "master" in entry.dtypes else "model"
             by_name[name] = torch.empty(entry.shape, dtype=entry.dtypes[section], device="cpu")
             parts |= part_of_whole(name, section, by_name[name])
@@ -73,9 +74,9 @@ def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | Non
     opened = open_checkpoint(Path(checkpoint), lambda: choose)
     opened.read()
     manifest = opened.manifest
-    for name, entry in manifest.tensors.items():
-        if dtype is not None and not entry.is_buffer and by_name[name].is_floating_point():
-            by_name[name] = by_name[name].to(dtype)
+    for name, tensor in by_name.items():
+        if dtype is not None and not manifest.tensors[name].is_buffer and tensor.is_floating_point():
+            by_name[name] = tensor.to(dtype)
     return CheckpointWeights(by_name, manifest.tied, manifest.extra)
 
 

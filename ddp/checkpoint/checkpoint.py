@@ -27,7 +27,17 @@ from ..plan.owned_params import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
 from .files.folder import Staging
-from .files.manifest import Manifest, SavedOptimizer, SavedTensor, assign, dtype_name, new_id, saved_tensors, to_json
+from .files.manifest import (
+    Manifest,
+    SavedOptimizer,
+    SavedTensor,
+    assign,
+    beside,
+    dtype_name,
+    new_id,
+    saved_tensors,
+    to_json,
+)
 from .files.opened import open_checkpoint
 from .optimizer import describe_optimizer, plan_optimizer
 from .source import CheckpointRanks, CheckpointSource, Holding
@@ -294,12 +304,15 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
             sections["master"] = held.master
         parts |= parts_of_range(there, held.shape, held.start, sections, slices.get(name), model=held.dtype)
         told[there] = {"shape": tensors.shape_of(name, held.shape), "group": held.group}
-        if held.scalars:
+        if held.scalars and held.param.numel():
+            others = dict[str, Tensor]() if holding.has_whole(name) else None
             told[there]["scalars"] = {
-                key: to_json(value, f"state '{key}' of parameter '{name}'")
+                key: to_json(value, f"state '{key}' of parameter '{name}'", key, others)
                 for key, value in held.scalars.items()
                 if value is not None
             }
+            for place, tensor in (others or {}).items():
+                parts |= part_of_whole(beside(place, there), "state", tensor)
     if ranks.place >= ranks.num_writers:
         parts = {}
     tied = {stored(alias): stored(first) for alias, first in tensors.tied.items()}
@@ -371,6 +384,8 @@ def _parts_to_fill(
         master = {} if holding.reads_whole else {section: held.master}
         wanted = {**master, **moments.get(name, {})}
         parts |= parts_of_range(name, held.shape, held.start, wanted, slices.get(name))
+    for name in moments.keys() - holding.slices.keys():  # state of other shapes
+        parts |= part_of_whole(name, "state", moments[name]["state"])
     return parts
 
 
@@ -388,7 +403,11 @@ def _check_fits(
         shape = tensors.shape_of(name, held.shape)
         either = (_described(False, shape, dtype) for dtype in (held.dtype, held.param.dtype))
         present[name] = [*dict.fromkeys(either)]
-    saved = {name: _described(entry.is_buffer, entry.shape, entry.dtypes["model"]) for name, entry in entries.items()}
+    saved = {
+        name: _described(entry.is_buffer, entry.shape, entry.dtypes["model"])
+        for name, entry in entries.items()
+        if "model" in entry.dtypes
+    }
     misfits = [
         f"'{name}' is {' or '.join(present.get(name, ['missing']))} in the model and {saved.get(name, 'missing')} in "
         f"the checkpoint"

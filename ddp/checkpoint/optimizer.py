@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..optimizer.param_groups import names_of_classes
-from .files.manifest import SavedOptimizer, SavedTensor, dtype_name, from_json, to_json
+from .files.manifest import KEEP_WHOLE, SavedOptimizer, SavedTensor, beside, dtype_name, from_json, to_json
 from .source import Holding
 
 __all__ = ["describe_optimizer", "plan_optimizer"]
@@ -44,8 +44,8 @@ def _classes_of(optimizer: Optimizer) -> list[type]:
 def plan_optimizer(
     saved: SavedOptimizer | None, entries: Mapping[str, SavedTensor], holding: Holding
 ) -> tuple[dict[str, dict[str, Tensor]], Callable[[], None]]:
-    """The memory into which this rank's moments are read, by parameter and "state.KEY"; and a function for the end of
-    the load, which installs the state and the hyperparameters.
+    """The memory into which this rank's moments are read, by entry and section; and a function for the end of the load,
+    which installs the state and the hyperparameters.
 
     Raises ``ValueError`` where the saved state does not fit the optimizer.
     """
@@ -66,12 +66,18 @@ def plan_optimizer(
                 f"keeps other moments: {_ALONE}"
             )
         _check_options(here, saved.groups[there], optimizer.param_groups[here])
+
+    def fits_empty(group: int, entry: SavedTensor) -> bool:
+        """Whether tensors of this group without elements have such state. They begin anew where other shapes than
+        theirs may follow from theirs: beside a square matrix, such state looks elementwise."""
+        return not (entry.places or getattr(_classes_of(optimizer)[group], "per_parameter", False))
+
     state: dict[Tensor, dict[str, Any]] = {}
     first: dict[Tensor, str] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for name, held in holding.slices.items():
         entry, updated = entries[name], held.updated
-        if held.group is None or updated is None:
+        if held.group is None or updated is None or not (updated.numel() or fits_empty(held.group, entry)):
             continue
         width = entry.dtypes.get("master", entry.dtypes["model"])
         if held.master.dtype is not width:
@@ -79,10 +85,20 @@ def plan_optimizer(
                 f"the optimizer updates parameter '{name}' in {dtype_name(held.master.dtype)}, and the saved one "
                 f"did in {dtype_name(width)}: {_ALONE}"
             )
+        if entry.places and not holding.has_whole(name):
+            raise ValueError(
+                f"the checkpoint has state '{entry.places[0]}' of all of parameter '{name}', which is cut between ranks "
+                f"here, or updated together with others: keep it whole ({KEEP_WHOLE}), or {_ALONE}"
+            )
+        others: dict[str, Tensor] = {}
+        for place in entry.places:
+            each = entries[beside(place, name)]
+            others[place] = torch.empty(each.shape, dtype=each.dtypes["state"], device=updated.device)
+            moments[beside(place, name)] = {"state": others[place]}
         other = entries[first.setdefault(updated, name)]
         if updated not in state:
             group = optimizer.param_groups[held.group]
-            state[updated] = _make_state(optimizer, updated, group, entry, device=held.master.device)
+            state[updated] = _make_state(optimizer, updated, group, entry, others, device=held.master.device)
         if (entry.state, entry.scalars) != (other.state, other.scalars):
             raise ValueError(
                 f"parameters '{first[updated]}' and '{name}' are updated together here, and the checkpoint has "
@@ -91,11 +107,13 @@ def plan_optimizer(
             )
         place = slice(held.offset, held.offset + held.master.numel())
         moments[name] = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
-    for group in optimizer.param_groups:  # tensors without elements are not saved, but step with the others
-        likes = {updated.dtype: entries[first[updated]] for updated in group["params"] if updated in first}
+    # Tensors without elements are not saved, but step with the others.
+    for index, group in enumerate(optimizer.param_groups):
+        begun = [(updated, entries[first[updated]]) for updated in group["params"] if updated in first]
+        likes = {updated.dtype: entry for updated, entry in begun if fits_empty(index, entry)}
         for updated in group["params"]:
             if updated.numel() == 0 and updated.requires_grad and updated not in state and updated.dtype in likes:
-                state[updated] = _make_state(optimizer, updated, group, likes[updated.dtype], device=updated.device)
+                state[updated] = _make_state(optimizer, updated, group, likes[updated.dtype], {}, device=updated.device)
 
     def install() -> None:
         optimizer.state.update(state)
@@ -166,10 +184,17 @@ def _place(group: int | None, groups: Sequence[object]) -> str:
 
 
 def _make_state(
-    optimizer: Optimizer, updated: Tensor, group: Mapping[str, Any], entry: SavedTensor, *, device: torch.device
+    optimizer: Optimizer,
+    updated: Tensor,
+    group: Mapping[str, Any],
+    entry: SavedTensor,
+    others: Mapping[str, Tensor],
+    *,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Memory for the state of one of the optimizer's tensors; fitting tensors that are there are reused.
 
+    others  state of other shapes, by its place
     device  of new elementwise state: the master's, which lies on the host where the device keeps fewer bytes
     """
     made: dict[str, Any] = {}
@@ -178,7 +203,7 @@ def _make_state(
         fits = isinstance(old, Tensor) and old.shape == updated.shape and old.dtype is dtype
         made[key] = old if fits else torch.zeros(updated.shape, dtype=dtype, device=device)
     for key, value in entry.scalars.items():
-        made[key] = from_json(value)
+        made[key] = from_json(value, others.__getitem__)
         # As torch.optim.Optimizer.load_state_dict does: steps are counted on the CPU, unless a kernel reads them.
         on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
         if isinstance(made[key], Tensor) and not on_host:

@@ -5,6 +5,7 @@ A wrapper has a method ``checkpoint_source()``, which returns a ``CheckpointSour
 ``Holding`` from the source: names, shapes and dtypes of the whole model, and views of this rank's memory.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -195,7 +196,7 @@ class HeldSlice(NamedTuple):
     state: Mapping[str, Tensor]
     """For a save: elementwise state, views, [elements here] each. Empty before the first step."""
     scalars: Mapping[str, Any]
-    """For a save: the rest of the state, such as the number of steps."""
+    """For a save: the rest of the state, such as the number of steps, and tensors of other shapes."""
 
 
 class Holding(NamedTuple):
@@ -209,6 +210,12 @@ class Holding(NamedTuple):
     """A load writes hyperparameters into ``param_groups``, and into ``state`` that of each ``HeldSlice.updated``."""
     reads_whole: bool = False
     """A load reads whole parameters, which are their own masters, in place of ``HeldSlice.master``."""
+
+    def has_whole(self, name: str) -> bool:
+        """Whether the optimizer updates all of a parameter here, as one tensor: its state may have any shape."""
+        held = self.slices[name]
+        numel = 0 if held.updated is None else held.updated.numel()
+        return name not in self.tensors.slices and numel == held.param.numel() == math.prod(held.shape)
 
     @property
     def whole(self) -> dict[str, nn.Parameter]:

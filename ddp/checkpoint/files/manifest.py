@@ -20,7 +20,7 @@ import sys
 import uuid
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,13 @@ from .boxes import Box, Part, check_tiling
 from .whole_file import open_small_file, whole_file
 
 __all__ = [
+    "KEEP_WHOLE",
     "MANIFEST_FILE",
     "Manifest",
     "SavedOptimizer",
     "SavedTensor",
     "assign",
+    "beside",
     "dtype_name",
     "from_json",
     "new_id",
@@ -48,6 +50,8 @@ __all__ = [
 MANIFEST_FILE = "maingrad.json"
 FORMAT = "maingrad.checkpoint"
 VERSION = 4
+KEEP_WHOLE = "keep_params_whole=True; shard_atoms='whole' of fully_shard"
+"""What keeps a parameter, and so its state, whole on one rank; for errors."""
 MOST_BYTES = 2**25
 """Largest manifest, in bytes: some 300,000 boxes."""
 _MOST_DIMS = 64
@@ -66,7 +70,8 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """"model": the tensor itself. "master": in fp32, beside a parameter in half precision. "state.KEY": elementwise
-    state of the optimizer; none before the first step."""
+    state of the optimizer; none before the first step. "state" alone: this is no parameter or buffer, but state of one
+    in a shape of its own, as ``beside`` names it."""
     boxes: tuple[tuple[int, Box], ...] = ()
     """The boxes of each of these, which are cut alike: the rank, in the group that wrote, whose file has the box
     (``rank_file.file_name``), and where in the tensor its elements are."""
@@ -79,17 +84,26 @@ class SavedTensor:
     def __post_init__(self) -> None:
         if len(self.shape) > _MOST_DIMS or math.prod(size or 1 for size in self.shape) >= 2**62:
             raise ValueError(f"a tensor of shape {reprlib.repr(self.shape)}")
-        if "model" not in self.dtypes:
+        if self.dtypes.keys().isdisjoint(("model", "state")):
             raise ValueError("a tensor is not stored")
         check_tiling(self.shape, [box for _, box in self.boxes])
         if not all(0 <= rank < _MOST_RANKS for rank, _ in self.boxes):
             raise ValueError("a box is in the file of a rank that cannot be")
-        from_json([*self.scalars.values()])  # raises for a value that a load could not read
 
     @property
     def state(self) -> dict[str, torch.dtype]:
         """Elementwise state: key -> dtype."""
         return {key.removeprefix("state."): dtype for key, dtype in self.dtypes.items() if key.startswith("state.")}
+
+    @property
+    def places(self) -> list[str]:
+        """Where in the state tensors of other shapes are, which have entries of their own.
+
+        Raises for a value that a load could not read.
+        """
+        found: list[str] = []
+        from_json([*self.scalars.values()], found.append)
+        return found
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,9 @@ class Manifest:
         for name, entry in self.tensors.items():
             if entry.group is not None and not 0 <= entry.group < num_groups:
                 raise ValueError(f"'{name}' is in group {reprlib.repr(entry.group)} of {num_groups}")
+            for place in entry.places:
+                if beside(place, name) not in self.tensors:
+                    raise ValueError(f"state of '{place}' is missing, of parameter '{name}'")
         for alias, first in self.tied.items():
             if first not in self.tensors:
                 raise ValueError(f"'{alias}' is tied to {reprlib.repr(first)}, which is not stored")
@@ -250,26 +267,46 @@ def _dtype_named(name: Any) -> torch.dtype:
     return dtype
 
 
-def to_json(value: Any, what: str) -> Any:
-    """A hyperparameter or scalar state as a value of JSON.
+def beside(place: str, name: str) -> str:
+    """Name of the entry of a tensor in the state of the parameter ``name``, which has another shape."""
+    return f"{place}@{name}"
+
+
+def to_json(value: Any, what: str, place: str = "", others: dict[str, Tensor] | None = None) -> Any:
+    """A hyperparameter or state that is not elementwise as a value of JSON.
 
     Takes None, numbers, strings, tensors of one element, and lists and tuples of these. Raises ``ValueError`` for
     anything else; ``what`` names the value in the error.
+
+    place   key of the state; in lists, with the index
+    others  gets the tensors with dims, which are to have entries of their own, by their place; None: there are none
     """
     if isinstance(value, int | float | str | None):
         return value
     if isinstance(value, list | tuple):
-        return [to_json(each, what) for each in value]
+        return [to_json(each, what, f"{place}.{index}", others) for index, each in enumerate(value)]
+    if others is not None and isinstance(value, Tensor) and value.ndim and others.setdefault(place, value) is value:
+        return {"beside": place}
     if isinstance(value, Tensor) and value.numel() == 1:
         return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
-    raise ValueError(f"{what} is a {type(value).__name__}, which a checkpoint cannot hold as JSON")
+    raise ValueError(
+        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold as JSON; a tensor of state it holds beside "
+        f"a parameter that no rank cuts or updates together with others ({KEEP_WHOLE})"
+    )
 
 
-def from_json(value: Any) -> Any:
-    """The value that ``to_json`` was given; tensors are on the CPU, lists come back as tuples."""
+def from_json(value: Any, take: Callable[[str], object] | None = None) -> Any:
+    """The value that ``to_json`` was given; tensors are on the CPU, lists come back as tuples.
+
+    take  of state: gives the tensor of a place that has an entry of its own. Then lists come back as lists, which
+          optimizers change
+    """
     if isinstance(value, list):
-        return tuple(from_json(each) for each in value)
+        items = [from_json(each, take) for each in value]
+        return items if take else tuple(items)
     if isinstance(value, dict):
+        if take and "beside" in value:
+            return take(value["beside"])
         return torch.scalar_tensor(value["tensor"], dtype=_dtype_named(value["dtype"]), device="cpu")
     return value
 

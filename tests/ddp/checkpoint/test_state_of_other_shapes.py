@@ -1,0 +1,192 @@
+"""State of optimizers whose tensors have other shapes than their parameter: Shampoo's and SOAP's, as users write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from loops import assert_same, weights, wrap
+from preconditioned import Shampoo, Soap
+from safetensors.torch import load_file
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.launch.safetensors_io import export_safetensors
+
+WHOLE = {"use_distributed_optimizer": True, "keep_params_whole": True}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": WHOLE,
+    "buckets": {**WHOLE, "bucket_size": 1, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "hybrid": {**WHOLE, "num_distributed_optimizer_instances": 2},
+}
+CLASSES: list[type[optim.Optimizer]] = [Shampoo, Soap]
+FIRST, LAST = range(3), range(3, 6)
+
+
+class Block(nn.Module):
+    """Names with dots, a square matrix, whose preconditioners have its shape, and one of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Linear(12, 12)
+        self.row = nn.Linear(12, 1, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.square(inputs).tanh() * self.scale + self.row(inputs)
+
+
+def make_net(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 12), Block(), nn.Linear(12, 20)).to(dtype)
+
+
+def build(kind: str, cls: type[optim.Optimizer], dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Any:
+    """A model and its optimizer: one of ``CONFIGS``, or fully sharded."""
+    net = make_net(dtype, seed=seed)
+    if kind in CONFIGS:
+        ddp = wrap(net, **CONFIGS[kind])
+        return ddp, DistributedOptimizer(ddp, optimizer_class=cls)
+    mesh = None
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
+    for block in net:
+        fully_shard(block, mesh=mesh, shard_atoms="whole")
+    model = fully_shard(net, mesh=mesh, shard_atoms="whole")
+    return model, cls(model.parameters())
+
+
+def train(model: Any, optimizer: Any, steps: range, *, alike: bool = False) -> None:
+    """alike: all ranks have the same batches, so that sums of gradients have the same bits on any of 2^N ranks."""
+    rank = 0 if alike or not dist.is_initialized() else dist.get_rank()
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+        (model(inputs.to(dtype)).float() - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: Any) -> dict[str, Tensor]:
+    if not hasattr(model, "unsharded"):
+        return weights(model)
+    with torch.no_grad(), model.unsharded():
+        return weights(model)
+
+
+def straight(kind: str, cls: type[optim.Optimizer], dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
+    """Weights of a run that saves on its way."""
+    model, optimizer = build(kind, cls, dtype)
+    train(model, optimizer, FIRST)
+    save_checkpoint(folder, model, optimizer, extra="three")
+    train(model, optimizer, LAST)
+    return values(model)
+
+
+def resumed(kind: str, cls: type[optim.Optimizer], dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = build(kind, cls, dtype, seed=1)
+    assert load_checkpoint(folder, model, optimizer) == "three"
+    train(model, optimizer, LAST)
+    return values(model)
+
+
+SAME = [("ddp", 1), ("ddp", 3), ("zero1", 1), ("zero1", 2), ("buckets", 3), ("zero1", 8), ("hybrid", 4), ("hybrid", 6)]
+SHARDED = [("zero3", 1), ("zero3", 2), ("zero3", 3), ("zero3", 8), ("hsdp", 4)]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [*SAME, *SHARDED])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_resumed_run_has_the_bits_of_one_without_interruption(
+    tmp_path: Path, cls: type[optim.Optimizer], kind: str, ranks: int
+) -> None:
+    expected = simulate(straight, ranks, kind, cls, torch.float32, tmp_path / "c")
+    for actual in simulate(resumed, ranks, kind, cls, torch.float32, tmp_path / "c"):
+        assert_same(actual, expected[0])
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_masters_of_half_precision_and_their_state(tmp_path: Path, cls: type[optim.Optimizer]) -> None:
+    expected = simulate(straight, 2, "zero1", cls, torch.bfloat16, tmp_path / "c")
+    for actual in simulate(resumed, 2, "zero1", cls, torch.bfloat16, tmp_path / "c"):
+        assert_same(actual, expected[0])
+
+
+# ---- On other ranks. ----
+
+
+def alone(cls: type[optim.Optimizer], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """One process's weights when it saves and at the end, and the state when it saves, by parameter and place."""
+    model, optimizer = build("ddp", cls)
+    train(model, optimizer, FIRST, alike=True)
+    save_checkpoint(folder, model, optimizer)
+    before, state = values(model), state_of(model, optimizer)
+    train(model, optimizer, LAST, alike=True)
+    return before, values(model), state
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """All state of a rank's parameters that have elements here, copied."""
+    if isinstance(optimizer, DistributedOptimizer):
+        held = {part.name: {**part.state(), **part.scalars()} for part in optimizer.slices if part.segment is not None}
+    else:
+        held = {name: optimizer.state[param] for name, param in model.named_parameters() if param.numel()}
+    return {
+        f"{name}/{key}": torch.utils._pytree.tree_map(lambda each: each.clone() if torch.is_tensor(each) else each, value)
+        for name, state in held.items()
+        for key, value in state.items()
+        if value is not None
+    }
+
+
+def moved(
+    kind: str, cls: type[optim.Optimizer], source: Path, target: Path
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+    """Weights and state after a load, saved again; and weights at the end of the run."""
+    model, optimizer = build(kind, cls, seed=1)
+    load_checkpoint(source, model, optimizer)
+    loaded, state = values(model), state_of(model, optimizer)
+    save_checkpoint(target, model, optimizer)
+    train(model, optimizer, LAST, alike=True)
+    return loaded, state, values(model)
+
+
+def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key, value in actual.items():
+        ours, theirs = (torch.utils._pytree.tree_flatten(each) for each in (value, expected[key]))
+        assert ours[1] == theirs[1], key
+        for one, other in zip(ours[0], theirs[0], strict=True):
+            assert type(one) is type(other), key
+            if isinstance(one, Tensor):
+                # Elementwise state is a view of flat memory here, and a shard there.
+                assert one.numel() == other.numel() and torch.equal(one.flatten(), other.flatten()), key
+            else:
+                assert one == other, key
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("zero1", 3), ("zero1", 4), ("buckets", 8), ("hybrid", 6), ("zero3", 2), ("zero3", 5), ("hsdp", 4)]
+)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_other_ranks_and_wrappers_take_the_state_and_give_it_back(
+    tmp_path: Path, cls: type[optim.Optimizer], kind: str, ranks: int
+) -> None:
+    before, after, state = alone(cls, tmp_path / "1")
+    results = simulate(moved, ranks, kind, cls, tmp_path / "1", tmp_path / "2")
+    for loaded, there, end in results:
+        assert_same(loaded, before)
+        assert_same_state(there, state)
+        if ranks & (ranks - 1) == 0:  # else means of equal gradients round
+            assert_same(end, after)
+    assert {key for _, there, _ in results for key in there} == state.keys()
+    (back, again, end), *_ = simulate(moved, 1, "ddp", cls, tmp_path / "2", tmp_path / "3")
+    assert again.keys() == state.keys()
+    assert_same(back, before)
+    assert_same_state(again, state)
+    assert_same(end, after)
