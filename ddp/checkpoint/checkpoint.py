@@ -27,17 +27,7 @@ from ..plan.owned_params import refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
 from .files.folder import Staging
-from .files.manifest import (
-    Manifest,
-    SavedOptimizer,
-    SavedTensor,
-    assign,
-    beside,
-    dtype_name,
-    new_id,
-    saved_tensors,
-    to_json,
-)
+from .files.manifest import Manifest, SavedOptimizer, SavedTensor, assign, dtype_name, new_id, saved_tensors, to_json
 from .files.opened import open_checkpoint
 from .optimizer import describe_optimizer, plan_optimizer
 from .source import CheckpointRanks, CheckpointSource, Holding
@@ -141,9 +131,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             entries = {name: manifest.tensors[there] for name, there in stored.items()}
             holding, adopts = _with_on_demand(_with_sets(held, stored), source.module, entries)
             _check_fits(target, manifest, entries, holding, sets)
-            moments, install = plan_optimizer(manifest.optimizer, entries, holding)
+            moments, others, install = plan_optimizer(manifest.optimizer, entries, holding)
             at_the_end[:] = [*adopts, install]
-            parts = _parts_to_fill(entries, holding, moments)
+            parts = _parts_to_fill(entries, holding, moments) | others
             return {part._replace(name=stored[part.name]): data for part, data in parts.items()}
 
         return choose
@@ -304,7 +294,7 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
             sections["master"] = held.master
         parts |= parts_of_range(there, held.shape, held.start, sections, slices.get(name), model=held.dtype)
         told[there] = {"shape": tensors.shape_of(name, held.shape), "group": held.group}
-        if held.scalars and held.param.numel():
+        if held.scalars:
             others = dict[str, Tensor]() if holding.has_whole(name) else None
             told[there]["scalars"] = {
                 key: to_json(value, f"state '{key}' of parameter '{name}'", key, others)
@@ -312,7 +302,7 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
                 if value is not None
             }
             for place, tensor in (others or {}).items():
-                parts |= part_of_whole(beside(place, there), "state", tensor)
+                parts |= part_of_whole(f"{place}@{there}", "state", tensor)
     if ranks.place >= ranks.num_writers:
         parts = {}
     tied = {stored(alias): stored(first) for alias, first in tensors.tied.items()}
@@ -384,8 +374,6 @@ def _parts_to_fill(
         master = {} if holding.reads_whole else {section: held.master}
         wanted = {**master, **moments.get(name, {})}
         parts |= parts_of_range(name, held.shape, held.start, wanted, slices.get(name))
-    for name in moments.keys() - holding.slices.keys():  # state of other shapes
-        parts |= part_of_whole(name, "state", moments[name]["state"])
     return parts
 
 

@@ -3,14 +3,16 @@
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optimizer.param_groups import names_of_classes
-from .files.manifest import KEEP_WHOLE, SavedOptimizer, SavedTensor, beside, dtype_name, from_json, to_json
+from ..optimizer.param_groups import is_elementwise, names_of_classes
+from .files.boxes import Parts, part_of_whole
+from .files.manifest import SavedOptimizer, SavedTensor, dtype_name, from_json, to_json
 from .source import Holding
 
 __all__ = ["describe_optimizer", "plan_optimizer"]
@@ -43,15 +45,15 @@ def _classes_of(optimizer: Optimizer) -> list[type]:
 
 def plan_optimizer(
     saved: SavedOptimizer | None, entries: Mapping[str, SavedTensor], holding: Holding
-) -> tuple[dict[str, dict[str, Tensor]], Callable[[], None]]:
-    """The memory into which this rank's moments are read, by entry and section; and a function for the end of the load,
-    which installs the state and the hyperparameters.
+) -> tuple[dict[str, dict[str, Tensor]], Parts, Callable[[], None]]:
+    """The memory into which this rank's moments are read, by parameter and "state.KEY"; that of its state in other
+    shapes; and a function for the end of the load, which installs the state and the hyperparameters.
 
     Raises ``ValueError`` where the saved state does not fit the optimizer.
     """
     optimizer = holding.optimizer
     if optimizer is None:
-        return {}, lambda: None
+        return {}, {}, lambda: None
     if saved is None:
         raise ValueError(
             "the checkpoint was saved without an optimizer: load_checkpoint(path, model) takes its weights, and "
@@ -67,17 +69,27 @@ def plan_optimizer(
             )
         _check_options(here, saved.groups[there], optimizer.param_groups[here])
 
-    def fits_empty(group: int, entry: SavedTensor) -> bool:
-        """Whether tensors of this group without elements have such state. They begin anew where other shapes than
-        theirs may follow from theirs: beside a square matrix, such state looks elementwise."""
-        return not (entry.places or getattr(_classes_of(optimizer)[group], "per_parameter", False))
+    others: Parts = {}
+
+    def take(name: str, device: torch.device, place: str, strides: Sequence[int]) -> Tensor:
+        """Memory for a tensor in the state of a parameter, which has another shape."""
+        if not holding.has_whole(name):
+            raise ValueError(
+                f"the checkpoint has state '{place}' of the whole parameter '{name}', which is cut between ranks here, "
+                f"or updated together with others: keep it whole (keep_params_whole=True; shard_atoms='whole'), or "
+                f"{_ALONE}"
+            )
+        entry = entries[f"{place}@{name}"]
+        tensor = torch.empty_strided(entry.shape, strides, dtype=entry.dtypes["state"], device=device)
+        others.update(part_of_whole(f"{place}@{name}", "state", tensor))
+        return tensor
 
     state: dict[Tensor, dict[str, Any]] = {}
     first: dict[Tensor, str] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for name, held in holding.slices.items():
         entry, updated = entries[name], held.updated
-        if held.group is None or updated is None or not (updated.numel() or fits_empty(held.group, entry)):
+        if held.group is None or updated is None:
             continue
         width = entry.dtypes.get("master", entry.dtypes["model"])
         if held.master.dtype is not width:
@@ -85,20 +97,11 @@ def plan_optimizer(
                 f"the optimizer updates parameter '{name}' in {dtype_name(held.master.dtype)}, and the saved one "
                 f"did in {dtype_name(width)}: {_ALONE}"
             )
-        if entry.places and not holding.has_whole(name):
-            raise ValueError(
-                f"the checkpoint has state '{entry.places[0]}' of all of parameter '{name}', which is cut between ranks "
-                f"here, or updated together with others: keep it whole ({KEEP_WHOLE}), or {_ALONE}"
-            )
-        others: dict[str, Tensor] = {}
-        for place in entry.places:
-            each = entries[beside(place, name)]
-            others[place] = torch.empty(each.shape, dtype=each.dtypes["state"], device=updated.device)
-            moments[beside(place, name)] = {"state": others[place]}
         other = entries[first.setdefault(updated, name)]
         if updated not in state:
             group = optimizer.param_groups[held.group]
-            state[updated] = _make_state(optimizer, updated, group, entry, others, device=held.master.device)
+            memory = partial(take, name, updated.device)
+            state[updated] = _make_state(optimizer, updated, group, entry, memory, held.master.device)
         if (entry.state, entry.scalars) != (other.state, other.scalars):
             raise ValueError(
                 f"parameters '{first[updated]}' and '{name}' are updated together here, and the checkpoint has "
@@ -107,13 +110,14 @@ def plan_optimizer(
             )
         place = slice(held.offset, held.offset + held.master.numel())
         moments[name] = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
-    # Tensors without elements are not saved, but step with the others.
-    for index, group in enumerate(optimizer.param_groups):
-        begun = [(updated, entries[first[updated]]) for updated in group["params"] if updated in first]
-        likes = {updated.dtype: entry for updated, entry in begun if fits_empty(index, entry)}
+    for kind, group in zip(_classes_of(optimizer), optimizer.param_groups, strict=True):
+        if not is_elementwise(kind):
+            continue  # state may have shapes that follow from the tensor's: without elements it begins anew
+        # Tensors without elements are not saved, but step with the others.
+        likes = {updated.dtype: entries[first[updated]] for updated in group["params"] if updated in first}
         for updated in group["params"]:
             if updated.numel() == 0 and updated.requires_grad and updated not in state and updated.dtype in likes:
-                state[updated] = _make_state(optimizer, updated, group, likes[updated.dtype], {}, device=updated.device)
+                state[updated] = _make_state(optimizer, updated, group, likes[updated.dtype], None, updated.device)
 
     def install() -> None:
         optimizer.state.update(state)
@@ -128,7 +132,7 @@ def plan_optimizer(
                 else:
                     group[key] = list(loaded) if isinstance(current, list) else loaded
 
-    return moments, install
+    return moments, others, install
 
 
 def _check_options(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
@@ -188,13 +192,12 @@ def _make_state(
     updated: Tensor,
     group: Mapping[str, Any],
     entry: SavedTensor,
-    others: Mapping[str, Tensor],
-    *,
+    take: Callable[[str, Any], Tensor] | None,
     device: torch.device,
 ) -> dict[str, Any]:
     """Memory for the state of one of the optimizer's tensors; fitting tensors that are there are reused.
 
-    others  state of other shapes, by its place
+    take    see ``from_json``
     device  of new elementwise state: the master's, which lies on the host where the device keeps fewer bytes
     """
     made: dict[str, Any] = {}
@@ -203,7 +206,7 @@ def _make_state(
         fits = isinstance(old, Tensor) and old.shape == updated.shape and old.dtype is dtype
         made[key] = old if fits else torch.zeros(updated.shape, dtype=dtype, device=device)
     for key, value in entry.scalars.items():
-        made[key] = from_json(value, others.__getitem__)
+        made[key] = from_json(value, take)
         # As torch.optim.Optimizer.load_state_dict does: steps are counted on the CPU, unless a kernel reads them.
         on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
         if isinstance(made[key], Tensor) and not on_host:

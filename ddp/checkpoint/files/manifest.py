@@ -32,13 +32,11 @@ from .boxes import Box, Part, check_tiling
 from .whole_file import open_small_file, whole_file
 
 __all__ = [
-    "KEEP_WHOLE",
     "MANIFEST_FILE",
     "Manifest",
     "SavedOptimizer",
     "SavedTensor",
     "assign",
-    "beside",
     "dtype_name",
     "from_json",
     "new_id",
@@ -50,8 +48,6 @@ __all__ = [
 MANIFEST_FILE = "maingrad.json"
 FORMAT = "maingrad.checkpoint"
 VERSION = 4
-KEEP_WHOLE = "keep_params_whole=True; shard_atoms='whole' of fully_shard"
-"""What keeps a parameter, and so its state, whole on one rank; for errors."""
 MOST_BYTES = 2**25
 """Largest manifest, in bytes: some 300,000 boxes."""
 _MOST_DIMS = 64
@@ -70,8 +66,9 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """"model": the tensor itself. "master": in fp32, beside a parameter in half precision. "state.KEY": elementwise
-    state of the optimizer; none before the first step. "state" alone: this is no parameter or buffer, but state of one
-    in a shape of its own, as ``beside`` names it."""
+    state of the optimizer; none before the first step. "state" alone: the entry is no parameter or buffer, but a
+    tensor of another shape in a parameter's state, under the name PLACE@NAME. A place is the key of the state, and the
+    index in a list: "GG.0"."""
     boxes: tuple[tuple[int, Box], ...] = ()
     """The boxes of each of these, which are cut alike: the rank, in the group that wrote, whose file has the box
     (``rank_file.file_name``), and where in the tensor its elements are."""
@@ -96,13 +93,13 @@ class SavedTensor:
         return {key.removeprefix("state."): dtype for key, dtype in self.dtypes.items() if key.startswith("state.")}
 
     @property
-    def places(self) -> list[str]:
-        """Where in the state tensors of other shapes are, which have entries of their own.
+    def places(self) -> dict[str, Sequence[int]]:
+        """Where in the state tensors of other shapes are, which have entries of their own -> the tensors' strides.
 
         Raises for a value that a load could not read.
         """
-        found: list[str] = []
-        from_json([*self.scalars.values()], found.append)
+        found: dict[str, Sequence[int]] = {}
+        from_json([*self.scalars.values()], found.setdefault)
         return found
 
 
@@ -142,7 +139,7 @@ class Manifest:
             if entry.group is not None and not 0 <= entry.group < num_groups:
                 raise ValueError(f"'{name}' is in group {reprlib.repr(entry.group)} of {num_groups}")
             for place in entry.places:
-                if beside(place, name) not in self.tensors:
+                if f"{place}@{name}" not in self.tensors:
                     raise ValueError(f"state of '{place}' is missing, of parameter '{name}'")
         for alias, first in self.tied.items():
             if first not in self.tensors:
@@ -267,11 +264,6 @@ def _dtype_named(name: Any) -> torch.dtype:
     return dtype
 
 
-def beside(place: str, name: str) -> str:
-    """Name of the entry of a tensor in the state of the parameter ``name``, which has another shape."""
-    return f"{place}@{name}"
-
-
 def to_json(value: Any, what: str, place: str = "", others: dict[str, Tensor] | None = None) -> Any:
     """A hyperparameter or state that is not elementwise as a value of JSON.
 
@@ -286,27 +278,28 @@ def to_json(value: Any, what: str, place: str = "", others: dict[str, Tensor] | 
     if isinstance(value, list | tuple):
         return [to_json(each, what, f"{place}.{index}", others) for index, each in enumerate(value)]
     if others is not None and isinstance(value, Tensor) and value.ndim and others.setdefault(place, value) is value:
-        return {"beside": place}
+        # Products of matrices differ in bits where one lies column by column, as those of torch.linalg do.
+        return {"beside": place, "strides": torch.empty_like(value, device="meta").stride()}
     if isinstance(value, Tensor) and value.numel() == 1:
         return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
     raise ValueError(
-        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold as JSON; a tensor of state it holds beside "
-        f"a parameter that no rank cuts or updates together with others ({KEEP_WHOLE})"
+        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold as JSON; tensors of state it holds where "
+        f"their parameter is whole on a rank and updated alone (keep_params_whole=True; shard_atoms='whole')"
     )
 
 
-def from_json(value: Any, take: Callable[[str], object] | None = None) -> Any:
+def from_json(value: Any, take: Callable[[str, Any], object] | None = None) -> Any:
     """The value that ``to_json`` was given; tensors are on the CPU, lists come back as tuples.
 
-    take  of state: gives the tensor of a place that has an entry of its own. Then lists come back as lists, which
-          optimizers change
+    take  of state: gives the tensor that has an entry of its own, by its place and strides. Then lists come back as
+          lists, which optimizers change
     """
     if isinstance(value, list):
         items = [from_json(each, take) for each in value]
         return items if take else tuple(items)
     if isinstance(value, dict):
         if take and "beside" in value:
-            return take(value["beside"])
+            return take(value["beside"], value["strides"])
         return torch.scalar_tensor(value["tensor"], dtype=_dtype_named(value["dtype"]), device="cpu")
     return value
 

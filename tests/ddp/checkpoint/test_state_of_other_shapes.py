@@ -1,5 +1,6 @@
-"""State of optimizers whose tensors have other shapes than their parameter: Shampoo's and SOAP's, as users write them."""
+"""State whose tensors have other shapes than their parameter: of Shampoo and SOAP as users write them."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
     else:
         held = {name: optimizer.state[param] for name, param in model.named_parameters() if param.numel()}
     return {
-        f"{name}/{key}": torch.utils._pytree.tree_map(lambda each: each.clone() if torch.is_tensor(each) else each, value)
+        f"{name}/{key}": copy.deepcopy(value)
         for name, state in held.items()
         for key, value in state.items()
         if value is not None
@@ -159,19 +160,25 @@ def moved(
 
 def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     for key, value in actual.items():
-        ours, theirs = (torch.utils._pytree.tree_flatten(each) for each in (value, expected[key]))
-        assert ours[1] == theirs[1], key
-        for one, other in zip(ours[0], theirs[0], strict=True):
-            assert type(one) is type(other), key
-            if isinstance(one, Tensor):
-                # Elementwise state is a view of flat memory here, and a shard there.
-                assert one.numel() == other.numel() and torch.equal(one.flatten(), other.flatten()), key
-            else:
-                assert one == other, key
+        _assert_same_tree(value, expected[key], key)
+
+
+def _assert_same_tree(one: Any, other: Any, key: str) -> None:
+    assert type(one) is type(other), key
+    if isinstance(one, list):
+        assert len(one) == len(other), key
+        for index, each in enumerate(one):
+            _assert_same_tree(each, other[index], key)
+    elif isinstance(one, Tensor):
+        # Elementwise state is a view of flat memory here, and a shard there.
+        assert one.numel() == other.numel() and torch.equal(one.flatten(), other.flatten()), key
+    else:
+        assert one == other, key
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"), [("zero1", 3), ("zero1", 4), ("buckets", 8), ("hybrid", 6), ("zero3", 2), ("zero3", 5), ("hsdp", 4)]
+    ("kind", "ranks"),
+    [("zero1", 3), ("zero1", 4), ("buckets", 8), ("hybrid", 6), ("zero3", 2), ("zero3", 5), ("hsdp", 4)],
 )
 @pytest.mark.parametrize("cls", CLASSES)
 def test_other_ranks_and_wrappers_take_the_state_and_give_it_back(
@@ -190,3 +197,147 @@ def test_other_ranks_and_wrappers_take_the_state_and_give_it_back(
     assert_same(back, before)
     assert_same_state(again, state)
     assert_same(end, after)
+
+
+def on_processes(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of a run that saves in the background, and of the run that goes on from there."""
+    model, optimizer = build("zero1", Soap)
+    train(model, optimizer, FIRST)
+    pending = save_checkpoint(folder, model, optimizer, background=True)
+    train(model, optimizer, LAST)  # while the thread writes what was there before
+    pending.wait()
+    other, its = build("zero1", Soap, seed=1)
+    load_checkpoint(folder, other, its)
+    train(other, its, LAST)
+    return values(model), values(other)
+
+
+def test_background_saves_of_processes(tmp_path: Path) -> None:
+    for expected, actual in run_ranks(on_processes, 2, tmp_path / "c"):
+        assert_same(actual, expected)
+
+
+# ---- The files. ----
+
+
+def saved_by_two(folder: Path) -> Path:
+    simulate(straight, 2, "zero1", Soap, torch.float32, folder)
+    return folder
+
+
+def test_each_tensor_has_an_entry_of_its_own_shape(tmp_path: Path) -> None:
+    saved_by_two(tmp_path / "c")
+    manifest = json.loads((tmp_path / "c" / "maingrad.json").read_text())
+    files = [load_file(path) for path in sorted((tmp_path / "c").glob("*.safetensors"))]
+    entry = manifest["tensors"]["GG.1@0.weight"]
+    assert entry["shape"] == [8, 8] and entry["dtypes"] == {"state": "float32"}
+    ((rank, offsets, sizes),) = entry["boxes"]
+    assert (offsets, sizes) == ([0, 0], [8, 8])
+    assert files[rank]["state.GG.1@0.weight"].shape == (8, 8)
+    assert manifest["version"] == 4
+    # A side of more than 12 has no matrix, and one of a single row has one of one element.
+    assert manifest["tensors"]["2.weight"]["scalars"]["GG"][0] == []
+    assert manifest["tensors"]["GG.0@1.row.weight"]["shape"] == [1, 1]
+
+
+def test_weights_are_exported_and_loaded_without_the_state(tmp_path: Path) -> None:
+    before, _, _ = alone(Shampoo, tmp_path / "c")
+    export_safetensors(tmp_path / "c", tmp_path / "weights.safetensors", dtype=torch.float32)
+    assert_same(load_file(tmp_path / "weights.safetensors"), before)
+    net = make_net(seed=1)
+    load_checkpoint(tmp_path / "c", net)
+    assert_same(weights(net), before)
+
+
+def load_in_one(folder: Path) -> None:
+    model, optimizer = build("ddp", Soap, seed=1)
+    load_checkpoint(folder, model, optimizer)
+
+
+def test_damaged_bytes_are_found(tmp_path: Path) -> None:
+    saved_by_two(tmp_path / "c")
+    for path in (tmp_path / "c").glob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        length = int.from_bytes(content[:8], "little")
+        place = json.loads(content[8 : 8 + length]).get("state.Q.1@0.weight")
+        if place is not None:
+            content[8 + length + place["data_offsets"][0]] ^= 1
+            path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged where 'state\.Q\.1@0\.weight' lies: its bytes have checksum"):
+        load_in_one(tmp_path / "c")
+
+
+def test_a_tensor_that_the_manifest_lacks_is_missing(tmp_path: Path) -> None:
+    alone(Shampoo, tmp_path / "c")
+    path = tmp_path / "c" / "maingrad.json"
+    manifest = json.loads(path.read_text())
+    del manifest["tensors"]["left@2.weight"]
+    manifest["checksum"] = None
+    path.write_text(json.dumps(manifest))
+    model, optimizer = build("ddp", Shampoo, seed=1)
+    before = values(model)
+    with pytest.raises(
+        ValueError, match=r"is damaged \(ValueError: state of 'left' is missing, of parameter '2\.weight'"
+    ):
+        load_checkpoint(tmp_path / "c", model, optimizer)
+    assert_same(values(model), before)
+
+
+# ---- Parameters that are cut. ----
+
+
+def test_state_of_a_cut_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    """A save of an elementwise class that keeps a tensor for each flat shard; a load before the first step."""
+
+    class Recalling(optim.SGD):
+        elementwise = True
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["norms"] = torch.zeros(3)
+            return super().step(closure)
+
+    def save() -> None:
+        ddp = wrap(make_net(), use_distributed_optimizer=True)
+        optimizer = DistributedOptimizer(ddp, optimizer_class=Recalling, lr=0.1)
+        train(ddp, optimizer, FIRST)
+        with pytest.raises(ValueError, match=r"state 'norms' of parameter '.*' is a Tensor.*keep_params_whole=True"):
+            save_checkpoint(tmp_path / "not", ddp, optimizer)
+
+    def load() -> None:
+        model: Any = fully_shard(make_net(seed=1))
+        before = values(model)
+        whole = (
+            r"'0\.weight', which is cut between ranks here.*keep_params_whole=True; shard_atoms='whole'\), or load the"
+        )
+        with pytest.raises(ValueError, match=whole):
+            load_checkpoint(tmp_path / "c", model, Shampoo(model.parameters()))
+        assert_same(values(model), before)
+
+    simulate(save, 2)
+    assert not (tmp_path / "not").exists()
+    alone(Shampoo, tmp_path / "c")
+    simulate(load, 4)
+
+
+def test_a_group_of_its_own_beside_adamw(tmp_path: Path) -> None:
+    """Matrices in Shampoo's group, and the rest in AdamW's, in half precision."""
+
+    def build_mixed(seed: int) -> Any:
+        matrices = ["0.weight", "1.square.weight", "2.weight"]
+        ddp = wrap(make_net(torch.bfloat16, seed=seed), use_distributed_optimizer=True, keep_params_whole=True)
+        groups: Any = [{"params": matrices, "optimizer": Shampoo, "lr": 0.1}]
+        return ddp, DistributedOptimizer(ddp, lr=0.01, param_groups=groups)
+
+    def on_each_rank() -> None:
+        ddp, optimizer = build_mixed(0)
+        train(ddp, optimizer, FIRST)
+        save_checkpoint(tmp_path / "c", ddp, optimizer)
+        train(ddp, optimizer, LAST)
+        other, its = build_mixed(1)
+        load_checkpoint(tmp_path / "c", other, its)
+        train(other, its, LAST)
+        assert_same(values(other), values(ddp))
+
+    simulate(on_each_rank, 3)
