@@ -309,7 +309,7 @@ def test_state_of_a_cut_parameter_is_refused_by_name(tmp_path: Path) -> None:
         model: Any = fully_shard(make_net(seed=1))
         before = values(model)
         whole = (
-            r"'0\.weight', which is cut between ranks here.*keep_params_whole=True; shard_atoms='whole'\), or load the"
+            r"'2\.weight', which is cut between ranks here.*keep_params_whole=True; shard_atoms='whole'\), or load the"
         )
         with pytest.raises(ValueError, match=whole):
             load_checkpoint(tmp_path / "c", model, Shampoo(model.parameters()))

@@ -95,4 +95,20 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "34zx-matrices-of-state-come-back-row-by-row",
+        sentence="After a load, the matrices of an optimizer lie otherwise in memory, and products have other bits.",
+        tests=[
+            "tests/ddp/checkpoint/test_state_of_other_shapes.py::"
+            "test_a_resumed_run_has_the_bits_of_one_without_interruption[Soap-zero1-2]",
+        ],
+        changes=[
+            Change(
+                "maingrad.ddp.checkpoint.optimizer",
+                "plan_optimizer",
+                "torch.empty_strided(entry.shape, strides,",
+                "torch.empty(entry.shape,",
+            ),
+        ],
+    ),
 ]
