@@ -71,7 +71,7 @@ def plan_optimizer(
 
     others: Parts = {}
 
-    def take(name: str, device: torch.device, place: str, strides: Sequence[int]) -> Tensor:
+    def take(name: str, device: torch.device, place: str, order: list[int]) -> Tensor:
         """Memory for a tensor in the state of a parameter, which has another shape."""
         if not holding.has_whole(name):
             raise ValueError(
@@ -80,7 +80,7 @@ def plan_optimizer(
                 f"{_ALONE}"
             )
         entry = entries[f"{place}@{name}"]
-        tensor = torch.empty_strided(entry.shape, strides, dtype=entry.dtypes["state"], device=device)
+        tensor = torch.empty_permuted(entry.shape, order, dtype=entry.dtypes["state"], device=device)
         others.update(part_of_whole(f"{place}@{name}", "state", tensor))
         return tensor
 
@@ -192,7 +192,7 @@ def _make_state(
     updated: Tensor,
     group: Mapping[str, Any],
     entry: SavedTensor,
-    take: Callable[[str, Any], Tensor] | None,
+    take: Callable[[str, list[int]], Tensor] | None,
     device: torch.device,
 ) -> dict[str, Any]:
     """Memory for the state of one of the optimizer's tensors; fitting tensors that are there are reused.

@@ -93,12 +93,13 @@ class SavedTensor:
         return {key.removeprefix("state."): dtype for key, dtype in self.dtypes.items() if key.startswith("state.")}
 
     @property
-    def places(self) -> dict[str, Sequence[int]]:
-        """Where in the state tensors of other shapes are, which have entries of their own -> the tensors' strides.
+    def places(self) -> dict[str, list[int]]:
+        """Where in the state tensors of other shapes are, which have entries of their own -> their dims, from the one
+        with the longest stride.
 
         Raises for a value that a load could not read.
         """
-        found: dict[str, Sequence[int]] = {}
+        found: dict[str, list[int]] = {}
         from_json([*self.scalars.values()], found.setdefault)
         return found
 
@@ -138,9 +139,10 @@ class Manifest:
         for name, entry in self.tensors.items():
             if entry.group is not None and not 0 <= entry.group < num_groups:
                 raise ValueError(f"'{name}' is in group {reprlib.repr(entry.group)} of {num_groups}")
-            for place in entry.places:
-                if f"{place}@{name}" not in self.tensors:
-                    raise ValueError(f"state of '{place}' is missing, of parameter '{name}'")
+            for place, order in entry.places.items():
+                other = self.tensors.get(f"{place}@{name}")
+                if other is None or "state" not in other.dtypes or sorted(order) != [*range(len(other.shape))]:
+                    raise ValueError(f"state of '{place}' is missing, of parameter '{name}', or has not its dims")
         for alias, first in self.tied.items():
             if first not in self.tensors:
                 raise ValueError(f"'{alias}' is tied to {reprlib.repr(first)}, which is not stored")
@@ -279,7 +281,7 @@ def to_json(value: Any, what: str, place: str = "", others: dict[str, Tensor] | 
         return [to_json(each, what, f"{place}.{index}", others) for index, each in enumerate(value)]
     if others is not None and isinstance(value, Tensor) and value.ndim and others.setdefault(place, value) is value:
         # Products of matrices differ in bits where one lies column by column, as those of torch.linalg do.
-        return {"beside": place, "strides": torch.empty_like(value, device="meta").stride()}
+        return {"beside": place, "order": value.dim_order()}
     if isinstance(value, Tensor) and value.numel() == 1:
         return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
     raise ValueError(
@@ -288,18 +290,18 @@ def to_json(value: Any, what: str, place: str = "", others: dict[str, Tensor] | 
     )
 
 
-def from_json(value: Any, take: Callable[[str, Any], object] | None = None) -> Any:
+def from_json(value: Any, take: Callable[[str, list[int]], object] | None = None) -> Any:
     """The value that ``to_json`` was given; tensors are on the CPU, lists come back as tuples.
 
-    take  of state: gives the tensor that has an entry of its own, by its place and strides. Then lists come back as
-          lists, which optimizers change
+    take  of state: gives a tensor that has an entry of its own, by its place and the order of its dims. Then lists come
+          back as lists, which optimizers change
     """
     if isinstance(value, list):
         items = [from_json(each, take) for each in value]
         return items if take else tuple(items)
     if isinstance(value, dict):
         if take and "beside" in value:
-            return take(value["beside"], value["strides"])
+            return take(value["beside"], value["order"])
         return torch.scalar_tensor(value["tensor"], dtype=_dtype_named(value["dtype"]), device="cpu")
     return value
 

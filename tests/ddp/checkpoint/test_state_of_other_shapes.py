@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_interruption(
         assert_same(actual, expected[0])
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("cls", [*CLASSES, optim.Adafactor])
 def test_masters_of_half_precision_and_their_state(tmp_path: Path, cls: type[optim.Optimizer]) -> None:
     expected = simulate(straight, 2, "zero1", cls, torch.bfloat16, tmp_path / "c")
     for actual in simulate(resumed, 2, "zero1", cls, torch.bfloat16, tmp_path / "c"):
@@ -267,11 +268,21 @@ def test_damaged_bytes_are_found(tmp_path: Path) -> None:
         load_in_one(tmp_path / "c")
 
 
-def test_a_tensor_that_the_manifest_lacks_is_missing(tmp_path: Path) -> None:
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no entry": lambda tensors: tensors.pop("left@2.weight"),
+    "another entry": lambda tensors: tensors["left@2.weight"].update(dtypes={"model": "float32"}),
+    "no order": lambda tensors: tensors["2.weight"]["scalars"]["left"].update(order=[1, 1]),
+    "fewer dims": lambda tensors: tensors["2.weight"]["scalars"]["left"].update(order=[0]),
+    "an order of names": lambda tensors: tensors["2.weight"]["scalars"]["left"].update(order="ab"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_tensor_that_the_manifest_lacks_is_missing(tmp_path: Path, edit: str) -> None:
     alone(Shampoo, tmp_path / "c")
     path = tmp_path / "c" / "maingrad.json"
     manifest = json.loads(path.read_text())
-    del manifest["tensors"]["left@2.weight"]
+    EDITS[edit](manifest["tensors"])
     manifest["checksum"] = None
     path.write_text(json.dumps(manifest))
     model, optimizer = build("ddp", Shampoo, seed=1)

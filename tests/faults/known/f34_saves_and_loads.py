@@ -106,7 +106,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.optimizer",
                 "plan_optimizer",
-                "torch.empty_strided(entry.shape, strides,",
+                "torch.empty_permuted(entry.shape, order,",
                 "torch.empty(entry.shape,",
             ),
         ],
