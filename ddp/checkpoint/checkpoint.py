@@ -294,7 +294,7 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
             sections["master"] = held.master
         parts |= parts_of_range(there, held.shape, held.start, sections, slices.get(name), model=held.dtype)
         told[there] = {"shape": tensors.shape_of(name, held.shape), "group": held.group}
-        if held.scalars:
+        if held.scalars and held.param.numel():
             others = dict[str, Tensor]() if holding.has_whole(name) else None
             told[there]["scalars"] = {
                 key: to_json(value, f"state '{key}' of parameter '{name}'", key, others)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optimizer.param_groups import is_elementwise, names_of_classes
+from ..optimizer.param_groups import names_of_classes
 from .files.boxes import Parts, part_of_whole
 from .files.manifest import SavedOptimizer, SavedTensor, dtype_name, from_json, to_json
 from .source import Holding
@@ -69,6 +69,8 @@ def plan_optimizer(
             )
         _check_options(here, saved.groups[there], optimizer.param_groups[here])
 
+    # Of state in other shapes, no shape would fit a tensor without elements: it has no state yet.
+    begin_anew = {entry.group for entry in entries.values() if entry.places}
     others: Parts = {}
 
     def take(name: str, device: torch.device, place: str, order: list[int]) -> Tensor:
@@ -89,7 +91,7 @@ def plan_optimizer(
     moments: dict[str, dict[str, Tensor]] = {}
     for name, held in holding.slices.items():
         entry, updated = entries[name], held.updated
-        if held.group is None or updated is None:
+        if held.group is None or updated is None or (not updated.numel() and entry.group in begin_anew):
             continue
         width = entry.dtypes.get("master", entry.dtypes["model"])
         if held.master.dtype is not width:
@@ -110,11 +112,9 @@ def plan_optimizer(
             )
         place = slice(held.offset, held.offset + held.master.numel())
         moments[name] = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
-    for kind, group in zip(_classes_of(optimizer), optimizer.param_groups, strict=True):
-        if not is_elementwise(kind):
-            continue  # state may have shapes that follow from the tensor's: without elements it begins anew
-        # Tensors without elements are not saved, but step with the others.
-        likes = {updated.dtype: entries[first[updated]] for updated in group["params"] if updated in first}
+    for group in optimizer.param_groups:  # tensors without elements are not saved, but step with the others
+        known = {updated.dtype: entries[first[updated]] for updated in group["params"] if updated in first}
+        likes = {dtype: entry for dtype, entry in known.items() if entry.group not in begin_anew}
         for updated in group["params"]:
             if updated.numel() == 0 and updated.requires_grad and updated not in state and updated.dtype in likes:
                 state[updated] = _make_state(optimizer, updated, group, likes[updated.dtype], None, updated.device)

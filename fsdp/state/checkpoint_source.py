@@ -9,6 +9,7 @@ So a file can be loaded by any number of ranks, with any placements, and by ``Di
 ``DistributedOptimizer``.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -111,7 +112,8 @@ class ShardedSource:
             if dtype is torch.float32 and computing in _HALF:
                 dtype = computing  # a save rounds
         elements = param.detach().view(-1)
-        updated = param if group is not None and elements.numel() else None
+        numel: int = math.prod(shape)
+        updated = param if group is not None and numel else None
         state = {} if updated is None else state
         elementwise = elementwise_of(param.shape, state, counters)
         return HeldSlice(
