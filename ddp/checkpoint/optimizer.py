@@ -113,8 +113,11 @@ def plan_optimizer(
         place = slice(held.offset, held.offset + held.master.numel())
         moments[name] = {f"state.{key}": state[updated][key].view(-1)[place] for key in entry.state}
     for group in optimizer.param_groups:  # tensors without elements are not saved, but step with the others
-        known = {updated.dtype: entries[first[updated]] for updated in group["params"] if updated in first}
-        likes = {dtype: entry for dtype, entry in known.items() if entry.group not in begin_anew}
+        likes = {
+            updated.dtype: entries[first[updated]]
+            for updated in group["params"]
+            if updated in first and entries[first[updated]].group not in begin_anew
+        }
         for updated in group["params"]:
             if updated.numel() == 0 and updated.requires_grad and updated not in state and updated.dtype in likes:
                 state[updated] = _make_state(optimizer, updated, group, likes[updated.dtype], None, updated.device)
