@@ -209,7 +209,7 @@ def tensor_parallel(case, by, *, compiled=False):
             unit.compile(**case.compiling)
     tokens = replace(case, rank=0).tokens()
     if by == "torch":
-        kinds = {}
+        kinds: dict[type, list[Any]] = {}
         for param in model.parameters():
             kinds.setdefault(type(param), []).append(param)  # one kernel takes no plain tensors beside DTensors
         adamw = torch.optim.AdamW([{"params": params} for params in kinds.values()], lr=LEARNING_RATE, fused=True)
@@ -232,10 +232,11 @@ def cut_by_torch(model, units, mesh):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     head = next(name for name, each in model.named_modules() if each is model.get_output_embeddings())
-    parallelize_module(model, mesh, {head: ColwiseParallel(output_layouts=Replicate())})
+    ends: dict[str, Any] = {head: ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh, ends)
     for unit in units:
         names = [name for name, _ in unit.named_modules()]
-        plan = {name: ColwiseParallel() for name in names if name.endswith(COLUMNS)}
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in names if name.endswith(COLUMNS)}
         plan |= {name: RowwiseParallel() for name in names if name.endswith(ROWS_OF_WEIGHT)}
         parallelize_module(unit, mesh, plan)
 
