@@ -21,7 +21,8 @@ from maingrad.launch import parallelize, simulate
 from maingrad.launch.config.mesh import MeshConfig
 from maingrad.te_integration.pipeline import finalize_model_grads
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs/mesh.md").read_text()
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE, TRAINING = ((DOCS / name).read_text() for name in ("mesh.md", "training.md"))
 MARKS, EMBEDDING, MEGATRON, TORCH, SHARDED, LAYERS, CHECKPOINTS, ULYSSES, VERIFY = re.findall(
     r"```python\n(.*?)```", PAGE, flags=re.DOTALL
 )
@@ -215,6 +216,9 @@ def test_the_table_of_a_configuration() -> None:
     read = tomllib.loads(TOML)
     assert read["parallel"] == "zero1"
     assert MeshConfig(**read["mesh"]).data_ranks(64) == 16
+    (other,) = re.findall(r"```toml\n(\[mesh\]\n.*?)```", TRAINING, flags=re.DOTALL)
+    assert "64 ranks are 8 data-parallel ones" in TRAINING
+    assert MeshConfig(**tomllib.loads(other)["mesh"]).data_ranks(64) == 8
 
 
 def test_verify() -> None:
