@@ -85,9 +85,8 @@ def fully_shard(
 
     module                   on any device, or on the meta device
     mesh                     ranks to shard over: a process group, or a DeviceMesh of one dim, of two dims (outer,
-                             inner), or of three (outer, inner, "cp"), whose last two are one.
-                             ``maingrad.ddp.WORLD_OF_ONE``: this process alone. None: the default group, or a world of
-                             one if no launcher has started several ranks
+                             inner), or of three (outer, inner, "cp"), whose last two are one. ``WORLD_OF_ONE``: this
+                             process alone. None: the default group, or this process alone without a launcher
     placements               name of a row of ``PLACEMENTS``, or a ``Placements``: whether parameters, gradients and
                              optimizer state are whole or sharded at rest, along both axes
     mixed_precision          dtypes of computation, gradients and reduction; None: ``MixedPrecisionPolicy()``
