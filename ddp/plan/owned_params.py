@@ -195,8 +195,9 @@ def check_untold_parts(module: nn.Module, slices: Mapping[str, ModelSlice]) -> N
             raise ValueError(
                 f"'{name}' norms the heads of this tensor-parallel rank (config.qk_layernorm), so that each rank has a "
                 f"part of its gradient, and it has no mark that says so: set sequence_parallel = True on it before "
-                f"wrapping, and call finish_grad_sync() in place of Megatron-core's finalize_model_grads, which would "
-                f"sum it once more"
+                f"wrapping, and config.finalize_model_grads_func = "
+                f"maingrad.te_integration.pipeline.finalize_model_grads, in place of Megatron-core's, which would sum "
+                f"it once more"
             )
 
 

@@ -100,6 +100,23 @@ def test_all_ranks_skip_a_step_for_one_slices_inf(way: str, stock: bool) -> None
     assert simulate(scaled, world_of(way), way, stock) == [(1.0, True)] * world_of(way)
 
 
+def skipped(way: str) -> tuple[bool, int]:
+    ranks = ranks_of_mesh(WAYS[way].mesh)
+    model = wrapped(way, ranks)
+    spoil(model, ranks, float("nan"))
+    optimizer = DistributedOptimizer(model, lr=0.1, skip_nonfinite=True)
+    before = [param.detach().clone() for param in model.parameters()]
+    backward(model, ranks)
+    optimizer.step()
+    optimizer.finish_param_sync()
+    return all(map(torch.equal, before, model.parameters())), int(optimizer.num_skipped_steps)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
+def test_no_rank_steps_on_one_slices_nan(way: str) -> None:
+    assert simulate(skipped, world_of(way), way) == [(True, 1)] * world_of(way)
+
+
 def with_nan(way: str) -> str:
     ranks = ranks_of_mesh(WAYS[way].mesh)
     model = wrapped(way, ranks, check_for_nan_in_grad=True)

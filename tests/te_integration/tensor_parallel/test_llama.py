@@ -1,5 +1,6 @@
 """A Llama under torch's tensor parallelism and our wrappers against plain PyTorch over all data."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import torch.distributed.checkpoint as dcp
 from parallel_llama import Llama, assert_grads, batch, full, llama, make_mesh, parallelize, plain_grads, whole_grads
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.te_integration import WgradQueue, convert_linears, delayed_wgrad
 
@@ -230,3 +233,27 @@ def group_forgotten() -> None:
 
 def test_a_data_parallel_group_with_tensor_parallel_ranks_is_refused() -> None:
     simulate(group_forgotten, 4)
+
+
+def cut_behind_the_wrapper(wrap: Callable[[Llama, Any], Any]) -> str:
+    mesh = make_mesh()
+    model = llama()
+    wrapped = wrap(model, mesh["dp"])
+    parallelize_module(model.blocks[0], mesh["tp"], {"mlp.w1": ColwiseParallel()})
+    with pytest.raises(RuntimeError) as raised:
+        wrapped(*batch(0)).backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "text"),
+    [
+        (lambda model, dp: DistributedDataParallel(model, process_group=dp), "was made a DTensor after wrapping"),
+        (fully_shard, "was replaced after fully_shard"),
+    ],
+    ids=["ddp", "fully_shard"],
+)
+def test_a_cut_behind_the_wrapper_is_refused(wrap: Callable[[Llama, Any], Any], text: str) -> None:
+    for found in simulate(cut_behind_the_wrapper, 4, wrap):
+        assert "'blocks.0.mlp.w1." in found
+        assert text in found

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_ranks
-from parallel_llama import batch, full, llama, make_mesh, parallelize, plain_grads
+from parallel_llama import (
+    OLD_DTENSORS,
+    assert_grads,
+    batch,
+    full,
+    llama,
+    make_mesh,
+    parallelize,
+    plain_grads,
+    whole_grads,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -257,3 +267,24 @@ def test_conversion_may_be_undone_between() -> None:
         torch.testing.assert_close(full(model.state_dict()["head.weight"]), llama().head.weight)
 
     simulate(on_each_rank, 2)
+
+
+def compiled(whole_graph: bool) -> None:
+    torch._dynamo.reset()
+    mesh = make_mesh(1, 2)
+    model = parallelize(llama(layers=1), mesh["tp"], sequence=True)
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+    model.blocks[0].compile(backend="aot_eager", fullgraph=whole_graph)
+    if whole_graph:
+        with pytest.raises(Exception, match=r"compiles no module with a replicated DTensor.*compile with torch 2\.14"):
+            wrapped(*batch(0))
+        return
+    wrapped(*batch(0)).backward()
+    wrapped.finish_grad_sync()
+    assert_grads(whole_grads(model), plain_grads(llama(layers=1), [batch(0)]))
+
+
+@pytest.mark.skipif(not OLD_DTENSORS, reason="newer torch compiles them")
+@pytest.mark.parametrize("whole_graph", [False, True])
+def test_old_torch_compiles_no_replicated_dtensors(whole_graph: bool) -> None:
+    run_ranks(compiled, 2, whole_graph)

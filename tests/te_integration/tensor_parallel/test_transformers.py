@@ -1,11 +1,15 @@
 """Models that transformers has cut by their ``tp_plan``, under our wrapper, against the same models whole."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+from gloo import run_ranks
 from parallel_llama import OLD_DTENSORS, assert_grads, full, make_mesh, whole_grads
 from torch import nn
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.plan.model_slice import model_slice_of
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.te_integration import convert_linears, unconvert
@@ -108,3 +112,27 @@ def test_a_head_that_is_cut_keeps_its_loss(order: str) -> None:
 
     for text in simulate(on_each_rank, 2):
         assert "slice" in text
+
+
+def loaded(folder: str) -> dict[str, int]:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(dist.get_rank()))  # as torchrun, which transformers reads
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    convert_linears(model)
+    wrapped = DistributedDataParallel(model, process_group=WORLD_OF_ONE)
+    loss_of(wrapped, 0).backward()
+    wrapped.finish_grad_sync()
+    plain = make("Llama")
+    loss_of(plain, 0).backward()
+    assert_grads(whole_grads(model), {name: param.grad for name, param in plain.named_parameters()}, rtol=2e-6)
+    return {record.name: record.num_fused_writes for record in wrapped.records}
+
+
+def test_a_model_that_transformers_loads_in_parts(tmp_path: Path) -> None:
+    make("Llama").save_pretrained(tmp_path)
+    for writes in run_ranks(loaded, 2, str(tmp_path), timeout=100.0):
+        assert sum(writes.values()) == 2 * 7 + 1
