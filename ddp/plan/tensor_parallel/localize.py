@@ -1,5 +1,6 @@
 """``localize``: parameters and buffers that are DTensors of tensor parallelism become plain local ones."""
 
+import functools
 import itertools
 import sys
 import warnings
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...contract.module import FusedWgradModule
 from ..cut import Box
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["can_localize", "is_one_slice", "localize"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
+
+_REPLACED = "_maingrad_made_local"
+"""Attribute of a parameter that was a DTensor: the local one in its place."""
 
 
 def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
@@ -136,6 +142,9 @@ def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
 
 
 def _local_of(tensor: "DTensor") -> Tensor:
+    known: Tensor | None = getattr(tensor, _REPLACED, None)
+    if known is not None:
+        return known  # tied to a part of the model that is a unit of fully_shard already
     with torch.no_grad():
         local: Tensor = tensor.to_local().contiguous()
     if not isinstance(tensor, nn.Parameter):
@@ -144,6 +153,8 @@ def _local_of(tensor: "DTensor") -> Tensor:
     for name, value in vars(tensor).items():
         if not name.startswith("_"):  # marks, such as Megatron-core's; the others are DTensor's own
             setattr(param, name, value)
+    setattr(tensor, _REPLACED, param)
+    _watch_optimizers()
     return param
 
 
@@ -154,3 +165,17 @@ def _mark_partial(owner: nn.Module) -> None:
         if param is not None and model_slice_of(param) is None:
             shape = tuple(param.shape)
             set_model_slice(param, ModelSlice(shape, (Box((0,) * len(shape), shape),), None, group, "partial"))
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer of before wrapping would step, and change nothing: its DTensors get no gradients any more."""
+    if any(hasattr(param, _REPLACED) for group in optimizer.param_groups for param in group["params"]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was built before the model was wrapped: its parameters are the DTensors of "
+            f"before, which no forward uses any more; build the optimizer from model.parameters() after wrapping"
+        )

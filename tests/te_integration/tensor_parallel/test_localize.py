@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.plan.model_slice import model_slice_of
 from maingrad.ddp.plan.tensor_parallel.localize import localize
+from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import SimulatedRankError, simulate
 from maingrad.te_integration import LayerNormLinear, Linear, LinearCrossEntropy, convert_linears, unconvert
 
@@ -140,6 +141,40 @@ def test_marks_of_a_dtensor_are_the_parameters() -> None:
         assert layer.weight.shared_embedding is True
 
     simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fully_shard"])
+def test_an_optimizer_of_before_wrapping_is_refused(wrapper: str) -> None:
+    """It would step over DTensors that get no gradients, and train nothing."""
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(2, 2)
+        model = parallelize(llama(), mesh["tp"], sequence=True)
+        before = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wrapper == "ddp":
+            wrapped: Any = DistributedDataParallel(model, process_group=mesh["dp"])
+        else:
+            wrapped = fully_shard(model, mesh["dp"])
+        wrapped(*batch(mesh["dp"].get_local_rank())).backward()
+        with pytest.raises(RuntimeError, match=r"SGD was built before the model was wrapped.*after wrapping"):
+            before.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    simulate(on_each_rank, 4)
+
+
+def test_a_tie_over_two_units_is_refused() -> None:
+    """The second unit would find the DTensor that the first has replaced, and train a copy of its own."""
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(2, 2)
+        model = parallelize(llama(), mesh["tp"], sequence=False)
+        model.head.weight = model.embedding.weight
+        fully_shard(model.embedding, mesh["dp"])
+        with pytest.raises(ValueError, match=r"'head.weight' was sharded by unit 'Embedding'.*one unit of all modules"):
+            fully_shard(model, mesh["dp"])
+
+    simulate(on_each_rank, 4)
 
 
 def on_two_dims(layer: nn.Linear, mesh: Any) -> None:
