@@ -1,16 +1,14 @@
 """``localize``: parameters and buffers that are DTensors of tensor parallelism become plain local ones."""
 
-import functools
 import itertools
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...contract.module import FusedWgradModule
 from ..cut import Box
@@ -22,12 +20,9 @@ if TYPE_CHECKING:
 
     from .layouts import Layout
 
-__all__ = ["can_localize", "is_one_slice", "localize"]
+__all__ = ["can_localize", "is_one_slice", "localize", "whole_while"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
-
-_REPLACED = "_maingrad_made_local"
-"""Attribute of a parameter that was a DTensor: the local one in its place."""
 
 
 def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
@@ -47,6 +42,7 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
         return module
     from .forwards import show_in_forward
     from .layouts import LAYOUTS, layout_of, layouts_of
+    from .optimizers import set_layout
     from .state_dict import install_state_dict_hooks
 
     found = _dtensors(module, ignored)
@@ -65,6 +61,7 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
             known = owner._parameters.get(name)
             if known is not None and model_slice_of(known) is None:  # a copied module's, too
                 set_model_slice(known, layout.model_slice())
+                set_layout(known, layout)
         _mark_partial(owner)
     return module
 
@@ -82,6 +79,34 @@ def is_one_slice(param: Tensor) -> bool:
     """Whether ``param`` is a DTensor on a mesh of one dim."""
     mesh: Any = getattr(param, "device_mesh", None)
     return mesh is not None and mesh.ndim == 1
+
+
+@contextmanager
+def whole_while(
+    module: nn.Module, names: Collection[str], make: Callable[[Tensor, torch.Size], Tensor]
+) -> Iterator[None]:
+    """While a module gets its initial values, its own local tensors are whole ones; then they get their parts of these.
+
+    So ranks with one random state have slices of one whole, as wide as a model that is not cut draws it.
+
+    names  of tensors without values; others, and tensors that are not local ones, stay as they are
+    make   of a local tensor and a shape: the whole one
+    """
+    local: list[tuple[dict[str, Any], str, Tensor, Layout]] = []
+    if "torch.distributed.tensor" in sys.modules:
+        from .layouts import layouts_of
+
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for name, layout in layouts_of(module).items():
+            local += [(table, name, table[name], layout) for table in tables if name in table and name in names]
+    for table, name, part, layout in local:
+        whole = make(part, layout.shape)
+        table[name] = nn.Parameter(whole, part.requires_grad) if isinstance(part, nn.Parameter) else whole
+    yield
+    with torch.no_grad():
+        for table, name, part, layout in local:
+            part.copy_(layout.local_part(table[name]))
+            table[name] = part
 
 
 def _dtensors(module: nn.Module, ignored: Collection[int]) -> list[tuple[nn.Module, str, "DTensor"]]:
@@ -142,7 +167,9 @@ def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
 
 
 def _local_of(tensor: "DTensor") -> Tensor:
-    known: Tensor | None = getattr(tensor, _REPLACED, None)
+    from .optimizers import replaced_by, set_replaced
+
+    known = replaced_by(tensor)
     if known is not None:
         return known  # tied to a part of the model that is a unit of fully_shard already
     with torch.no_grad():
@@ -153,8 +180,7 @@ def _local_of(tensor: "DTensor") -> Tensor:
     for name, value in vars(tensor).items():
         if not name.startswith("_"):  # marks, such as Megatron-core's; the others are DTensor's own
             setattr(param, name, value)
-    setattr(tensor, _REPLACED, param)
-    _watch_optimizers()
+    set_replaced(tensor, param)
     return param
 
 
@@ -165,17 +191,3 @@ def _mark_partial(owner: nn.Module) -> None:
         if param is not None and model_slice_of(param) is None:
             shape = tuple(param.shape)
             set_model_slice(param, ModelSlice(shape, (Box((0,) * len(shape), shape),), None, group, "partial"))
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_replaced)
-
-
-def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer of before wrapping would step, and change nothing: its DTensors get no gradients any more."""
-    if any(hasattr(param, _REPLACED) for group in optimizer.param_groups for param in group["params"]):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} was built before the model was wrapped: its parameters are the DTensors of "
-            f"before, which no forward uses any more; build the optimizer from model.parameters() after wrapping"
-        )
