@@ -127,7 +127,7 @@ def _warn_of_ties(found: list[tuple[nn.Module, str, "DTensor"]]) -> None:
     from torch.distributed.tensor import DTensor
 
     tables, heads = (
-        [each for owner, _, each in found if isinstance(owner, kind) and not each.is_meta]
+        [each for owner, _, each in found if isinstance(owner, kind) and _has_elements(each)]
         for kind in (nn.Embedding, nn.Linear)
     )
     for table, head in itertools.product(tables, heads):
@@ -141,6 +141,10 @@ def _warn_of_ties(found: list[tuple[nn.Module, str, "DTensor"]]) -> None:
                 stacklevel=4,
             )
             return
+
+
+def _has_elements(tensor: "DTensor") -> bool:
+    return not tensor.is_meta and tensor.to_local().numel() > 0
 
 
 def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:

@@ -92,6 +92,20 @@ def test_a_tie_that_parallelize_module_has_cut_is_said() -> None:
         assert "head.weight = embedding.weight" in text
 
 
+def test_ranks_without_elements_say_nothing_of_ties() -> None:
+    def on_each_rank() -> list[str]:
+        mesh = make_mesh(1, 4)
+        model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+        plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            localize(model)
+        return [str(each.message) for each in caught if "equal weights" in str(each.message)]
+
+    assert not any(simulate(on_each_rank, 4))
+
+
 class Scaled(nn.Module):
     """A parameter, a buffer that each forward writes in place, and one that it assigns."""
 
