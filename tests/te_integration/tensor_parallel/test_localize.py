@@ -12,7 +12,13 @@ from parallel_llama import batch, full, llama, make_mesh, parallelize, plain_gra
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.plan.model_slice import model_slice_of
@@ -306,3 +312,33 @@ def test_conversion_may_be_undone_between() -> None:
         torch.testing.assert_close(full(model.state_dict()["head.weight"]), llama().head.weight)
 
     simulate(on_each_rank, 2)
+
+
+class Heads(nn.Module):
+    """A norm over each head, of which tensor-parallel ranks have parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.norm, self.out = nn.Linear(8, 12), nn.RMSNorm(3), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.q(x).unflatten(-1, (-1, 3))).flatten(-2))
+
+
+def norm_of_heads() -> None:
+    mesh = make_mesh(2, 2)
+    torch.manual_seed(0)
+    model, plain = Heads(), Heads()
+    plain.load_state_dict(model.state_dict())
+    style = SequenceParallel(sequence_dim=1, use_local_output=True)
+    parallelize_module(model, mesh["tp"], {"q": ColwiseParallel(), "norm": style, "out": RowwiseParallel()})
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+    x = torch.linspace(-1, 2, 2 * 5 * 8).view(2, 5, 8)
+    wrapped(x[mesh["dp"].get_local_rank()]).square().mean().backward()
+    wrapped.finish_grad_sync()
+    plain(x).square().mean().backward()
+    torch.testing.assert_close(model.norm.weight.main_grad, plain.norm.weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_of_heads_count_all_heads() -> None:
+    simulate(norm_of_heads, 4)
