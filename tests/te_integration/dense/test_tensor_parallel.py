@@ -11,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
 from maingrad.ddp.contract.main_grad import record_of
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import slice_of_marks
@@ -341,6 +347,39 @@ def unconverted() -> bool:
 
 def test_unconverted_layers_stay_cut() -> None:
     assert simulate(unconverted, 2) == [False, False]
+
+
+def steps(graphed: bool, sequence_parallel: bool) -> tuple[list[float], list[Tensor]]:
+    """Losses of five steps on this rank, and the parameters after them."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model: nn.Module = layers(
+        tp_group=mesh.get_group("tp"), sequence_parallel=sequence_parallel, fuse_wgrad_accumulation=True
+    )
+    model = DistributedDataParallel(model, process_group=mesh["dp"], tensor_parallel_group=mesh["tp"])
+    optimizer = DistributedOptimizer(model, lr=0.1, optimizer_class=torch.optim.SGD)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = GraphedTrainingStep(step, model, optimizer) if graphed else step
+    parts = ([part(each, sequence_parallel, mesh.get_group("tp")) for each in batch(number)] for number in range(5))
+    return [train(*each).item() for each in parts], [param.detach().clone() for param in model.parameters()]
+
+
+def eager_and_graphed(sequence_parallel: bool) -> None:
+    eager, graphed = (steps(each, sequence_parallel) for each in (False, True))
+    assert graphed[0] == eager[0]
+    torch.testing.assert_close(graphed[1], eager[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("run", [simulate, run_ranks])
+def test_graphed_steps_exchange_what_eager_ones_do(run: Callable[..., Any], sequence_parallel: bool) -> None:
+    run(eager_and_graphed, 2, sequence_parallel)
 
 
 @pytest.mark.parametrize(
