@@ -159,6 +159,8 @@ class _Recorder(TorchDispatchMode):
         if ShownGrad in types:  # autograd accumulates into a .grad without memory: nothing that a replay could repeat
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if any(map(_is_around, types)):
+            return NotImplemented  # a DTensor has no memory: its own operations on local tensors come here
         if name in _HOST_READS:
             raise RuntimeError(f"operation not permitted when capturing: {func} reads a value on the host")
         self._written.note(func, args, kwargs)
@@ -171,6 +173,8 @@ class _Recorder(TorchDispatchMode):
                 recording.graph = self._graph
         else:
             result = func(*args, **kwargs)
+        if any(_is_around(type(each)) for each in tree_leaves(result)):
+            return result  # around an argument, whose collective still runs
         if not func.is_view:  # a view's memory was there before
             self._written.note_made(result)
         if not func.is_view and name not in _MAKE_NO_VALUES:
@@ -196,6 +200,11 @@ class _Recorder(TorchDispatchMode):
                 _wait(again)
 
         self._graph.calls.append(call)
+
+
+def _is_around(cls: type) -> bool:
+    """Whether such tensors are around others, and have no memory."""
+    return hasattr(cls, "__tensor_flatten__")
 
 
 def _plain(value: Any) -> Any:
