@@ -102,9 +102,8 @@ class DistributedOptimizer(AroundOptimizer):
             raise TypeError(f"DistributedOptimizer needs a DistributedDataParallel model, got {type(model).__name__}")
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
-        if max_grad_norm is not None:
-            refuse_norm(model, "max_grad_norm")
         if max_grad_norm is not None or skip_nonfinite:
+            refuse_norm(model, "skip_nonfinite" if max_grad_norm is None else "max_grad_norm")
             refuse_norm_of_stage(model, "max_grad_norm or skip_nonfinite")
         self.model = model
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite

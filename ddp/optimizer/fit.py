@@ -141,6 +141,8 @@ def check_storage(slices: Sequence[ParamSlice], addresses: Sequence[int]) -> Non
 
 # ---- Models that tensor parallelism has cut: what needs a whole model would get this rank's slices. ----
 
+_REMEDY = "give the wrapper those ranks as tensor_parallel_group"
+
 
 def _check_no_slices(model: DistributedDataParallel, cls: type, bucket_params: Sequence[BucketParam]) -> None:
     """Raise ``ValueError`` for a class that updates whole parameters over slices."""
@@ -167,7 +169,7 @@ def refuse_norm(model: DistributedDataParallel, what: str) -> None:
         model.bucket_params,
         what,
         "would cover this rank's slices alone, and differ between the ranks that hold one model together",
-        "sum the squares of model.reduced_grads() over all of those ranks, and call model.scale_gradients(coefficient)",
+        _REMEDY,
     )
 
 
@@ -188,7 +190,7 @@ def refuse_scaler(model: DistributedDataParallel) -> None:
         model.bucket_params,
         "GradScaler",
         "would look for Inf in this rank's slices alone, and skip other steps than the ranks with the other slices",
-        "train in bf16, or scale the loss by a constant and divide by it, model.scale_gradients(1 / scale)",
+        _REMEDY,
     )
 
 

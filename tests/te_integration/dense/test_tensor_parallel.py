@@ -27,6 +27,7 @@ from maingrad.ddp.contract.main_grad import record_of
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import slice_of_marks
 from maingrad.ddp.plan.tensor_parallel.localize import localize
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
 from maingrad.te_integration import (
@@ -383,6 +384,21 @@ def eager_and_graphed(form: str) -> None:
 @pytest.mark.parametrize("run", [simulate, run_ranks])
 def test_graphed_steps_exchange_what_eager_ones_do(run: Callable[..., Any], form: str) -> None:
     run(eager_and_graphed, 2, form)
+
+
+def wrapped_by_other_ranks(fully: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = copy.deepcopy(layers(tp_group=mesh.get_group("tp")))
+    if fully:
+        fully_shard(model, mesh["tp"], tensor_parallel_group=mesh["dp"])
+    else:
+        DistributedDataParallel(model, process_group=mesh["tp"], tensor_parallel_group=mesh["dp"])
+
+
+@pytest.mark.parametrize("fully", [False, True])
+def test_groups_in_each_others_place_are_refused(fully: bool) -> None:
+    with pytest.raises(SimulatedRankError, match=r"layer '0' is cut over ranks .*pass the layers' group as"):
+        simulate(wrapped_by_other_ranks, 4, fully)
 
 
 @pytest.mark.parametrize(
