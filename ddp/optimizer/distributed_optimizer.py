@@ -32,6 +32,7 @@ from .fit import (
     refuse_norm_of_stage,
     refuse_scaler,
     shard_of_how_many,
+    slice_of_how_many,
 )
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
@@ -386,7 +387,8 @@ class DistributedOptimizer(AroundOptimizer):
         return found
 
     def _layout_key(self) -> str:
-        return layout_key(self.classes_of_groups, self.model.plan, self.segments)
+        key = layout_key(self.classes_of_groups, self.model.plan, self.segments)
+        return key + slice_of_how_many(self.model)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         self.prepare_state()

@@ -34,6 +34,7 @@ __all__ = [
     "refuse_norm_of_stage",
     "refuse_scaler",
     "shard_of_how_many",
+    "slice_of_how_many",
 ]
 
 
@@ -99,7 +100,15 @@ def shard_of_how_many(model: DistributedDataParallel) -> str:
     """This rank's shard in words: "2 of 4"."""
     grid = model.grids["dense"]
     first, size = (grid.inner_rank, grid.inner_size) if placements_of(model.ddp_config).inner.gathers else (0, 1)
-    return f"{first + 1} of {size}"
+    return f"{first + 1} of {size}{slice_of_how_many(model)}"
+
+
+def slice_of_how_many(model: DistributedDataParallel) -> str:
+    """Whose slices this rank has, in words: other tensor-parallel ranks' have the same shapes. Empty without slices."""
+    ranks = model.tensor_ranks
+    if ranks is None or ranks.size == 1:
+        return ""
+    return f" on tensor-parallel rank {ranks.inner_rank + 1} of {ranks.size}"
 
 
 def check_fits(state_dict: Mapping[str, Any], key: str, here: str, lengths: Mapping[str, int | None]) -> None:

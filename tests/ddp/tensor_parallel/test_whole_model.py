@@ -168,6 +168,25 @@ def test_a_stock_optimizer_takes_slices() -> None:
             torch.testing.assert_close(found[name], grad, rtol=2e-5, atol=2e-6)
 
 
+def state_of_another_slice(way: str) -> str:
+    ranks = ranks_of_mesh(WAYS[way].mesh)
+    model = wrapped(way, ranks)
+    optimizer = DistributedOptimizer(model, lr=0.1)
+    train(model, optimizer, ranks, 1)
+    states: list[Any] = [None] * 2
+    dist.all_gather_object(states, optimizer.state_dict(), group=ranks.tp.get_group())
+    optimizer.load_state_dict(states[ranks.tp.get_local_rank()])
+    with pytest.raises(ValueError, match="each rank loads what it") as raised:
+        optimizer.load_state_dict(states[1 - ranks.tp.get_local_rank()])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1"])
+def test_an_optimizers_state_is_of_its_slices(way: str) -> None:
+    for text in simulate(state_of_another_slice, world_of(way), way):
+        assert "on tensor-parallel rank 2 of 2" in text
+
+
 def parted() -> str:
     ranks = ranks_of_mesh(WAYS["zero1"].mesh)
     model = wrapped("zero1", ranks, check_replicas_every=1)
