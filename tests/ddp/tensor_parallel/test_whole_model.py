@@ -70,6 +70,22 @@ def test_every_norm_is_of_the_whole_model(way: str, sp: bool) -> None:
         assert found == pytest.approx(expected[: len(found)], rel=1e-5)
 
 
+def whole_grads(way: str) -> dict[str, Tensor]:
+    ranks = ranks_of_mesh(WAYS[way].mesh)
+    model = wrapped(way, ranks, sp=True)
+    backward(model, ranks)
+    return {name: param.grad.full_tensor() for name, param in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
+def test_the_whole_gradient_is_of_all_slices(way: str) -> None:
+    """As under ``fully_shard``."""
+    expected = plain_grads(world_of(way) // 2)
+    for found in simulate(whole_grads, world_of(way), way):
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=2e-5, atol=2e-6)
+
+
 # ---- Inf and NaN in one rank's slice. ----
 
 
