@@ -175,8 +175,8 @@ def check_same(entry: BucketParam) -> None:
     if found is not param and found is not None and is_sharded_by_torch(found):
         raise RuntimeError(
             f"parameter '{name}' was made a DTensor after wrapping (torch's fully_shard, or tensor parallelism), and "
-            f"its gradient would never be reduced here: use torch's fully_shard alone, maingrad.fsdp.fully_shard in "
-            f"its place, or this wrapper over a model of plain parameters"
+            f"its gradient would never be reduced here: call parallelize_module before wrapping; use torch's "
+            f"fully_shard alone, or maingrad.fsdp.fully_shard in its place"
         )
     if found is not param:
         raise RuntimeError(

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..collectives.failure_report import CollectiveError, gather, with_more_text
 from ..plan.model_slice import ModelSlice
-from ..plan.owned_params import refuse_slices
+from ..plan.owned_params import is_slice, refuse_slices
 from .background import PendingSave, finish_pending, reserve_memory
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
 from .files.folder import Staging
@@ -396,22 +396,26 @@ def _check_fits(
         for name, entry in entries.items()
         if "model" in entry.dtypes
     }
+    wrong = [name for name in {**present, **saved} if saved.get(name) not in present.get(name, [])]
     misfits = [
         f"'{name}' is {' or '.join(present.get(name, ['missing']))} in the model and {saved.get(name, 'missing')} in "
         f"the checkpoint"
-        for name in {**present, **saved}
-        if saved.get(name) not in present.get(name, [])
+        for name in wrong
     ]
+    remedy = "load it into a model that is built as the saved one was, or begin a new run in another folder"
+    marked = [name for name, param in tensors.parameters.items() if is_slice(param) and name not in tensors.slices]
+    if untold := next((name for name in wrong if name in marked), None):
+        remedy = (
+            f"'{untold}' is a slice (tensor_model_parallel = True), and nobody says which ranks hold the others: give "
+            f"the wrapper those ranks as tensor_parallel_group"
+        )
     if manifest.num_expert_sets not in (sets.number, sets.number if tensors.unplaced_experts else 1):
         misfits = [
             f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
             f"ranks have {sets.number}: experts do not move between ranks, unless a ModelSlice says which they are"
         ]
     if misfits:
-        raise ValueError(
-            f"checkpoint '{path}' does not fit this model: {'; '.join(misfits[:3])}; load it into a model that "
-            f"is built as the saved one was, or begin a new run in another folder"
-        )
+        raise ValueError(f"checkpoint '{path}' does not fit this model: {'; '.join(misfits[:3])}; {remedy}")
 
 
 def _described(is_buffer: bool, shape: Sequence[int], dtype: torch.dtype) -> str:

@@ -55,6 +55,9 @@ class WorldOfOne:
 WORLD_OF_ONE: WorldOfOne = object.__new__(WorldOfOne)
 """This process alone, whatever other ranks there are. Accepted wherever a process group or a mesh is."""
 
+_JOINED = "_maingrad_joined"
+"""Attribute of meshes of three dims: the group of the last two."""
+
 Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh | WorldOfOne | None
 """Ranks as a user names them. None: the default group; without one, and without a launcher, a world of one."""
 
@@ -442,7 +445,9 @@ def _groups_of_mesh(
     inner = mesh.get_group(mesh.ndim - 1)
     if with_context:  # context-parallel ranks have other tokens of one batch, and share shards
         joined = mesh.mesh[mesh.get_local_rank(0)].flatten().tolist()
-        inner = inner if len(joined) == inner.size() else _group_of(joined, like=inner)
+        if len(joined) > inner.size():  # kept: each unit of ``fully_shard`` is given the mesh
+            inner = getattr(mesh, _JOINED, None) or _group_of(joined, like=inner)
+            setattr(mesh, _JOINED, inner)
     return inner, outer
 
 

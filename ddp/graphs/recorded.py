@@ -21,6 +21,8 @@ from ..torch_internals import DisableTorchFunctionSubclass, TorchDispatchMode, t
 __all__ = ["RecordedGraph", "RecordedLaunch", "record_launch"]
 
 _HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique_consecutive", "_unique2", "unique_dim"}
+_IN_MODELS = "_c10d_functional"
+"""Namespace of collectives that return tensors: those of layers over tensor-parallel ranks, and of DTensors."""
 _MAKE_NO_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -157,10 +159,22 @@ class _Recorder(TorchDispatchMode):
         if ShownGrad in types:  # autograd accumulates into a .grad without memory: nothing that a replay could repeat
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if any(map(_is_around, types)):
+            return NotImplemented  # a DTensor has no memory: its own operations on local tensors come here
         if name in _HOST_READS:
             raise RuntimeError(f"operation not permitted when capturing: {func} reads a value on the host")
         self._written.note(func, args, kwargs)
-        result = func(*args, **kwargs)
+        if func.namespace == _IN_MODELS:
+            # Below it a simulated process group would record the collective a second time.
+            recording.graph = None
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                recording.graph = self._graph
+        else:
+            result = func(*args, **kwargs)
+        if any(_is_around(type(each)) for each in tree_leaves(result)):
+            return result  # around an argument, whose collective still runs
         if not func.is_view:  # a view's memory was there before
             self._written.note_made(result)
         if not func.is_view and name not in _MAKE_NO_VALUES:
@@ -174,16 +188,23 @@ class _Recorder(TorchDispatchMode):
             for place, tensor in enumerate(tree_leaves(result))
             if isinstance(tensor, Tensor) and tensor.numel() and _memory(tensor) not in inputs
         ]
-        collective = func.namespace == "c10d"
+        collective, in_model = func.namespace == "c10d", func.namespace == _IN_MODELS
 
         def call() -> None:
             again = tree_leaves(func(*args, **kwargs))
+            if in_model:  # the program's wait is for the tensor of the recording
+                again = [torch.ops._c10d_functional.wait_tensor(each) for each in again]
             for place, tensor in made:
                 tensor.copy_(again[place])
             if collective:
                 _wait(again)
 
         self._graph.calls.append(call)
+
+
+def _is_around(cls: type) -> bool:
+    """Whether such tensors are around others, and have no memory."""
+    return hasattr(cls, "__tensor_flatten__")
 
 
 def _plain(value: Any) -> Any:

@@ -32,6 +32,7 @@ from .fit import (
     refuse_norm_of_stage,
     refuse_scaler,
     shard_of_how_many,
+    slice_of_how_many,
 )
 from .flat_params import ParamSlice, flatten_params, inner_groups, segments_of, show_grads, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
@@ -102,9 +103,8 @@ class DistributedOptimizer(AroundOptimizer):
             raise TypeError(f"DistributedOptimizer needs a DistributedDataParallel model, got {type(model).__name__}")
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
-        if max_grad_norm is not None:
-            refuse_norm(model, "max_grad_norm")
         if max_grad_norm is not None or skip_nonfinite:
+            refuse_norm(model, "skip_nonfinite" if max_grad_norm is None else "max_grad_norm")
             refuse_norm_of_stage(model, "max_grad_norm or skip_nonfinite")
         self.model = model
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
@@ -387,7 +387,8 @@ class DistributedOptimizer(AroundOptimizer):
         return found
 
     def _layout_key(self) -> str:
-        return layout_key(self.classes_of_groups, self.model.plan, self.segments)
+        key = layout_key(self.classes_of_groups, self.model.plan, self.segments)
+        return key + slice_of_how_many(self.model)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         self.prepare_state()

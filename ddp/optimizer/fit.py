@@ -34,6 +34,7 @@ __all__ = [
     "refuse_norm_of_stage",
     "refuse_scaler",
     "shard_of_how_many",
+    "slice_of_how_many",
 ]
 
 
@@ -99,7 +100,15 @@ def shard_of_how_many(model: DistributedDataParallel) -> str:
     """This rank's shard in words: "2 of 4"."""
     grid = model.grids["dense"]
     first, size = (grid.inner_rank, grid.inner_size) if placements_of(model.ddp_config).inner.gathers else (0, 1)
-    return f"{first + 1} of {size}"
+    return f"{first + 1} of {size}{slice_of_how_many(model)}"
+
+
+def slice_of_how_many(model: DistributedDataParallel) -> str:
+    """Whose slices this rank has, in words: other tensor-parallel ranks' have the same shapes. Empty without slices."""
+    ranks = model.tensor_ranks
+    if ranks is None or ranks.size == 1:
+        return ""
+    return f" on tensor-parallel rank {ranks.inner_rank + 1} of {ranks.size}"
 
 
 def check_fits(state_dict: Mapping[str, Any], key: str, here: str, lengths: Mapping[str, int | None]) -> None:
@@ -141,6 +150,8 @@ def check_storage(slices: Sequence[ParamSlice], addresses: Sequence[int]) -> Non
 
 # ---- Models that tensor parallelism has cut: what needs a whole model would get this rank's slices. ----
 
+_REMEDY = "give the wrapper those ranks as tensor_parallel_group"
+
 
 def _check_no_slices(model: DistributedDataParallel, cls: type, bucket_params: Sequence[BucketParam]) -> None:
     """Raise ``ValueError`` for a class that updates whole parameters over slices."""
@@ -167,7 +178,7 @@ def refuse_norm(model: DistributedDataParallel, what: str) -> None:
         model.bucket_params,
         what,
         "would cover this rank's slices alone, and differ between the ranks that hold one model together",
-        "sum the squares of model.reduced_grads() over all of those ranks, and call model.scale_gradients(coefficient)",
+        _REMEDY,
     )
 
 
@@ -188,7 +199,7 @@ def refuse_scaler(model: DistributedDataParallel) -> None:
         model.bucket_params,
         "GradScaler",
         "would look for Inf in this rank's slices alone, and skip other steps than the ranks with the other slices",
-        "train in bf16, or scale the loss by a constant and divide by it, model.scale_gradients(1 / scale)",
+        _REMEDY,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -93,7 +94,8 @@ def take_marks(module: nn.Module, slices: Mapping[str, ModelSlice]) -> None:
 def find_tensor_ranks(module: nn.Module, given: Ranks) -> RankGrid | None:
     """The tensor-parallel ranks: ``given``, else those of the model's slices. None: nobody has said.
 
-    Raises ``ValueError`` for slices over other ranks than ``given``, or over several groups.
+    Raises ``ValueError`` for slices over other ranks than ``given``, or over several groups, and for layers that
+    communicate over other ranks.
     """
     ranks = None if given is None else make_grid(given, option="tensor_parallel_group")
     if ranks is not None and ranks.outer is not None:
@@ -110,7 +112,27 @@ def find_tensor_ranks(module: nn.Module, given: Ranks) -> RankGrid | None:
                 f"tensor-parallel ranks are {ranks.ranks}: cut all parameters over one group, and pass it, or nothing, "
                 f"as tensor_parallel_group"
             )
+    if ranks is not None:
+        _check_layers(module, ranks)
     return ranks
+
+
+def _check_layers(module: nn.Module, tensor_ranks: RankGrid) -> None:
+    """Raise ``ValueError`` for a layer with slices that communicates over other ranks: groups were mistaken.
+
+    Layers of Megatron-core and Transformer Engine have ``tp_group``, ours ``tensor_parallel_members``, which copies
+    have too.
+    """
+    for name, layer in module.named_modules():
+        group = getattr(layer, "tp_group", None)
+        known = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+        members = [*getattr(layer, "tensor_parallel_members", known)]
+        if len(members) > 1 and members != tensor_ranks.ranks and any(map(is_slice, layer.parameters(recurse=False))):
+            raise ValueError(
+                f"layer '{name}' is cut over ranks {members}, and tensor_parallel_group has ranks "
+                f"{tensor_ranks.ranks}: pass the layers' group as tensor_parallel_group, and the ranks with the same "
+                f"slices and other data as the data-parallel ones"
+            )
 
 
 def is_marked_expert(param: Tensor) -> bool:
@@ -178,7 +200,7 @@ def check_marks(
             trainable,
             "check_for_nan_in_grad",
             "would raise on some of the ranks that hold one model together, while the others wait for them",
-            "leave it False, and look at the loss on all ranks",
+            "give the wrapper those ranks as tensor_parallel_group",
         )
 
 
@@ -195,8 +217,9 @@ def check_untold_parts(module: nn.Module, slices: Mapping[str, ModelSlice]) -> N
             raise ValueError(
                 f"'{name}' norms the heads of this tensor-parallel rank (config.qk_layernorm), so that each rank has a "
                 f"part of its gradient, and it has no mark that says so: set sequence_parallel = True on it before "
-                f"wrapping, and call finish_grad_sync() in place of Megatron-core's finalize_model_grads, which would "
-                f"sum it once more"
+                f"wrapping, and config.finalize_model_grads_func = "
+                f"maingrad.te_integration.pipeline.finalize_model_grads, in place of Megatron-core's, which would sum "
+                f"it once more"
             )
 
 

@@ -78,8 +78,9 @@ class DistributedDataParallel(BucketIteration):
     module                the model, on its final device and in its final dtype; frozen parameters get no accumulator
     config                see ``DistributedDataParallelConfig``
     process_group         ranks to reduce over: a group; a DeviceMesh of one dim; a DeviceMesh of two dims (outer,
-                          inner) with shards inside, replicas across; ``WORLD_OF_ONE``: this process alone. None: the
-                          default group, or a world of one where no launcher has started several ranks
+                          inner) with shards inside, replicas across; one of three (outer, inner, "cp"), whose last
+                          two are one; ``WORLD_OF_ONE``: this process alone. None: the default group, or a world of one
+                          where no launcher has started several ranks
     expert_process_group  the ranks that hold the same experts: ``WORLD_OF_ONE`` where each rank has its own. Experts
                           are parameters and buffers with Megatron-core's mark ``param.allreduce = False``, frozen ones
                           too. None: the ranks of ``process_group``, which must hold the same experts then
@@ -263,7 +264,7 @@ class DistributedDataParallel(BucketIteration):
         info = ShardInfo(
             spec.name, spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
             self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], spec.name in self.slices,
-            flat=True,
+            flat=True, model_slice=self.model_slices.get(spec.name),
         )  # fmt: skip
         return entry.bucket.reduced[slice(*held.counted_from(owned.start))], info
 

@@ -189,11 +189,11 @@ ROWS_OF_WEIGHT = ("o_proj", "down_proj")
 
 
 def tensor_parallel(case, by, *, compiled=False):
-    """A step of one model that is cut over all ranks: the layers of each decoder layer; embedding and head are whole.
+    """A step of one model that is cut over all ranks.
 
     by  "torch"      torch's ``parallelize_module`` with ``nn.Linear``: bf16 parameters and gradients
         "localized"  the same under maingrad's wrapper, which makes local parameters of the DTensors; fused
-        "modules"    maingrad's ``Linear(parallel_mode=...)``, fused
+        "modules"    maingrad's ``Linear(parallel_mode=...)``, fused; embedding and head are whole
     """
     model = case.make(torch.bfloat16)
     mesh = init_device_mesh(case.device.type, (case.num_ranks,), mesh_dim_names=("tp",))
@@ -209,7 +209,7 @@ def tensor_parallel(case, by, *, compiled=False):
             unit.compile(**case.compiling)
     tokens = replace(case, rank=0).tokens()
     if by == "torch":
-        kinds = {}
+        kinds: dict[type, list[Any]] = {}
         for param in model.parameters():
             kinds.setdefault(type(param), []).append(param)  # one kernel takes no plain tensors beside DTensors
         adamw = torch.optim.AdamW([{"params": params} for params in kinds.values()], lr=LEARNING_RATE, fused=True)
@@ -224,12 +224,19 @@ def tensor_parallel(case, by, *, compiled=False):
 
 
 def cut_by_torch(model, units, mesh):
-    """torch's plan for each decoder layer."""
+    """torch's plan: each decoder layer, and the head's vocabulary, whose logits are gathered.
+
+    The embedding stays whole: behind one that torch has cut, backward of a compiled layer fails in torch.
+    """
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+    head = next(name for name, each in model.named_modules() if each is model.get_output_embeddings())
+    ends: dict[str, Any] = {head: ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh, ends)
     for unit in units:
         names = [name for name, _ in unit.named_modules()]
-        plan = {name: ColwiseParallel() for name in names if name.endswith(COLUMNS)}
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in names if name.endswith(COLUMNS)}
         plan |= {name: RowwiseParallel() for name in names if name.endswith(ROWS_OF_WEIGHT)}
         parallelize_module(unit, mesh, plan)
 

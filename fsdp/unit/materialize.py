@@ -1,5 +1,6 @@
 """A unit's parameters before sharding: from the meta device to memory, and equal on all ranks."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, TypeGuard
@@ -11,6 +12,7 @@ from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.plan.cut import Range
 from ...ddp.plan.layout import BucketLayout
 from ...ddp.plan.owned_params import OwnedParam, buffers_of_experts
+from ...ddp.plan.tensor_parallel.localize import whole_while
 from ..tensors.parameter import ShardedParameter
 
 __all__ = ["flat_shard", "materialize", "synchronize"]
@@ -66,6 +68,8 @@ def materialize(
     for a module with an ignored parameter on the meta device beside others.
     """
     fresh_tensors: list[_Unwritten] = []
+    count = Counter(id(param) for module in modules for param in module._parameters.values())
+    wholes: dict[int, Tensor] = {}  # of slices that several modules share, by their id
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the meta parameter, which the tuple keeps alive
     for module in modules:
         own = {name: param for name, param in module._parameters.items() if param is not None}
@@ -90,10 +94,12 @@ def materialize(
                 fresh.__dict__.update({**param.__dict__, **fresh.__dict__})
                 _, module._parameters[name] = made.setdefault(id(param), (param, fresh))
         fresh_tensors += [_Unwritten(module, name, name in buffers, getattr(module, name)._version) for name in on_meta]
-        if init_fn is not None:
-            init_fn(module)
-        else:
-            module.reset_parameters()  # type: ignore[operator]
+        is_shared = any(count[id(param)] > 1 for param in own.values())
+        with whole_while(module, on_meta, partial(_whole_of, wholes if is_shared else {})):
+            if init_fn is not None:
+                init_fn(module)
+            else:
+                module.reset_parameters()  # type: ignore[operator]
     if not overwritten:
         _check_written(modules[0], fresh_tensors, "init_fn" if init_fn is not None else "reset_parameters()")
 
@@ -132,6 +138,13 @@ def _moved(tensor: torch.Tensor, device: torch.device, ignored: Collection[int])
     if id(tensor) in ignored:
         return tensor
     return _fill_unwritten(torch.empty_like(tensor, device=device)) if tensor.is_meta else tensor.to(device)
+
+
+def _whole_of(wholes: dict[int, Tensor], part: Tensor, shape: torch.Size) -> Tensor:
+    """The whole of a slice, unwritten before its first module has it."""
+    if id(part) not in wholes:
+        wholes[id(part)] = _fill_unwritten(part.detach().new_empty(shape))
+    return wholes[id(part)]
 
 
 def _check_written(root: nn.Module, tensors: Sequence[_Unwritten], writer: str) -> None:

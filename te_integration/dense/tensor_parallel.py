@@ -204,6 +204,8 @@ class TensorParallelModule(MadeClass, LinearModule):
     """The mode of each product."""
     cuts: Mapping[str, tuple[int, int]]
     """Parameter -> the dim that is cut, and the number of its blocks each of which is cut. Others are whole."""
+    tensor_parallel_members: tuple[int, ...]
+    """Global ranks of the group: wrappers compare them with theirs."""
 
     def multiply(
         self,
@@ -292,6 +294,7 @@ def _cut_over_ranks(
                 cuts[weight] = cuts[weight.replace("weight", "bias")] = 0, 2 if gated else 1
     own = module.__dict__["_parameters"]
     module.ranks, module.modes = ranks_of(group, 0 if sequence_parallel else None), tuple(modes)
+    module.tensor_parallel_members = tuple(dist.get_process_group_ranks(group))
     module.cuts = {each: cut for each, cut in cuts.items() if own.get(each) is not None}
     cls: Any = type(module)
     module.__class__ = tensor_parallel_class(cls)

@@ -32,16 +32,13 @@ def finalize_model_grads(
     pg_collection     Megatron-core's process groups; None: those of its ``parallel_state``
     force_all_reduce  see ``DistributedDataParallel.finish_grad_sync``
 
-    Router biases and counters of Megatron-core's experts are updated by its own function. Raises ``ValueError`` for
-    norms of queries and keys whose mark does not say that tensor-parallel ranks have parts of their gradients.
+    Router biases and counters of Megatron-core's experts are updated by its own function.
     """
     theirs = import_module("megatron.core.distributed.finalize_model_grads")
     groups = vars(pg_collection or _groups_of(theirs.parallel_state))
     if num_tokens is not None:
         dist.broadcast(num_tokens, group=groups["pp"], group_src=groups["pp"].size() - 1)
     for chunk in model:
-        if groups["tp"].size() > 1:
-            _check_norms_of_heads(chunk, theirs.get_model_config(chunk))
         chunk.finish_grad_sync(num_tokens, force_all_reduce=bool(force_all_reduce))
     summed = SimpleNamespace(**groups | dict.fromkeys(("tp", "embd", "pos_embd"), _ALONE))
     theirs.finalize_model_grads(list(model), None, summed, force_all_reduce)
@@ -54,14 +51,3 @@ def _groups_of(state: Any) -> SimpleNamespace:
         dp_cp=state.get_data_parallel_group(with_context_parallel=True),
         tp_dp_cp=state.get_tensor_and_data_parallel_group(with_context_parallel=True),
     )
-
-
-def _check_norms_of_heads(chunk: Any, config: Any) -> None:
-    """Each tensor-parallel rank normalises its own heads. Megatron-core knows these norms by their names."""
-    for name, found in chunk.model_slices.items() if getattr(config, "qk_layernorm", False) else ():
-        of_heads = "q_layernorm" in name or "k_layernorm" in name
-        if of_heads and found.grad == "dense":
-            raise ValueError(
-                f"parameter '{name}' normalises the heads of one tensor-parallel rank, whose gradient is a part of a "
-                f"sum: set its mark sequence_parallel = True before wrapping"
-            )

@@ -26,6 +26,7 @@ NEEDED_BY_TORCH = (
 LATE = (
     "torch._dynamo.",
     "torch.distributed.pipelining.",
+    "torch.distributed.tensor.parallel.",
 )
 """Names that are fetched when somebody needs them: their import takes long."""
 

@@ -5,7 +5,8 @@
 3. ``forwards.py``    a module's forward sees DTensors of its local parameters
 4. ``products.py``    a fused linear layer multiplies local tensors instead
 5. ``state_dict.py``  state dicts have DTensors
-6. ``hugging_face.py``  how transformers replaces forwards
+6. ``optimizers.py``  those of optimizers have, too; and none steps over the DTensors of before
+7. ``hugging_face.py``  how transformers replaces forwards
 
 Only ``localize`` is imported by wrappers. The other files import torch.distributed.tensor, which takes seconds.
 """

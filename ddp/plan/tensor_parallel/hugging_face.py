@@ -7,7 +7,7 @@ from types import CellType, MethodType
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["AROUND", "calls_inner_forward", "drop_grad_hooks", "replace_inner_forward", "runs_class_forward"]
@@ -55,8 +55,21 @@ def drop_grad_hooks(module: nn.Module) -> dist.ProcessGroup | None:
             for key in [key for key, each in hooks.items() if each is own]:
                 del hooks[key]
             hooked.cell_contents[name] = param  # so that no forward registers it
-    mesh: DeviceMesh = own.__closure__[own.__code__.co_freevars.index("mesh")].cell_contents
+    mesh: DeviceMesh | None = getattr(own, "mesh", None)  # of a hook that was dropped before
+    if mesh is None:
+        mesh = own.__closure__[own.__code__.co_freevars.index("mesh")].cell_contents
+        hook.cell_contents = _dropped(mesh)
     return mesh.get_group()
+
+
+def _dropped(mesh: DeviceMesh) -> Any:
+    """In a dropped hook's place: a forward under ``fully_shard`` sees another parameter, and registers it there."""
+
+    def sum_nothing(param: Tensor) -> None:
+        pass
+
+    sum_nothing.mesh = mesh  # type: ignore[attr-defined]
+    return sum_nothing
 
 
 def _cell(module: nn.Module, name: str) -> CellType | None:

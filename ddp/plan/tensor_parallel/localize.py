@@ -3,7 +3,8 @@
 import itertools
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from .layouts import Layout
 
-__all__ = ["can_localize", "is_one_slice", "localize"]
+__all__ = ["can_localize", "is_one_slice", "localize", "whole_while"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -41,6 +42,7 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
         return module
     from .forwards import show_in_forward
     from .layouts import LAYOUTS, layout_of, layouts_of
+    from .optimizers import set_layout
     from .state_dict import install_state_dict_hooks
 
     found = _dtensors(module, ignored)
@@ -59,6 +61,7 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
             known = owner._parameters.get(name)
             if known is not None and model_slice_of(known) is None:  # a copied module's, too
                 set_model_slice(known, layout.model_slice())
+                set_layout(known, layout)
         _mark_partial(owner)
     return module
 
@@ -76,6 +79,34 @@ def is_one_slice(param: Tensor) -> bool:
     """Whether ``param`` is a DTensor on a mesh of one dim."""
     mesh: Any = getattr(param, "device_mesh", None)
     return mesh is not None and mesh.ndim == 1
+
+
+@contextmanager
+def whole_while(
+    module: nn.Module, names: Collection[str], make: Callable[[Tensor, torch.Size], Tensor]
+) -> Iterator[None]:
+    """While a module gets its initial values, its own local tensors are whole ones; then they get their parts of these.
+
+    So ranks with one random state have slices of one whole, as wide as a model that is not cut draws it.
+
+    names  of tensors without values; others, and tensors that are not local ones, stay as they are
+    make   of a local tensor and a shape: the whole one
+    """
+    local: list[tuple[dict[str, Any], str, Tensor, Layout]] = []
+    if "torch.distributed.tensor" in sys.modules:
+        from .layouts import layouts_of
+
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for name, layout in layouts_of(module).items():
+            local += [(table, name, table[name], layout) for table in tables if name in table and name in names]
+    for table, name, part, layout in local:
+        whole = make(part, layout.shape)
+        table[name] = nn.Parameter(whole, part.requires_grad) if isinstance(part, nn.Parameter) else whole
+    yield
+    with torch.no_grad():
+        for table, name, part, layout in local:
+            part.copy_(layout.local_part(table[name]))
+            table[name] = part
 
 
 def _dtensors(module: nn.Module, ignored: Collection[int]) -> list[tuple[nn.Module, str, "DTensor"]]:
@@ -96,7 +127,7 @@ def _warn_of_ties(found: list[tuple[nn.Module, str, "DTensor"]]) -> None:
     from torch.distributed.tensor import DTensor
 
     tables, heads = (
-        [each for owner, _, each in found if isinstance(owner, kind) and not each.is_meta]
+        [each for owner, _, each in found if isinstance(owner, kind) and _has_elements(each)]
         for kind in (nn.Embedding, nn.Linear)
     )
     for table, head in itertools.product(tables, heads):
@@ -110,6 +141,10 @@ def _warn_of_ties(found: list[tuple[nn.Module, str, "DTensor"]]) -> None:
                 stacklevel=4,
             )
             return
+
+
+def _has_elements(tensor: "DTensor") -> bool:
+    return not tensor.is_meta and tensor.to_local().numel() > 0
 
 
 def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
@@ -136,6 +171,11 @@ def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
 
 
 def _local_of(tensor: "DTensor") -> Tensor:
+    from .optimizers import replaced_by, set_replaced
+
+    known = replaced_by(tensor)
+    if known is not None:
+        return known  # tied to a part of the model that is a unit of fully_shard already
     with torch.no_grad():
         local: Tensor = tensor.to_local().contiguous()
     if not isinstance(tensor, nn.Parameter):
@@ -144,6 +184,7 @@ def _local_of(tensor: "DTensor") -> Tensor:
     for name, value in vars(tensor).items():
         if not name.startswith("_"):  # marks, such as Megatron-core's; the others are DTensor's own
             setattr(param, name, value)
+    set_replaced(tensor, param)
     return param
 
 

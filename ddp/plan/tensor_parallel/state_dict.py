@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .layouts import Layout, layouts_of, waited
 
-__all__ = ["install_state_dict_hooks"]
+__all__ = ["install_state_dict_hooks", "local_of"]
 
 
 def install_state_dict_hooks(module: nn.Module) -> None:
@@ -44,7 +44,7 @@ def _before_loading(
         if not isinstance(value, Tensor) or _is_shard(module, name):
             continue
         if value.shape == layout.shape:
-            state_dict[prefix + name] = _local_of(value, layout)
+            state_dict[prefix + name] = local_of(value, layout)
         else:
             error_msgs.append(
                 f"size mismatch for {prefix}{name}: {list(value.shape)} in the state dict, and the whole tensor, of "
@@ -58,7 +58,8 @@ def _is_shard(module: nn.Module, name: str) -> bool:
     return hasattr(module._parameters.get(name), "shard")
 
 
-def _local_of(value: Tensor, layout: Layout) -> Tensor:
+def local_of(value: Tensor, layout: Layout) -> Tensor:
+    """This rank's elements of a DTensor or a whole tensor. Collective where a DTensor is cut in another way."""
     if isinstance(value, DTensor):
         if value.device_mesh == layout.mesh and value.placements == (layout.placement,):
             return waited(value.to_local())

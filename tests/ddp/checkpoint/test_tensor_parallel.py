@@ -439,6 +439,19 @@ def test_a_slice_of_which_nobody_says_the_ranks_is_refused(tmp_path: Path) -> No
         assert "tensor_parallel_group" in text
 
 
+def test_a_load_into_such_a_slice_says_what_is_missing(tmp_path: Path) -> None:
+    def forget() -> None:
+        module = Cut(dist.group.WORLD)
+        save_checkpoint(tmp_path / "c", module)
+        del module.down._maingrad_model_slice
+        module.down.tensor_model_parallel = True  # type: ignore[attr-defined]
+        load_checkpoint(tmp_path / "c", module)
+
+    for text in refusals(forget, "does not fit this model"):
+        assert "'down' is a slice (tensor_model_parallel = True), and nobody says which ranks" in text
+        assert "tensor_parallel_group" in text
+
+
 # ---- Experts, whose packed parameters tell which ones a rank has. ----
 
 NUM_EXPERTS = 6

@@ -10,7 +10,13 @@ from cut_models import CutModel, batch, cut, loss_of, ranks_of_mesh, wrapped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    Muon,
+)
 from maingrad.ddp.optimizer.grad_norm import global_grad_norm
 from maingrad.ddp.plan.model_slice import model_slice_of
 from maingrad.launch import simulate
@@ -20,7 +26,9 @@ Group = dist.ProcessGroup
 
 
 def wrap(model: nn.Module, ranks: Any = None, tp: Any = None, **options: Any) -> DistributedDataParallel:
-    config = DistributedDataParallelConfig(**{name: options.pop(name) for name in [*options] if name[:3] == "use"})
+    config = DistributedDataParallelConfig(
+        **{name: options.pop(name) for name in [*options] if name.startswith(("use", "keep"))}
+    )
     ranks = ranks or ranks_of_mesh(FOUR)
     return DistributedDataParallel(
         model, config, process_group=ranks.dp, tensor_parallel_group=ranks.tp if tp is None else tp, **options
@@ -289,6 +297,34 @@ def muon_of_torch(known: bool) -> str:
 def test_a_stock_muon_over_slices_is_refused(known: bool) -> None:
     for text in simulate(muon_of_torch, 4, known):
         assert "Muon updates whole parameters, and tensor-parallel ranks have slices of '0.weight'" in text
+
+
+def muon_of_copies() -> tuple[list[Tensor], list[Tensor]]:
+    """Matrices that all ranks hold, before and after a step beside AdamW for slices."""
+    ranks = ranks_of_mesh(FOUR)
+    names = ["first.weight", "head.weight"]
+    model = wrap(
+        cut(CutModel(), ranks.tp.get_group()), ranks, use_distributed_optimizer=True, keep_matrices_whole=names
+    )
+    groups = [{"params": names, "optimizer": Muon, "lr": 0.02}]
+    optimizer = DistributedOptimizer(model, lr=0.1, param_groups=groups)
+    before = [model.module.get_parameter(name).detach().clone() for name in names]
+    loss_of(model, ranks.data_index).backward()
+    optimizer.step()
+    optimizer.finish_param_sync()
+    return before, [model.module.get_parameter(name).detach() for name in names]
+
+
+def test_copies_may_have_muon() -> None:
+    """As in plain PyTorch on the data of both."""
+    plain = CutModel()
+    (sum(loss_of(plain, data) for data in range(2)) / 2).backward()
+    params = [plain.first.weight, plain.head.weight]
+    Muon(params, lr=0.02).step()
+    for before, after in simulate(muon_of_copies, 4):
+        for old, new, expected in zip(before, after, params, strict=True):
+            assert not torch.equal(old, new)
+            torch.testing.assert_close(new, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 def experts_of_unknown_ranks() -> str:

@@ -70,6 +70,22 @@ def test_every_norm_is_of_the_whole_model(way: str, sp: bool) -> None:
         assert found == pytest.approx(expected[: len(found)], rel=1e-5)
 
 
+def whole_grads(way: str) -> dict[str, Tensor]:
+    ranks = ranks_of_mesh(WAYS[way].mesh)
+    model = wrapped(way, ranks, sp=True)
+    backward(model, ranks)
+    return {name: param.grad.full_tensor() for name, param in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
+def test_the_whole_gradient_is_of_all_slices(way: str) -> None:
+    """As under ``fully_shard``."""
+    expected = plain_grads(world_of(way) // 2)
+    for found in simulate(whole_grads, world_of(way), way):
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=2e-5, atol=2e-6)
+
+
 # ---- Inf and NaN in one rank's slice. ----
 
 
@@ -98,6 +114,23 @@ def scaled(way: str, stock: bool) -> tuple[float, bool]:
 @pytest.mark.parametrize(("way", "stock"), [("ddp", False), ("ddp", True), ("zero1", False), ("hybrid", False)])
 def test_all_ranks_skip_a_step_for_one_slices_inf(way: str, stock: bool) -> None:
     assert simulate(scaled, world_of(way), way, stock) == [(1.0, True)] * world_of(way)
+
+
+def skipped(way: str) -> tuple[bool, int]:
+    ranks = ranks_of_mesh(WAYS[way].mesh)
+    model = wrapped(way, ranks)
+    spoil(model, ranks, float("nan"))
+    optimizer = DistributedOptimizer(model, lr=0.1, skip_nonfinite=True)
+    before = [param.detach().clone() for param in model.parameters()]
+    backward(model, ranks)
+    optimizer.step()
+    optimizer.finish_param_sync()
+    return all(map(torch.equal, before, model.parameters())), int(optimizer.num_skipped_steps)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
+def test_no_rank_steps_on_one_slices_nan(way: str) -> None:
+    assert simulate(skipped, world_of(way), way) == [(True, 1)] * world_of(way)
 
 
 def with_nan(way: str) -> str:
@@ -166,6 +199,25 @@ def test_a_stock_optimizer_takes_slices() -> None:
     for found in simulate(stock_steps, 4):
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, rtol=2e-5, atol=2e-6)
+
+
+def state_of_another_slice(way: str) -> str:
+    ranks = ranks_of_mesh(WAYS[way].mesh)
+    model = wrapped(way, ranks)
+    optimizer = DistributedOptimizer(model, lr=0.1)
+    train(model, optimizer, ranks, 1)
+    states: list[Any] = [None] * 2
+    dist.all_gather_object(states, optimizer.state_dict(), group=ranks.tp.get_group())
+    optimizer.load_state_dict(states[ranks.tp.get_local_rank()])
+    with pytest.raises(ValueError, match="each rank loads what it") as raised:
+        optimizer.load_state_dict(states[1 - ranks.tp.get_local_rank()])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1"])
+def test_an_optimizers_state_is_of_its_slices(way: str) -> None:
+    for text in simulate(state_of_another_slice, world_of(way), way):
+        assert "on tensor-parallel rank 2 of 2" in text
 
 
 def parted() -> str:

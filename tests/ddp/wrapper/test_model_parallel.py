@@ -143,6 +143,7 @@ def norms_of(way: str) -> list[str]:
         refusal(lambda: clip_grad_norm(model, 1.0)),
         refusal(lambda: clip_grad_norm(model, 1.0, pipeline_group=tp)),
         refusal(lambda: DistributedOptimizer(model, lr=1.0, max_grad_norm=1.0)),
+        refusal(lambda: DistributedOptimizer(model, lr=1.0, skip_nonfinite=True)),
         refusal(lambda: scaler.unscale_(optimizer)),
         refusal(lambda: wrap(way, Cut(dist.get_rank() % 2), dp, check_for_nan_in_grad=True)),
     ]

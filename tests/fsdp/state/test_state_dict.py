@@ -1,5 +1,6 @@
 """State dicts of fully sharded models are DTensors as PyTorch's FSDP2 gives them, whatever the shards are."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from checkpointed import Everything, batch
 from gloo import run_ranks
 from loops import assert_same
 from odd_units import Odd, mesh_for, shard, shard_by_torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -252,3 +253,31 @@ def test_without_ranks_they_are_plain_tensors() -> None:
     assert_same(dict(state), Odd(1).state_dict())
     model.load_state_dict(Odd(2).state_dict())
     assert_same(dict(model.state_dict()), Odd(2).state_dict())
+
+
+def layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 8))
+
+
+def with_context_parallel_ranks(sizes: tuple[int, ...]) -> None:
+    """A mesh of three dims, the last of which is called "cp", as it is."""
+    mesh, model = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "cp")), layers(1)
+    for unit in (*model, model):
+        fully_shard(unit, mesh, "hsdp")
+    assert len({id(unit.grid.inner) for unit in model.units}) == 1, "one communicator"
+    state = model.state_dict()
+    assert_same(whole(state), layers(1).state_dict())
+    for value in state.values():
+        assert value.placements == (Replicate(), Shard(0))
+        assert value.device_mesh.shape == (sizes[0], sizes[1] * sizes[2])
+        assert value.device_mesh.mesh_dim_names == ("replicate", "shard_cp")
+    model.load_state_dict(layers(2).state_dict())
+    assert_same(whole(model.state_dict()), layers(2).state_dict())
+    model.load_state_dict(state)
+    assert_same(whole(model.state_dict()), layers(1).state_dict())
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1)])
+def test_context_parallel_ranks_share_shards(sizes: tuple[int, ...]) -> None:
+    simulate(with_context_parallel_ranks, math.prod(sizes), sizes)

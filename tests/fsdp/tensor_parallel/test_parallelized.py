@@ -229,3 +229,38 @@ def fill(module: nn.Module) -> None:
 
 def test_a_model_may_come_from_the_meta_device() -> None:
     simulate(on_the_meta_device, 4)
+
+
+def drawn(tied: bool) -> dict[str, Tensor]:
+    mesh = make_mesh()
+    with torch.device("meta"):
+        model = Llama()
+    parallelize(model, mesh["tp"], sequence=True)
+    if tied:
+        model.head.weight = model.embedding.weight
+    torch.manual_seed(3)
+    fully_shard(model, mesh["dp"], init_fn=draw)
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def draw(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        module.reset_parameters()
+    else:
+        fill(module)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_of_one_seed_draw_slices_of_one_whole(tied: bool) -> None:
+    """Slices that each rank draws for itself would be equal, and as wide as a smaller layer's."""
+    torch.manual_seed(3)
+    whole = Llama()
+    if tied:
+        whole.head.weight = whole.embedding.weight
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for module in whole.modules():
+            draw(module)
+    for found in simulate(drawn, 4, tied):
+        for name, value in whole.state_dict().items():
+            assert torch.equal(found[name], value), name

@@ -171,3 +171,17 @@ def uneven_slice(group: dist.ProcessGroup) -> ModelSlice:
     """6 and 4 of 10 rows."""
     box = Box((0, 0), (6, 8)) if group.rank() == 0 else Box((6, 0), (4, 8))
     return ModelSlice((10, 8), (box,), 0, group, "slice")
+
+
+def test_slices_lie_beside_context_parallel_ranks() -> None:
+    """The mesh (replicate, shard, "cp") as it is; the state dict's has the tensor-parallel ranks last."""
+
+    def on_each_rank() -> None:
+        mesh = mesh_of(2, 1, 2, 2, names=("replicate", "shard", "cp", "tp"))
+        model = build("hsdp", mesh["tp"].get_group(), mesh["replicate", "shard", "cp"])
+        found, whole = model.state_dict(), Layers().state_dict()
+        for name, value in found.items():
+            assert torch.equal(value.full_tensor(), whole[name]), name
+        assert found["up.weight"].device_mesh.mesh_dim_names == ("replicate", "shard_cp", "tp")
+
+    simulate(on_each_rank, 8)

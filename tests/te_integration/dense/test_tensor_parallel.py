@@ -11,16 +11,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
 from maingrad.ddp.contract.main_grad import record_of
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import slice_of_marks
 from maingrad.ddp.plan.tensor_parallel.localize import localize
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
 from maingrad.te_integration import (
@@ -341,6 +348,57 @@ def unconverted() -> bool:
 
 def test_unconverted_layers_stay_cut() -> None:
     assert simulate(unconverted, 2) == [False, False]
+
+
+FORMS: dict[str, Callable[[Any], nn.Module]] = {
+    "whole": lambda tp: layers(tp_group=tp.get_group(), fuse_wgrad_accumulation=True),
+    "parts": lambda tp: layers(tp_group=tp.get_group(), fuse_wgrad_accumulation=True, sequence_parallel=True),
+    "DTensors": lambda tp: parallelize_module(layers(), tp, {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+}
+
+
+def steps(graphed: bool, form: str) -> tuple[list[float], list[Tensor]]:
+    """Losses of five steps on this rank, and the parameters after them."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = DistributedDataParallel(FORMS[form](mesh["tp"]), process_group=mesh["dp"], tensor_parallel_group=mesh["tp"])
+    optimizer = DistributedOptimizer(model, lr=0.1, optimizer_class=torch.optim.SGD)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = GraphedTrainingStep(step, model, optimizer) if graphed else step
+    parts = ([part(each, form == "parts", mesh.get_group("tp")) for each in batch(number)] for number in range(5))
+    return [train(*each).item() for each in parts], [param.detach().clone() for param in model.parameters()]
+
+
+def eager_and_graphed(form: str) -> None:
+    eager, graphed = (steps(each, form) for each in (False, True))
+    torch.testing.assert_close(graphed, eager, rtol=2e-6, atol=1e-6)  # autograd adds in another order
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("run", [simulate, run_ranks])
+def test_graphed_steps_exchange_what_eager_ones_do(run: Callable[..., Any], form: str) -> None:
+    run(eager_and_graphed, 2, form)
+
+
+def wrapped_by_other_ranks(fully: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = copy.deepcopy(layers(tp_group=mesh.get_group("tp")))
+    if fully:
+        fully_shard(model, mesh["tp"], tensor_parallel_group=mesh["dp"])
+    else:
+        DistributedDataParallel(model, process_group=mesh["tp"], tensor_parallel_group=mesh["dp"])
+
+
+@pytest.mark.parametrize("fully", [False, True])
+def test_groups_in_each_others_place_are_refused(fully: bool) -> None:
+    with pytest.raises(SimulatedRankError, match=r"layer '0' is cut over ranks .*pass the layers' group as"):
+        simulate(wrapped_by_other_ranks, 4, fully)
 
 
 @pytest.mark.parametrize(

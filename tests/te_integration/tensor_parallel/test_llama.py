@@ -1,5 +1,6 @@
 """A Llama under torch's tensor parallelism and our wrappers against plain PyTorch over all data."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from parallel_llama import Llama, assert_grads, batch, full, llama, make_mesh, parallelize, plain_grads, whole_grads
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.te_integration import WgradQueue, convert_linears, delayed_wgrad
 
@@ -230,3 +239,91 @@ def group_forgotten() -> None:
 
 def test_a_data_parallel_group_with_tensor_parallel_ranks_is_refused() -> None:
     simulate(group_forgotten, 4)
+
+
+def cut_behind_the_wrapper(wrap: Callable[[Llama, Any], Any]) -> str:
+    mesh = make_mesh()
+    model = llama()
+    wrapped = wrap(model, mesh["dp"])
+    parallelize_module(model.blocks[0], mesh["tp"], {"mlp.w1": ColwiseParallel()})
+    with pytest.raises(RuntimeError) as raised:
+        wrapped(*batch(0)).backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "text"),
+    [
+        (lambda model, dp: DistributedDataParallel(model, process_group=dp), "was made a DTensor after wrapping"),
+        (fully_shard, "was replaced after fully_shard"),
+    ],
+    ids=["ddp", "fully_shard"],
+)
+def test_a_cut_behind_the_wrapper_is_refused(wrap: Callable[[Llama, Any], Any], text: str) -> None:
+    for found in simulate(cut_behind_the_wrapper, 4, wrap):
+        assert "'blocks.0.mlp.w1." in found
+        assert text in found
+
+
+# ---- Optimizers. ----
+
+
+def resumed(path: Path, full_state: bool) -> None:
+    """AdamW by torch's functions: saved after two steps, and loaded into other ranks' slices of another model."""
+    options = StateDictOptions(full_state_dict=full_state)
+    mesh, found = make_mesh(), []
+    for seed in (0, 1):
+        model = make("tp and sequence", "tp first", mesh, seed=seed)
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(2 - seed):
+            one_step(wrapped, optimizer, step, mesh)
+        weights, state = get_state_dict(model, optimizer, options=options)
+        if seed == 0:
+            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+        else:
+            loaded = {"model": weights, "optimizer": state}
+            dcp.load(loaded, checkpoint_id=path)
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=loaded["model"],
+                optim_state_dict=loaded["optimizer"],
+                options=options,
+            )
+        one_step(wrapped, optimizer, 2, mesh)
+        found.append({name: full(value) for name, value in model.state_dict().items()})
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def one_step(wrapped: Any, optimizer: torch.optim.Optimizer, step: int, mesh: Any) -> None:
+    wrapped(*batch(2 * step + mesh["dp"].get_local_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("full_state", [False, True])
+def test_state_of_torchs_optimizers_resumes(full_state: bool, tmp_path: Path) -> None:
+    """A plain tensor of one rank's slice would be saved once, and loaded on all tensor-parallel ranks."""
+    simulate(resumed, 4, tmp_path / "saved", full_state)
+
+
+def given_before_the_first_step() -> None:
+    mesh = make_mesh()
+    states: list[dict[str, Any]] = []
+    for seed in (0, 1):
+        model = make("tp", "tp first", mesh, seed=seed)
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        if seed:
+            optimizer.load_state_dict(states[0])
+        one_step(wrapped, optimizer, seed, mesh)
+        states.append(optimizer.state_dict())
+        for param in model.parameters():
+            assert type(optimizer.state[param]["momentum_buffer"]) is torch.Tensor
+    assert isinstance(states[1]["state"][0]["momentum_buffer"], DTensor)
+
+
+def test_state_may_be_loaded_before_the_first_step() -> None:
+    simulate(given_before_the_first_step, 4)

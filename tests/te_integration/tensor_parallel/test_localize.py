@@ -8,15 +8,32 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_ranks
-from parallel_llama import batch, full, llama, make_mesh, parallelize, plain_grads
+from parallel_llama import (
+    OLD_DTENSORS,
+    assert_grads,
+    batch,
+    full,
+    llama,
+    make_mesh,
+    parallelize,
+    plain_grads,
+    whole_grads,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.plan.model_slice import model_slice_of
 from maingrad.ddp.plan.tensor_parallel.localize import localize
+from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import SimulatedRankError, simulate
 from maingrad.te_integration import LayerNormLinear, Linear, LinearCrossEntropy, convert_linears, unconvert
 
@@ -91,6 +108,20 @@ def test_a_tie_that_parallelize_module_has_cut_is_said() -> None:
         assert "head.weight = embedding.weight" in text
 
 
+def test_ranks_without_elements_say_nothing_of_ties() -> None:
+    def on_each_rank() -> list[str]:
+        mesh = make_mesh(1, 4)
+        model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+        plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            localize(model)
+        return [str(each.message) for each in caught if "equal weights" in str(each.message)]
+
+    assert not any(simulate(on_each_rank, 4))
+
+
 class Scaled(nn.Module):
     """A parameter, a buffer that each forward writes in place, and one that it assigns."""
 
@@ -140,6 +171,40 @@ def test_marks_of_a_dtensor_are_the_parameters() -> None:
         assert layer.weight.shared_embedding is True
 
     simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fully_shard"])
+def test_an_optimizer_of_before_wrapping_is_refused(wrapper: str) -> None:
+    """It would step over DTensors that get no gradients, and train nothing."""
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(2, 2)
+        model = parallelize(llama(), mesh["tp"], sequence=True)
+        before = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wrapper == "ddp":
+            wrapped: Any = DistributedDataParallel(model, process_group=mesh["dp"])
+        else:
+            wrapped = fully_shard(model, mesh["dp"])
+        wrapped(*batch(mesh["dp"].get_local_rank())).backward()
+        with pytest.raises(RuntimeError, match=r"SGD was built before the model was wrapped.*after wrapping"):
+            before.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    simulate(on_each_rank, 4)
+
+
+def test_a_tie_over_two_units_is_refused() -> None:
+    """The second unit would find the DTensor that the first has replaced, and train a copy of its own."""
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(2, 2)
+        model = parallelize(llama(), mesh["tp"], sequence=False)
+        model.head.weight = model.embedding.weight
+        fully_shard(model.embedding, mesh["dp"])
+        with pytest.raises(ValueError, match=r"'head.weight' was sharded by unit 'Embedding'.*one unit of all modules"):
+            fully_shard(model, mesh["dp"])
+
+    simulate(on_each_rank, 4)
 
 
 def on_two_dims(layer: nn.Linear, mesh: Any) -> None:
@@ -257,3 +322,54 @@ def test_conversion_may_be_undone_between() -> None:
         torch.testing.assert_close(full(model.state_dict()["head.weight"]), llama().head.weight)
 
     simulate(on_each_rank, 2)
+
+
+def compiled(whole_graph: bool) -> None:
+    torch._dynamo.reset()
+    mesh = make_mesh(1, 2)
+    model = parallelize(llama(layers=1), mesh["tp"], sequence=True)
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+    model.blocks[0].compile(backend="aot_eager", fullgraph=whole_graph)
+    if whole_graph:
+        with pytest.raises(Exception, match=r"compiles no module with a replicated DTensor.*compile with torch 2\.14"):
+            wrapped(*batch(0))
+        return
+    wrapped(*batch(0)).backward()
+    wrapped.finish_grad_sync()
+    assert_grads(whole_grads(model), plain_grads(llama(layers=1), [batch(0)]))
+
+
+@pytest.mark.skipif(not OLD_DTENSORS, reason="newer torch compiles them")
+@pytest.mark.parametrize("whole_graph", [False, True])
+def test_old_torch_compiles_no_replicated_dtensors(whole_graph: bool) -> None:
+    run_ranks(compiled, 2, whole_graph)
+
+
+class Heads(nn.Module):
+    """A norm over each head, of which tensor-parallel ranks have parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.norm, self.out = nn.Linear(8, 12), nn.RMSNorm(3), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.q(x).unflatten(-1, (-1, 3))).flatten(-2))
+
+
+def norm_of_heads() -> None:
+    mesh = make_mesh(2, 2)
+    torch.manual_seed(0)
+    model, plain = Heads(), Heads()
+    plain.load_state_dict(model.state_dict())
+    style = SequenceParallel(sequence_dim=1, use_local_output=True)
+    parallelize_module(model, mesh["tp"], {"q": ColwiseParallel(), "norm": style, "out": RowwiseParallel()})
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+    x = torch.linspace(-1, 2, 2 * 5 * 8).view(2, 5, 8)
+    wrapped(x[mesh["dp"].get_local_rank()]).square().mean().backward()
+    wrapped.finish_grad_sync()
+    plain(x).square().mean().backward()
+    torch.testing.assert_close(model.norm.weight.main_grad, plain.norm.weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_of_heads_count_all_heads() -> None:
+    simulate(norm_of_heads, 4)

@@ -1,12 +1,17 @@
 """Models that transformers has cut by their ``tp_plan``, under our wrapper, against the same models whole."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+from gloo import run_ranks
 from parallel_llama import OLD_DTENSORS, assert_grads, full, make_mesh, whole_grads
 from torch import nn
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.plan.model_slice import model_slice_of
+from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.te_integration import convert_linears, unconvert
 
@@ -73,6 +78,33 @@ def test_norms_of_queries_and_keys_have_partial_gradients() -> None:
     simulate(on_each_rank, 2)
 
 
+def sharded_grads(kind: str) -> None:
+    """Units by layer: their forwards see other parameters than those that wrapping has found."""
+    mesh = make_mesh()
+    dp = mesh["dp"].get_local_rank()
+    model = make(kind)
+    convert_linears(model)
+    cut(model, mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh["dp"])
+    fully_shard(model, mesh["dp"])
+    with model.no_sync():
+        (loss_of(model, dp * 2) / 2).backward()
+    (loss_of(model, dp * 2 + 1) / 2).backward()
+    plain = make(kind)
+    for index in range(4):
+        (loss_of(plain, index) / 4).backward()
+    found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    assert_grads(found, {name: param.grad for name, param in plain.named_parameters()}, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_under_fully_shard(kind: str) -> None:
+    if OLD_DTENSORS and kind == "Qwen3Moe":
+        pytest.skip("torch puts no packed cut together, by which this test compares")
+    simulate(sharded_grads, 4, kind)
+
+
 def test_conversion_of_a_cut_model_may_be_undone() -> None:
     def on_each_rank() -> None:
         mesh = make_mesh(1, 2)
@@ -108,3 +140,27 @@ def test_a_head_that_is_cut_keeps_its_loss(order: str) -> None:
 
     for text in simulate(on_each_rank, 2):
         assert "slice" in text
+
+
+def loaded(folder: str) -> dict[str, int]:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(dist.get_rank()))  # as torchrun, which transformers reads
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    convert_linears(model)
+    wrapped = DistributedDataParallel(model, process_group=WORLD_OF_ONE)
+    loss_of(wrapped, 0).backward()
+    wrapped.finish_grad_sync()
+    plain = make("Llama")
+    loss_of(plain, 0).backward()
+    assert_grads(whole_grads(model), {name: param.grad for name, param in plain.named_parameters()}, rtol=2e-6)
+    return {record.name: record.num_fused_writes for record in wrapped.records}
+
+
+def test_a_model_that_transformers_loads_in_parts(tmp_path: Path) -> None:
+    make("Llama").save_pretrained(tmp_path)
+    for writes in run_ranks(loaded, 2, str(tmp_path), timeout=100.0):
+        assert sum(writes.values()) == 2 * 7 + 1
