@@ -76,7 +76,8 @@ class SavedTensor:
     group: int | None = None
     """Index of the parameter group; None without an optimizer, and for buffers and frozen parameters."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """The rest of the optimizer state, such as the number of steps, as ``to_json`` makes it."""
+    """The rest of the optimizer state, such as the number of steps, as ``to_json`` makes it. A tensor that has an entry
+    of its own is {"beside": PLACE, "order": its dims, from the one with the longest stride}."""
 
     def __post_init__(self) -> None:
         if len(self.shape) > _MOST_DIMS or math.prod(size or 1 for size in self.shape) >= 2**62:

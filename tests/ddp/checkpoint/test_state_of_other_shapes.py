@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpointed import Experts
 from gloo import run_ranks
 from loops import assert_same, weights, wrap
 from preconditioned import Shampoo, Soap
@@ -16,7 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
-from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
@@ -215,6 +222,37 @@ def on_processes(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def test_background_saves_of_processes(tmp_path: Path) -> None:
     for expected, actual in run_ranks(on_processes, 2, tmp_path / "c"):
+        assert_same(actual, expected)
+
+
+def with_experts(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Ranks of one parity share experts; weights of a run that saves on its way, and of the one that goes on there."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(range(parity, size, 2)) for parity in range(2)]
+
+    def built(seed: int) -> Any:
+        config = DistributedDataParallelConfig(**WHOLE)
+        model = Experts(seed, rank % 2, marked=True)
+        ddp = DistributedDataParallel(model, config, expert_process_group=groups[rank % 2])
+        return ddp, DistributedOptimizer(ddp, optimizer_class=Shampoo)
+
+    def step(model: Any, optimizer: Any) -> None:
+        model(torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = built(0)
+    step(model, optimizer)
+    save_checkpoint(folder, model, optimizer)
+    other, its = built(5)
+    load_checkpoint(folder, other, its)
+    step(model, optimizer)
+    step(other, its)
+    return weights(model), weights(other)
+
+
+def test_each_set_of_experts_has_its_own_state(tmp_path: Path) -> None:
+    for expected, actual in simulate(with_experts, 4, tmp_path / "c"):
         assert_same(actual, expected)
 
 
