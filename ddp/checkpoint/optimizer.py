@@ -72,20 +72,6 @@ def plan_optimizer(
     # Of state in other shapes, no shape would fit a tensor without elements: it has no state yet.
     begin_anew = {entry.group for entry in entries.values() if entry.places}
     others: Parts = {}
-
-    def take(name: str, device: torch.device, place: str, order: list[int]) -> Tensor:
-        """Memory for a tensor in the state of a parameter, which has another shape."""
-        if not holding.has_whole(name):
-            raise ValueError(
-                f"the checkpoint has state '{place}' of the whole parameter '{name}', which is cut between ranks here, "
-                f"or updated together with others: keep it whole (keep_params_whole=True; shard_atoms='whole'), or "
-                f"{_ALONE}"
-            )
-        entry = entries[f"{place}@{name}"]
-        tensor = torch.empty_permuted(entry.shape, order, dtype=entry.dtypes["state"], device=device)
-        others.update(part_of_whole(f"{place}@{name}", "state", tensor))
-        return tensor
-
     state: dict[Tensor, dict[str, Any]] = {}
     first: dict[Tensor, str] = {}
     moments: dict[str, dict[str, Tensor]] = {}
@@ -102,7 +88,7 @@ def plan_optimizer(
         other = entries[first.setdefault(updated, name)]
         if updated not in state:
             group = optimizer.param_groups[held.group]
-            memory = partial(take, name, updated.device)
+            memory = partial(_take, holding, entries, others, name, updated.device)
             state[updated] = _make_state(optimizer, updated, group, entry, memory, held.master.device)
         if (entry.state, entry.scalars) != (other.state, other.scalars):
             raise ValueError(
@@ -188,6 +174,30 @@ def _match_groups(
 
 def _place(group: int | None, groups: Sequence[object]) -> str:
     return "frozen, or without an optimizer," if group is None else f"in parameter group {group} of {len(groups)}"
+
+
+def _take(
+    holding: Holding,
+    entries: Mapping[str, SavedTensor],
+    taken: Parts,
+    name: str,
+    device: torch.device,
+    place: str,
+    order: list[int],
+) -> Tensor:
+    """Memory for a tensor in the state of the parameter ``name``, which has another shape; it is added to ``taken``.
+
+    Raises ``ValueError`` where this rank does not update the whole parameter, and nothing with it.
+    """
+    if not holding.has_whole(name):
+        raise ValueError(
+            f"the checkpoint has state '{place}' of the whole parameter '{name}', which is cut between ranks here, or "
+            f"updated together with others: keep it whole (keep_params_whole=True; shard_atoms='whole'), or {_ALONE}"
+        )
+    entry = entries[f"{place}@{name}"]
+    tensor = torch.empty_permuted(entry.shape, order, dtype=entry.dtypes["state"], device=device)
+    taken.update(part_of_whole(f"{place}@{name}", "state", tensor))
+    return tensor
 
 
 def _make_state(

@@ -105,7 +105,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.checkpoint.optimizer",
-                "plan_optimizer",
+                "_take",
                 "torch.empty_permuted(entry.shape, order,",
                 "torch.empty(entry.shape,",
             ),
