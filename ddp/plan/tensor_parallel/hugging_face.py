@@ -45,16 +45,15 @@ def drop_grad_hooks(module: nn.Module) -> dist.ProcessGroup | None:
     reads ``.grad``, which our hook has emptied. Each rank has a part of such a gradient. From now on nobody sums them.
     None: transformers does not, in this module.
     """
-    hooked, hook = _cell(module, "is_already_hooked"), _cell(module, "_all_reduce_grad")
-    if hooked is None or hook is None:
+    hook = _cell(module, "_all_reduce_grad")
+    if hook is None:
         return None
     own: Any = hook.cell_contents
-    for name, param in module._parameters.items():
+    for param in module._parameters.values():
         if param is not None:
             hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             for key in [key for key, each in hooks.items() if each is own]:
                 del hooks[key]
-            hooked.cell_contents[name] = param  # so that no forward registers it
     mesh: DeviceMesh | None = getattr(own, "mesh", None)  # of a hook that was dropped before
     if mesh is None:
         mesh = own.__closure__[own.__code__.co_freevars.index("mesh")].cell_contents
@@ -63,7 +62,7 @@ def drop_grad_hooks(module: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _dropped(mesh: DeviceMesh) -> Any:
-    """In a dropped hook's place: a forward under ``fully_shard`` sees another parameter, and registers it there."""
+    """In a dropped hook's place, which forwards register on each parameter that they see."""
 
     def sum_nothing(param: Tensor) -> None:
         pass

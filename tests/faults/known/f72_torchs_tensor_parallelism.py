@@ -74,7 +74,7 @@ FAULTS = [
             Change(
                 ROOM + "hugging_face",
                 "drop_grad_hooks",
-                "hooked.cell_contents[name] = param  # so that no forward registers it",
+                "hook.cell_contents = _dropped(mesh)",
                 "pass",
             )
         ],
@@ -102,7 +102,10 @@ FAULTS = [
         "72j-tied-dtensors-become-two-parameters",
         sentence="A DTensor that two modules have becomes a parameter in each.",
         tests=[LOCALIZE + "test_one_dtensor_of_two_modules_stays_one_parameter"],
-        changes=[Change(ROOM + "localize", "localize", "if id(tensor) not in local:", "if True:")],
+        changes=[
+            Change(ROOM + "localize", "localize", "if id(tensor) not in local:", "if True:"),
+            Change(ROOM + "localize", "_local_of", "known = replaced_by(tensor)", "known = None"),
+        ],
     ),
     Fault(
         "72k-what-a-forward-assigns-is-lost",
