@@ -99,6 +99,15 @@ class Config:
         remedy = "draws other masks on each tensor-parallel rank, which no graph can: set train.cuda_graph = false"
         captures = self.mesh.tp > 1 and settings.cuda_graph is not False
         model.require(not (captures and model.dropout), "dropout", remedy)
+        remedy = (
+            "draws other masks on each tensor-parallel rank, which no compiled block can: set train.compile = false"
+        )
+        compiles = self.mesh.tp > 1 and settings.compile
+        model.require(not (compiles and model.dropout), "dropout", remedy)
+        remedy = (
+            "updates whole matrices, of which tensor-parallel ranks have slices: set mesh.tp = 1, or another optimizer"
+        )
+        self.optimizer.require(self.mesh.tp == 1 or not self.optimizer.has_muon, "name", remedy)
         # Raise for values that contradict ``parallel``.
         check_ddp(self.ddp, self.parallel)
         self.fsdp.check_parallel(self.parallel)

@@ -156,7 +156,9 @@ def _collectives_table(plan: RunPlan) -> Table:
     elif plan.placements.inner.gathers:
         under = "under the next forward" if config.ddp.overlap_param_gather else "in the optimizer's step"
         title += f"; parameters are gathered bottom up, {under}"
-    if config.mesh.tp > 1:
+    if config.mesh.tp > 1 and config.fully_sharded:
+        title += "; not counted: the mean over tensor-parallel ranks of shards that are not cut"
+    elif config.mesh.tp > 1:
         title += f"; of parameters that are not cut, over {config.mesh.tp} times as many ranks"
     traffic = [unit.traffic for unit in units]
     sent = {

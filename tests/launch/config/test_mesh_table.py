@@ -27,6 +27,11 @@ from maingrad.launch.config.run import Config, ConfigError, MeshConfig, ModelCon
             r"mesh\.tp = 2: must be 1 with model\.num_experts",
         ),
         ({"mesh": {"tp": 2}, "model": {"dropout": 0.1}}, r"model\.dropout = 0\.1: .* set train\.cuda_graph = false"),
+        (
+            {"mesh": {"tp": 2}, "model": {"dropout": 0.1}, "train": {"cuda_graph": False, "compile": True}},
+            r"model\.dropout = 0\.1: .* set train\.compile = false",
+        ),
+        ({"mesh": {"tp": 2}, "optimizer": {"name": "muon"}}, r"optimizer\.name = 'muon': .* set mesh\.tp = 1"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(tmp_path: Path, sections: dict[str, Any], message: str):

@@ -69,6 +69,13 @@ def test_it_prints_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert fact in said, said
 
 
+def test_shards_of_what_is_not_cut_are_over_no_more_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", str(tiny_toml(tmp_path, parallel="fsdp")), "--ranks", "4", "--mesh.tp", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not counted: the mean over tensor-parallel ranks of shards that are not cut" in said
+    assert "times as many ranks" not in said
+
+
 def test_one_instance_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     settings: dict[str, Any] = {
         "ddp": {"num_distributed_optimizer_instances": 2},
