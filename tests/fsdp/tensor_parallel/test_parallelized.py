@@ -107,6 +107,7 @@ def trained_plainly(count: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("row", ["zero3", "zero1", "hsdp"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.sampled(3)

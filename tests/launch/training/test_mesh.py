@@ -62,6 +62,7 @@ def test_ranks_that_share_samples_train_the_same_model(
     assert numbers == pytest.approx(expected, rel=2e-6)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "changes",
     [
@@ -80,6 +81,7 @@ def test_context_parallel_ranks_with_other_settings(tmp_path: Path, changes: dic
     assert numbers == pytest.approx(expected, rel=2e-6)
 
 
+@pytest.mark.in_turn
 def test_a_run_goes_on_with_another_mesh(tmp_path: Path):
     """Checkpoints have whole parameters: all ranks write one folder, which any mesh reads."""
     every_second = {"save_every": 2, "steps": 6}

@@ -132,6 +132,7 @@ def test_tokens_that_do_not_divide():
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_a_model_of_hugging_face_by_its_own_plan(family: str):
     transformers = pytest.importorskip("transformers")

@@ -54,6 +54,7 @@ def compiled(sequence: bool, whole: bool, convert: bool) -> list[int]:
 CASES = [case for case in itertools.product([True, False], repeat=3) if case[0] or case[1]]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sequence, whole, convert", CASES)
 @pytest.mark.sampled(2)
 def test_a_compiled_part_is_one_graph_with_fused_writes(sequence: bool, whole: bool, convert: bool) -> None:
@@ -83,6 +84,7 @@ def compiled_rows(uneven: bool) -> None:
     assert_grads(whole_grads(model), {name: param.grad for name, param in plain.named_parameters()})
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_compiled_bias_counts_once_and_cuts_may_be_uneven(uneven: bool) -> None:
     run_ranks(compiled_rows, 2, uneven)

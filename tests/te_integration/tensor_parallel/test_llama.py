@@ -303,6 +303,7 @@ def one_step(wrapped: Any, optimizer: torch.optim.Optimizer, step: int, mesh: An
     optimizer.zero_grad()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("full_state", [False, True])
 def test_state_of_torchs_optimizers_resumes(full_state: bool, tmp_path: Path) -> None:
     """A plain tensor of one rank's slice would be saved once, and loaded on all tensor-parallel ranks."""
