@@ -47,12 +47,9 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
 
     found = _dtensors(module, ignored)
     _warn_of_ties(found)
-    local: dict[int, tuple[Tensor, Layout]] = {}
     for owner, name, tensor in found:
-        if id(tensor) not in local:
-            local[id(tensor)] = _local_of(tensor), layout_of(tensor)
         table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
-        table[name], owner.__dict__.setdefault(LAYOUTS, {})[name] = local[id(tensor)]
+        table[name], owner.__dict__.setdefault(LAYOUTS, {})[name] = _local_of(tensor), layout_of(tensor)
     for owner, _, _ in found:
         show_in_forward(owner)
         install_state_dict_hooks(owner)
@@ -171,21 +168,21 @@ def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
 
 
 def _local_of(tensor: "DTensor") -> Tensor:
+    """The local tensor in the place of ``tensor``: one of all modules that share it, units of ``fully_shard`` too."""
     from .optimizers import replaced_by, set_replaced
 
     known = replaced_by(tensor)
     if known is not None:
-        return known  # tied to a part of the model that is a unit of fully_shard already
+        return known
     with torch.no_grad():
         local: Tensor = tensor.to_local().contiguous()
-    if not isinstance(tensor, nn.Parameter):
-        return local
-    param = nn.Parameter(local, requires_grad=tensor.requires_grad)
-    for name, value in vars(tensor).items():
-        if not name.startswith("_"):  # marks, such as Megatron-core's; the others are DTensor's own
-            setattr(param, name, value)
-    set_replaced(tensor, param)
-    return param
+    if isinstance(tensor, nn.Parameter):
+        local = nn.Parameter(local, requires_grad=tensor.requires_grad)
+        for name, value in vars(tensor).items():
+            if not name.startswith("_"):  # marks, such as Megatron-core's; the others are DTensor's own
+                setattr(local, name, value)
+    set_replaced(tensor, local)
+    return local
 
 
 def _mark_partial(owner: nn.Module) -> None:
