@@ -192,28 +192,31 @@ def tensor_parallel(case, by, *, compiled=False):
     """A step of one model that is cut over all ranks.
 
     by  "torch"      torch's ``parallelize_module`` with ``nn.Linear``: bf16 parameters and gradients
+        "fsdp2"      the same under FSDP2 over one data-parallel rank: fp32 parameters, gradients reduced in fp32
         "localized"  the same under maingrad's wrapper, which makes local parameters of the DTensors; fused
         "modules"    maingrad's ``Linear(parallel_mode=...)``, fused; embedding and head are whole
     """
-    model = case.make(torch.bfloat16)
-    mesh = init_device_mesh(case.device.type, (case.num_ranks,), mesh_dim_names=("tp",))
+    model = case.make(torch.float32 if by == "fsdp2" else torch.bfloat16)
+    both = init_device_mesh(case.device.type, (1, case.num_ranks), mesh_dim_names=("dp", "tp"))
+    mesh = both["tp"]
     if by == "modules":
         cut_by_modules(model, mesh.get_group())
     else:
         cut_by_torch(model, case.units(model), mesh)
-    if by != "torch":
+    if by in ("localized", "modules"):
         te_integration.convert_linears(model)
     if compiled:
         case.compile_loss(model)
         for unit in case.units(model):
             unit.compile(**case.compiling)
     tokens = replace(case, rank=0).tokens()
-    if by == "torch":
-        kinds: dict[type, list[Any]] = {}
+    if by in ("torch", "fsdp2"):
+        before = shard_by_fsdp2(model, case.units(model), both["dp"], reshard=False)[1] if by == "fsdp2" else None
+        kinds: dict[Any, list[Any]] = {}  # one kernel takes DTensors of one mesh, and no plain tensors beside them
         for param in model.parameters():
-            kinds.setdefault(type(param), []).append(param)  # one kernel takes no plain tensors beside DTensors
+            kinds.setdefault(getattr(param, "device_mesh", None), []).append(param)
         adamw = torch.optim.AdamW([{"params": params} for params in kinds.values()], lr=LEARNING_RATE, fused=True)
-        return stepping(partial(accumulate, case.loss_of(model), tokens), adamw)
+        return stepping(partial(accumulate, case.loss_of(model), tokens, before=before), adamw)
     config = ddp.DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
     )

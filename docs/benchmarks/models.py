@@ -338,6 +338,9 @@ ROWS: dict[str, Row] = {
     **_tensor_parallel(
         "torch", "torch's tensor parallelism, nn.Linear", "bf16 parameters and gradients, AdamW(fused=True)"
     ),
+    **_tensor_parallel(
+        "fsdp2", "torch's tensor parallelism under FSDP2, nn.Linear", f"{_FSDP2}; one data-parallel rank"
+    ),
     **_tensor_parallel("localized", "torch's tensor parallelism under maingrad", _ZERO1),
     **_tensor_parallel("modules", "maingrad's tensor-parallel layers", _ZERO1),
     # Rows that map symmetric memory come last.

@@ -97,7 +97,7 @@ def test_every_row_that_a_cpu_can_run(tmp_path: Path, num_microbatches: int) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_rows_of_tensor_parallelism(tmp_path: Path, num_microbatches: int) -> None:
-    names = {"tp_torch", "tp_torch_compiled", "tp_modules", "tp_modules_compiled"}
+    names = {"tp_torch", "tp_torch_compiled", "tp_fsdp2", "tp_modules", "tp_modules_compiled"}
     options = ["--out-dir", str(tmp_path), *TINY, "--num-microbatches", str(num_microbatches), "--rows", *names]
     done = under_torchrun("models.py", *options, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
