@@ -36,6 +36,7 @@ from contenders import (
 )
 from harness import RowOptions, check_names, log, measure_and_write, measure_rows, run_script, versions
 from tables import Column, grouped, odd_losses, shown, table, write_sections
+from titan import refuse_torchtitan, torchtitan_experts
 from torch.distributed.fsdp import FSDPModule
 from trace_digest import Tracer
 
@@ -255,6 +256,17 @@ def _tensor_parallel(by, label, options):
     return _pair(f"tp_{by}", label, build=tensor_parallel, by=by, options=about, refuse=refuse_tensor_parallel)
 
 
+def _torchtitan(stage, reshard):
+    return _pair(
+        f"torchtitan_ep_zero{stage}",
+        f"torchtitan, expert parallelism, ZeRO-{stage}",
+        options=f"its Qwen3 and parallelize_qwen3; fsdp_reshard_after_forward={reshard!r}; AdamW(fused=True)",
+        build=torchtitan_experts,
+        reshard=reshard,
+        refuse=refuse_torchtitan,
+    )
+
+
 ROWS: dict[str, Row] = {
     **_zero1("zero1", "maingrad ZeRO-1", options=_ZERO1),
     **_graphed(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
@@ -343,6 +355,8 @@ ROWS: dict[str, Row] = {
     ),
     **_tensor_parallel("localized", "torch's tensor parallelism under maingrad", _ZERO1),
     **_tensor_parallel("modules", "maingrad's tensor-parallel layers", _ZERO1),
+    **_torchtitan(2, "never"),
+    **_torchtitan(3, "always"),
     # Rows that map symmetric memory come last.
     **_zero1(
         "zero1_copy_engines",
