@@ -221,6 +221,7 @@ def test_the_table_of_a_configuration() -> None:
     assert MeshConfig(**tomllib.loads(other)["mesh"]).data_ranks(64) == 8
 
 
+@pytest.mark.in_turn
 def test_verify() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}

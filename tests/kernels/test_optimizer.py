@@ -131,6 +131,7 @@ def test_without_eps_what_has_no_gradient_becomes_nan_as_in_torch(device: str) -
     assert torch.equal(master.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.sampled(8)
@@ -152,6 +153,7 @@ SGD = [SGDOptions(0.1, 0.9, 0.2, True, 0.1), SGDOptions(0.02, 0.5, 0.0, False, 0
 LION = [LionOptions(1e-3, 0.9, 0.99, 0.1), LionOptions(3e-2, 0.8, 0.95, 0.0)]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("rule", ["sgd", "lion"])
 @pytest.mark.parametrize("form", [FORMS[1], FORMS[3], FORMS[4], FORMS[6]], ids=str)
@@ -283,6 +285,7 @@ def test_found_inf_leaves_everything_as_it_is(device: str, form: tuple[torch.dty
     assert differ(rows, before) and rows[0].step == before[0].step + 1
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4], FORMS[6]], ids=str)
 @pytest.mark.sampled(3)

@@ -443,6 +443,7 @@ def test_without_a_provider_the_error_is_eagers() -> None:
         torch.compile(layer, backend="aot_eager", fullgraph=True)(batch()).sum().backward()
 
 
+@pytest.mark.in_turn
 def test_a_module_freed_before_backward_is_an_error() -> None:
     layer = Linear(FEATURES, FEATURES, fuse_wgrad_accumulation=True)
     ddp = wrap(layer)

@@ -184,6 +184,7 @@ def _assert_same_tree(one: Any, other: Any, key: str) -> None:
         assert one == other, key
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [("zero1", 3), ("zero1", 4), ("buckets", 8), ("hybrid", 6), ("zero3", 2), ("zero3", 5), ("hsdp", 4)],

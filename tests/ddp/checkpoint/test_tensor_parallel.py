@@ -180,6 +180,7 @@ def test_a_checkpoint_of_two_ranks_has_the_whole_parameters(tmp_path: Path) -> N
         assert torch.equal(tensors["model"][name], tensor), name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in SHARDED_FP32])
 def test_masters_and_moments_go_through_any_degree(
     name: str, saved: Callable[[torch.dtype], Path], tmp_path: Path
@@ -191,6 +192,7 @@ def test_masters_and_moments_go_through_any_degree(
     assert_same_files(saved(BF16), tmp_path / "back")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", SHARDED_FP32)
 def test_and_through_sharded_models(name: str, saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
     layout = LAYOUTS[name]
@@ -219,6 +221,7 @@ def load_and_save_8_bits(source: Path, target: Path, layout: Layout) -> None:
     save_checkpoint(target, model, optimizer, extra={"step": 3})
 
 
+@pytest.mark.in_turn
 def test_moments_in_8_bits_are_rounded_again_at_another_degree(
     saved: Callable[[torch.dtype], Path], tmp_path: Path
 ) -> None:
@@ -273,6 +276,7 @@ def test_each_element_is_written_once(wrapper: str, tmp_path: Path) -> None:
     assert written == sum(manifest.nbytes.values())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("wrapper", ["zero1", "ddp", "zero3"])
 def test_weights_alone_and_without_a_wrapper(wrapper: str, tmp_path: Path) -> None:
     """A cut module without a wrapper is saved and loaded by its tensor-parallel ranks together."""

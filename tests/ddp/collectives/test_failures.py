@@ -385,6 +385,7 @@ READERS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("counts", [[3, 1], [2, 0, 1], [0, 0, 4]])
 @pytest.mark.parametrize("config", ["all-reduce", "ZeRO-1"])
 @pytest.mark.sampled(2)

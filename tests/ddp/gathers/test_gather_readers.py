@@ -115,6 +115,7 @@ def train_a_module(overlap: bool, kind: str) -> tuple[bool, list[float]]:
     return any(waiting), losses
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.sampled(2)
 def test_modules_of_torch(kind: str) -> None:

@@ -792,6 +792,7 @@ def test_ranks_decide_together(form: str) -> None:
     assert graphs_of_ranks(form, lambda number, rank: 6 if number == 5 and rank == 0 else 4) == [1, 1]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", ["zero1", "zero3"])
 def test_a_rank_captures_while_another_has_its_graph(form: str) -> None:
     """The second rank meets another length in every second call, and captures it when the first one could replay."""

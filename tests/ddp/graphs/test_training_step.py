@@ -30,6 +30,7 @@ def check(program: Program, ranks: int = 2) -> None:
     assert simulate(both, ranks) == [[]] * ranks
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("config", "form"), list(itertools.product(CONFIGS, FORMS)))
 @pytest.mark.sampled(1)
 def test_equals_eager(config: str, form: str) -> None:

@@ -100,6 +100,7 @@ def check(index: int, dtype: torch.dtype, ranks: int, **config: Any) -> None:
             assert optimizer.param_groups[0][key] == value
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
 @pytest.mark.sampled(2)
 def test_a_class_over_shards_is_the_class_itself(index: int) -> None:

@@ -106,6 +106,7 @@ def test_momentum_goes_on(name: str, after: str, groups: str, folder: Path) -> N
     check(name, groups, "alone", after, folder)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", ["alone", "ZeRO-1", "whole"])
 @pytest.mark.parametrize("groups", GROUPS)

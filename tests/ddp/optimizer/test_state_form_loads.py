@@ -51,6 +51,7 @@ def differences(one: dict[str, list[Tensor]], other: dict[str, list[Tensor]]) ->
     return [n for n in one if not all(torch.equal(a, b) for a, b in zip(one[n], other[n], strict=True))]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", COMPACT)
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_load_that_failed_does_not_come_back(tmp_path: Path, form: str, steps: int) -> None:

@@ -110,6 +110,7 @@ def steps_of(graphed: bool) -> list[Tensor]:
     return [param.detach().clone() for param in model.module.parameters()]
 
 
+@pytest.mark.in_turn
 def test_a_graphed_step_is_an_eager_one() -> None:
     for graphed, eager in zip(simulate(steps_of, 4, True), simulate(steps_of, 4, False), strict=True):
         assert all(map(torch.equal, graphed, eager))

@@ -35,6 +35,7 @@ def five_clipped_steps(way: str, sp: bool, microbatches: int) -> tuple[list[int]
     return bits.tolist(), joined(model, params)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(("way", "sp"), EVERY)
 @pytest.mark.sampled(6)

@@ -402,6 +402,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("breaks", BREAKS)
 @pytest.mark.parametrize("first", ["nothing", "a microbatch", "an iteration"])
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero3, once", "hsdp, once"])

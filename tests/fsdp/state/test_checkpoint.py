@@ -278,6 +278,7 @@ def local_values(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "kind", [k if k in ("fused", "nadam") else pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS]
 )

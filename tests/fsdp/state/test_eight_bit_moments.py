@@ -252,6 +252,7 @@ def as_kept(moment: Tensor, form: str, *, signed: bool) -> Tensor:
     return moment if form == "full" else dequantize_moment(*quantize_moment(moment, signed=signed), signed=signed)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("saved", ["8 bits", "bf16", "full"])
 @pytest.mark.parametrize("loaded", ["8 bits", "8 bits on the host", "full"])
 @pytest.mark.sampled(3)

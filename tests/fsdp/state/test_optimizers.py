@@ -162,6 +162,7 @@ def all_at_once(model: nn.Module) -> None:
         torch._foreach_mul_([param.detach() for param in model.parameters()], 0.5)
 
 
+@pytest.mark.in_turn
 @some_kinds
 @pytest.mark.parametrize("change", [in_place, through_data, all_at_once])
 @pytest.mark.sampled(1)

@@ -129,6 +129,7 @@ def test_shards_cut_matrices_and_all_ranks_orthogonalise() -> None:
     assert all((cut, travelling) == (0, 0) for cut, _, travelling in simulate(on_each_rank, 2, "whole"))
 
 
+@pytest.mark.in_turn
 def test_instances_orthogonalise_by_themselves() -> None:
     """Two instances of two ranks; sums over four ranks have another order."""
     expected = simulate(replicated, 4)[0]
@@ -145,6 +146,7 @@ def test_state_sharded_across_instances_is_refused() -> None:
     simulate(on_each_rank, 4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("target", ["fully_shard", "zero1"])
 def test_checkpoints_go_on_with_other_ranks_and_wrappers(tmp_path: Path, target: str) -> None:
     """The same gradients on all ranks: a mean of equal ones is exact for powers of two."""

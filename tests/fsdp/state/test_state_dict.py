@@ -208,6 +208,7 @@ def round_trip(placement: str) -> None:
     assert torch.equal(inner["up.weight"].to_local(), state["up.weight"].to_local())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placement, ranks", [("zero3", 1), ("zero3", 3), ("zero2", 2), ("hsdp", 4), ("hsdp_zero1", 6)])
 def test_what_is_loaded_is_used(placement: str, ranks: int) -> None:
     simulate(round_trip, ranks, placement)
@@ -278,6 +279,7 @@ def with_context_parallel_ranks(sizes: tuple[int, ...]) -> None:
     assert_same(whole(model.state_dict()), layers(1).state_dict())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1)])
 def test_context_parallel_ranks_share_shards(sizes: tuple[int, ...]) -> None:
     simulate(with_context_parallel_ranks, math.prod(sizes), sizes)

@@ -74,6 +74,7 @@ def gradients(row: str, plan: str, order: str, micro: int) -> None:
     assert_grads(found, plain_grads(llama(), [batch(each) for each in range(count * micro)]))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("row", ["zero3", "zero1", "hsdp"])
@@ -200,6 +201,7 @@ def loads_whole() -> None:
         assert torch.equal(full(model.state_dict()["head.weight"]), llama(2).state_dict()["head.weight"])
 
 
+@pytest.mark.in_turn
 def test_whole_tensors_load() -> None:
     simulate(loads_whole, 4)
 
@@ -251,6 +253,7 @@ def draw(module: nn.Module) -> None:
         fill(module)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("tied", [False, True])
 def test_ranks_of_one_seed_draw_slices_of_one_whole(tied: bool) -> None:
     """Slices that each rank draws for itself would be equal, and as wide as a smaller layer's."""

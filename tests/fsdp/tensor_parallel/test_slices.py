@@ -16,6 +16,7 @@ def assert_close(found: Tensor, expected: Tensor, name: str) -> None:
     assert error < 1e-9, f"{name}: {error}"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("told", ["marks", "slices"])

@@ -63,6 +63,7 @@ def recomputed(model: Plain) -> Plain:
 CHANGES: dict[str, Callable[[Plain], Plain]] = {"convert_linears": converted, "recompute": recomputed}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_blocks_may_be_fused_or_recomputed(change: str, reshard: bool) -> None:
@@ -97,6 +98,7 @@ def test_gradients_that_stay_in_grad_are_not_summed_again(row: str) -> None:
     simulate(on_each_rank, 8 if row == "hsdp" else 4)
 
 
+@pytest.mark.in_turn
 def test_three_tensor_parallel_ranks_keep_copies_equal() -> None:
     """A third is no binary fraction: every rank computes the same average all the same."""
 
@@ -163,6 +165,7 @@ def test_uneven_slices_train() -> None:
     assert all(each == places[0] for each in places)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("options", [{}, {"state": "full"}, {"moment_dtype": torch.uint8}])
 def test_copies_stay_equal_under_mixed_precision_and_compact_state(options: dict[str, Any]) -> None:
     """Moments are rounded at random: by the parameter's name and element, which copies share."""

@@ -106,6 +106,7 @@ def state_of(model: Any, optimizer: Any) -> Any:
     return {"model": weights, "optimizer": state}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("into", ["tensor parallel", "data parallel"])
 def test_dcp_takes_a_model_and_its_optimizer_to_other_ranks(into: str, tmp_path: Path) -> None:
     def saves() -> dict[str, Tensor]:

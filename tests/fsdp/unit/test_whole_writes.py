@@ -405,6 +405,7 @@ def test_experts_of_one_rank_write_by_themselves() -> None:
     simulate(on_each_rank, 2)
 
 
+@pytest.mark.in_turn
 def test_a_graphed_step_replays_declared_writes() -> None:
     plain = train(make(), data_of(0, 1))
 

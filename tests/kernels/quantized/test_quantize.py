@@ -14,6 +14,7 @@ from maingrad.kernels.quantized.quantize import record_amax
 E2M1, E4M3 = Element.E2M1, Element.E4M3
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.sampled(7)
 def test_drawn_values(name: str) -> None:

@@ -219,6 +219,7 @@ def test_a_folder_is_no_file(tmp_path: Path):
         load_corpus(DataConfig(source="text", paths=(str(tmp_path),)), sequence_length=8)
 
 
+@pytest.mark.in_turn
 def test_sequence_longer_than_the_standard_library():
     with pytest.raises(DataError, match=re.escape("standard library source")):
         load_corpus(DataConfig(), sequence_length=10**9)
@@ -259,6 +260,7 @@ def test_ranks_together_read_what_one_process_reads(ranks: int, num_microbatches
         assert torch.equal(alone.targets, torch.cat([part.targets for part in parts]))
 
 
+@pytest.mark.in_turn
 def test_every_place_can_be_drawn():
     starts = {int(row[0]) for step in range(300) for row in batch(step, sequence_length=990).inputs}
     assert starts == set(range(10)), "1000 tokens hold 10 sequences of 990 and their targets"

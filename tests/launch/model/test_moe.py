@@ -401,6 +401,7 @@ def test_a_dense_run_records_no_routers(tmp_path: Path):
     assert not any("load_balancing_loss" in record for record in records)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("changes", [{}, {"delay_wgrad_layers": 2}, {"single_grouped_weight": False}], ids=str)
 @pytest.mark.sampled(1)
 def test_two_ranks_train_and_agree(tmp_path: Path, changes: dict[str, Any]):

@@ -99,6 +99,7 @@ def test_a_prompt_without_targets_is_no_padding():
     torch.testing.assert_close(model(inputs, targets), expected)
 
 
+@pytest.mark.in_turn
 def test_a_run_records_the_same_routers_whatever_the_length_of_rows(tmp_path: Path):
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, 256, (13,), generator=generator).numpy() for _ in range(60)]

@@ -133,6 +133,7 @@ def plain_step(counted: bool) -> list[Tensor]:
     return [param.detach() for param in module.parameters()]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2), (1, 4), (2, 4)])
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "zero3"])

@@ -151,6 +151,7 @@ def check_same(found: list[Any], wanted: Any) -> None:
             )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("model", MODELS)
@@ -547,6 +548,7 @@ def test_options_of_the_optimizer_are_checked(
         maingrad.make_optimizer(model, **options)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.sampled(5)
 def test_the_first_group_that_selects_a_parameter_has_it(form: str) -> None:

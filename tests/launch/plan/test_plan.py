@@ -108,6 +108,7 @@ CASES = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel, ddp, ranks", CASES)
 @pytest.mark.sampled(3)
@@ -163,6 +164,7 @@ def test_plan_of_released_gradients(tmp_path: Path) -> None:
     assert plan.rank_bytes.gradients == sum(bucket.grad_nbytes for bucket in plan.buckets) // 2
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("state", ["full", "compact"])
 @pytest.mark.parametrize("parallel, ranks", [("ddp", 2), ("zero1", 3), ("hybrid", 4)])
 @pytest.mark.sampled(2)
@@ -193,6 +195,7 @@ def test_muon_sends_what_adamw_sends_but_for_padding(tmp_path: Path, parallel: s
     assert counted(held[0]) == counted(beside[0])
 
 
+@pytest.mark.in_turn
 def test_work_of_muon_by_rank(tmp_path: Path):
     config = tiny_config(tmp_path, parallel="zero1", optimizer={"name": "muon"})
     plan = plan_run(config, 2)
@@ -212,6 +215,7 @@ def test_work_of_muon_by_rank(tmp_path: Path):
     assert "not counted: 6 to 8" in " ".join(printed(tmp_path, 2, parallel="fsdp", optimizer={"name": "muon"}).split())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel, ddp, ranks", [case for case in CASES if not case.marks])
 @pytest.mark.parametrize("moments, name", [("bfloat16", "adamw"), ("uint8", "adamw"), ("uint8", "lion")])

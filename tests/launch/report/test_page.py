@@ -239,6 +239,7 @@ def test_a_name_is_text_and_never_markup(two_ranks: Path, tmp_path: Path, pictur
     assert "b" not in [tag for tag, _ in page.tags]
 
 
+@pytest.mark.in_turn
 def test_a_run_that_was_resumed_says_where(tmp_path: Path) -> None:
     for steps, resume in ((4, None), (6, "auto")):
         train(tiny_config(tmp_path, train={"steps": steps, "save_every": 2, "resume": resume}))
@@ -267,6 +268,7 @@ def test_experts_and_sharded_parameters(tmp_path: Path, parallel: str) -> None:
         assert "of gathered parameters" in page.text
 
 
+@pytest.mark.in_turn
 def test_a_killed_and_an_interrupted_run(two_ranks: Path, tmp_path: Path) -> None:
     def kill(records: Records) -> Records:
         return [record for record in records if record["kind"] != "final" and record.get("step", 0) <= 3]

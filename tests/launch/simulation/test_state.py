@@ -330,6 +330,7 @@ def train(data_parallel: str, dtype: torch.dtype = torch.float64) -> list[float]
     return nn.utils.parameters_to_vector(whole).tolist()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("data_parallel", ["loop", "torch ddp", "torch fsdp"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_data_parallel_training_equals_one_process(data_parallel: str, world_size: int):

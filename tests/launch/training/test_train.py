@@ -69,6 +69,7 @@ def test_one_process_leaves_what_it_observed(tmp_path: Path):
     assert observed["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.in_turn
 def test_records_say_what_the_settings_do(tmp_path: Path):
     """Observed, not configured: other settings, other facts."""
     config = tiny_config(
@@ -134,6 +135,7 @@ def test_a_run_ends_on_time_with_the_schedule_at_its_end(tmp_path: Path):
     assert rates[-1] < 0.2 * max(rates), "the cosine came down by the time the run ended"
 
 
+@pytest.mark.in_turn
 def test_same_seed_same_run_other_seed_another(tmp_path: Path):
     config = tiny_config(tmp_path, model={"dropout": 0.1})
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
@@ -215,6 +217,7 @@ def test_hybrid_on_processes(tmp_path: Path, wire: str | None):
     }
 
 
+@pytest.mark.in_turn
 def test_the_recording_reaches_into_the_next_forward(tmp_path: Path):
     config = tiny_config(tmp_path, parallel="zero1")
     simulate(train, 2, config)
@@ -278,6 +281,7 @@ def losses_and_weights_of(result: TrainResult) -> tuple[tuple[float, ...], dict[
     return (*result.losses, result.validation_loss or math.nan), weights_of(result)
 
 
+@pytest.mark.in_turn
 def test_dropout_differs_between_ranks(tmp_path: Path):
     """Ranks that dropped the same units would halve the noise that dropout is for."""
     config = tiny_config(tmp_path, train={"steps": 3})
@@ -406,6 +410,7 @@ ENVIRONMENTS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.parametrize("said", ENVIRONMENTS)
 @pytest.mark.sampled(1)

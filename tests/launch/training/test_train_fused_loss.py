@@ -50,6 +50,7 @@ def test_targets_that_do_not_count() -> None:
     assert torch.equal(model(tokens), plain(tokens))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("documents", ["join", "mask"])
 @pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3MoeConfig"])
 @pytest.mark.sampled(2)

@@ -51,6 +51,7 @@ def test_trains_the_same(tmp_path: Path, sections: dict[str, Any]) -> None:
     assert len(set(graphed_norms)) == len(norms)
 
 
+@pytest.mark.in_turn
 def test_experts_on_a_cpu_are_refused_by_name(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "moe_layer_freq": 2}
     with pytest.raises(RuntimeError, match="rows of each expert"):

@@ -76,6 +76,7 @@ def check(name: str, ways: tuple[str, ...]) -> None:
     assert all(result.fused_writes > 0 for result in found.results if WAYS[result.way].converted)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.sampled(1)
 def test_some_ways(name: str) -> None:
@@ -88,6 +89,7 @@ def test_all_ways(name: str) -> None:
     check(name, tuple(WAYS))
 
 
+@pytest.mark.in_turn
 def test_masked_tokens_make_another_mean() -> None:
     """The loss is a mean over labels that are not -100, and the rows of the ranks have different numbers of them."""
     model, batch = make("llama")

@@ -96,6 +96,7 @@ def test_ranks_and_microbatches(ranks: int, microbatches: int) -> None:
     assert (found.ranks, found.num_microbatches, found.rows) == (ranks, microbatches, 12)
 
 
+@pytest.mark.in_turn
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
@@ -124,6 +125,7 @@ class Pair(NamedTuple):
     target: Tensor
 
 
+@pytest.mark.in_turn
 def test_forms_of_a_batch() -> None:
     """Rows are divided; a tensor without rows is given whole; ``step`` takes what the model does not."""
     x, target = rows(8), rows(8)[:, :2]

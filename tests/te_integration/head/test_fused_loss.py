@@ -130,6 +130,7 @@ def test_arguments_of_the_loss(name: str, form: str) -> None:
     assert_alike(run(wrapped(name)), run(wrapped(name, fused_loss=False)))
 
 
+@pytest.mark.in_turn
 def test_accumulation_tied_and_frozen() -> None:
     for name, frozen in (("llama, tied", False), ("llama", True)):
         models = [wrapped_with_frozen_head(name, frozen, fused) for fused in (True, False)]

@@ -58,6 +58,7 @@ def test_losses_and_norms_are_those_of_logits(form: str, name: str, fused_loss: 
         assert one == pytest.approx(other, rel=2e-4)
 
 
+@pytest.mark.in_turn
 def test_evaluation_and_refusal_under_sharded_parameters() -> None:
     """Evaluation gives logits. In training they cannot be read outside the forward, unless the call asked for them."""
 

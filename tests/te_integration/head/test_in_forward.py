@@ -92,6 +92,7 @@ def iterations(wrap: Callable[[nn.Module], Any], model: nn.Module, *, told: bool
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("region", [None, False, True], ids=["whole", "checkpointed", "reentrant"])

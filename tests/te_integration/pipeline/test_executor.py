@@ -103,6 +103,7 @@ def test_wgrads_may_lag_any_number_of_dgrads_behind(make_linear, lag):
     compare(parse_order(order), make_linear, [[True, True]])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
 @given(st.integers(0, 2**32))

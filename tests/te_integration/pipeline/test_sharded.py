@@ -159,6 +159,7 @@ def check(outcomes: list[tuple[list[float], dict[str, Tensor]]], max_norm: float
             assert (found[name] - value).abs().max() < 1e-5, name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.sampled(1)

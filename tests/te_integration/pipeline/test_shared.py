@@ -324,6 +324,7 @@ def tied_over_ranks(stages: str, config: dict[str, Any]) -> list[dict[str, Tenso
     return [found[0], {name: param.detach().clone() for name, param in ddp.module.named_parameters()}]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("config", ["no overlap", "all-reduce"])
 @pytest.mark.parametrize("stages", ["ours", "torch's"])
 def test_an_embedding_tied_over_ranks_has_the_gradient_of_both_ends(stages: str, config: str) -> None:

@@ -107,6 +107,7 @@ def test_two_replicas_of_a_pipeline_are_the_unpipelined_replicas(kind: str, conf
     assert all(outcome.early == [early] * STEPS for outcome in outcomes)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", [*KINDS, "GPipe", "LoopedBFS", "Interleaved1F1B", "DualPipeV"])
 @pytest.mark.sampled(1)
@@ -142,6 +143,7 @@ def two_steps(kind: str, accumulate: bool) -> dict[str, torch.Tensor]:
     return total
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(1)
 def test_steps_under_no_sync_accumulate(kind: str) -> None:

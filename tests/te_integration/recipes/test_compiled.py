@@ -110,6 +110,7 @@ class Routed(nn.Module):
         return self.layer(x) * gate.bfloat16()  # type: ignore[no-any-return]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rows", [32, 0])
 @pytest.mark.sampled(1)

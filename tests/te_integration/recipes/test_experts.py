@@ -153,6 +153,7 @@ CELLS = list(
 )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("recipe", "dtype", "splits_as", "packed", "handling"), CELLS)
 @pytest.mark.sampled(60)
 def test_every_cell_of_the_table(recipe: str, dtype: torch.dtype, splits_as: str, packed: bool, handling: str) -> None:

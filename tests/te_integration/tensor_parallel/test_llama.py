@@ -60,6 +60,7 @@ def gradients(plan: str, order: str, micro: int, overlap: bool) -> dict[str, int
     return {record.name: record.num_fused_writes for record in wrapped.records}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("order", ORDERS)
@@ -107,6 +108,7 @@ def trained_plainly() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("zero1", [True, False])
 @pytest.mark.parametrize("order", ["convert first", "tp first"])
 @pytest.mark.parametrize("plan", PLANS)
@@ -150,6 +152,7 @@ def delayed(plan: str, recompute: bool) -> None:
     assert writes == {2}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("recompute", [False, True], ids=["delayed", "recomputed"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_weight_gradients_may_wait_and_activations_be_computed_again(plan: str, recompute: bool) -> None:
@@ -326,5 +329,6 @@ def given_before_the_first_step() -> None:
     assert isinstance(states[1]["state"][0]["momentum_buffer"], DTensor)
 
 
+@pytest.mark.in_turn
 def test_state_may_be_loaded_before_the_first_step() -> None:
     simulate(given_before_the_first_step, 4)

@@ -173,6 +173,7 @@ def test_marks_of_a_dtensor_are_the_parameters() -> None:
     simulate(on_each_rank, 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("wrapper", ["ddp", "fully_shard"])
 def test_an_optimizer_of_before_wrapping_is_refused(wrapper: str) -> None:
     """It would step over DTensors that get no gradients, and train nothing."""
@@ -299,6 +300,7 @@ def vocabulary_parallel(convert: bool) -> dict[str, int]:
     return {record.name: record.num_fused_writes for record in wrapped.records}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("convert", [True, False])
 def test_vocabulary_parallel_embedding_and_loss(convert: bool) -> None:
     """In processes: ``loss_parallel`` changes a table of the process, and simulated ranks leave it at other times."""

@@ -98,6 +98,7 @@ def sharded_grads(kind: str) -> None:
     assert_grads(found, {name: param.grad for name, param in plain.named_parameters()}, rtol=2e-6)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_under_fully_shard(kind: str) -> None:
     if OLD_DTENSORS and kind == "Qwen3Moe":

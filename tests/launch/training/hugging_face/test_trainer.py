@@ -119,6 +119,7 @@ def test_one_process_logs_what_the_plain_trainer_logs_and_goes_on(form: str, tmp
     assert_alike(rest, plain)
 
 
+@pytest.mark.in_turn
 def test_muon_updates_matrices_in_every_form(tmp_path: Path) -> None:
     """All forms log the same, and go on from a checkpoint; other losses than without."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
