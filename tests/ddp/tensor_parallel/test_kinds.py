@@ -53,7 +53,8 @@ def test_every_kind_has_its_ranks_and_its_factor(sp: bool) -> None:
         assert found["blocks.0.up.weight"] == found["blocks.0.up.bias"] == found["blocks.1.down.weight"] == "slice"
         assert found["blocks.0.norm.weight"] == found["blocks.1.bias"] == copies
         assert reductions["slice"] == ([rank % 2, rank % 2 + 2], 1 / 2)
-        assert reductions["dense"] == ([0, 1, 2, 3], 1 / 4)
+        assert reductions["dense"] == ([0, 1, 2, 3], 1 / 2)  # each column of ranks reduces the shards that it owns
+        assert reductions["mean"] == ([0, 1, 2, 3], 1 / 4)
         assert reductions["partial"] == ([0, 1, 2, 3], 1 / 2)
 
 
