@@ -97,7 +97,7 @@ def test_marks_that_are_answered_for_are_taken() -> None:
     """Their slices keep them, and the ranks too, for a wrapper that comes later."""
     for first, again in simulate(wrapped_again, 4):
         assert first == again
-        assert set(first.values()) == {"slice", "dense", "partial"}
+        assert set(first.values()) == {"slice", "dense", "mean", "partial"}
 
 
 def with_own_buffers() -> float:

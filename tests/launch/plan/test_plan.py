@@ -138,7 +138,8 @@ def test_plan_is_what_training_allocates(
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("parallel", "mesh", "ranks"), [("ddp", {"tp": 2}, 2), ("zero1", {"tp": 2}, 2), ("zero1", {"tp": 2}, 4), ("hybrid", {"tp": 2, "cp": 2}, 8)]
+    ("parallel", "mesh", "ranks"),
+    [("ddp", {"tp": 2}, 2), ("zero1", {"tp": 2}, 2), ("zero1", {"tp": 2}, 4), ("hybrid", {"tp": 2, "cp": 2}, 8)],
 )
 def test_plan_of_tensor_parallel_ranks_is_what_training_allocates(
     tmp_path: Path, param_dtype: str, parallel: str, mesh: dict[str, int], ranks: int
