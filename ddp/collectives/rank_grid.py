@@ -321,10 +321,11 @@ def make_grids(
     separate_gather: bool,
     copy_engines: bool = False,
 ) -> dict[str, RankGrid]:
-    """The grid of each kind of parameters. Without ``tensor_ranks`` the first three are one.
+    """The grid of each kind of parameters. Without ``tensor_ranks`` the first four are one.
 
     slice    ``ranks``, which average losses: each has other data, and the same slices
     dense    everyone: ``ranks`` of each of the tensor-parallel ranks. Norms and agreement are over these
+    mean     everyone
     partial  everyone
     expert   those that hold the same experts, any of everyone
 
@@ -359,7 +360,7 @@ def make_grids(
                 f"the model has experts (allreduce = False) and tensor-parallel ranks: say which ranks hold the same "
                 f"experts by expert_process_group, {WORLD_OF_ONE!r} where each has its own"
             )
-    grids = {"dense": dense, "slice": same_slices, "partial": dense}
+    grids = {"dense": dense, "slice": same_slices, "mean": dense, "partial": dense}
     if expert_ranks is None or (dense.size == 1 and expert_ranks is WORLD_OF_ONE):
         return grids | {"expert": dense}
     expert = with_gather(make_grid(expert_ranks, num_instances=num_instances, option="expert_process_group"))

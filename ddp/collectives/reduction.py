@@ -34,7 +34,15 @@ reduce-scatter                 reduce-scatter: each rank gets its shard's sum   
 half on the wire               all-to-all of the bucket in bf16; each rank then sums the   all-reduce of the shard
                                received shards in fp32
 reduce-scatter on both axes    reduce-scatter: each rank gets its shard's sum              reduce-scatter of the shard
+copies                         as above, of the shards of this rank's column alone, over   as above
+                               the column
 =============================  ==========================================================  ==========================
+
+Copies are parameters of which each tensor-parallel rank has the whole gradient. A column is the ranks of one
+tensor-parallel index: their data differ, and gradients of other columns are equal to theirs. With 2 x 2 ranks::
+
+    rank        0 1 2 3          column 0: ranks 0 2 reduce shards 0 2
+    its shard   0 1 2 3          column 1: ranks 1 3 reduce shards 1 3
 
 Gradients are multiplied by ``factor`` before they are summed: by NCCL inside the collective, or else by each rank.
 """
@@ -56,6 +64,7 @@ from .rank_grid import RankGrid, backends_of
 __all__ = [
     "PLACEMENTS",
     "AxisPlacement",
+    "CopiesReduction",
     "GradReduction",
     "Placement",
     "Placements",
@@ -303,6 +312,56 @@ class GradReduction:
         return _scaled_sum(self.factor, group.size())
 
 
+class CopiesReduction(GradReduction):
+    """The reduction of buckets of which each tensor-parallel rank has the whole gradient, equal to the other ranks'.
+
+    Nothing is sent between columns. The gather of what ranks have made of their shards makes the copies equal.
+
+    grid        the ranks that the bucket is sharded over: of all columns
+    placements  see ``GradReduction``; gradients are reduce-scattered
+    column      the reduction over this rank's column, by the same placements
+    """
+
+    def __init__(self, grid: RankGrid, placements: Placements, column: GradReduction, device: torch.device) -> None:
+        super().__init__(
+            grid,
+            placements,
+            factor=column.factor,
+            wire_dtype=column.wire_dtype,
+            in_collective=column.in_collective,
+            device=device,
+        )
+        self._column = column
+        ranks = grid.ranks
+        self._shards = [ranks.index(rank) for rank in column.grid.ranks]
+
+    @property
+    def num_collectives(self) -> int:
+        """See ``GradReduction``."""
+        return self._column.num_collectives
+
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """See ``GradReduction``: bytes of the column's shards."""
+        return self._column.wire_nbytes(numel // self.grid.inner_size * len(self._shards), dtype)
+
+    def inside(self, grads: Tensor, into: Tensor | None = None) -> Generator[Any, None, Tensor]:
+        """See ``GradReduction``. Scratch memory: the column's shards, where they are not adjacent."""
+        shards, (first, last) = grads.view(self.grid.inner_size, -1), (self._shards[0], self._shards[-1])
+        if self._shards == [*range(first, last + 1)]:
+            own = shards[first : last + 1].view(-1)
+        else:
+            own = torch.cat([shards[index] for index in self._shards])
+        target = shards[self.grid.inner_rank] if into is None else into
+        mine = yield from self._column.inside(own, target)
+        if into is None or mine is into:
+            return mine
+        return into.copy_(mine)
+
+    def across(self, mine: Tensor) -> Generator[Any, None, Tensor]:
+        """See ``GradReduction``."""
+        return (yield from self._column.across(mine))
+
+
 @functools.cache
 def _scaled_sum(factor: float, num_ranks: int) -> Any:
     if factor == 1.0 / num_ranks:
@@ -320,18 +379,24 @@ def make_reductions(
     """The reduction of each kind of parameters.
 
     Gradients are divided by the number of ranks that average losses, or only summed with ``calculate_per_token_loss``.
-    Of dense parameters each tensor-parallel rank has the whole gradient, so that these count once.
+    Where each tensor-parallel rank has the whole gradient, these count once: a rank takes its own, or their mean, which
+    keeps replicas equal bit for bit where nothing is gathered after a step.
     """
-    averaging = grids["slice"].size
-    data_ranks = averaging if config.calculate_per_token_loss else 1
-    return {
-        kind: GradReduction(
+    row, averaging = placements_of(config), grids["slice"]
+    data_ranks = averaging.size if config.calculate_per_token_loss else 1
+
+    def reduction(kind: str, grid: RankGrid) -> GradReduction:
+        counts = grid if kind in ("dense", "mean") else averaging
+        return GradReduction(
             grid,
-            placements_of(config),
-            factor=data_ranks / (grid.size if kind == "dense" else averaging),
+            row,
+            factor=data_ranks / counts.size,
             wire_dtype=config.grad_reduce_wire_dtype,
             in_collective=config.average_in_collective,
             device=device,
         )
-        for kind, grid in grids.items()
-    }
+
+    reductions = {kind: reduction(kind, grid) for kind, grid in grids.items()}
+    if row.inner.gathers and grids["dense"].size > averaging.size:
+        reductions["dense"] = CopiesReduction(grids["dense"], row, reductions["slice"], device)
+    return reductions

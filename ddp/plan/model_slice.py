@@ -20,12 +20,13 @@ from .cut import Box
 
 __all__ = ["GradOfSlice", "ModelSlice", "model_slice_of", "set_model_slice", "slice_of_marks"]
 
-GradOfSlice: TypeAlias = Literal["slice", "dense", "partial"]
+GradOfSlice: TypeAlias = Literal["slice", "dense", "mean", "partial"]
 """What a rank's gradient is before any reduction:
 
 "slice"    complete, of this rank's elements; other tensor-parallel ranks have other elements
-"dense"    complete, of the whole parameter, of which each tensor-parallel rank has a copy; where the ranks' gradients
-           differ, their mean counts
+"dense"    complete, of the whole parameter, of which each tensor-parallel rank has a copy; the ranks' gradients are
+           equal, and any of them counts
+"mean"     likewise, but the ranks' gradients differ, and their mean counts
 "partial"  a part of a sum over the tensor-parallel ranks, each of which has a copy of the parameter
 """
 
@@ -96,16 +97,17 @@ def slice_of_marks(param: Tensor, group: dist.ProcessGroup | None) -> ModelSlice
                                   the whole is s blocks along this dim, each of which is cut over the ranks
     sequence_parallel = True      copies, of which each rank has a part of the gradient ("partial")
     none of them                  copies, with equal gradients ("dense"). With average_gradients_across_tp_domain = True
-                                  the gradients differ, and their mean counts
+                                  the gradients differ, and their mean counts ("mean")
 
     Raises ``ValueError`` for a local size that the stride does not divide.
     """
     local, size, rank = tuple(param.shape), 1 if group is None else group.size(), 0 if group is None else group.rank()
     if not getattr(param, "tensor_model_parallel", False):
         whole = Box((0,) * len(local), local)
-        averaged = getattr(param, "average_gradients_across_tp_domain", False)
-        partial = getattr(param, "sequence_parallel", False) and not averaged
-        return ModelSlice(local, (whole,), None, group, "partial" if partial else "dense")
+        grad: GradOfSlice = "partial" if getattr(param, "sequence_parallel", False) else "dense"
+        if getattr(param, "average_gradients_across_tp_domain", False):
+            grad = "mean"
+        return ModelSlice(local, (whole,), None, group, grad)
     dim, stride = max(0, getattr(param, "partition_dim", 0)), max(1, getattr(param, "partition_stride", 1))
     if local[dim] % stride:
         raise ValueError(f"partition_stride = {stride} does not divide the {local[dim]} rows of dim {dim}")

@@ -54,8 +54,8 @@ _PARTIAL = (*_OVER_TENSOR_RANKS, "shared_embedding")
 
 
 def grid_name_of(param: Tensor, tensor_ranks: RankGrid | None = None) -> str:
-    """Which ranks a parameter's gradient is reduced over: "dense" or "expert", "slice" or "partial" besides where there
-    are several ``tensor_ranks``.
+    """Which ranks a parameter's gradient is reduced over: "dense" or "expert", "slice", "mean" or "partial" besides
+    where there are several ``tensor_ranks``.
 
     "expert" is what Megatron-core marks ``allreduce = False``: only some ranks hold the same values.
     """

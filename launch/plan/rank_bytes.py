@@ -83,6 +83,8 @@ class PlacedBucket:
     placements: Placements
     inner_size: int
     outer_size: int = 1
+    columns: int = 1
+    """Sets of ranks with equal gradients among those of an instance: each reduces the shards of its ranks alone."""
     wire_dtype: torch.dtype | None = None
     """Gradients are sent in this dtype (all-to-all) and summed on arrival. None: in their own dtype."""
     trainable: bool = True
@@ -194,14 +196,16 @@ class PlacedBucket:
     def traffic(self) -> Traffic:
         """What one reduction and one gather of the bucket send."""
         inside, across = (axis.scatters for axis in self.placements)
-        on_wire = self.layout.numel * (self.wire_dtype or self.grad_dtype).itemsize * self.trainable
+        column = self.inner_size // self.columns
+        on_wire = self.layout.numel * (self.wire_dtype or self.grad_dtype).itemsize * self.trainable // self.columns
         shard = self.grad_nbytes // self.inner_size
+        packed = self.grad_nbytes // self.columns if self.columns > 1 and column > 1 else 0
         return Traffic(  # an all-reduce sends twice what a reduce-scatter sends
-            reduce_inside=_others(on_wire if inside else 2 * on_wire, self.inner_size),
+            reduce_inside=_others(on_wire if inside else 2 * on_wire, column),
             reduce_across=_others(shard if across else 2 * shard, self.outer_size),
             gather=_others(self.param_nbytes, self.inner_size) if inside else 0,
             gather_across=_others(self.param_nbytes // self.inner_size, self.outer_size) if across else 0,
-            scratch=2 * on_wire if self.wire_dtype and self.inner_size > 1 else 0,
+            scratch=packed + (2 * on_wire if self.wire_dtype and column > 1 else 0),
         )
 
 

@@ -49,7 +49,7 @@ def test_copies_with_parts_of_a_gradient():
 @pytest.mark.parametrize("marks", [{}, {"sequence_parallel": True}])
 def test_megatron_averages_where_a_mark_says_so(marks):
     marked = _marked((6,), average_gradients_across_tp_domain=True, **marks)
-    assert slice_of_marks(marked, None).grad == "dense"
+    assert slice_of_marks(marked, None).grad == "mean"
 
 
 def test_an_uneven_cut_is_as_large_as_its_largest_slice():

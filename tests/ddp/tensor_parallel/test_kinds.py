@@ -53,7 +53,8 @@ def test_every_kind_has_its_ranks_and_its_factor(sp: bool) -> None:
         assert found["blocks.0.up.weight"] == found["blocks.0.up.bias"] == found["blocks.1.down.weight"] == "slice"
         assert found["blocks.0.norm.weight"] == found["blocks.1.bias"] == copies
         assert reductions["slice"] == ([rank % 2, rank % 2 + 2], 1 / 2)
-        assert reductions["dense"] == ([0, 1, 2, 3], 1 / 4)
+        assert reductions["dense"] == ([0, 1, 2, 3], 1 / 2)  # each column of ranks reduces the shards that it owns
+        assert reductions["mean"] == ([0, 1, 2, 3], 1 / 4)
         assert reductions["partial"] == ([0, 1, 2, 3], 1 / 2)
 
 
@@ -96,7 +97,7 @@ def test_marks_that_are_answered_for_are_taken() -> None:
     """Their slices keep them, and the ranks too, for a wrapper that comes later."""
     for first, again in simulate(wrapped_again, 4):
         assert first == again
-        assert set(first.values()) == {"slice", "dense", "partial"}
+        assert set(first.values()) == {"slice", "dense", "mean", "partial"}
 
 
 def with_own_buffers() -> float:

@@ -6,6 +6,7 @@ FOLDER = "tests/ddp/tensor_parallel/"
 SUMS = FOLDER + "test_sums.py::test_a_cut_model_has_the_gradients_of_a_plain_one"
 WHOLE = FOLDER + "test_whole_model.py::"
 KINDS = FOLDER + "test_kinds.py::"
+COPIES = FOLDER + "test_copies.py::"
 SHARED = FOLDER + "test_shared_embedding.py::"
 
 REDUCTION = "maingrad.ddp.collectives.reduction"
@@ -16,13 +17,13 @@ FAULTS = [
         "71a-parts-are-averaged",
         sentence="Parts of the gradient of a norm under sequence parallelism are averaged over tensor-parallel ranks.",
         tests=[SUMS],
-        changes=[Change(REDUCTION, "make_reductions", 'kind == "dense"', 'kind in ("dense", "partial")')],
+        changes=[Change(REDUCTION, "make_reductions", '("dense", "mean")', '("dense", "mean", "partial")')],
     ),
     Fault(
         "71b-slices-are-divided-by-everyone",
         sentence="Gradients of slices are divided by the number of all ranks, though only some have added to them.",
         tests=[SUMS],
-        changes=[Change(REDUCTION, "make_reductions", "else averaging)", 'else grids["dense"].size)')],
+        changes=[Change(REDUCTION, "make_reductions", "else averaging", 'else grids["dense"]')],
     ),
     Fault(
         "71c-copies-count-once-for-each-tensor-parallel-rank",
@@ -131,8 +132,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.plan.model_slice",
                 "slice_of_marks",
-                'getattr(param, "sequence_parallel", False) and not averaged',
-                'getattr(param, "sequence_parallel", False) or averaged',
+                'grad = "mean"',
+                'grad = "partial"',
             )
         ],
     ),
@@ -179,5 +180,62 @@ FAULTS = [
         sentence="torch.optim.Muon orthogonalises each rank's slice of a matrix alone.",
         tests=[KINDS + "test_a_stock_muon_over_slices_is_refused"],
         changes=[Change("maingrad.ddp.torch_grads.optimizer", "_begin", "if per_parameter:", "if False:")],
+    ),
+    Fault(
+        "71q-copies-are-averaged-over-everyone",
+        sentence="Copies with equal gradients are reduced over tensor-parallel ranks too, tp times the bytes.",
+        tests=[COPIES + "test_each_rank_reduces_its_shard_over_the_ranks_with_other_data"],
+        changes=[Change(REDUCTION, "make_reductions", 'grids["dense"].size > averaging.size', "False")],
+    ),
+    Fault(
+        "71r-a-rank-gets-another-ones-shard-of-copies",
+        sentence="Ranks of each tensor-parallel index reduce the first shards, whoever updates them.",
+        tests=[COPIES + "test_each_rank_reduces_its_shard_over_the_ranks_with_other_data"],
+        changes=[
+            Change(
+                REDUCTION,
+                "CopiesReduction.__init__",
+                "[ranks.index(rank) for rank in column.grid.ranks]",
+                "[index for index, _ in enumerate(column.grid.ranks)]",
+            )
+        ],
+    ),
+    Fault(
+        "71s-released-copies-keep-the-last-sums",
+        sentence="Without other data-parallel ranks the shard of a released bucket never gets this rank's gradient.",
+        tests=[COPIES + "test_each_rank_reduces_its_shard_over_the_ranks_with_other_data"],
+        changes=[Change(REDUCTION, "CopiesReduction.inside", "return into.copy_(mine)", "return mine")],
+    ),
+    Fault(
+        "71t-gradients-to-be-averaged-are-taken-for-equal",
+        sentence="average_gradients_across_tp_domain is ignored where each rank updates a shard of a copy.",
+        tests=[COPIES + "test_marks_ask_for_the_mean_or_the_sum"],
+        changes=[Change("maingrad.ddp.plan.model_slice", "slice_of_marks", 'grad = "mean"', 'grad = "dense"')],
+    ),
+    Fault(
+        "71u-instances-sum-what-they-should-average",
+        sentence="Where only ranks across instances have other data, NCCL sums their copies' gradients undivided.",
+        tests=[COPIES + "test_a_collective_may_divide"],
+        changes=[
+            Change(
+                REDUCTION,
+                "CopiesReduction.across",
+                "self._column.across(mine)",
+                "GradReduction.across(self, mine)",
+            )
+        ],
+    ),
+    Fault(
+        "71v-the-timeline-counts-all-shards-of-copies",
+        sentence="A timeline says that whole buckets of copies were sent, where each rank sends its column's shards.",
+        tests=[COPIES + "test_no_gradient_of_a_copy_is_sent_between_tensor_parallel_ranks"],
+        changes=[
+            Change(
+                REDUCTION,
+                "CopiesReduction.wire_nbytes",
+                "numel // self.grid.inner_size * len(self._shards)",
+                "numel",
+            )
+        ],
     ),
 ]

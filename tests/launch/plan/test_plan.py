@@ -139,7 +139,8 @@ def test_plan_is_what_training_allocates(
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("parallel", "mesh", "ranks"), [("ddp", {"tp": 2}, 2), ("zero1", {"tp": 2}, 4), ("hybrid", {"tp": 2, "cp": 2}, 8)]
+    ("parallel", "mesh", "ranks"),
+    [("ddp", {"tp": 2}, 2), ("zero1", {"tp": 2}, 2), ("zero1", {"tp": 2}, 4), ("hybrid", {"tp": 2, "cp": 2}, 8)],
 )
 def test_plan_of_tensor_parallel_ranks_is_what_training_allocates(
     tmp_path: Path, param_dtype: str, parallel: str, mesh: dict[str, int], ranks: int
@@ -153,9 +154,16 @@ def test_plan_of_tensor_parallel_ranks_is_what_training_allocates(
     assert {(rank.parameters, rank.gradients) for rank in held} == {plan.rank_bytes[:2]}
     assert max(rank.masters for rank in held) == plan.rank_bytes.masters
     assert max(rank.moments for rank in held) == plan.rank_bytes.moments
-    for bucket, (_, _, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
-        over = plan.inner_size * (2 if bucket.layout.grid_name == "dense" else 1)
-        assert bucket.traffic.reduce_inside == (2 if parallel == "ddp" else 1) * nbytes * (over - 1) // over
+    for bucket, (_, collective, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
+        dense, over = bucket.layout.grid_name == "dense", plan.inner_size
+        if parallel == "ddp":
+            over *= 2 if dense else 1
+            assert bucket.traffic.reduce_inside == 2 * nbytes * (over - 1) // over
+        else:
+            assert nbytes == bucket.grad_nbytes // (2 if dense else 1), "of its own tensor-parallel index alone"
+            assert bucket.traffic.reduce_inside == nbytes * (over - 1) // over
+            assert (collective == "none") is (over == 1) is (bucket.traffic.reduce_inside == 0)
+        assert bucket.traffic.scratch == (nbytes if dense and parallel != "ddp" and over > 1 else 0)
 
 
 def test_plan_of_released_gradients(tmp_path: Path) -> None:

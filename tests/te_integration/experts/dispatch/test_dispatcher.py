@@ -1,0 +1,84 @@
+"""``TokenDispatcher``: results and gradients are those of the block with all experts in one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from dispatched import DIM, EXPERTS, Tokens, experts_of, make_tokens, number, routed
+from torch import Tensor, nn
+
+from maingrad.ddp import WORLD_OF_ONE
+from maingrad.launch import simulate
+from maingrad.te_integration import GroupedLinear, TokenDispatcher
+
+ROUTINGS = {
+    "any": ([7, 5, 9, 1], 2, "any"),
+    "one expert": ([7, 5, 9, 1], 1, "one"),
+    "none to the last ranks": ([7, 5, 9, 1], 2, "low"),
+    "all experts": ([3, 4, 2, 5], EXPERTS, "any"),
+    "a rank without tokens": ([7, 0, 9, 0], 2, "any"),
+    "no tokens": ([0, 0, 0, 0], 2, "any"),
+    "dropped": ([7, 5, 9, 11], 2, "dropped"),
+}
+Grads = tuple[list[Tensor], dict[tuple[str, int], Tensor]]
+
+
+class Exact(nn.Module):
+    """Experts whose sums are exact: one product, and each row is multiplied by its probability."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.linear = GroupedLinear(EXPERTS // ranks, DIM, DIM, bias=False)
+        for name, param in self.linear.named_parameters():
+            random = torch.Generator().manual_seed(number(name, rank, ranks))
+            param.data.copy_(torch.randint(-4, 5, param.shape, generator=random) / 8)
+
+    def forward(self, rows: Tensor, splits: Tensor, probs: Tensor) -> Tensor:
+        return self.linear(rows * probs[:, None], splits)
+
+
+def tokens_of(rank: int, case: str) -> Tokens:
+    counts, top_k, routing = ROUTINGS[case]
+    return make_tokens(rank, counts[rank], top_k, routing)
+
+
+def dy_of(rank: int, tokens: Tokens) -> Tensor:
+    return torch.randint(-4, 5, tokens.x.shape, generator=torch.Generator().manual_seed(100 + rank)) / 4
+
+
+def gradients(make: Callable[[int, int], nn.Module], tokens: Tokens, dy: Tensor, rank: int, ranks: int) -> Grads:
+    """y and the gradients of x and probs; those of the weights by product and number of the expert."""
+    experts = make(rank, ranks)
+    leaves = Tokens(tokens.x.requires_grad_(), tokens.ids, tokens.probs.requires_grad_())
+    y = routed(leaves, experts, TokenDispatcher(EXPERTS, None if ranks > 1 else WORLD_OF_ONE))
+    y.backward(dy)
+    of_weights = {}
+    for name, param in experts.named_parameters():
+        assert param.grad is not None, name  # zeros without rows
+        of_weights[name.rpartition("weight")[0], number(name, rank, ranks)] = param.grad
+    return [y.detach(), leaves.x.grad, leaves.probs.grad], of_weights
+
+
+def over_ranks(make: Callable[[int, int], nn.Module], case: str) -> Grads:
+    tokens = tokens_of(dist.get_rank(), case)
+    return gradients(make, tokens, dy_of(dist.get_rank(), tokens), dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize("case", ROUTINGS)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("make", [Exact, experts_of])
+def test_results_and_gradients_are_those_of_one_process(make: Callable[..., nn.Module], ranks: int, case: str) -> None:
+    parts = simulate(over_ranks, ranks, make, case)
+    tokens = [tokens_of(rank, case) for rank in range(ranks)]
+    whole = Tokens(*(torch.cat(tensors) for tensors in zip(*tokens, strict=True)))
+    dy = torch.cat([dy_of(rank, each) for rank, each in enumerate(tokens)])
+    own, of_weights = gradients(make, whole, dy, 0, 1)
+    # The rounding of an expert's products and activations depends on where in memory its rows are.
+    near = {"rtol": 0.0, "atol": 0.0} if make is Exact else {"rtol": 1e-5, "atol": 1e-6}
+    for found, wanted in zip(zip(*(part[0] for part in parts), strict=True), own, strict=True):
+        torch.testing.assert_close(torch.cat(found), wanted, **near)
+    found_of_weights = {key: grad for part in parts for key, grad in part[1].items()}
+    assert found_of_weights.keys() == of_weights.keys()
+    for key, wanted in of_weights.items():
+        torch.testing.assert_close(found_of_weights[key], wanted, **near)
