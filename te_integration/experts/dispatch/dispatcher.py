@@ -23,11 +23,15 @@ from ...dense.compiled_wgrad import run_outside_graph
 from ...wgrad_queue import Filling, WgradQueue, fill_wait, filling
 from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
 from .all_to_all import AllToAll
+from .symmetric import SymmetricExchange
 from .transport import Meanwhile, TokenTransport
 
 __all__ = ["Dispatched", "TokenDispatcher"]
 
-_TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {"all_to_all": AllToAll}
+_TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {
+    "all_to_all": AllToAll,
+    "symmetric": SymmetricExchange,
+}
 
 
 class Dispatched(NamedTuple):
@@ -53,8 +57,8 @@ class TokenDispatcher:
 
     num_experts  E, those of all ranks
     group        the ranks that hold one of each expert together, a process group or a mesh of one dim; None: all
-    transport    "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``; or a
-                 ``TokenTransport``
+    transport    "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``; "symmetric":
+                 GPUs of one NVLink domain, and no host waits (``SymmetricExchange``); or a ``TokenTransport``
 
     All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
     what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code breaks its graph at both methods.
