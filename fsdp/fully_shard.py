@@ -14,6 +14,7 @@ from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
 from ..ddp.plan.model_slice import model_slice_of
 from ..ddp.plan.owned_params import take_marks
+from ..ddp.plan.tensor_parallel.localize import ranks_told
 from ..ddp.wrapper.attachment import allow_training
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
@@ -31,8 +32,6 @@ from .unit_checks import (
     policy_of,
     record_ignored,
     row_of,
-    tensor_ranks_of,
-    with_tensor_ranks,
 )
 
 __all__ = ["fully_shard"]
@@ -120,15 +119,15 @@ def fully_shard(
     as_given = (reshard_after_forward, reduce_every_microbatch, bucket_size, shard_atoms, offload_to_cpu)
     grid, failures = make_grid(mesh, option="mesh"), FailureReporter()
     ignored = record_ignored(ignored_params, grid)
-    tensor_ranks = tensor_ranks_of(module, ignored, tensor_parallel_group)
 
     def prepare() -> UnitParts:
         row, policy = row_of(placements), policy_of(mixed_precision)
         options = UnitOptions(row, policy, *as_given, copy_engine_gather, init_sync, forward_writes)
-        return _plan(check_unit(module, options, grid, mesh, device, ignored, tensor_ranks), init_fn)
+        return _plan(check_unit(module, options, grid, mesh, device, ignored, tensor_parallel_group), init_fn)
 
     what = f"the checks of {type(module).__name__} before it is sharded"
-    parts = run_on_all_ranks(prepare, with_tensor_ranks(grid, tensor_ranks).axes, failures, what)
+    tensor_ranks = ranks_told(module, tensor_parallel_group) if isinstance(module, nn.Module) else None
+    parts = run_on_all_ranks(prepare, grid._replace(tensor=tensor_ranks).axes, failures, what)
     _make_alike(parts, failures, named=mesh is not None)
     _take_over(parts, _in_two_dims(mesh, grid) if isinstance(mesh, DeviceMesh) else None)
     return module

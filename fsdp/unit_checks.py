@@ -31,10 +31,9 @@ from ..ddp.plan.owned_params import (
     check_plain,
     check_shapes,
     find_owned_params,
-    find_tensor_ranks,
     is_marked_expert,
 )
-from ..ddp.plan.tensor_parallel.localize import localize
+from ..ddp.plan.tensor_parallel.localize import localized_ranks
 from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all, is_hooked
 from ..ddp.wrapper.setup_checks import check_copies, check_undeclared_parts, compare_between_ranks
 from .module import FSDPModule, unit_of
@@ -51,7 +50,6 @@ __all__ = [
     "policy_of",
     "record_ignored",
     "row_of",
-    "tensor_ranks_of",
     "with_tensor_ranks",
 ]
 
@@ -99,11 +97,12 @@ def check_unit(
     mesh: Ranks,
     device: torch.device | str | None,
     ignored: Collection[int],
-    tensor_ranks: RankGrid | None,
+    tensor_parallel_group: Ranks,
 ) -> UnitParts:
     """Raise for what cannot be sharded on this rank. ``ignored``: ``id`` of parameters that are not sharded."""
     check_wrappers_can_run(delivers_to_all)
     _check_module(module)
+    tensor_ranks = localized_ranks(module, tensor_parallel_group, ignored)
     modules = list(_own_modules(module))
     on = _device_of(device, mesh, grid, modules, ignored)
     _check_options(options, grid, on)
@@ -114,14 +113,6 @@ def check_unit(
     trainable = [(each.name, each.param) for each in owned if each.param.requires_grad]
     check_marks(trainable, grid, tensor_ranks=tensor_ranks)
     return UnitParts(options, grid, ignored, modules, owned, on, tensor_ranks)
-
-
-def tensor_ranks_of(module: object, ignored: Collection[int], given: Ranks) -> RankGrid | None:
-    """Make local parameters of DTensors; then the tensor-parallel ranks. None: nobody has said."""
-    if not isinstance(module, nn.Module):
-        return None  # ``check_unit`` refuses it, on all ranks
-    localize(module, ignored)
-    return find_tensor_ranks(module, given)
 
 
 def with_tensor_ranks(grid: RankGrid, tensor_ranks: RankGrid | None) -> RankGrid:

@@ -30,13 +30,10 @@ from ..plan.cut import Range
 from ..plan.owned_params import (
     ModelTensor,
     find_owned_params,
-    find_tensor_ranks,
     find_tensors,
     is_slice,
-    slices_of,
     take_marks,
 )
-from ..plan.tensor_parallel.localize import localize
 from ..torch_grads.over_ranks import ShardInfo
 from ..torch_grads.shown_params import ShownGrads, ShownParam
 from ..torch_internals import check_wrappers_can_run, weak_method
@@ -50,6 +47,7 @@ from .setup_checks import (
     check_same_model,
     check_tensor_ranks,
     check_undeclared_parts,
+    localize_on_each_rank,
     plan_on_each_rank,
 )
 from .shared_embedding import shared_embedding_of
@@ -132,15 +130,16 @@ class DistributedDataParallel(BucketIteration):
         check_wrappers_can_run()
         check_arguments(module, config)
         super().__init__()
-        self.module = localize(module)
+        self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
-        self.tensor_ranks = tensor_ranks = find_tensor_ranks(module, tensor_parallel_group)
+        self.failures = failures = FailureReporter()
+        tensor_ranks, slices = localize_on_each_rank(module, process_group, tensor_parallel_group, failures)
+        self.tensor_ranks = tensor_ranks
         """The tensor-parallel ranks; None: nobody has said."""
-        self.model_slices = slices = slices_of(module, tensor_ranks)
+        self.model_slices = slices
         """What this rank has of each parameter, by name; empty where there is one tensor-parallel rank."""
         tensors = find_tensors(module, tensor_ranks)
         trainable = [entry for entry in find_owned_params(module, tensor_ranks) if entry.param.requires_grad]
-        self.failures = failures = FailureReporter()
         check_same_config(config, process_group, failures)
         self._make_grids(tensors, process_group, expert_process_group)
 

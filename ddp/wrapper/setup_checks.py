@@ -37,7 +37,9 @@ from ..plan.owned_params import (
     check_untold_parts,
     is_slice,
     plan_model,
+    slices_of,
 )
+from ..plan.tensor_parallel.localize import localized_ranks, ranks_told
 
 __all__ = [
     "broadcast_tensors",
@@ -60,16 +62,37 @@ def check_arguments(module: object, config: object) -> None:
         raise TypeError(f"config is a maingrad.ddp.DistributedDataParallelConfig, got {type(config).__name__}")
 
 
-def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks, failures: FailureReporter) -> None:
-    """Compare configs between ranks. The error shows the first field that differs."""
+def _groups_of(ranks: Ranks) -> list[dist.ProcessGroup]:
+    """The groups that join the wrapper's ranks."""
     check_member(ranks, "process_group")
     if isinstance(ranks, DeviceMesh):
-        groups = [ranks.get_group(axis) for axis in range(ranks.ndim)]
-    else:
-        default = group_or_default(ranks)
-        groups = [] if default is None else [default]
+        return [ranks.get_group(axis) for axis in range(ranks.ndim)]
+    default = group_or_default(ranks)
+    return [] if default is None else [default]
+
+
+def localize_on_each_rank(
+    module: nn.Module, ranks: Ranks, tensor_ranks: Ranks, failures: FailureReporter
+) -> tuple[RankGrid | None, dict[str, ModelSlice]]:
+    """Make local parameters of DTensors. The tensor-parallel ranks, None where nobody has said; and ``slices_of``.
+
+    An error on one rank is raised on all.
+    """
+
+    def make_local() -> tuple[RankGrid | None, dict[str, ModelSlice]]:
+        found = localized_ranks(module, tensor_ranks)
+        return found, slices_of(module, found)
+
+    group = ranks_told(module, tensor_ranks)
+    groups = [] if group is None or group.size() == 1 else [*_groups_of(ranks), group]
+    axes = [each for each in groups if each.size() > 1]
+    return run_on_all_ranks(make_local, axes, failures, "the making of local parameters")
+
+
+def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks, failures: FailureReporter) -> None:
+    """Compare configs between ranks. The error shows the first field that differs."""
     lines = [f"{field.name} = {getattr(config, field.name)}" for field in dataclasses.fields(config)]
-    compare_between_ranks({"config": lines}, groups, failures)
+    compare_between_ranks({"config": lines}, _groups_of(ranks), failures)
 
 
 def plan_on_each_rank(

@@ -197,7 +197,7 @@ def tensor_parallel(case, by, *, compiled=False):
         "modules"    maingrad's ``Linear(parallel_mode=...)``, fused; embedding and head are whole
     """
     model = case.make(torch.float32 if by == "fsdp2" else torch.bfloat16)
-    both = init_device_mesh(case.device.type, (1, case.num_ranks), mesh_dim_names=("dp", "tp"))
+    both = make_mesh(case.device, {"dp": 1, "tp": case.num_ranks})
     mesh = both["tp"]
     if by == "modules":
         cut_by_modules(model, mesh.get_group())

@@ -12,6 +12,7 @@ import types
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from contenders import LEARNING_RATE
 from harness import accumulate, stepping
@@ -84,7 +85,10 @@ def torchtitan_experts(case, *, reshard, compiled=False):
     torch.manual_seed(0)
     ranks = {"dp_replicate": 1, "dp_shard": case.num_ranks, "ep": case.num_ranks, "world_size": case.num_ranks}
     mesh = dims(**ranks, cp=1, tp=1, pp=1, etp=1)
+    world = dist.distributed_c10d._get_default_group()
+    world.bound_device_id, bound = None, world.bound_device_id  # no communicator is split: see ``make_mesh``
     mesh.build_mesh()
+    world.bound_device_id = bound
     with torch.no_grad():
         model.init_weights()
     model = parallelize(model, mesh, config)

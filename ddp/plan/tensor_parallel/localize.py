@@ -8,11 +8,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from ...collectives.rank_grid import RankGrid, Ranks
 from ...contract.module import FusedWgradModule
 from ..cut import Box
 from ..model_slice import ModelSlice, model_slice_of, set_model_slice
+from ..owned_params import find_tensor_ranks
 from .hugging_face import drop_grad_hooks
 
 if TYPE_CHECKING:
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 
     from .layouts import Layout
 
-__all__ = ["can_localize", "is_one_slice", "localize", "whole_while"]
+__all__ = ["can_localize", "is_one_slice", "localize", "localized_ranks", "ranks_told", "whole_while"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -61,6 +65,25 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
                 set_layout(known, layout)
         _mark_partial(owner)
     return module
+
+
+def ranks_told(module: nn.Module, given: Ranks) -> dist.ProcessGroup | None:
+    """The tensor-parallel ranks by the first that tells: ``given``, a DTensor or a slice. Nothing is checked.
+
+    Ranks agree over these on what comes of the checks. None: nothing is cut.
+    """
+    params = list(module.parameters())
+    meshes = [given, *(getattr(each, "device_mesh", None) for each in params)]
+    named = (each for each in meshes if isinstance(each, DeviceMesh) and each.ndim == 1 and each.get_coordinate())
+    slices = (found for each in params if (found := model_slice_of(each)) is not None)
+    groups = [given, *(mesh.get_group() for mesh in named), *(found.group for found in slices)]
+    return next((each for each in groups if isinstance(each, dist.ProcessGroup)), None)
+
+
+def localized_ranks(module: nn.Module, given: Ranks, ignored: Collection[int] = ()) -> RankGrid | None:
+    """Make local parameters of DTensors, see ``localize``; then the tensor-parallel ranks. None: nobody has said."""
+    localize(module, ignored)
+    return find_tensor_ranks(module, given)
 
 
 def can_localize(module: nn.Module) -> bool:

@@ -272,6 +272,14 @@ def muon_over_slices() -> str:
     return refusal(lambda: DistributedOptimizer(model, lr=1.0, optimizer_class=torch.optim.Muon))
 
 
+def an_odd_stride_on_one_rank() -> str:
+    ranks = ranks_of_mesh(FOUR)
+    model = cut(CutModel(), ranks.tp.get_group())
+    if dist.get_rank() == 3:
+        model.blocks[0].up.weight.partition_stride = 4
+    return refusal(lambda: wrap(model, ranks))
+
+
 def norms_of_heads() -> str:
     ranks = ranks_of_mesh(FOUR)
     model = nn.Module()
@@ -349,6 +357,7 @@ REFUSED = {
     of_two_dims: ("has one dim", "flatten it"),
     forgets_a_mark: ("'blocks.0.up.weight' has no mark of a slice", "mark it, with its partition_dim"),
     marks_an_uneven_cut: ("differs between ranks", "'blocks.0.up.weight' [8, 6]"),
+    an_odd_stride_on_one_rank: ("partition_stride = 4 does not divide the 6 rows", "on rank 3"),
     norms_of_heads: ("'q_layernorm.weight' norms the heads", "set sequence_parallel = True on it"),
     marks_partial_on_one_rank: ("differs between ranks", "'head.bias'"),
     muon_over_slices: ("Muon updates whole parameters", "slices of '0.weight'"),

@@ -75,7 +75,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.wrapper.setup_checks",
-                "check_same_config",
+                "_groups_of",
                 "[ranks.get_group(axis) for axis in range(ranks.ndim)]",
                 "[ranks.get_group(ranks.ndim - 1)]",
             ),

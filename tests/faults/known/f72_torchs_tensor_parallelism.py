@@ -131,4 +131,25 @@ FAULTS = [
         tests=[RULES + "test_a_plain_input_is_refused"],
         changes=[Change(ROOM + "products", "multiply", "if calls_inner_forward(module):", "if True:")],
     ),
+    Fault(
+        "72n-one-rank-refuses-alone",
+        sentence="What one rank cannot make local is raised there alone, and its peers wait in the next collective.",
+        tests=[LOCALIZE + "test_what_one_rank_refuses_is_raised_on_all"],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.setup_checks",
+                "localize_on_each_rank",
+                "run_on_all_ranks(make_local, axes",
+                "run_on_all_ranks(make_local, []",
+            )
+        ],
+    ),
+    Fault(
+        "72o-one-rank-refuses-a-unit-alone",
+        sentence="Only the data-parallel ranks hear what a unit's rank cannot make local.",
+        tests=[LOCALIZE + "test_what_one_rank_refuses_is_raised_on_all"],
+        changes=[
+            Change("maingrad.fsdp.fully_shard", "fully_shard", "grid._replace(tensor=tensor_ranks).axes", "grid.axes")
+        ],
+    ),
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo import run_ranks
 from parallel_llama import (
     OLD_DTENSORS,
@@ -241,6 +242,33 @@ def test_what_cannot_become_local_is_refused_before_anything_changes(case: str) 
         with pytest.raises(ValueError, match=text):
             DistributedDataParallel(model, process_group=mesh["dp"])
         assert isinstance(model[1].weight, DTensor)
+
+    simulate(on_each_rank, 4)
+
+
+def wrap_in_ddp(model: nn.Module, mesh: Any) -> None:
+    DistributedDataParallel(model, process_group=mesh["dp"])
+
+
+def wrap_in_fully_shard(model: nn.Module, mesh: Any) -> None:
+    fully_shard(model, mesh["dp"])
+
+
+@pytest.mark.parametrize("wrap", [wrap_in_ddp, wrap_in_fully_shard])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_one_rank_refuses_is_raised_on_all(case: str, wrap: Callable[[nn.Module, Any], None]) -> None:
+    """Neither its data-parallel nor its tensor-parallel ranks wait for it in the next collective."""
+    cut, text = REFUSED[case]
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(2, 2)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model[1].weight = distributed(model[1].weight, mesh["tp"], Shard(0))
+        cut(model[0], mesh)
+        if dist.get_rank() != 2:
+            model[0] = nn.Linear(6, 6)
+        with pytest.raises(ValueError, match=text + r".*\(on rank 2\)"):
+            wrap(model, mesh)
 
     simulate(on_each_rank, 4)
 
