@@ -194,6 +194,7 @@ def tensor_parallel(case, by, *, compiled=False):
     by  "torch"      torch's ``parallelize_module`` with ``nn.Linear``: bf16 parameters and gradients
         "fsdp2"      the same under FSDP2 over one data-parallel rank: fp32 parameters, gradients reduced in fp32
         "localized"  the same under maingrad's wrapper, which makes local parameters of the DTensors; fused
+        "compact"    so, with 16-bit remainders of the parameters and moments of bf16 in place of fp32 masters
         "modules"    maingrad's ``Linear(parallel_mode=...)``, fused; embedding and head are whole
     """
     model = case.make(torch.float32 if by == "fsdp2" else torch.bfloat16)
@@ -203,7 +204,7 @@ def tensor_parallel(case, by, *, compiled=False):
         cut_by_modules(model, mesh.get_group())
     else:
         cut_by_torch(model, case.units(model), mesh)
-    if by in ("localized", "modules"):
+    if by in ("localized", "compact", "modules"):
         te_integration.convert_linears(model)
     if compiled:
         case.compile_loss(model)
@@ -223,7 +224,8 @@ def tensor_parallel(case, by, *, compiled=False):
     wrapped = ddp.DistributedDataParallel(
         model, config, process_group=ddp.WORLD_OF_ONE, tensor_parallel_group=mesh.get_group()
     )
-    return train(wrapped, case.loss_of, tokens)
+    state = {"state": "compact"} if by == "compact" else {}
+    return train(wrapped, case.loss_of, tokens, optimizer_options=state)
 
 
 def cut_by_torch(model, units, mesh):

@@ -257,14 +257,17 @@ def _tensor_parallel(by, label, options):
 
 
 def _torchtitan(stage, reshard):
-    return _pair(
+    """It begins with weights of its own, so its losses are not compared."""
+    rows = _pair(
         f"torchtitan_ep_zero{stage}",
         f"torchtitan, expert parallelism, ZeRO-{stage}",
-        options=f"its Qwen3 and parallelize_qwen3; fsdp_reshard_after_forward={reshard!r}; AdamW(fused=True)",
+        options=f"its Qwen3 and parallelize_qwen3; fsdp_reshard_after_forward={reshard!r}; AdamW(fused=True); "
+        "its loss is divided by the ranks",
         build=torchtitan_experts,
         reshard=reshard,
         refuse=refuse_torchtitan,
     )
+    return {name: row._replace(trains=False) for name, row in rows.items()}
 
 
 ROWS: dict[str, Row] = {
@@ -354,6 +357,9 @@ ROWS: dict[str, Row] = {
         "fsdp2", "torch's tensor parallelism under FSDP2, nn.Linear", f"{_FSDP2}; one data-parallel rank"
     ),
     **_tensor_parallel("localized", "torch's tensor parallelism under maingrad", _ZERO1),
+    **_tensor_parallel(
+        "compact", "torch's tensor parallelism under maingrad, compact state", f"{_ZERO1}; state='compact'"
+    ),
     **_tensor_parallel("modules", "maingrad's tensor-parallel layers", _ZERO1),
     **_torchtitan(2, "never"),
     **_torchtitan(3, "always"),

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from contenders import LEARNING_RATE
 from harness import accumulate, stepping
 
-
 _LOADING = {
     "torchtitan.components.dataloader": ("BaseDataLoader",),
     "torchtitan.components.validate": ("BaseValidator",),
