@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...te_integration import GroupedMLP, TokenDispatcher, moe_permute_with_probs, moe_unpermute
+from ...te_integration.dense.compiled_wgrad import run_outside_graph
 from ..config.run import ModelConfig
 from ..parallelizing.experts import keep_own
 from .feed_forward import FeedForward, make_linear
@@ -134,6 +135,8 @@ class MixtureOfExperts(nn.Module):
         """
         keep_own(self.experts, self.experts.weight_names, rank, size, mesh)
         self.experts.num_gemms = self.num_experts // size
+        if self.experts.wgrad_queue is not None:
+            self.experts.wgrad_queue.fill_waits = True
         if mesh is not None:
             self.dispatcher = TokenDispatcher(self.num_experts, mesh, **dispatch)
 
@@ -153,7 +156,11 @@ class MixtureOfExperts(nn.Module):
         if is_padding is not None:
             is_padding = is_padding.reshape(-1)
             expert_ids = expert_ids.masked_fill(is_padding[:, None], self.num_experts)
-        y, splits = self._of_experts(tokens, expert_ids, routing.probs)
+        chosen = tokens, expert_ids, routing.probs
+        if torch.compiler.is_compiling() and self.dispatcher is not None:  # numbers of rows differ from call to call
+            y, splits = run_outside_graph(MixtureOfExperts._of_experts, self, *chosen)
+        else:
+            y, splits = self._of_experts(*chosen)
         y = y.view_as(x)
         if not self.training:
             return y, None
@@ -167,7 +174,9 @@ class MixtureOfExperts(nn.Module):
             y = moe_unpermute(self.experts(rows, sorting.splits, row_probs), sorting)
             return y if self.shared is None else y + self.shared(tokens), sorting.splits
         meanwhile = None if self.shared is None else partial(self.shared, tokens)
-        rows, splits, travelled, sent = self.dispatcher.dispatch(tokens, expert_ids, probs, meanwhile=meanwhile)
+        rows, splits, travelled, sent = self.dispatcher.dispatch(
+            tokens, expert_ids, probs, queue=self.experts.queue_now(), meanwhile=meanwhile
+        )
         y = self.dispatcher.combine(self.experts(rows, splits, travelled), sent)
         return y if self.shared is None else y + sent.meanwhile, sent.sorting.splits
 

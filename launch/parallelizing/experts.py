@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ddp.collectives.rank_grid import WORLD_OF_ONE, RankGrid, Ranks, make_grid
+from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.plan.cut import Box
 from ...ddp.plan.model_slice import ModelSlice, set_model_slice
 from ...ddp.plan.tensor_parallel.localize import can_localize, is_one_slice
@@ -32,7 +33,7 @@ from ...te_integration.experts.hugging_face_experts import (
     why_not_experts,
 )
 
-__all__ = ["ExpertRanks", "SharedExperts", "keep_own", "mesh_of", "same_place", "share_experts"]
+__all__ = ["ExpertRanks", "SharedExperts", "keep_own", "mesh_of", "numbers_of_experts", "same_place", "share_experts"]
 
 ExpertRanks: TypeAlias = int | dist.ProcessGroup | DeviceMesh
 """The ranks that hold all experts together; a number: so many neighbours among the data-parallel ranks."""
@@ -99,6 +100,8 @@ def keep_own(owner: nn.Module, names: Iterable[str], rank: int, size: int, mesh:
             set_model_slice(own, ModelSlice(tuple(whole.shape), (box,), 0, None, "expert"))
         else:
             _know_layout(owner, name, own, mesh, whole)
+    if isinstance(owner, DelayedWgradModule):
+        owner.mark_delayed_weights()
 
 
 def _know_layout(owner: nn.Module, name: str, own: nn.Parameter, mesh: DeviceMesh, whole: Tensor) -> None:
@@ -129,7 +132,14 @@ def _dispatch(experts: Any, mesh: DeviceMesh, options: Mapping[str, Any]) -> Non
 # ---- What there is. ----
 
 
-def _is_of_hugging_face(module: nn.Module) -> bool:
+def numbers_of_experts(model: nn.Module) -> list[int]:
+    """Of each module that ``ep`` can share out; empty where ``ep`` would be refused."""
+    found = {name: module for name, module in model.named_modules() if _is_of_hugging_face(module)}
+    reasons = (_why_not(module) for module in found.values())
+    return [] if any(reasons) else [int(module.num_experts) for module in found.values()]
+
+
+def _is_of_hugging_face(module: Any) -> bool:
     return isinstance(module, FusedExperts) or is_experts_class(type(module))
 
 
@@ -154,22 +164,21 @@ def _cut_already(model: nn.Module, grid: RankGrid) -> dict[nn.Module, DeviceMesh
 def _check(model: nn.Module, cut: Mapping[nn.Module, DeviceMesh]) -> None:
     if cut:
         raise ValueError("ep has no effect: the model's experts are cut over data-parallel ranks already; leave it out")
-    reasons = {
-        name: None if isinstance(module, FusedExperts) else why_not_experts(module)
-        for name, module in model.named_modules()
-        if _is_of_hugging_face(module)
-    }
+    reasons = {name: _why_not(module) for name, module in model.named_modules() if _is_of_hugging_face(module)}
     if not reasons:
         raise ValueError(
             f"ep has no effect: {type(model).__name__} has no experts of Hugging Face; a model of your own sends "
             f"tokens by te_integration.TokenDispatcher"
         )
     for name, reason in reasons.items():
-        own = vars(model.get_submodule(name))
-        if reason is None and "forward" in own:
-            reason = "its forward was replaced on this instance"
         if reason is not None:
             raise ValueError(f"ep: the experts '{name}' cannot dispatch: {reason}")
+
+
+def _why_not(experts: nn.Module) -> str | None:
+    if "forward" in vars(experts):
+        return "its forward was replaced on this instance"
+    return None if isinstance(experts, FusedExperts) else why_not_experts(experts)
 
 
 # ---- Their ranks. ----

@@ -42,7 +42,7 @@ def exchanges_of(config: Config, ranks: int) -> tuple[Exchange, ...]:
     passes = 2 * model.num_layers * settings.num_microbatches
     heads, kv_heads = model.num_heads // mesh.tp, math.lcm(model.num_kv_heads // mesh.tp, mesh.cp)
     summed, sent = 2 * model.dim * size, 2 * (heads + kv_heads) * model.head_dim * size
-    # A row goes with its fp32 probability, and comes back without; in backward it is the other way round. Numbers go once.
+    # A row goes with its fp32 probability, and comes back without; in backward it is the other way round.
     of_experts = settings.num_microbatches * sum(map(model.has_experts, range(model.num_layers)))
     travelling, calls = 2 * of_experts * model.top_k * (2 * model.dim * size + 4 * tokens), 7 * of_experts
     found = (

@@ -158,7 +158,8 @@ class FusedExperts(MadeClass, GroupedModule):
         if self.config._experts_implementation not in self._form.implementations:
             chosen: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return chosen
-        if torch.compiler.is_compiling() and not self.runs_in_graph(top_k_index):
+        breaks = self.dispatcher is not None or not self.runs_in_graph(top_k_index)
+        if torch.compiler.is_compiling() and breaks:
             output: Tensor = run_outside_graph(FusedExperts._forward, self, hidden_states, top_k_index, top_k_weights)
             return output
         return self._forward(hidden_states, top_k_index, top_k_weights)
@@ -167,16 +168,16 @@ class FusedExperts(MadeClass, GroupedModule):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         index = top_k_index.reshape(-1, top_k_index.shape[-1])
         probs = top_k_weights.reshape(index.shape)
-        dispatcher = self.dispatcher
+        dispatcher, queue = self.dispatcher, self.queue_now()
+        row_probs: Any
         way_back: Any
         if dispatcher is None:
             rows, row_probs, way_back = moe_permute_with_probs(tokens, probs, index, self.num_experts)
             splits = way_back.splits
         else:
-            rows, splits, row_probs, way_back = dispatcher.dispatch(tokens, index, probs)
+            rows, splits, row_probs, way_back = dispatcher.dispatch(tokens, index, probs, queue=queue)
         offsets = row_offsets(splits, self.num_experts, rows.shape[0], rows.device, self.describe())
         up, down = self.expert_layers
-        queue = self.queue_now()
         hidden = self.multiply_rows(up, rows, offsets, None, queue)
         normed = bool(getattr(self, "has_post_expert_norm", False))
         activated = self._activate(hidden, None if normed else row_probs)
