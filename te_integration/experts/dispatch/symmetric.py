@@ -28,6 +28,7 @@ if HAS_TRITON:
         read_half,
         write_half,
     )
+    from ....kernels.triton_support import is_interpreted
 
 __all__ = ["SymmetricExchange"]
 
@@ -196,9 +197,10 @@ class SymmetricExchange:
         return [Place(exchange, offset) for offset in ends[:-1]]
 
     def _make(self, half_nbytes: int, device: torch.device) -> Exchange:
-        if device.type != "cuda" or not HAS_TRITON or self.group is None:
+        if not HAS_TRITON or not (device.type == "cuda" or is_interpreted()):
             raise ValueError(f"SymmetricExchange needs Triton and tensors on CUDA; got {device}")
-        if torch.cuda.is_current_stream_capturing():
+        assert self.group is not None, "ranks to exchange with"
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"SymmetricExchange: an exchange of {half_nbytes} bytes in a capture needs buffers first: run it once "
                 f"before, with as many rows"
@@ -207,7 +209,8 @@ class SymmetricExchange:
         own = memory.empty(flags_nbytes(self.num_ranks) + 2 * half_nbytes, dtype=torch.uint8, device=device)
         own.zero_()
         # No rank signals before all have cleared their flags, since all must come to the rendezvous.
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         handle = memory.rendezvous(own, self.group.group_name)
         self._memory.append((own, handle))
         peers = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(self.num_ranks)]
