@@ -249,8 +249,8 @@ def compiled() -> dict[str, tuple[int, int, int]]:
 @pytest.mark.in_turn
 def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert compiled().keys() == KERNELS.keys()
-    # Kernels need wide accesses for bandwidth; those of steps and meetings move too little to matter, and whole products
-    # move tiles.
+    # Kernels need wide accesses for bandwidth. Those of steps and meetings move too little to matter, and whole
+    # products move tiles.
     narrow = [path for path, (wide, _, _) in compiled().items() if wide == 0]
     assert narrow == [
         "optimizer.orthogonal.product_triton._full_kernel",
