@@ -1,4 +1,4 @@
-"""Experts over ranks under each wrapper: gradients, norms and weights of five clipped steps are those of one process."""
+"""Experts over ranks under each wrapper: five clipped steps have the gradients, norms and weights of one process."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
