@@ -57,8 +57,8 @@ class TokenDispatcher:
     transport    "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``;
                  "capacity": any ranks, equal parts, no wait, and rows beyond ``capacity`` are dropped;
                  or a ``TokenTransport``
-    capacity     most rows that a rank sends to one expert, the same on all ranks; ``transport.dropped`` counts on the
-                 device those beyond
+    capacity     most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts on
+                 the device those beyond
 
     All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
     what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code breaks its graph at both methods.

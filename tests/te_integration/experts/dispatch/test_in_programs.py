@@ -80,6 +80,24 @@ def test_what_is_frozen_gets_none_and_the_rest_the_same(frozen: list[str]) -> No
             assert one is None or torch.equal(one, other)
 
 
+def test_a_queue_without_fill_waits_is_left_alone() -> None:
+    """Its owner, such as a pipeline's schedule, says when weight gradients are computed."""
+
+    def pending() -> tuple[int, ...]:
+        x = make_tokens(dist.get_rank(), 5).x
+        numbers = []
+        for fill_waits in (False, True):
+            block, queue = Block(), WgradQueue(fill_waits=fill_waits)
+            with delayed_wgrad(queue):
+                loss = block(x).square().sum()
+            loss.backward()
+            numbers.append(len(queue))
+            queue.drain()
+        return tuple(numbers)
+
+    assert simulate(pending, 2) == [(3, 1)] * 2  # the router's is behind the last exchange
+
+
 def test_probabilities_may_multiply_at_the_sender() -> None:
     def both() -> None:
         x, ids, probs = make_tokens(dist.get_rank(), 7)

@@ -70,7 +70,7 @@ def test_rows_beyond_the_capacity_are_dropped_as_by_their_ids() -> None:
         y = routed(leaves, experts, dispatcher)
         y.square().sum().backward()
         if capacity:
-            assert dispatcher.transport.dropped == (cut.ids == EXPERTS).sum() > 0
+            assert dispatcher.transport.num_dropped == (cut.ids == EXPERTS).sum() > 0
         return [y, leaves.x.grad, leaves.probs.grad, *(param.grad for param in experts.parameters())]
 
     for dropped, by_ids in zip(simulate(run, 2, True), simulate(run, 2, False), strict=True):
@@ -163,7 +163,11 @@ def train(transport: dict[str, Any], graphed: bool) -> Any:
     run = GraphedTrainingStep(step, model, optimizer, num_warmup_steps=1) if graphed else step
     draws = torch.Generator().manual_seed(dist.get_rank())
     losses = [run(torch.randn(8, DIM, generator=draws)) for _ in range(5)]
-    return losses, [param.detach().clone() for param in model.parameters()], getattr(dispatcher.transport, "dropped", 0)
+    return (
+        losses,
+        [param.detach().clone() for param in model.parameters()],
+        getattr(dispatcher.transport, "num_dropped", 0),
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -17,6 +17,7 @@ from maingrad.ddp import (
     DistributedDataParallelConfig,
     DistributedOptimizer,
 )
+from maingrad.ddp.plan.model_slice import Box, ModelSlice, set_model_slice
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, TokenDispatcher, WgradQueue, delayed_wgrad
@@ -115,6 +116,8 @@ def of_sequences(wrapper: str) -> list[Step]:
     model = Block(dist.get_rank(), 4, TokenDispatcher(EXPERTS), fused=True)
     for param in (*model.dense.parameters(), *model.router.parameters()):
         param.sequence_parallel = True
+    for param in model.experts.parameters():
+        set_model_slice(param, ModelSlice(tuple(param.shape), (Box((0, 0), tuple(param.shape)),), 0, None, "own"))
 
     def loss(wrapped: nn.Module, step: int) -> Tensor:
         x = batch(step, dp.rank())
@@ -154,7 +157,7 @@ def sharded(
     model: Block, same_experts: Any, loss_in: Callable[[int], Tensor], ranks: Any = None, tensor_ranks: Any = None
 ) -> list[Step]:
     if same_experts is not None:
-        fully_shard(model.experts, same_experts)
+        fully_shard(model.experts, same_experts, tensor_parallel_group=tensor_ranks)
     fully_shard(model, ranks, tensor_parallel_group=tensor_ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     steps = []
