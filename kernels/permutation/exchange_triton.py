@@ -185,7 +185,7 @@ def _half_kernel(
     M: tl.tensor, W: tl.tensor, start: tl.tensor, half_nbytes: tl.tensor,
     WRITE: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Row m of ``rows``, of M and W columns, is row ``index[m]`` of this rank's half. WRITE: the half's is that of rows.
+    """Row m of ``rows`` [M, W] is row ``index[m]`` of this rank's half. WRITE: row m of the half is that of ``rows``.
 
     K = 0: ``index[m]`` is m. K > 1: rows[m] is the sum over j of the half's index[m, j], in fp32, in order of j.
     Rows of the half from ``num_sent`` on were sent nowhere, and read as 0.

@@ -23,14 +23,20 @@ from ...dense.compiled_wgrad import run_outside_graph
 from ...wgrad_queue import Filling, WgradQueue, fill_wait, filling
 from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
 from .all_to_all import AllToAll
+from .capacity import Capacity
 from .symmetric import SymmetricExchange
 from .transport import Meanwhile, TokenTransport
 
 __all__ = ["Dispatched", "TokenDispatcher"]
 
+
+def _symmetric(num_experts: int, group: dist.ProcessGroup | None) -> TokenTransport:
+    return AllToAll(num_experts, group) if group is None else SymmetricExchange(num_experts, group)
+
+
 _TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {
     "all_to_all": AllToAll,
-    "symmetric": SymmetricExchange,
+    "symmetric": _symmetric,
 }
 
 
@@ -57,27 +63,44 @@ class TokenDispatcher:
 
     num_experts  E, those of all ranks
     group        the ranks that hold one of each expert together, a process group or a mesh of one dim; None: all
-    transport    "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``; "symmetric":
-                 GPUs of one NVLink domain, and no host waits (``SymmetricExchange``); or a ``TokenTransport``
+    transport    "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``;
+                 "capacity": any ranks, equal parts, no wait, and rows beyond ``capacity`` are dropped;
+                 "symmetric": GPUs of one NVLink domain, no wait, and ranks have equally many tokens in each call, or
+                 give a ``SymmetricExchange`` with the most;
+                 or a ``TokenTransport``
+    capacity     most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts on
+                 the device those beyond
 
     All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
     what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code breaks its graph at both methods.
     Raises ``ValueError`` for a transport that is not known, and experts that do not divide over the ranks.
     """
 
-    def __init__(self, num_experts: int, group: Ranks = None, transport: str | TokenTransport = "all_to_all") -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        group: Ranks = None,
+        transport: str | TokenTransport = "all_to_all",
+        *,
+        capacity: int | None = None,
+    ) -> None:
         check_member(group, "group")
         self.num_experts = num_experts
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group_or_default(group, "group")
         ranks = group_size(self.group)
         if num_experts < 1 or num_experts % ranks:
             raise ValueError(f"TokenDispatcher: {num_experts} experts do not divide over {ranks} ranks")
+        if (capacity is not None) != (transport == "capacity"):
+            raise ValueError("TokenDispatcher: transport='capacity' needs capacity=, and no other transport takes it")
+        self.transport: Any  # a TokenTransport
         if not isinstance(transport, str):
             self.transport = transport
+        elif capacity is not None:
+            self.transport = Capacity(num_experts, self.group, capacity)
         elif transport in _TRANSPORTS:
             self.transport = _TRANSPORTS[transport](num_experts, self.group)
         else:
-            raise ValueError(f"TokenDispatcher: transport={transport!r} is none of {', '.join(_TRANSPORTS)}")
+            raise ValueError(f"TokenDispatcher: transport={transport!r} is none of capacity, {', '.join(_TRANSPORTS)}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TokenDispatcher":
         return self  # ranks cannot be copied, and nothing here belongs to one model

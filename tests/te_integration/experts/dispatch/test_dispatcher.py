@@ -1,11 +1,13 @@
 """``TokenDispatcher``: results and gradients are those of the block with all experts in one process."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dispatched import DIM, EXPERTS, Tokens, experts_of, make_tokens, number, routed
+from stale_memory import stale_empty
 from torch import Tensor, nn
 
 from maingrad.ddp import WORLD_OF_ONE
@@ -21,6 +23,7 @@ ROUTINGS = {
     "no tokens": ([0, 0, 0, 0], 2, "any"),
     "dropped": ([7, 5, 9, 11], 2, "dropped"),
 }
+TRANSPORTS: dict[str, dict[str, Any]] = {"all_to_all": {}, "capacity": {"transport": "capacity", "capacity": 40}}
 Grads = tuple[list[Tensor], dict[tuple[str, int], Tensor]]
 
 
@@ -47,12 +50,15 @@ def dy_of(rank: int, tokens: Tokens) -> Tensor:
     return torch.randint(-4, 5, tokens.x.shape, generator=torch.Generator().manual_seed(100 + rank)) / 4
 
 
-def gradients(make: Callable[[int, int], nn.Module], tokens: Tokens, dy: Tensor, rank: int, ranks: int) -> Grads:
+def gradients(
+    make: Callable[[int, int], nn.Module], tokens: Tokens, dy: Tensor, rank: int, ranks: int, **options: Any
+) -> Grads:
     """y and the gradients of x and probs; those of the weights by product and number of the expert."""
     experts = make(rank, ranks)
     leaves = Tokens(tokens.x.requires_grad_(), tokens.ids, tokens.probs.requires_grad_())
-    y = routed(leaves, experts, TokenDispatcher(EXPERTS, None if ranks > 1 else WORLD_OF_ONE))
+    y = routed(leaves, experts, TokenDispatcher(EXPERTS, None if ranks > 1 else WORLD_OF_ONE, **options))
     y.backward(dy)
+    assert leaves.probs.grad is not None
     of_weights = {}
     for name, param in experts.named_parameters():
         assert param.grad is not None, name  # zeros without rows
@@ -60,16 +66,20 @@ def gradients(make: Callable[[int, int], nn.Module], tokens: Tokens, dy: Tensor,
     return [y.detach(), leaves.x.grad, leaves.probs.grad], of_weights
 
 
-def over_ranks(make: Callable[[int, int], nn.Module], case: str) -> Grads:
-    tokens = tokens_of(dist.get_rank(), case)
-    return gradients(make, tokens, dy_of(dist.get_rank(), tokens), dist.get_rank(), dist.get_world_size())
+def over_ranks(make: Callable[[int, int], nn.Module], case: str, transport: str) -> Grads:
+    rank, tokens = dist.get_rank(), tokens_of(dist.get_rank(), case)
+    return gradients(make, tokens, dy_of(rank, tokens), rank, dist.get_world_size(), **TRANSPORTS[transport])
 
 
 @pytest.mark.parametrize("case", ROUTINGS)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("make", [Exact, experts_of])
-def test_results_and_gradients_are_those_of_one_process(make: Callable[..., nn.Module], ranks: int, case: str) -> None:
-    parts = simulate(over_ranks, ranks, make, case)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_results_and_gradients_are_those_of_one_process(
+    transport: str, make: Callable[..., nn.Module], ranks: int, case: str
+) -> None:
+    with stale_empty():
+        parts = simulate(over_ranks, ranks, make, case, transport)
     tokens = [tokens_of(rank, case) for rank in range(ranks)]
     whole = Tokens(*(torch.cat(tensors) for tensors in zip(*tokens, strict=True)))
     dy = torch.cat([dy_of(rank, each) for rank, each in enumerate(tokens)])
