@@ -49,7 +49,7 @@ class Capacity:
             raise ValueError(f"TokenDispatcher: capacity={capacity} rows of a rank for an expert")
         self.num_experts, self.group, self.capacity = num_experts, group, capacity
         self.num_local = num_experts // group_size(group)
-        self.dropped: Tensor | None = None
+        self.num_dropped: Tensor | None = None
         """int64 on the device: rows that this rank has dropped since the first ``send``, recomputes included."""
         self._reporter = reporter_of(group)
 
@@ -77,9 +77,9 @@ class Capacity:
     def _route(self, num_rows: int, counts: Tensor) -> _Slots:
         places = torch.arange(self.capacity, device=counts.device)
         kept = counts.clamp(max=self.capacity)
-        if self.dropped is None:
-            self.dropped = torch.zeros_like(counts[0])
-        self.dropped += counts.sum() - kept.sum()
+        if self.num_dropped is None:
+            self.num_dropped = torch.zeros_like(counts[0])
+        self.num_dropped += counts.sum() - kept.sum()
         ends = counts.cumsum(0)
         begins = ends - counts
         rows = (begins[:, None] + places).clamp_(max=max(0, num_rows - 1))

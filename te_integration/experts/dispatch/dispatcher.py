@@ -24,11 +24,20 @@ from ...wgrad_queue import Filling, WgradQueue, fill_wait, filling
 from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
 from .all_to_all import AllToAll
 from .capacity import Capacity
+from .symmetric import SymmetricExchange
 from .transport import Meanwhile, TokenTransport
 
 __all__ = ["Dispatched", "TokenDispatcher"]
 
-_TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {"all_to_all": AllToAll}
+
+def _symmetric(num_experts: int, group: dist.ProcessGroup | None) -> TokenTransport:
+    return AllToAll(num_experts, group) if group is None else SymmetricExchange(num_experts, group)
+
+
+_TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {
+    "all_to_all": AllToAll,
+    "symmetric": _symmetric,
+}
 
 
 class Dispatched(NamedTuple):
@@ -56,9 +65,11 @@ class TokenDispatcher:
     group        the ranks that hold one of each expert together, a process group or a mesh of one dim; None: all
     transport    "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``;
                  "capacity": any ranks, equal parts, no wait, and rows beyond ``capacity`` are dropped;
+                 "symmetric": GPUs of one NVLink domain, no wait, and ranks have equally many tokens in each call, or
+                 give a ``SymmetricExchange`` with the most;
                  or a ``TokenTransport``
-    capacity     most rows that a rank sends to one expert, the same on all ranks; ``transport.dropped`` counts on the
-                 device those beyond
+    capacity     most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts on
+                 the device those beyond
 
     All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
     what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code breaks its graph at both methods.

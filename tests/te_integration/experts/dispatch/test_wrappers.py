@@ -1,4 +1,4 @@
-"""Experts over ranks under each wrapper: gradients, norms and weights of five clipped steps are those of one process."""
+"""Experts over ranks under each wrapper: five clipped steps have the gradients, norms and weights of one process."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +17,7 @@ from maingrad.ddp import (
     DistributedDataParallelConfig,
     DistributedOptimizer,
 )
+from maingrad.ddp.plan.model_slice import Box, ModelSlice, set_model_slice
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, TokenDispatcher, WgradQueue, delayed_wgrad
@@ -100,22 +101,50 @@ def plain(ranks: int) -> list[Step]:
 def over_ranks(wrapper: str, ep: int, delayed: bool = False) -> list[Step]:
     group, edp = rank_groups(ep)
     model = Block(group.rank(), ep, TokenDispatcher(EXPERTS, group), fused=True)
-    if WRAPPERS[wrapper] is None:
-        return sharded(model, edp, ep)
-    config = DistributedDataParallelConfig(bucket_size=200, **WRAPPERS[wrapper])
     same = (edp if edp.size() > 1 else WORLD_OF_ONE) if ep > 1 else None
+    if WRAPPERS[wrapper] is None:
+        return sharded(model, same, lambda step: loss_of(model, batch(step, dist.get_rank())))
+    config = DistributedDataParallelConfig(bucket_size=200, **WRAPPERS[wrapper])
     ddp = DistributedDataParallel(model, config, expert_process_group=same)
+    return replicated(model, ddp, lambda step: loss_of(ddp, batch(step, dist.get_rank())), delayed)
+
+
+def of_sequences(wrapper: str) -> list[Step]:
+    """Tensor-parallel pairs of ranks, which have a part of the tokens each; the experts are spread over all four."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    model = Block(dist.get_rank(), 4, TokenDispatcher(EXPERTS), fused=True)
+    for param in (*model.dense.parameters(), *model.router.parameters()):
+        param.sequence_parallel = True
+    for param in model.experts.parameters():
+        set_model_slice(param, ModelSlice(tuple(param.shape), (Box((0, 0), tuple(param.shape)),), 0, None, "own"))
+
+    def loss(wrapped: nn.Module, step: int) -> Tensor:
+        x = batch(step, dp.rank())
+        return wrapped(x.tensor_split(2)[tp.rank()]).square().sum() / x.numel()
+
+    if WRAPPERS[wrapper] is None:
+        return sharded(model, WORLD_OF_ONE, lambda step: loss(model, step), dp, tp)
+    config = DistributedDataParallelConfig(**WRAPPERS[wrapper])
+    ranks = {"process_group": dp, "tensor_parallel_group": tp, "expert_process_group": WORLD_OF_ONE}
+    ddp = DistributedDataParallel(model, config, **ranks)
+    return replicated(model, ddp, lambda step: loss(ddp, step))
+
+
+def replicated(
+    model: Block, ddp: DistributedDataParallel, loss_in: Callable[[int], Tensor], delayed: bool = False
+) -> list[Step]:
     optimizer = DistributedOptimizer(ddp, LR, optimizer_class=torch.optim.SGD, max_grad_norm=MAX_NORM)
     queue = WgradQueue(fill_waits=True)
     steps = []
     for step in range(STEPS):
         with delayed_wgrad(queue) if delayed else nullcontext():
-            loss = loss_of(ddp, batch(step, dist.get_rank()))
+            loss = loss_in(step)
         loss.backward()
         queue.drain()
         ddp.finish_grad_sync()
         grads = {}
-        if not config.use_distributed_optimizer:
+        if not ddp.ddp_config.use_distributed_optimizer:
             grads = by_expert(model, {name: param.main_grad for name, param in model.named_parameters()})
         optimizer.step()
         optimizer.finish_param_sync()
@@ -124,25 +153,27 @@ def over_ranks(wrapper: str, ep: int, delayed: bool = False) -> list[Step]:
     return steps
 
 
-def sharded(model: Block, edp: Any, ep: int) -> list[Step]:
-    if ep > 1:
-        fully_shard(model.experts, edp if edp.size() > 1 else WORLD_OF_ONE)
-    fully_shard(model)
+def sharded(
+    model: Block, same_experts: Any, loss_in: Callable[[int], Tensor], ranks: Any = None, tensor_ranks: Any = None
+) -> list[Step]:
+    if same_experts is not None:
+        fully_shard(model.experts, same_experts, tensor_parallel_group=tensor_ranks)
+    fully_shard(model, ranks, tensor_parallel_group=tensor_ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     steps = []
     for step in range(STEPS):
-        loss_of(model, batch(step, dist.get_rank())).backward()
+        loss_in(step).backward()
         grads = by_expert(model, {name: param.grad.full_tensor() for name, param in model.named_parameters()})
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        with model.unsharded(), model.experts.unsharded() if ep > 1 else nullcontext():
+        with model.unsharded(), model.experts.unsharded() if same_experts is not None else nullcontext():
             steps.append(Step(grads, norm, by_expert(model, dict(model.named_parameters()))))
     return steps
 
 
-def assert_as_plain(parts: list[list[Step]]) -> None:
-    for number_of_step, expected in enumerate(plain(len(parts))):
+def assert_as_plain(parts: list[list[Step]], batches: int) -> None:
+    for number_of_step, expected in enumerate(plain(batches)):
         assert expected.norm > 2 * MAX_NORM
         for part in parts:
             found = part[number_of_step]
@@ -157,7 +188,12 @@ def assert_as_plain(parts: list[list[Step]]) -> None:
 @pytest.mark.parametrize(("ranks", "ep"), LAYOUTS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_five_clipped_steps_are_those_of_one_process(wrapper: str, ranks: int, ep: int) -> None:
-    assert_as_plain(simulate(over_ranks, ranks, wrapper, ep))
+    assert_as_plain(simulate(over_ranks, ranks, wrapper, ep), ranks)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_experts_may_span_tensor_parallel_ranks_with_parts_of_sequences(wrapper: str) -> None:
+    assert_as_plain(simulate(of_sequences, 4, wrapper), 2)
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "ZeRO-1"])
