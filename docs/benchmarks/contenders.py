@@ -114,7 +114,7 @@ def wrap(
     units = case.units(model, split_ends)
     compiling = case.compiling
     if ep:
-        options |= {"ep": case.bench.ep or case.num_ranks, "dispatch": dispatch_of(case.bench)}
+        options |= {"ep": case.bench.ep or case.num_ranks, "dispatch": dispatch_of(case)}
         compiling = {**compiling, "fullgraph": False}  # rows that travel break a graph
     if ep == "delayed":
         delay_experts(model)
@@ -162,8 +162,13 @@ def ours(case, form, *, graphed=False, recipe=None, optimizer_options=None, **ho
     return train(model, loss_of, tokens, **options)
 
 
-def dispatch_of(bench):
+def dispatch_of(case):
     """Options of ``TokenDispatcher``."""
+    bench, count = case.bench, case.architecture.sizes["num_experts"]
+    if bench.capacity_factor is not None:  # of symmetric exchanges, over all ranks
+        from maingrad.te_integration.experts.dispatch.symmetric import SymmetricExchange
+
+        return {"transport": SymmetricExchange(count, dist.group.WORLD, capacity_factor=bench.capacity_factor)}
     return {"transport": bench.transport, **({} if bench.capacity is None else {"capacity": bench.capacity})}
 
 

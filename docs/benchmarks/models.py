@@ -69,6 +69,8 @@ class ModelsBench(RowOptions):
     """How tokens travel in these rows: all_to_all, capacity, symmetric."""
     capacity: int | None = None
     """Most rows that a rank sends to one expert, for transport capacity."""
+    capacity_factor: float | None = None
+    """Symmetric exchanges over all ranks whose ranks receive at most so many times what they send; None: all rows."""
     peak_tflops: float | None = None
     """Dense bf16 TFLOP/s of one GPU, which MFU is a share of; None: by the GPU's name."""
     stem: str = "models"

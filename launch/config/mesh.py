@@ -14,6 +14,7 @@ Ranks are numbered with tp changing fastest, then cp, then dp. Gradients are ave
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .error import require
 from .model import ModelConfig
@@ -40,9 +41,16 @@ class MeshConfig(Table):
     """Ranks that share out the experts of each block, and send each other tokens; others hold the same experts.
     Divides dp x cp, and ``num_experts``."""
 
+    transport: Literal["all_to_all", "symmetric"] = "all_to_all"
+    """How tokens travel to experts of other ranks. "all_to_all": between any ranks; the host waits for each block's
+    numbers of rows. "symmetric": between GPUs of one NVLink domain, by kernels; the host waits for nothing."""
+
     def check(self) -> None:
         remedy = "must be 1: maingrad train has no pipeline; te_integration.pipeline has stages for your own loop"
         self.require(self.pp == 1, "pp", remedy)
+
+        remedy = "has no effect with mesh.ep = 1; leave it out"
+        self.require(self.ep > 1 or self.transport == "all_to_all", "transport", remedy)
 
     @property
     def ranks_of_sample(self) -> int:

@@ -22,7 +22,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...te_integration import Embedding, Linear, LinearCrossEntropy, autocast
+from ...te_integration import Embedding, Linear, LinearCrossEntropy, TokenDispatcher, autocast
 from ..config.run import ModelConfig
 from ..parallelizing.exchanges import draws_apart, enter, leave, ulysses
 from .feed_forward import FeedForward, make_linear
@@ -220,11 +220,12 @@ class GPT(nn.Module):
             if isinstance(module, GPT | Attention):
                 module.context_group = group
 
-    def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None) -> None:
+    def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, transport: str = "all_to_all") -> None:
         """Keep the ``rank``-th of ``size`` parts of the experts: see ``MixtureOfExperts``."""
+        dispatcher = None if mesh is None else TokenDispatcher(self.config.num_experts, mesh, transport)
         for block in self.blocks:
             if isinstance(block.ffn, MixtureOfExperts):
-                block.ffn.share_experts(rank, size, mesh)
+                block.ffn.share_experts(rank, size, mesh, dispatcher)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.

@@ -12,7 +12,7 @@ learns through the probabilities that multiply the experts' activations, and fro
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -127,18 +127,16 @@ class MixtureOfExperts(nn.Module):
         if config.shared_expert_ffn_dim:
             self.shared = FeedForward(config, config.shared_expert_ffn_dim, device, delay_wgrad=delay_wgrad)
 
-    def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, **dispatch: Any) -> None:
+    def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, dispatcher: TokenDispatcher | None) -> None:
         """Keep the ``rank``-th of ``size`` parts of the experts: the ranks of ``mesh`` send each other tokens.
 
-        mesh      None only for a plan, which runs no forward
-        dispatch  options of ``TokenDispatcher``
+        mesh, dispatcher  None only for a plan, which runs no forward
         """
         keep_own(self.experts, self.experts.weight_names, rank, size, mesh)
         self.experts.num_gemms = self.num_experts // size
         if self.experts.wgrad_queue is not None:
             self.experts.wgrad_queue.fill_waits = True
-        if mesh is not None:
-            self.dispatcher = TokenDispatcher(self.num_experts, mesh, **dispatch)
+        self.dispatcher = dispatcher
 
     @property
     def has_part(self) -> bool:

@@ -74,9 +74,13 @@ def share_experts(
     for module in experts:
         if _is_of_hugging_face(module) and not cut and module.num_experts % size:
             raise ValueError(f"ep: {size} ranks do not divide {module.num_experts} experts ({type(module).__name__})")
+    dispatchers: dict[int, TokenDispatcher] = {}  # one for all layers: a transport may own memory
     for module in experts:
         if _is_of_hugging_face(module):
-            _dispatch(module, mesh, dispatch)
+            count = module._parameters[weight_names_of(module)[0]].shape[0]
+            if count not in dispatchers:
+                dispatchers[count] = TokenDispatcher(count, mesh, **dispatch)
+            _dispatch(module, mesh, dispatchers[count])
         else:
             for param in module.parameters(recurse=False):
                 param.allreduce = False
@@ -117,16 +121,15 @@ def _know_layout(owner: nn.Module, name: str, own: nn.Parameter, mesh: DeviceMes
     install_state_dict_hooks(owner)
 
 
-def _dispatch(experts: Any, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
+def _dispatch(experts: Any, mesh: DeviceMesh, dispatcher: TokenDispatcher) -> None:
     """Have a module of Hugging Face's experts keep this rank's, and send tokens to the others'."""
     names = weight_names_of(experts)
     biases = [f"{name}_bias" for name in names] if experts.has_bias else []
-    count = experts._parameters[names[0]].shape[0]
     keep_own(experts, (*names, *biases), mesh.get_local_rank(), mesh.size(), mesh)
     experts.__dict__.pop("_is_expert_parallel", None)
     experts.__dict__.pop("forward", None)  # that of transformers' style: see ``_check`` for others
-    experts.num_experts = count // mesh.size()
-    experts.dispatcher = TokenDispatcher(count, mesh, **options)
+    experts.num_experts = dispatcher.num_experts // mesh.size()
+    experts.dispatcher = dispatcher
 
 
 # ---- What there is. ----
