@@ -85,7 +85,7 @@ FAULTS = [
     Fault(
         "77f-norms-count-experts-as-copies",
         sentence="A norm counts the experts of a rank as if all ranks held copies of them.",
-        tests=[STEPS + "[DDP-4-2]", STEPS + "[ZeRO-1-8-2]"],
+        tests=[STEPS + "[DDP-4-2]", STEPS + "[DDP-8-4]"],
         changes=[
             Change(
                 "maingrad.ddp.optimizer.grad_norm",
